@@ -26,7 +26,7 @@ from transformers import DeepseekV2Config, PretrainedConfig, Qwen3Config
 from workload import SHAPES
 
 from slime.train.flops import FlopsModel
-from slime.train.schedule import build_schedule, even_out
+from slime.train.microbatch_plan import build_schedule, even_out
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-0.6b (dense, GQA)": lambda: Qwen3Config(**SHAPES["qwen3-0.6b"]),

@@ -44,10 +44,11 @@ def load(way: str, folder: str, ranks: Any, device: str) -> Any:
     from slime.config import Config, derive
     from slime.config.initial_weights import Start
     from slime.models.loading import load_causal_lm
-    from slime.train.backends.fsdp import builder, loading
+    from slime.train.backends.fsdp import builder
+    from slime.train.backends.fsdp import builder as loading
     from slime.train.backends.fsdp.attention import ATTENTION_NAME
     from slime.train.backends.fsdp.packed_model import PolicyModel
-    from slime.train.progress import Progress
+    from slime.train.timers import Progress
 
     config = derive(
         Config(hf_checkpoint=folder, rollout_batch_size=ranks.size, actor_num_gpus_per_node=ranks.size, device=device)
@@ -64,7 +65,7 @@ def one_rank(way: str, folder: str, tiny: str, store: str, device: str) -> None:
     """Says when it is ready, begins when it is told to, says how long it took, and goes when it is told to."""
     from transformers.utils.logging import disable_progress_bar
 
-    from slime.train.meeting import Meeting
+    from slime.train.processes import Meeting
     from slime.train.topology import join_ranks
 
     disable_progress_bar()

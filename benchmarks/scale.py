@@ -57,12 +57,11 @@ from slime.config import Config
 from slime.data.buffer import Journal
 from slime.data.sample import Keep, Sample
 from slime.train.flops import FlopsModel
-from slime.train.group import TrainerGroup
-from slime.train.meeting import Meeting
-from slime.train.processes import Rank, RankProcesses
+from slime.train.microbatch_plan import Schedule
+from slime.train.processes import Meeting, Rank, RankProcesses
 from slime.train.samples.batch import TrainBatch
-from slime.train.samples.shares import HandOver, open_share
-from slime.train.schedule import Schedule
+from slime.train.samples.dp_shards import HandOver, open_share
+from slime.train.trainer_group import TrainerGroup
 
 GROUP_SIZE = 8
 LONGEST = 32768

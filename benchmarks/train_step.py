@@ -27,7 +27,7 @@ from workload import make_model
 from slime.cluster.devices import threads_per_process
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 
 
 def make_samples(count: int, median_len: int, longest: int, seed: int = 0) -> list[Sample]:

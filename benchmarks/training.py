@@ -35,10 +35,10 @@ from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.models.loading import load_config
 from slime.train.flops import FlopsModel
-from slime.train.meeting import Meeting
+from slime.train.microbatch_plan import Prompts, build_schedule
+from slime.train.processes import Meeting
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.shares import rank_shares
-from slime.train.schedule import Prompts, build_schedule
+from slime.train.samples.dp_shards import rank_shares
 from slime.train.topology import join_ranks
 from slime.train.trainer import Trainer
 

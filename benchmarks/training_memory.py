@@ -158,7 +158,7 @@ class DevicePeak:
 
 def measure(case: Case, scratch: Path) -> dict[str, dict[str, int]]:
     """Peaks of this rank by what it was doing; runs in a process of its own."""
-    from slime.train.meeting import Meeting
+    from slime.train.processes import Meeting
     from slime.train.topology import join_ranks
 
     ranks = join_ranks(case.device, meeting=Meeting(str(scratch / "store")), timeout_minutes=5)
@@ -192,9 +192,9 @@ class Rank:
         self.place = self.trainer.init(self.ranks)
 
     def train(self, rollout_id: int) -> None:
+        from slime.train.microbatch_plan import build_schedule
         from slime.train.samples.batch import flatten_samples, make_train_batch
-        from slime.train.samples.shares import rank_shares
-        from slime.train.schedule import build_schedule
+        from slime.train.samples.dp_shards import rank_shares
 
         batch = make_train_batch(self.config, flatten_samples(self.case.groups()))
         schedule = build_schedule(

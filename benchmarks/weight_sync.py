@@ -39,7 +39,7 @@ from workload import engine, make_model
 from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineClient
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.publisher import WeightPublisher
 from slime.weights.shared import DEVICE, HOST, SharedMemoryPublisher

@@ -28,7 +28,7 @@ from slime.engine.embedded.model.self_test import check_small
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES
 from slime.models.small import small_model
-from slime.train.backends.fsdp.check import check_packed
+from slime.train.backends.fsdp.builder import check_packed
 from tests.family_models import FAMILY_MODELS, RENAMED, WINDOWED_MODELS, make_family_folder
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

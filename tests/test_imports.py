@@ -114,7 +114,7 @@ def test_the_rooms_of_the_embedded_engine_import_as_their_table_says(graph: Grap
 def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> None:
     inside = "slime.train.backends.fsdp"
     known = {name for name, targets in graph.items() if any(target.startswith(inside) for target in targets)}
-    assert {name for name in known if not name.startswith(inside)} == {"slime.train.backends.choose"}
+    assert {name for name in known if not name.startswith(inside)} == {"slime.train.trainer"}
 
 
 def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
@@ -127,8 +127,8 @@ def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
         words |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert name.startswith(own) or not outside & {word.split(".")[0] for word in words}, name
     users = {name for name, seen in graph.items() if any(one.startswith(own) for one in seen)}
-    assert {name for name in users if not name.startswith(own)} == {"slime.train.backends.choose"}
-    chooses = ast.parse((ROOT / "slime/train/backends/choose.py").read_text())
+    assert {name for name in users if not name.startswith(own)} == {"slime.train.trainer"}
+    chooses = ast.parse((ROOT / "slime/train/trainer.py").read_text())
     assert not any(isinstance(node, ast.ImportFrom) and own in (node.module or "") for node in chooses.body)
 
 
@@ -197,9 +197,7 @@ def test_that_folder_is_imported_only_where_it_was_chosen(graph: Graph) -> None:
     """From outside by one file alone, and there in a function."""
     outside = {name: path for name, path in modules_of(ROOT / "slime").items() if not name.startswith(BACKEND)}
     importing = {name for name in outside if any(other.startswith(BACKEND) for other in graph[name])}
-    assert importing == {"slime.train.backends.choose"}
-    tree = ast.parse(outside["slime.train.backends.choose"].read_text())
+    assert importing == {"slime.train.trainer"}
+    tree = ast.parse(outside["slime.train.trainer"].read_text())
     tops = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-    assert not [
-        name for name in imported(tops, "slime.train.backends.choose", False, graph) if name.startswith(BACKEND)
-    ]
+    assert not [name for name in imported(tops, "slime.train.trainer", False, graph) if name.startswith(BACKEND)]

@@ -17,7 +17,7 @@ from slime.driver.recovery import LOST, Lives, going_on
 from slime.engine.http.errors import EngineRejected
 from slime.errors import RunFailed, UserError
 from slime.observability.metrics import MetricsLog, read_metrics
-from slime.train.checkpoints.not_written import NotWritten
+from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import TrainerDied
 from tests.tiny_models import make_model_folder
 

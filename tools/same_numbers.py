@@ -231,7 +231,7 @@ def _record(run: Run, inputs: Path, work: Path, out: Path) -> None:
 
 def _train(config: Any, rollouts: Any, which: range, work: Path) -> Iterator[tuple[int, Any, list[Path]]]:
     from slime.data.sample import Sample
-    from slime.train.group import TrainerGroup
+    from slime.train.trainer_group import TrainerGroup
 
     with TrainerGroup(config, device="cpu", run_dir=work / "run") as group:
         if group.start() != which.start:

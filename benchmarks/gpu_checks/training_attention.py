@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slime.train.backends.causal_attention import causal_attention
+from slime.train.backends.attention import causal_attention
 from slime.train.samples.packing import PackedLayout
 
 _ROWS = {"ragged": (1, 640, 17, 300, 128, 129), "equal": (200, 200, 200), "equal at the end": (17, 130, *[200] * 16)}

@@ -31,20 +31,22 @@ def checks() -> Iterator[tuple[str, float, float]]:
 
 
 def _products() -> Iterator[tuple[str, float, float]]:
-    from slime.train.backends.fsdp.fused import float8
+    from slime.train.backends.fsdp.fused import matmul_kernels
 
     torch.manual_seed(0)
     for rows, inner, columns in ((300, 384, 1104), (1, 1024, 4096), (4097, 3072, 1024)):
         left, right = (torch.randn(size, inner, device="cuda").bfloat16() for size in (rows, columns))
         left[0] *= 1e3
         for name, factor in (("left", left), ("right", right)):
-            codes, _ = float8.quantize(factor)
-            wanted = (factor.float() / (factor.float().abs().amax(1, keepdim=True) / float8.LARGEST)).to(codes.dtype)
+            codes, _ = matmul_kernels.quantize(factor)
+            wanted = (factor.float() / (factor.float().abs().amax(1, keepdim=True) / matmul_kernels.LARGEST)).to(
+                codes.dtype
+            )
             differing = (codes.float() != wanted.float()).float().mean().item()
             yield f"differing codes of the {name} factor, {rows} x {inner} x {columns}", differing, 1e-3
-        wide = [codes.float() * scales[:, None] for codes, scales in map(float8.quantize, (left, right))]
+        wide = [codes.float() * scales[:, None] for codes, scales in map(matmul_kernels.quantize, (left, right))]
         wanted = wide[0] @ wide[1].t()
-        found = float8.product(left, right).float()
+        found = matmul_kernels.product_float8(left, right).float()
         apart = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
         yield f"products, worst row, {rows} x {inner} x {columns}", apart, 1e-2
 

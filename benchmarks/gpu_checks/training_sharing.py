@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gpu_checks.training_layer import SIZES, apart, passes
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.copies import sum_of_copies
 from slime.train.backends.fsdp.fused.layer import fuse_layers
+from slime.train.backends.fsdp.shared_prompt_ops import sum_of_copies
 from slime.train.samples.packing import PackedRow, pack
 
 _RESPONSES = {"equal": (64,) * 12, "ragged": (300, 7, 129, 64, 65, 1, 30, 2, 200, 11, 90, 90)}

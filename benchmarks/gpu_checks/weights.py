@@ -22,10 +22,10 @@ from slime.engine.embedded.weights.process_groups import Announced
 from slime.models.delta.apply import apply_on_device, bytes_of, tensor_checksums
 from slime.models.delta.blob import encode, sum64_of_bytes, sum64_of_tensors
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.train.backends.hf import HfBucket, HfTensor
-from slime.train.progress import Progress
-from slime.train.sending.delta import Published
-from slime.train.sending.sharing import SharedWeights
+from slime.train.backends.hf_buckets import HfBucket, HfTensor
+from slime.train.timers import Progress
+from slime.train.weight_export.delta import Published
+from slime.train.weight_export.ipc import SharedWeights
 
 _SHAPES = {"a": (1000, 1024), "b": (7,), "c": (300, 33, 5), "d": (1,)}
 _CUDA = torch.device("cuda")

@@ -41,8 +41,8 @@ from slime.observability.run_dir import RunDir
 from slime.rollout.rewards.teacher import Teacher
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.trajectory import generate_and_rm_group
-from slime.train.files import code_folders, files_to_provide, folders_written
-from slime.train.group import TrainerGroup
+from slime.train.node_paths import code_folders, files_to_provide, folders_written
+from slime.train.trainer_group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch
 from slime.weights.transport import check_weights_folder, make_publisher, with_delta_checksum
 

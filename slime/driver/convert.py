@@ -54,7 +54,7 @@ class Conversion:
         megatron = megatron_to_read(self.source, str(self.source))
         if megatron is not None:
             return self._read_megatron(megatron)
-        from slime.train.checkpoints.to_folder import checkpoint_tensors, find_checkpoint, model_of_checkpoint
+        from slime.train.checkpoints.export_hf import checkpoint_tensors, find_checkpoint, model_of_checkpoint
 
         checkpoint = find_checkpoint(self.source)
         if checkpoint is not None:

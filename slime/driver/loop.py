@@ -68,7 +68,7 @@ from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
 from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
 from slime.rollout.report.concerns import Concerns
 from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
-from slime.train.self_check import check_grad_norms, check_numbers
+from slime.train.ci_checks import check_grad_norms, check_numbers
 
 logger = logging.getLogger(__name__)
 

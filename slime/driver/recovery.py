@@ -26,9 +26,9 @@ from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
 from slime.engine.sglang.router import RouterDied
 from slime.errors import RunFailed
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.group import GradientsNotFinite, TrainerGroup
+from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import TrainerDied, TrainerTimeout
+from slime.train.trainer_group import GradientsNotFinite, TrainerGroup
 from slime.weights.publisher import WeightsNotWritten
 
 LOST = (

@@ -12,12 +12,12 @@ from slime.config.critic import critic_flags
 from slime.config.initial_weights import base_of, find_critic_start
 from slime.config.lora import uses_lora
 from slime.train.backends.protocol import Builder, Outcome
-from slime.train.checkpoints.draft import Draft
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
+from slime.train.checkpoints.writer import Draft
 from slime.train.losses.objectives import value_loss
-from slime.train.rates import RateSchedule
-from slime.train.samples.finite import blamed
+from slime.train.lr_schedule import RateSchedule
 from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.nan_check import blamed
 from slime.train.samples.rollout_data import RolloutData
 from slime.train.step import SKIPPED, NotFinite, train_step
 

@@ -10,15 +10,16 @@ devices alone.
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
@@ -28,8 +29,33 @@ from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout, Li
 from slime.cluster.watchdog import Wait, WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.meeting import Meeting
+from slime.train.checkpoints.errors import NotWritten
+
+# How training processes get to know each other.
+#
+# Invariant: nobody else meets with them. On one machine that is a file that only this user can open; over several
+# nodes a store that rank 0 serves at its node's address and nowhere else, whose keys begin with what only this run
+# knows.
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """`file`, or the `port` at `host` where rank 0 serves; `address` is the one by whose interface a rank talks to the
+    others (None: as its environment says)."""
+
+    file: str = ""
+    host: str = ""
+    port: int = 0
+    prefix: str = ""
+    address: str | None = None
+
+    @classmethod
+    def served(cls, host: str, port: int) -> Self:
+        return cls(host=host, port=port, prefix=secrets.token_hex(16))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 POLL_S = 0.2
 STOP_GRACE_S = 5.0

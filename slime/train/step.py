@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.train.backends.protocol import Objective, Reads, Totals, TrainBackend
-from slime.train.rates import Rates
+from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Topology
 

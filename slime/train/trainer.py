@@ -20,7 +20,7 @@ from slime.algorithms.reduce import weighted_sum
 from slime.cluster.devices import resolve_dtype, resolve_rollout_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic
-from slime.config.parallelism import shares_prompts
+from slime.config.parallelism import shares_prompts, uses_megatron
 from slime.config.plugins import load_function
 from slime.config.plugins.tracking import logged_to
 from slime.config.plugins.view import plugin_args, tell_plugins
@@ -28,25 +28,36 @@ from slime.errors import UserError
 from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
 from slime.train.actor import Actor
-from slime.train.backends.causal_attention import prepare_attention
-from slime.train.backends.choose import make_builder
-from slime.train.checkpoints.background import BackgroundSave
-from slime.train.checkpoints.draft import begin, commit
+from slime.train.backends.attention import prepare_attention
+from slime.train.backends.protocol import Builder
+from slime.train.checkpoints.writer import BackgroundSave, begin, commit
 from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
-from slime.train.progress import Progress
+from slime.train.offload import Sleeper
 from slime.train.samples.batch import TrainBatch
-from slime.train.samples.dump import dump_rows
-from slime.train.samples.finite import check_columns_finite
+from slime.train.samples.dp_shards import open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.samples.nan_check import check_columns_finite
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
-from slime.train.samples.shares import open_share
-from slime.train.sending.adapter import export_adapter
-from slime.train.sending.hf_folder import save_hf
-from slime.train.sending.sender import WeightSender
-from slime.train.sleep import Sleeper
-from slime.train.timers import Timers
+from slime.train.samples.train_dump import dump_rows
+from slime.train.timers import Progress, Timers
 from slime.train.topology import Ranks
+from slime.train.weight_export.files import save_hf
+from slime.train.weight_export.sender import WeightSender, export_adapter
+
+# The backend that the flags ask for; the one place that knows all of them.
+
+
+def make_builder(config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> Builder:
+    """Forms the groups of ranks; all ranks call it together."""
+    if uses_megatron(config):
+        from slime.train.backends.megatron.builder import MegatronBuilder
+
+        return MegatronBuilder(config, world, compute_dtype=compute_dtype, progress=progress)
+    from slime.train.backends.fsdp.builder import FSDPBuilder
+
+    return FSDPBuilder(config, world, compute_dtype=compute_dtype, progress=progress)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POSTPROCESS = "--rollout-data-postprocess-path"
@@ -243,7 +254,7 @@ class Trainer:
         self.sender.broadcast_adapter(self.actor.backend)
 
     def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
-        """Weights in memory that engines open (`slime.train.sending.sharing`)."""
+        """Weights in memory that engines open (`slime.train.weight_export.ipc`)."""
         if number == 1:
             self.actor.remember_exported(version)
         return self.sender.shared.share(self.actor.backend, number, region)

@@ -24,9 +24,9 @@ from slime.cluster.rpc.channel import Channel, ChannelClosed
 from slime.cluster.rpc.connect import add_channel_flags, channel_from
 from slime.config import Config
 from slime.errors import UserError
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.meeting import Meeting
-from slime.train.progress import Progress
+from slime.train.checkpoints.errors import NotWritten
+from slime.train.processes import Meeting
+from slime.train.timers import Progress
 from slime.train.topology import COLLECTIVE_MINUTES, join_ranks
 from slime.train.trainer import Trainer
 

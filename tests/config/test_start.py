@@ -24,7 +24,7 @@ from slime.data.source import RolloutDataSource
 from slime.driver.plan.plan import Plan, make_plan
 from slime.errors import UserError
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.carry import load_carried, save_carried
+from slime.train.samples.carryover import load_carried, save_carried
 from tests.config.conftest import TINY_QWEN3
 from tests.model_files import add_weights, write_safetensors
 

@@ -19,8 +19,8 @@ from slime.cluster.watchdog.timeouts import Reports
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.observability.progress import NoProgress, Source
-from slime.train.group import TrainerGroup
 from slime.train.processes import RankProcesses
+from slime.train.trainer_group import TrainerGroup
 from tests.e2e.test_fault_tolerance import engine_pids
 from tests.patience import with_more_time
 from tests.tiny_models import make_model_folder

@@ -33,8 +33,8 @@ def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[s
     """The stages of this process with the weights of the folder, and the family's fields."""
     from slime.config import Config
     from slime.models.families.family import family_of
-    from slime.train.backends.megatron.model import build_stages
-    from slime.train.backends.megatron.settings import transformer_config
+    from slime.train.backends.megatron.builder import build_stages
+    from slime.train.backends.megatron.config import transformer_config
 
     hf_config = family_config(folder)
     family = family_of(hf_config)
@@ -50,7 +50,7 @@ def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[s
 @torch.no_grad()
 def fill(stages: Sequence[Any], folder: Path, rules: Any) -> None:
     """Put what a folder has into all parameters of this rank."""
-    from slime.train.backends.megatron.names import global_buffers, global_names
+    from slime.train.backends.megatron.weights import global_buffers, global_names
 
     wanted = local_tensors(folder, rules, {**global_names(stages), **global_buffers(stages)})
     for target, found in wanted.values():
@@ -98,8 +98,8 @@ def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> T
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    from slime.train.backends.megatron.names import unwrapped
     from slime.train.backends.megatron.spec.attention import RowParams
+    from slime.train.backends.megatron.weights import unwrapped
 
     lengths = tuple(len(sequence) for sequence in sequences)
     bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")  # no layer may ask the device for them

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.initial_weights import Start
-from slime.train.backends.choose import make_builder
 from slime.train.backends.protocol import Outcome
-from slime.train.progress import Progress
-from slime.train.rates import Rates
+from slime.train.lr_schedule import Rates
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.timers import Progress
 from slime.train.topology import Ranks
+from slime.train.trainer import make_builder
 from tests.megatron.ranks import RankGroup
 from tests.train.in_process import config_for, one_rank
 from tests.train.tiny_training import make_samples

@@ -68,9 +68,9 @@ def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, floa
 
     from slime.config import Config
     from slime.models.families.family import family_of
-    from slime.train.backends.megatron.names import global_names
+    from slime.train.backends.megatron.config import ddp_config
     from slime.train.backends.megatron.optimizer import sum_gradients
-    from slime.train.backends.megatron.settings import ddp_config
+    from slime.train.backends.megatron.weights import global_names
     from tests.megatron.small import own_slices
 
     with model_parallel(**megatron_sizes(layout)):

@@ -15,9 +15,9 @@ from slime.models.delta.apply import apply_to_tensors, tensor_checksums
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index
 from slime.models.safetensors_io import WeightReader, weights_of
 from slime.models.saving import ShardWriter
-from slime.train.checkpoints import parts as checkpoint_parts
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints import rank_files as checkpoint_parts
+from slime.train.checkpoints.errors import NotWritten
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime.models.safetensors_io import weights_of
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup

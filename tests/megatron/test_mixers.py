@@ -89,8 +89,8 @@ def test_kernels_that_are_asked_for_and_missing_are_refused(ranks, folders) -> N
 def refused(folder: Path) -> str:
     from slime.config import Config
     from slime.models.families.family import family_of
-    from slime.train.backends.megatron.model import build_stages
-    from slime.train.backends.megatron.settings import transformer_config
+    from slime.train.backends.megatron.builder import build_stages
+    from slime.train.backends.megatron.config import transformer_config
 
     config = family_config(folder)
     fields = {**family_of(config).fields(config), "qwen_gdn_backend": "fla"}
@@ -120,8 +120,8 @@ def packed_gradients(folder: Path, layout: Layout) -> dict[str, Tensor]:
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from slime.train.backends.megatron.names import global_names
     from slime.train.backends.megatron.spec.attention import RowParams
+    from slime.train.backends.megatron.weights import global_names
     from slime.train.samples.packing import PackedLayout
 
     with model_parallel(**megatron_sizes(layout)):

@@ -15,7 +15,7 @@ from slime.config.initial_weights import Start
 from slime.driver.plan.megatron import family_fields, local_weights
 from slime.models.shape import ModelShape
 from slime.train.backends.megatron.builder import MegatronBuilder
-from slime.train.progress import Progress
+from slime.train.timers import Progress
 from slime.train.topology import Ranks
 from tests.megatron.ranks import RankGroup
 from tests.train.in_process import config_for

@@ -18,7 +18,7 @@ from slime.errors import UserError
     ],
 )
 def test_routers_that_cannot_be_told_are_refused(settings, sentence) -> None:
-    from slime.train.backends.megatron.replay import check_routers
+    from slime.train.backends.megatron.routing_replay import check_routers
 
     usual = {"moe_router_fusion": False, "moe_router_load_balancing_type": "none"}
     check_routers(SimpleNamespace(**usual))

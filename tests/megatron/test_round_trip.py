@@ -50,13 +50,12 @@ def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Fou
     from megatron.core import parallel_state
 
     from slime.config import Config
+    from slime.train.backends.megatron.builder import build_stages
+    from slime.train.backends.megatron.config import transformer_config
     from slime.train.backends.megatron.cpu_runtime import prepare
-    from slime.train.backends.megatron.groups import form_groups
-    from slime.train.backends.megatron.model import build_stages
-    from slime.train.backends.megatron.names import global_buffers, global_names
-    from slime.train.backends.megatron.settings import transformer_config
-    from slime.train.backends.megatron.weights import ModelFolder, read_weights
-    from slime.train.progress import Progress
+    from slime.train.backends.megatron.process_groups import form_groups
+    from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names, read_weights
+    from slime.train.timers import Progress
     from slime.train.topology import Ranks
 
     prepare()

@@ -13,8 +13,8 @@ from torch.nn import functional
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.families.family import family_of
+from slime.train.backends.megatron.config import ddp_config, optimizer_config, transformer_config
 from slime.train.backends.megatron.layout import Layout
-from slime.train.backends.megatron.settings import ddp_config, optimizer_config, transformer_config
 from tests.family_models import BASE, FAMILY_MODELS
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.train.sleep import Sleeper
+from slime.train.offload import Sleeper
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup

@@ -23,7 +23,7 @@ def folder(tmp_path_factory) -> Path:
 
 def facts(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape of every parameter of this rank, and whether it is marked as a part of a matrix."""
-    from slime.train.backends.megatron.names import global_names
+    from slime.train.backends.megatron.weights import global_names
 
     with model_parallel(**megatron_sizes(layout)):
         stages, _ = build(folder, layout, **keywords)
@@ -63,8 +63,8 @@ def test_exactly_the_parts_of_matrices_are_marked(ranks, folder) -> None:
 def value_stage(folder: Path) -> tuple[tuple[int, ...], float, bool, list[str]]:
     from slime.config import Config
     from slime.models.families.family import family_of
-    from slime.train.backends.megatron.model import build_stages
-    from slime.train.backends.megatron.settings import transformer_config
+    from slime.train.backends.megatron.builder import build_stages
+    from slime.train.backends.megatron.config import transformer_config
     from tests.family_models import family_config
 
     hf_config = {**family_config(folder), "tie_word_embeddings": True}

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from slime.driver.convert import Conversion
 from slime.errors import UserError
 from slime.models.safetensors_io import weights_of
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup

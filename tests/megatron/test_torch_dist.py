@@ -35,8 +35,8 @@ def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str,
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.models.folder import read_text_config
+    from slime.train.backends.megatron.config import transformer_config
     from slime.train.backends.megatron.layout import Layout
-    from slime.train.backends.megatron.settings import transformer_config
 
     facts = read_text_config(folder)
     fields = {**family_of(facts).fields(facts), "moe_grouped_gemm": False}

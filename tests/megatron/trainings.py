@@ -17,9 +17,9 @@ from slime.config import Config
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample
 from slime.train.backends.megatron.backend import MegatronBackend
+from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.shares import rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.samples.dp_shards import rank_shares
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.train.in_process import config_for

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from slime.config import Config, derive
-from slime.train.meeting import Meeting
-from slime.train.progress import Progress
+from slime.train.microbatch_plan import build_schedule
+from slime.train.processes import Meeting
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.shares import rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.samples.dp_shards import rank_shares
+from slime.train.timers import Progress
 from slime.train.topology import Ranks, join_ranks
 from slime.train.trainer import Trainer
 

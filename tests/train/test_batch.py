@@ -12,9 +12,9 @@ import pytest
 from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
-from slime.train.samples.shares import rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.samples.dp_shards import rank_shares
 from tests.train.tiny_training import make_samples
 
 

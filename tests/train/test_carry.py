@@ -14,12 +14,11 @@ import pytest
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.group import TrainerGroup
-from slime.train.meeting import Meeting
-from slime.train.processes import RankProcesses
+from slime.train.processes import Meeting, RankProcesses
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
-from slime.train.samples.carry import carried_path, in_front_of, load_carried, remove_stale, save_carried
-from slime.train.samples.shares import open_share
+from slime.train.samples.carryover import carried_path, in_front_of, load_carried, remove_stale, save_carried
+from slime.train.samples.dp_shards import open_share
+from slime.train.trainer_group import TrainerGroup
 from tests.train.tiny_training import make_samples
 
 

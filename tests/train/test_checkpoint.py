@@ -12,8 +12,8 @@ from slime.config import Config
 from slime.config.initial_weights import LATEST, Start, check_checkpoint, find_reference, find_start
 from slime.errors import UserError
 from slime.storage.files import is_checkpoint
-from slime.train.checkpoints.draft import _remove_old
-from slime.train.checkpoints.parts import Part, write_parts
+from slime.train.checkpoints.rank_files import Part, write_parts
+from slime.train.checkpoints.writer import _remove_old
 
 
 def config(**changes) -> Config:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.train.backends.chunked_attention import CELLS, Rules, chunked_attention
+from slime.train.backends.attention import CELLS, Rules, chunked_attention
 from slime.train.backends.fsdp import attention
 from slime.train.backends.fsdp.attention import PackedContext, packed_attention
 from slime.train.samples.packing import PackedLayout

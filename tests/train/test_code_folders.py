@@ -8,7 +8,7 @@ import pytest
 
 from slime.cluster.local import LocalNode
 from slime.config import Config
-from slime.train.files import code_folders, config_on
+from slime.train.node_paths import code_folders, config_on
 
 
 class Elsewhere(LocalNode):

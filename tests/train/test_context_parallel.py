@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.heads import put_value_head
+from slime.train.backends.fsdp.attention import to_own_heads, to_own_tokens
 from slime.train.backends.fsdp.packed_model import ValueModel
-from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
-from slime.train.collectives import exchange, gather_parts
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import StepShare, make_micro_batch
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.samples.plugin_batch import batch_for_plugins
 from slime.train.samples.rollout_data import make_rollout_data
-from slime.train.topology import Ranks
+from slime.train.topology import Ranks, exchange, gather_parts
 from tests.peers import together
 from tests.rows import long
 from tests.train.test_packed import LENGTHS, packed_policy, sequences

@@ -20,11 +20,11 @@ from slime.config.algorithm import algorithm_contradictions, compares_siblings
 from slime.data.sample import Sample
 from slime.driver.recovery import LOST
 from slime.errors import UserError
-from slime.train.group import TrainerGroup
 from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.rollout_data import make_rollout_data
 from slime.train.topology import ProcessRanks
+from slime.train.trainer_group import TrainerGroup
 from tests.rows import some
 from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for

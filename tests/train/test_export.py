@@ -19,12 +19,12 @@ from slime.models import hf_tensor_plan
 from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.safetensors_io import weights_of
-from slime.train.backends.fsdp.exporting import HfExport
+from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.sharding import local_part
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.sending.hf_folder import save_hf
+from slime.train.checkpoints.errors import NotWritten
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
+from slime.train.weight_export.files import save_hf
 from tests.peers import together
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import CONFIGS

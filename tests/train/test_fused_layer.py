@@ -20,7 +20,7 @@ from slime.models.lora import Lora
 from slime.train.backends.fsdp.fused.layer import FusedLayer, fuse_layers
 from slime.train.backends.fsdp.lora import put_adapter
 from slime.train.backends.fsdp.packed_model import PolicyModel
-from slime.train.backends.fsdp.recompute import recompute_layers
+from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.samples.packing import pack
 from tests.train.tiny_training import build_model
 

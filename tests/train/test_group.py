@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from slime.config import Config, derive
 from slime.errors import UserError
-from slime.train.checkpoints.not_written import NotWritten
-from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.group import TrainerGroup, TrainResult
+from slime.train.checkpoints.errors import NotWritten
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.processes import TrainerDied
+from slime.train.trainer_group import TrainerGroup, TrainResult
 from tests.small_disk import small_disk
 from tests.train.tiny_training import make_samples
 

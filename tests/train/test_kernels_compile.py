@@ -11,8 +11,8 @@ from triton.runtime.jit import JITFunction
 from slime.algorithms import fused_head, logprobs
 from slime.algorithms import fused_head as head_kernels
 from slime.algorithms.logit_transform import LogitTransform
-from slime.train.backends.fsdp import copy_kernels
-from slime.train.backends.fsdp.fused import float8, gated, kernels
+from slime.train.backends.fsdp.fused import kernels, matmul_kernels
+from slime.train.backends.fsdp.fused import kernels as copy_kernels
 from tests.gpu_compiler import compile_launches
 from tests.rows import long
 from tests.train.test_shared_prompts import make_row
@@ -47,13 +47,13 @@ def test_what_lies_between_products(compiled: list[str]) -> None:
         kernels.norm(rows, rows[0], 1e-6, more)
         kernels.norm_gradient(rows, rows, rows[0], statistics, more)
     kernels.gate_gradient(kernels.gate(rows), rows)
-    float8.quantize(rows)
+    matmul_kernels.quantize(rows)
     assert compiled == [*["_norm_forward", "_norm_backward"] * 2, "_gate_forward", "_gate_backward", "_quantize"]
 
 
 def test_gate_and_up_in_one(compiled: list[str]) -> None:
     rows, weight = (torch.zeros(count, 128, dtype=torch.bfloat16) for count in (5, 192))
-    assert gated.product(rows, weight, weight).shape == (5, 192)
+    assert matmul_kernels.product(rows, weight, weight).shape == (5, 192)
     assert compiled == ["_gated_tile"]
 
 
@@ -104,7 +104,7 @@ def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vo
     assert fused_head.COLUMNS == logprobs.FUSED_SHARE, "so many rows take the memory of one row of logits"
 
 
-@pytest.mark.parametrize("module", [kernels, head_kernels, fused_head, copy_kernels, float8, gated])
+@pytest.mark.parametrize("module", [kernels, head_kernels, fused_head, copy_kernels, matmul_kernels, matmul_kernels])
 def test_no_kernel_is_compiled_again_for_another_number_of_rows(module: ModuleType) -> None:
     made = [kernel for kernel in vars(module).values() if isinstance(kernel, JITFunction)]
     assert made

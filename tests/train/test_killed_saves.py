@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from slime.config.initial_weights import check_weight_sources, find_critic_start, find_start
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints.reader import SavedTensors
 from tests.rows import long
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 from tests.rows import some
 from tests.train.in_process import config_for
 from tests.train.tiny_training import make_samples

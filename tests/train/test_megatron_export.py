@@ -16,11 +16,11 @@ from slime.models.dequantized import plain_sources
 from slime.models.families.weight_map import Entry
 from slime.models.safetensors_io import weights_of
 from slime.models.torch_dist.hugging_face import model_entries
-from slime.train.backends.megatron.export import HfExport
+from slime.train.backends.megatron.hf_export import HfExport
 from slime.train.backends.megatron.layout import Layout
-from slime.train.backends.megatron.placement import Placement
-from slime.train.sending.delta import Published
+from slime.train.backends.megatron.shard_map import Placement
 from slime.train.topology import Ranks
+from slime.train.weight_export.delta import Published
 from tests.peers import together
 from tests.tiny_models import make_model_folder
 

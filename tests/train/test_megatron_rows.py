@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slime.config import Config
+from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
 from slime.train.backends.megatron.layout import Layout
-from slime.train.backends.megatron.rows import RowSlices, slice_row
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.topology import Ranks
 

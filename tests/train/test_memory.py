@@ -18,7 +18,7 @@ from slime.driver.plan.memory import (
     trainer_memory,
 )
 from slime.models.shape import ModelShape
-from slime.train.backends.fsdp import sharding, streamed_adam
+from slime.train.backends.fsdp import optimizer, sharding
 from slime.train.backends.fsdp.fused.layer import is_plain
 from tests.rows import long
 from tests.tiny_models import make_model_folder
@@ -90,4 +90,4 @@ def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
     models = (build_model(kind) for kind in ("llama", "mistral_window", "qwen2", "qwen3", "gemma2", "qwen3_moe"))
     found = {type(layer).__module__ for model in models for layer in model.modules() if is_plain(layer)}
     assert found == fused
-    assert STREAMED_ELEMENTS == streamed_adam._PART
+    assert STREAMED_ELEMENTS == optimizer._PART

@@ -13,7 +13,7 @@ from slime.errors import UserError
 from slime.models.small import LENGTHS, WINDOW, small_model
 from slime.models.windows import window_fields
 from slime.train.backends.fsdp import attention
-from slime.train.backends.fsdp.check import check_packed
+from slime.train.backends.fsdp.builder import check_packed
 from tests.tiny_models import SMALL, make_model_folder
 from tests.train.in_process import InProcess, config_for
 

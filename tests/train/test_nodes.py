@@ -13,9 +13,9 @@ from slime.cluster.local import LocalCluster, LocalNode
 from slime.cluster.node import Placement, Slot
 from slime.cluster.rpc.connect import Listener
 from slime.config import Config, derive
-from slime.train.files import config_on, files_to_provide
-from slime.train.group import TrainerGroup
+from slime.train.node_paths import config_on, files_to_provide
 from slime.train.processes import RankProcesses, TrainerDied
+from slime.train.trainer_group import TrainerGroup
 from tests.other_node import OtherNode, listening
 from tests.train.tiny_training import make_samples
 

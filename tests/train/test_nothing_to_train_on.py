@@ -4,7 +4,7 @@ import logging
 
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 
 
 def test_no_step_is_made_on_a_rollout_without_response_tokens(tmp_path, caplog):

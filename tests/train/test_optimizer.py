@@ -12,7 +12,7 @@ from torch import nn
 from slime.config import Config, derive
 from slime.errors import UserError
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
-from slime.train.rates import Rates
+from slime.train.lr_schedule import Rates
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.heads import OutputHead
-from slime.train.backends import causal_attention as causal
-from slime.train.backends.causal_attention import _equal_attention, causal_attention
+from slime.train.backends import attention as causal
+from slime.train.backends.attention import _equal_attention, causal_attention
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import PackedLayout, pack
@@ -26,7 +26,7 @@ from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, WINDOWED_CONFIGS,
 
 IMPORTED = """
 import sys, torch
-from slime.train.backends.causal_attention import prepare_attention
+from slime.train.backends.attention import prepare_attention
 prepare_attention(torch.device(sys.argv[1]), torch.bfloat16)
 print("torch.nn.attention.varlen" in sys.modules)
 """

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import slime.train.partition as module
-from slime.train.partition import partition
+import slime.train.microbatch_plan as module
+from slime.train.microbatch_plan import partition
 
 weights_lists = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
 

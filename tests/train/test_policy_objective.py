@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config import Config, derive
-from slime.train.losses.policy_objective import PolicyObjective
+from slime.train.losses.policy import PolicyObjective
 from slime.train.samples.micro_batch import MicroBatch, StepShare
 from slime.train.samples.packing import PackedLayout, PackedRow
 

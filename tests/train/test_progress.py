@@ -17,11 +17,11 @@ from slime.cluster.watchdog import registry as board_module
 from slime.cluster.watchdog.registry import Wait, board
 from slime.config import Config
 from slime.train import worker
-from slime.train.group import TrainerGroup
 from slime.train.processes import Rank, TrainerTimeout
-from slime.train.progress import Progress
+from slime.train.timers import Progress
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
+from slime.train.trainer_group import TrainerGroup
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

@@ -12,7 +12,7 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.train.rates import LearningRate, RateSchedule
+from slime.train.lr_schedule import LearningRate, RateSchedule
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

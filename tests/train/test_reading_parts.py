@@ -17,7 +17,7 @@ from slime.models.loading import load_causal_lm
 from slime.models.safetensors_io import Stored
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part, local_region
-from slime.train.progress import Progress
+from slime.train.timers import Progress
 from slime.train.topology import Ranks
 from tests.peers import together
 from tests.train.in_process import InProcess, config_for

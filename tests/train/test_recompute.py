@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, 
 
 from slime.config.initial_weights import Start
 from slime.errors import UserError
+from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.backends.fsdp.builder import FSDPBuilder
-from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.backends.fsdp.sharding import local_part
 from slime.train.backends.protocol import Outcome
-from slime.train.progress import Progress
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import pack
+from slime.train.timers import Progress
 from tests.train.in_process import config_for, one_rank
 from tests.train.tiny_training import CONFIGS, SIZES, build_model
 

@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.data.buffer.database import JournalFailed
 from slime.driver.recovery import weights_rescued
 from slime.errors import RunFailed, UserError
-from slime.train.checkpoints.not_written import NotWritten, written_together
+from slime.train.checkpoints.errors import NotWritten, written_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples

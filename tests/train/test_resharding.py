@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.config import Config
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.peers import together

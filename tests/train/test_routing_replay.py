@@ -19,13 +19,13 @@ from slime.data.sample import Sample
 from slime.data.validation import Bounds, check_sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
+from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.backends.fsdp.packed_model import PolicyModel
-from slime.train.backends.fsdp.recompute import recompute_layers
-from slime.train.backends.fsdp.routers import SCORINGS
+from slime.train.backends.fsdp.routing_replay import SCORINGS
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.carry import in_front_of
+from slime.train.samples.carryover import in_front_of
+from slime.train.samples.micro_batch import UNKNOWN, Routing, given_experts, mismatch
 from slime.train.samples.packing import PackedRow, pack
-from slime.train.samples.routing import UNKNOWN, Routing, given_experts, mismatch
 from slime.train.topology import Ranks
 from tests.engine.test_experts import routed
 from tests.engine.test_numbers import prompt, running_core

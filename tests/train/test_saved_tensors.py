@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from slime.errors import UserError
 from slime.models.saving import NOTES
-from slime.train.checkpoints import parts as parts_module
-from slime.train.checkpoints.parts import Part, write_parts
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints import rank_files as parts_module
+from slime.train.checkpoints.rank_files import Part, write_parts
+from slime.train.checkpoints.reader import SavedTensors
 
 SHAPES = {
     "model.layers.10.up.weight": (7, 3),
@@ -116,7 +116,7 @@ def test_a_part_on_the_host_is_a_copy() -> None:
 
 
 def test_more_files_than_may_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.train.checkpoints.saved_tensors.OPEN_FILES", 2)
+    monkeypatch.setattr("slime.train.checkpoints.reader.OPEN_FILES", 2)
     save(tmp_path, tensors(), (8, 1))
     saved = SavedTensors(tmp_path, "model")
     assert all(torch.equal(tensor, tensors()[name]) for name, tensor in saved)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime.train.samples import finite, scans
-from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
+from slime.train.samples import batch_columns, nan_check
+from slime.train.samples.batch_columns import first_not_finite, is_trained_on, mask_totals
 
 RNG = np.random.default_rng(0)
 
@@ -15,9 +15,9 @@ RNG = np.random.default_rng(0)
 @pytest.fixture(params=["at once", "in chunks", "in threads"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "at once":
-        monkeypatch.setattr(scans, "_AT_ONCE", 100)
+        monkeypatch.setattr(batch_columns, "_AT_ONCE", 100)
     if request.param == "in threads":
-        monkeypatch.setattr(scans, "_WORTH_THREADS", 1)
+        monkeypatch.setattr(batch_columns, "_WORTH_THREADS", 1)
 
 
 @pytest.mark.usefixtures("cut")
@@ -54,11 +54,11 @@ def test_columns_of_tensors_are_looked_at_once_and_masked_tokens_do_not_count(mo
     looks: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(values.numel()) or isfinite(values))
-    assert finite.not_finite(column, masks) == []
+    assert nan_check.not_finite(column, masks) == []
     assert looks == [10]
     column[2][4] = float("nan")
     masks[2][4] = 0
-    assert finite.not_finite(column, masks) == []
+    assert nan_check.not_finite(column, masks) == []
     column[3][0] = float("inf")
-    assert finite.not_finite(column, masks) == [3]
-    assert finite.not_finite([], []) == []
+    assert nan_check.not_finite(column, masks) == [3]
+    assert nan_check.not_finite([], []) == []

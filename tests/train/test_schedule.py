@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.train.schedule import (
+from slime.train.microbatch_plan import (
     Prompts,
     Schedule,
     assign_to_ranks,

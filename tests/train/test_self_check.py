@@ -14,7 +14,7 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.train.actor import Actor
 from slime.train.backends.fsdp.backend import local_part
-from slime.train.self_check import SelfCheckFailed, check_grad_norms, check_numbers
+from slime.train.ci_checks import SelfCheckFailed, check_grad_norms, check_numbers
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

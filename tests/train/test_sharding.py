@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from slime.config.initial_weights import Start
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.builder import FSDPBuilder
+from slime.train.backends.fsdp.builder import FSDPBuilder, shard_ranks
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.fsdp.sharding import local_part, reduce_gradients, shard, whole
-from slime.train.backends.fsdp.topology import shard_ranks
 from slime.train.backends.protocol import Outcome
-from slime.train.progress import Progress
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.timers import Progress
 from slime.train.topology import Ranks
 from tests.peers import together
 from tests.train.in_process import config_for, one_rank

@@ -20,11 +20,10 @@ from slime.config.checks import check_flags_fit
 from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.backends.fsdp.copies import spread, take_first
-from slime.train.backends.fsdp.recompute import recompute_layers
-from slime.train.samples.packing import PackedRow, pack
-from slime.train.samples.routing import Routing
-from slime.train.samples.shared_prompts import common_beginnings
+from slime.train.backends.fsdp.backend import recompute_layers
+from slime.train.backends.fsdp.shared_prompt_ops import spread, take_first
+from slime.train.samples.micro_batch import Routing
+from slime.train.samples.packing import PackedRow, common_beginnings, pack
 from tests.train.in_process import InProcess, config_for
 from tests.train.test_packed import packed_policy
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, make_samples
@@ -165,8 +164,8 @@ def test_gradients_of_copies_are_added_up() -> None:
 
 KERNEL = """
 import torch
-from slime.train.backends.fsdp.copies import sum_of_copies, to_first_copies
-from slime.train.backends.fsdp.copy_kernels import add_copies, put_first
+from slime.train.backends.fsdp.shared_prompt_ops import sum_of_copies, to_first_copies
+from slime.train.backends.fsdp.fused.kernels import add_copies, put_first
 from tests.train.test_shared_prompts import make_row
 shared = make_row(share=True).shared
 torch.manual_seed(0)

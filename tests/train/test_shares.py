@@ -20,9 +20,9 @@ from slime.cluster.memory.arena import SharedArena
 from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.config import Config
 from slime.data.sample import Sample
+from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import TrainBatch, make_train_batch
-from slime.train.samples.shares import HandOver, Share, open_share, rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.samples.dp_shards import HandOver, Share, open_share, rank_shares
 from tests.small_disk import small_disk
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.train import sleep
-from slime.train.sleep import Sleeper
+from slime.train import offload
+from slime.train.offload import Sleeper
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -61,9 +61,9 @@ def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
 ) -> None:
     taken: list[int] = []
     copied: list[int] = []
-    make, read = sleep.pinned_bytes, sleep._bytes_of
-    monkeypatch.setattr(sleep, "pinned_bytes", lambda size: (taken.append(size), make(size))[1])
-    monkeypatch.setattr(sleep, "_bytes_of", lambda storage: (copied.append(storage.nbytes()), read(storage))[1])
+    make, read = offload.pinned_bytes, offload._bytes_of
+    monkeypatch.setattr(offload, "pinned_bytes", lambda size: (taken.append(size), make(size))[1])
+    monkeypatch.setattr(offload, "_bytes_of", lambda storage: (copied.append(storage.nbytes()), read(storage))[1])
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, **FLAGS))
     sleeper = sleeper_of(run)
     backend = run.trainer.actor.backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.train.backends import sparse_attention
-from slime.train.backends.sparse_attention import pick_tokens, picked_attention
+from slime.train.backends import attention as sparse_attention
+from slime.train.backends.attention import pick_tokens, picked_attention
 from slime.train.samples.packing import PackedLayout
 
 LENGTHS = (5, 17, 3, 11)

@@ -13,9 +13,9 @@ import torch
 
 from slime.data.sample import Sample
 from slime.train.backends.protocol import Totals
+from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.shares import rank_shares
-from slime.train.schedule import build_schedule
+from slime.train.samples.dp_shards import rank_shares
 from slime.train.step import NotFinite, train_step
 from slime.train.topology import Ranks, Topology
 from tests.peers import together

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from slime.cluster.watchdog.registry import board
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 from tests.e2e.runs import wait_until
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slime.config import Config, derive
-from slime.train.group import TrainerGroup
 from slime.train.processes import TrainerDied, TrainerTimeout
+from slime.train.trainer_group import TrainerGroup
 from tests.e2e.runs import wait_until
 from tests.tiny_models import make_model_folder
 from tests.train.tiny_training import make_samples

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import as_in_folder
-from slime.train.backends.fsdp.exporting import HfExport
-from slime.train.backends.hf import Earlier, HfBucket, HfTensor
-from slime.train.progress import Progress
-from slime.train.sending.delta import DeltaExporter, Published
-from slime.train.sending.export import export_weights
+from slime.train.backends.fsdp.hf_export import HfExport
+from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
+from slime.train.timers import Progress
+from slime.train.weight_export.delta import DeltaExporter, Published
+from slime.train.weight_export.files import export_weights
 
 BUFFER_SIZE = 2**16
 

@@ -37,7 +37,7 @@ from slime.models.delta.blob import (
     sum64_of_tensors,
 )
 from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.train.sending.delta import Published
+from slime.train.weight_export.delta import Published
 from slime.weights.transport import with_delta_checksum
 
 ENCODINGS = ("xor", "overwrite", "sparse")

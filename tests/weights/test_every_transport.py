@@ -17,7 +17,7 @@ from slime.cluster.process import process_tree
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from tests.listeners import listening_addresses
 from tests.rows import long

@@ -21,8 +21,8 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient, EngineFailed, EngineRejected
 from slime.errors import RunFailed
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
-from slime.train.group import TrainerGroup
 from slime.train.processes import TrainerDied
+from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.check import ChecksumCheck, WeightsDiffer
 from slime.weights.delta import DeltaPublisher
@@ -227,7 +227,7 @@ def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    module = "slime.train.sending.export" if mode == "whole" else "slime.models.delta.folder"
+    module = "slime.train.weight_export.files" if mode == "whole" else "slime.models.delta.folder"
     if mode == "whole":
         publisher._base = None
     with monkeypatch.context() as patched:

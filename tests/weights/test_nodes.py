@@ -14,7 +14,7 @@ from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
-from slime.train.group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.broadcast import BroadcastPublisher, meet_on_this_machine
 from slime.weights.transport import check_weights_folder

@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
-from slime.train.sending.sharing import SharedWeights
+from slime.train.weight_export.ipc import SharedWeights
 from slime.weights import make_publisher
 from slime.weights.shared import HOST, SharedMemoryPublisher
 from slime.weights.tensor import TensorPublisher

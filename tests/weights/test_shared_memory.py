@@ -14,7 +14,7 @@ from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.weights.ipc import HostMemory, SharedMemory
 from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.engine.embedded.weights.process_groups import Announced
-from slime.train.sending.sharing import SharedWeights
+from slime.train.weight_export.ipc import SharedWeights
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import OneRank
 

@@ -21,12 +21,12 @@ from transformers import PretrainedConfig
 from slime.config import Config
 from slime.config.initial_weights import Start
 from slime.models.peft_adapter import AdapterFacts
-from slime.train.backends.hf import Earlier, HfBucket, HfTensor
-from slime.train.checkpoints.parts import Part
-from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.progress import Progress
-from slime.train.rates import Rates
+from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
+from slime.train.checkpoints.rank_files import Part
+from slime.train.checkpoints.reader import SavedTensors
+from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
+from slime.train.timers import Progress
 from slime.train.topology import Topology
 
 NamedTensor = tuple[str, Tensor]

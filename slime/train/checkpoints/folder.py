@@ -8,7 +8,7 @@
     <save>/latest_checkpointed_iteration.txt              written last
 
 Invariant: a folder named in the latest file is complete, and so is the critic's of the same number; how it gets there:
-`slime.train.checkpoints.draft`. Files of the first format have whole tensors and no rank. Nothing is ever unpickled.
+`slime.train.checkpoints.writer`. Files of the first format have whole tensors and no rank. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from slime.errors import UserError
 from slime.models.loading import persistent_buffers
 from slime.models.tensor_sources import Source
 from slime.train.backends.protocol import TrainBackend
-from slime.train.checkpoints.draft import Draft
-from slime.train.checkpoints.parts import MODEL, OPTIMIZER
-from slime.train.checkpoints.saved_tensors import SavedTensors
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER
+from slime.train.checkpoints.reader import SavedTensors
+from slime.train.checkpoints.writer import Draft
 
 FORMATS = (1, 2)
 """That are read; the last is written."""

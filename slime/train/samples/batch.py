@@ -22,9 +22,8 @@ from slime.data.columns import Packed, mask_of
 from slime.data.sample import Sample, SampleStatus
 from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
-from slime.train.samples.held import Held
-from slime.train.samples.scans import first_not_finite, is_trained_on, mask_totals
-from slime.train.samples.shaping import placed_turn_rewards, shape_rewards
+from slime.train.samples.batch_columns import Held, first_not_finite, is_trained_on, mask_totals
+from slime.train.samples.reward_shaping import placed_turn_rewards, shape_rewards
 
 _FAILED, _ABORTED, _TRUNCATED = Sample.Status.FAILED, Sample.Status.ABORTED, Sample.Status.TRUNCATED
 BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "turn_rewards", "rollout_routed_experts")

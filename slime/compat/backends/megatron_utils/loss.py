@@ -14,8 +14,7 @@ from torch import Tensor
 from slime.algorithms.importance import importance_weights
 from slime.algorithms.logprobs import log_probs_of_logits
 from slime.train.losses.advantages import set_advantages
-from slime.train.losses.objectives import Metrics
-from slime.train.losses.plugin_losses import Batch, Reducer, critic_loss, policy_loss, response_rows, sft_loss
+from slime.train.losses.objectives import Batch, Metrics, Reducer, critic_loss, policy_loss, response_rows, sft_loss
 from slime.train.samples.rollout_data import RolloutData
 from slime.train.topology import ProcessRanks
 

@@ -8,6 +8,7 @@ autograd runs it, therefore sees the boundaries of the forward it repeats (a bac
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,16 +16,49 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from slime.errors import UserError
+from slime.models.shape import check_context_parallel
 from slime.models.windows import WindowMasks, window_of
-from slime.train.backends.causal_attention import causal_attention, runs
+from slime.train.backends.attention import causal_attention, picked_attention, runs
 from slime.train.backends.delta_kernels import check_delta_kernels
-from slime.train.backends.fsdp.copies import spread, take_first
-from slime.train.backends.fsdp.delta_net import PackedDeltaNet, is_delta_net
-from slime.train.backends.fsdp.indexer import PackedIndexer, is_indexer
-from slime.train.backends.fsdp.packed_context import PackedContext
-from slime.train.backends.fsdp.ulysses import to_own_heads, to_own_tokens
-from slime.train.backends.sparse_attention import picked_attention
-from slime.train.samples.shared_prompts import SharedPrompts
+from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet, is_delta_net
+from slime.train.backends.fsdp.packed_context import PackedContext, PackedIndexer, is_indexer
+from slime.train.backends.fsdp.shared_prompt_ops import spread, take_first
+from slime.train.samples.packing import SharedPrompts
+from slime.train.topology import Ranks, exchange
+
+# Attention of sequences whose tokens are on several ranks: each rank attends with some heads, over all tokens.
+#
+# Between the layers a rank has a part of the row's tokens. Around attention the ranks exchange tokens for heads and
+# back (DeepSpeed's Ulysses), so that attention itself is that of one rank: windows, caps and sinks are the head's own
+# affair. Invariant: rank r has the r-th part of the tokens and the r-th part of the heads; where ranks outnumber the
+# keys' heads, or do not divide them, these are repeated until they do.
+
+
+def to_own_heads(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranks: Ranks
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """[1, heads, t, D] of this rank's tokens to [1, heads / n, T, D] of this rank's heads; `sinks`: one a head."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    check_context_parallel(heads, ranks.size)
+    repeats = ranks.size // math.gcd(kv_heads, ranks.size)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    by_rank = [states[0].transpose(0, 1).unflatten(1, (ranks.size, -1)) for states in (query, key, value)]
+    flat = [states.flatten(2) for states in by_rank]  # [t, n, heads / n x D]: one exchange for all three
+    received = exchange(torch.cat(flat, dim=2).transpose(0, 1), ranks).flatten(0, 1)
+    own_query, own_key, own_value = (
+        part.unflatten(1, states.shape[2:]).transpose(0, 1)[None]
+        for part, states in zip(received.split([part.shape[2] for part in flat], dim=1), by_rank, strict=True)
+    )
+    own_sinks = None if sinks is None else sinks.unflatten(0, (ranks.size, -1))[ranks.rank]
+    return own_query, own_key, own_value, own_sinks
+
+
+def to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
+    """[1, T, heads / n, D] of this rank's heads to [1, t, heads, D] of this rank's tokens."""
+    received = exchange(output[0].unflatten(0, (ranks.size, -1)), ranks)  # [n, t, heads / n, D], in the heads' order
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
 
 ATTENTION_NAME = "slime_packed"
 CONTEXT_ATTRIBUTE = "slime_packed_context"

@@ -9,26 +9,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from slime.config import Config
 from slime.config.initial_weights import Start, base_path
+from slime.errors import UserError
 from slime.models.loading import as_in_folder, persistent_buffers
 from slime.models.lora import is_adapter
-from slime.train.backends.fsdp.adapted import AdaptedModel
-from slime.train.backends.fsdp.arrivals import Arrivals
-from slime.train.backends.fsdp.exporting import HfExport
-from slime.train.backends.fsdp.frozen import FrozenSets
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
+from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.lora import LoraLayers
+from slime.train.backends.fsdp.lora_sets import AdaptedModel
 from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
-from slime.train.backends.fsdp.recompute import recompute_layers
 from slime.train.backends.fsdp.sharding import (
     gather_ahead,
     keeps_whole,
@@ -41,8 +42,16 @@ from slime.train.backends.fsdp.sharding import (
     total_norm,
     whole,
 )
-from slime.train.backends.fsdp.state import Placed, optimizer_tensors, own_parts, placed, read_optimizer, read_parts
-from slime.train.backends.hf import Earlier, HfBucket, HfTensor
+from slime.train.backends.fsdp.state import (
+    FrozenSets,
+    Placed,
+    optimizer_tensors,
+    own_parts,
+    placed,
+    read_optimizer,
+    read_parts,
+)
+from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
 from slime.train.backends.protocol import (
     OPTIMIZER_STATE,
     POLICY,
@@ -54,12 +63,65 @@ from slime.train.backends.protocol import (
     Totals,
     TrainedAdapter,
 )
-from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
-from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.progress import Progress
-from slime.train.rates import Rates
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, Part
+from slime.train.checkpoints.reader import SavedTensors
+from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
+from slime.train.timers import Progress
 from slime.train.topology import Topology
+
+# Numbers on their way from the device to the host, while the device goes on.
+#
+# Invariant: `wait` waits for what was sent before it and for nothing that was launched since the last of it.
+
+
+class Arrivals:
+    """On a CPU everything has arrived."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Where it will be, in float32; to be read after `wait`."""
+        if not tensor.is_cuda:
+            return tensor.float()
+        host = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        self._last = torch.cuda.Event()
+        self._last.record()
+        return host
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()
+
+
+# `--recompute-activations`: a decoder layer keeps its input for the backward, and runs once more there.
+#
+# Invariant: the numbers are those without it. transformers recomputes layers only in training mode, so the layers
+# alone are in it, and only from outside: nothing inside one ever is, neither dropout nor the noise of a router.
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """From now on, for every backward."""
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"{type(model).__name__} cannot recompute activations: leave out --recompute-activations")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True
+            module._gradient_checkpointing_func = partial(_recomputed, module)
+
+
+def _recomputed(layer: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
+    def evaluated(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class FSDPBackend:

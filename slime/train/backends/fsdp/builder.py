@@ -3,22 +3,176 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
+from slime.algorithms.logprobs import KEPT_BYTES
 from slime.config import Config
 from slime.config.batch import copy_size
 from slime.config.initial_weights import Start, base_path
+from slime.errors import UserError
+from slime.models.folder import first_line
+from slime.models.meta_model import ModelOutline, outline_causal_lm
+from slime.models.small import plain_logits, sample_tokens, small_model
 from slime.models.tensor_sources import Held
+from slime.models.torch_dist.hugging_face import read_in_place_of
+from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.backend import FSDPBackend
-from slime.train.backends.fsdp.check import check_packed
-from slime.train.backends.fsdp.loading import load_critic, load_policy
 from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel, ValueModel
-from slime.train.backends.fsdp.topology import shard_ranks
 from slime.train.checkpoints.folder import CheckpointFolder
-from slime.train.progress import Progress
-from slime.train.topology import Ranks
+from slime.train.samples.packing import pack
+from slime.train.timers import Progress
+from slime.train.topology import Ranks, Topology
+
+# Hugging Face folders as models that training can run.
+#
+# Invariant: a model comes without its weights, on the meta device; each rank reads its own part of them when the model
+# is sharded, so no process ever has a whole copy.
+
+
+def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyModel:
+    """A language model; float32 for one that is trained (its master weights), the compute dtype for a frozen one."""
+    outline = _outline(config, source, dtype)
+    sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+    keep = config.log_probs_keep_gib
+    temperature = config.rollout_temperature if sampled else 1.0
+    policy = PolicyModel(
+        outline.model,
+        outline.sources,
+        temperature=temperature,
+        chunk_rows=config.log_probs_chunk_size,
+        keep_bytes=KEPT_BYTES if keep is None else int(keep * 2**30),
+        gdn_backend=config.qwen_gdn_backend,
+    )
+    if config.use_routing_replay:
+        policy.repeat_routing()
+    return policy
+
+
+def load_critic(config: Config, source: Start, dtype: torch.dtype) -> ValueModel:
+    """A language model's body with a new value head."""
+    outline = _outline(config, source, dtype)
+    outline.put_value_head()
+    return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
+
+
+def _outline(config: Config, source: Start, dtype: torch.dtype) -> ModelOutline:
+    """The model of a folder; that of --hf-checkpoint where the source is a checkpoint, of Megatron or not."""
+    register_packed_attention()
+    folder = source.hf_folder or Path(config.hf_checkpoint)
+    return outline_causal_lm(
+        folder,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=config.trust_remote_code,
+        weights=None if source.megatron is None else read_in_place_of(folder, source.megatron),
+    )
+
+
+# The ranks of a sharded model: who shares samples, and over whom the parameters are cut.
+#
+# Ranks are numbered with context innermost, then the ranks that share one copy of the model, then the copies.
+# Parameters are cut over all ranks of a copy, those of a context group too, and equal on the ranks of other copies.
+
+
+@dataclass(frozen=True)
+class ShardedTopology:
+    """`mesh`: what parameters are cut over; of two dimensions (copies, ranks of one) where there are copies."""
+
+    topology: Topology
+    mesh: DeviceMesh
+
+
+def shard_ranks(world: Ranks, *, copy_size: int, context_size: int = 1) -> ShardedTopology:
+    """`copy_size` ranks share a copy of the model, `context_size` of these the samples.
+
+    The flags were checked for what must divide what. Ranks form all groups together, in the same order.
+    """
+    device = world.device
+    num_copies = world.size // copy_size
+    sizes, names = ((num_copies, copy_size), ("replicate", "shard")) if num_copies > 1 else ((copy_size,), ("shard",))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    alone = Ranks(0, 1, device)
+    if context_size == 1:
+        return ShardedTopology(Topology(world=world, data=world, context=alone, model=alone), mesh)
+    by_context = [list(range(first, first + context_size)) for first in range(0, world.size, context_size)]
+    by_data = [list(range(place, world.size, context_size)) for place in range(context_size)]
+    context, data = (Ranks.of(_own_group(groups), device) for groups in (by_context, by_data))
+    return ShardedTopology(Topology(world=world, data=data, context=context, model=alone), mesh)
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    """Of groups that have every rank once, this rank's."""
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    assert own is not None
+    return own
+
+
+# Whether packed rows give what transformers' eager forward gives each of their sequences, tried before a training.
+#
+# Invariant: a model that passes gave, on a small model of its config, the log-probs and entropies of transformers at
+# every position of sequences that are longer than any window, packed into one row, with shared prompts and without.
+
+_TOLERANCE = 1e-3
+"""Of log-probs, in standard deviations of the position's log-probs: rounding is off by a hundred-thousandth."""
+_DRAWS = 3
+"""A token that two experts suit equally may go to either; what is computed wrongly differs for all draws of tokens."""
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Raise UserError where a packed row of a model of this class and config would be computed wrongly."""
+    register_packed_attention()
+    worst = np.inf
+    for seed in range(_DRAWS):
+        small = small_model(type(model), model.config)
+        try:
+            worst = min(worst, _difference(small, sample_tokens(seed)))
+        except UserError:
+            raise
+        except Exception as cause:  # whatever the family's code raises
+            raise UserError(
+                f"--train-backend fsdp cannot compute packed rows of {model.config.model_type} models "
+                f"({first_line(cause)}): choose another model"
+            ) from cause
+        if worst <= _TOLERANCE:
+            return
+    raise UserError(
+        f"--train-backend fsdp computes {model.config.model_type} models wrongly (a log-prob of a small one differs by "
+        f"{worst:.2g} standard deviations from transformers' eager forward): choose another model"
+    )
+
+
+@torch.no_grad()
+def _difference(small: PreTrainedModel, sequences: list[list[int]]) -> float:
+    """The largest of a log-prob or an entropy, in standard deviations of the log-probs at its position."""
+    expected, entropies, spread = [], [], []
+    for tokens, logits in zip(sequences, plain_logits(small, sequences), strict=True):
+        log_probs = logits[:-1].log_softmax(-1)
+        expected.append(log_probs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+        entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+        spread.append(log_probs.std(-1))
+    small.set_attn_implementation(ATTENTION_NAME)
+    policy = PolicyModel(small)
+    arrays = [np.array(tokens) for tokens in sequences]
+    worst = 0.0
+    for share_prompts in (False, True):
+        found = policy(pack(arrays, [len(tokens) - 1 for tokens in arrays], share_prompts=share_prompts))
+        for numbers, wanted in zip(found, (expected, entropies), strict=True):
+            worst = max(worst, _worst((numbers - torch.cat(wanted)).abs() / torch.cat(spread).clamp(min=1e-6)))
+    return worst
+
+
+def _worst(differences: Tensor) -> float:
+    worst = float(differences.max())
+    return worst if np.isfinite(worst) else float("inf")
 
 
 class FSDPBuilder:

@@ -3,18 +3,149 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from slime.config import Config
 from slime.errors import UserError
 from slime.train.backends.fsdp.sharding import local_part
-from slime.train.backends.fsdp.streamed_adam import MOMENTS, StreamedAdam, adamw_settings
-from slime.train.rates import Rates
+from slime.train.lr_schedule import Rates
+
+# AdamW whose moments are kept in the host's memory or in bfloat16, and come to the device in float32, part by part.
+#
+# Invariant: the arithmetic is that of torch's AdamW in float32, so with float32 moments the weights are the same bit
+# for bit. What is kept in bfloat16 is rounded up or down by chance, in proportion to how near each is, so that a
+# change too small for it is there on average; the chance is a function of the element's place in the whole tensor and
+# of the step, so neither the number of ranks nor a resumed run changes it.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_PART = 1 << 24  # elements at a time: 64 MiB of each float32 moment
+_MIX = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
+_SPREAD = 0x9E3779B1
+
+
+def adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group of parameters tells torch's fused AdamW."""
+    beta1, beta2 = group["betas"]
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
+    return {"fused": True, "amsgrad": False, "maximize": False, "beta1": beta1, "beta2": beta2, **rates}
+
+
+class StreamedAdam(torch.optim.Optimizer):
+    """`dtypes`: what the first and the second moment are kept in."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        on_host: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._dtypes = dict(zip(MOMENTS, dtypes, strict=True))
+        self._on_host = on_host
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        number: int | None = None
+        salt = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                salt += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state_of(parameter)
+                if number is None:  # the same for all: asked for once, since the device has to answer
+                    number = int(state["step"].item())
+                self._update(parameter, state, group, salt=_mixed(2 * salt + (number << 12)))
+                state["step"] += 1
+        if self._on_host and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the moments are on the host when the step is over
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Moments as they are to be kept, whoever made them: also those that a checkpoint gave."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+        for moment, dtype in self._dtypes.items():
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            if state[moment].dtype != dtype:
+                state[moment] = state[moment].to(dtype)
+            if self._on_host and state[moment].device.type != "cpu":
+                state[moment] = state[moment].to("cpu", non_blocking=True)  # which makes it pinned memory
+        return state
+
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], *, salt: int) -> None:
+        weights, gradients = local_part(parameter.detach()).view(-1), local_part(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        kept = [local_part(state[moment]).view(-1) for moment in MOMENTS]
+        first = first_element(parameter)
+        for part in _parts(weights.numel()):
+            moments = [moment[part].to(weights.device, torch.float32, non_blocking=True) for moment in kept]
+            adamw(
+                [weights[part]],
+                [gradients[part]],
+                [moments[0]],
+                [moments[1]],
+                [],
+                [state["step"].clone()],
+                **adamw_settings(group),
+            )
+            for which, (held, new) in enumerate(zip(kept, moments, strict=True)):
+                if held.dtype == torch.bfloat16:
+                    new = rounded(new, first + part.start, salt + which)
+                if held[part].data_ptr() != new.data_ptr():
+                    held[part].copy_(new, non_blocking=True)
+
+
+def rounded(values: Tensor, first: int, salt: int) -> Tensor:
+    """Float32 values as bfloat16, up or down by chance; `first` is the place of the first one in its tensor."""
+    places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    noise = places.add_(_signed(first)).mul_(_signed(_SPREAD)).add_(_signed(salt * _SPREAD))
+    noise ^= (noise >> 16) & 0xFFFF
+    noise = noise.mul_(_signed(_MIX[0]))
+    noise ^= (noise >> 13) & 0x7FFFF
+    noise = noise.mul_(_signed(_MIX[1]))
+    noise ^= (noise >> 16) & 0xFFFF
+    bits = (values.view(torch.int32) + (noise & 0xFFFF)) & _signed(0xFFFF0000)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def first_element(parameter: Tensor) -> int:
+    """The place of this rank's first element in the whole tensor, which is cut along its rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    row = 0
+    for index, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "parameters are cut along their rows"
+            row = parameter.device_mesh.get_local_rank(index) * -(
+                -parameter.shape[0] // parameter.device_mesh.size(index)
+            )
+    return row * (parameter.numel() // max(parameter.shape[0], 1))
+
+
+def _parts(count: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + _PART, count)) for begin in range(0, count, _PART))
+
+
+def _mixed(number: int) -> int:
+    return (number * _MIX[0] ^ (number * _MIX[0]) >> 13) * _MIX[1] & 0xFFFFFFFF
+
+
+def _signed(number: int) -> int:
+    """The 32 bits of a number as torch's int32 has them."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >= 1 << 31 else number
+
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DECAYED = "decayed"

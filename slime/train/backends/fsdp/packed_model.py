@@ -18,16 +18,15 @@ from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
 from slime.models.tensor_sources import Source, Zeros
 from slime.train.backends.fsdp.attention import RopeOfEachSequence, attach_context
-from slime.train.backends.fsdp.copies import spread
-from slime.train.backends.fsdp.delta_net import PackedDeltaNet
 from slime.train.backends.fsdp.fused.layer import is_plain
-from slime.train.backends.fsdp.indexer import PackedIndexer
-from slime.train.backends.fsdp.routers import Routers
+from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet
+from slime.train.backends.fsdp.packed_context import PackedIndexer
+from slime.train.backends.fsdp.routing_replay import Routers
+from slime.train.backends.fsdp.shared_prompt_ops import spread
 from slime.train.backends.protocol import Reads
-from slime.train.collectives import gather_parts
+from slime.train.samples.micro_batch import Routing
 from slime.train.samples.packing import PackedRow, RowPart
-from slime.train.samples.routing import Routing
-from slime.train.topology import Ranks
+from slime.train.topology import Ranks, gather_parts
 
 
 class PackedModel(nn.Module):

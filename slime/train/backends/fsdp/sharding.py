@@ -21,7 +21,7 @@ from slime.models.families.tp_sharding import Region, whole_region
 from slime.models.tensor_sources import read_onto
 from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.progress import Progress
+from slime.train.timers import Progress
 
 COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
 

@@ -17,25 +17,24 @@ from slime.config import Config
 from slime.config.initial_weights import Start
 from slime.models.families.tp_sharding import Whole
 from slime.models.families.weight_map import Entry
-from slime.train.backends.hf import Earlier, HfBucket, HfTensor
-from slime.train.backends.megatron.export import HfExport
-from slime.train.backends.megatron.frozen import FrozenSets
-from slime.train.backends.megatron.heads import OUTPUT_WEIGHT, ValueHead
-from slime.train.backends.megatron.hooks import Hooks
-from slime.train.backends.megatron.masters import find_masters
-from slime.train.backends.megatron.names import global_buffers, global_names
+from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
+from slime.train.backends.megatron.config import ddp_config, optimizer_config
+from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT, ValueHead
+from slime.train.backends.megatron.fp32_params import find_masters
+from slime.train.backends.megatron.hf_export import HfExport
 from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, sum_gradients
-from slime.train.backends.megatron.passes import StagedModel, score_passes, train_passes
-from slime.train.backends.megatron.placement import Placement
-from slime.train.backends.megatron.settings import ddp_config, optimizer_config
+from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
+from slime.train.backends.megatron.plugin_hooks import Hooks
+from slime.train.backends.megatron.shard_map import Placement
 from slime.train.backends.megatron.state import (
+    FrozenSets,
     master_parts,
     optimizer_parts,
     read_optimizer,
     read_weights,
     weight_parts,
 )
-from slime.train.backends.megatron.weights import ModelFolder
+from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names
 from slime.train.backends.protocol import (
     OPTIMIZER_STATE,
     POLICY,
@@ -47,11 +46,11 @@ from slime.train.backends.protocol import (
     Totals,
     TrainedAdapter,
 )
-from slime.train.checkpoints.parts import MODEL, OPTIMIZER, Part
-from slime.train.checkpoints.saved_tensors import SavedTensors
-from slime.train.progress import Progress
-from slime.train.rates import Rates
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, Part
+from slime.train.checkpoints.reader import SavedTensors
+from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
+from slime.train.timers import Progress
 
 VALUE_HEAD = "lm_head.weight"
 """What a checkpoint calls a critic's output layer."""

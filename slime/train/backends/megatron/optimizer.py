@@ -17,7 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
 from slime.errors import UserError
-from slime.train.rates import Rates
+from slime.train.lr_schedule import Rates
 from slime.train.topology import Ranks
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.errors import UserError
 from slime.train.backends.fsdp.attention import attend_to_all, context_of, packed_attention
-from slime.train.backends.fsdp.fused.facts import LayerFacts
+from slime.train.backends.fsdp.fused.layer_parts import LayerFacts
 from slime.train.backends.fsdp.lora import LoraLinear
 
 PLAIN_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -58,7 +58,7 @@ class FusedLayer(GradientCheckpointingLayer):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
     ) -> Tensor:
         """[1, t, H] to [1, t, H]."""
-        from slime.train.backends.fsdp.fused.halves import FromHeads, ToHeads  # with Triton, which only a GPU needs
+        from slime.train.backends.fsdp.fused.blocks import FromHeads, ToHeads  # with Triton, which only a GPU needs
 
         assert position_embeddings is not None
         attention: Any = self.self_attn
@@ -106,7 +106,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[1, T, H] to [1, T, H]."""
-        from slime.train.backends.fsdp.fused.halves import LastNorm
+        from slime.train.backends.fsdp.fused.blocks import LastNorm
 
         return LastNorm.apply(hidden_states.squeeze(0), self.weight, self._eps)[None]
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from slime.errors import UserError
-from slime.train.backends.causal_attention import HALF, causal_attention
+from slime.train.backends.attention import HALF, causal_attention
 from slime.train.samples.packing import PackedLayout
 
 

@@ -1,0 +1,130 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed rows.
+
+Invariant: the parameters keep their names, so folders, checkpoints and engines see the model's own; a token reads
+earlier tokens of its own sequence alone. Where ranks share a row each has a part of the tokens outside and a part of
+the heads, over all tokens, inside, as attention does (ulysses.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slime.errors import UserError
+from slime.train.backends.delta_kernels import DeltaKernels
+from slime.train.backends.fsdp.packed_context import PackedContext
+from slime.train.topology import Ranks, exchange
+
+_CHILDREN = {"conv1d", "norm", "out_proj"}
+_PARAMETERS = {"A_log", "dt_bias"}
+
+
+def is_delta_net(module: nn.Module) -> bool:
+    """Whether it is one of transformers' gated delta nets, by its parts."""
+    children = {name for name, _ in module.named_children()}
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    projects = "in_proj_qkvz" in children or "in_proj_qkv" in children
+    return projects and children >= _CHILDREN and parameters >= _PARAMETERS
+
+
+class PackedDeltaNet(nn.Module):
+    """Takes the place of transformers' module, with its parts."""
+
+    in_proj_qkvz: nn.Module  # Qwen3-Next's, with
+    in_proj_ba: nn.Module
+    in_proj_qkv: nn.Module  # or Qwen3.5's, with
+    in_proj_z: nn.Module
+    in_proj_b: nn.Module
+    in_proj_a: nn.Module
+    conv1d: nn.Conv1d
+    norm: nn.Module
+    out_proj: nn.Module
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(self, net: Any, context: PackedContext) -> None:
+        super().__init__()
+        for name, child in net.named_children():
+            self.add_module(name, child)
+        for name, parameter in net.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        if net.activation not in ("silu", "swish"):
+            raise UserError(f"a gated delta net with the activation {net.activation} is not known here: it is silu")
+        self._context = context
+        self._key_heads, self._heads = int(net.num_k_heads), int(net.num_v_heads)
+        self._key_dim, self._value_dim = int(net.head_k_dim), int(net.head_v_dim)
+
+    def check_ranks(self, count: int) -> None:
+        """Ranks that share a row share the key heads evenly."""
+        if self._key_heads % count:
+            fitting = ", ".join(str(size) for size in range(1, self._key_heads + 1) if self._key_heads % size == 0)
+            raise UserError(
+                f"--context-parallel-size {count} does not divide the {self._key_heads} key heads of the gated delta "
+                f"nets: use one of {fitting}"
+            )
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[1, t, H] of this rank's tokens."""
+        ranks = self._context.sharing
+        states, gate = self._project(hidden_states[0])
+        if ranks is None:
+            output = self._mix(states, self._context.delta_kernels(states[0].device), 0, 1)
+        else:
+            own = _to_own_heads(states, ranks)
+            kernels = self._context.delta_kernels(own[0].device)
+            output = _to_own_tokens(self._mix(own, kernels, ranks.rank, ranks.size), ranks)
+        output = self.norm(output.reshape(-1, self._value_dim), gate.reshape(-1, self._value_dim))
+        projected: Tensor = self.out_proj(output.reshape(*hidden_states.shape[:2], -1))
+        return projected
+
+    def _project(self, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Queries, keys, values, rates, decays [t, key heads, ...], and the output's gate."""
+        key, value, share = self._key_dim, self._value_dim, self._heads // self._key_heads
+        if hasattr(self, "in_proj_qkvz"):
+            mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self._key_heads, -1))
+            q, k, v, gate = mixed.split([key, key, share * value, share * value], dim=-1)
+            rate, decay = self.in_proj_ba(hidden).unflatten(-1, (self._key_heads, -1)).split([share, share], dim=-1)
+            return [q, k, v, rate, decay], gate
+        widths = [self._key_heads * key, self._key_heads * key, self._heads * value]
+        qkv = self.in_proj_qkv(hidden).split(widths, dim=-1)
+        states = [*qkv, self.in_proj_b(hidden), self.in_proj_a(hidden)]
+        return [part.unflatten(-1, (self._key_heads, -1)) for part in states], self.in_proj_z(hidden)
+
+    def _mix(self, states: list[Tensor], kernels: DeltaKernels, rank: int, size: int) -> Tensor:
+        """[T, own key heads, heads per key head x V] of the `rank`-th of `size` parts of the heads."""
+        q, k, v, rate, decay = states
+        widths = [part[0].numel() for part in (q, k, v)]
+        weight, bias = self._conv_weights(rank, size)
+        mixed = kernels.conv(torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), weight, bias)
+        query, key, value = (part.unflatten(1, (q.shape[1], -1)) for part in mixed.split(widths, dim=1))
+        own = slice(rank * self._heads // size, (rank + 1) * self._heads // size)
+        log_decay = -self.A_log[own].float().exp() * functional.softplus(decay.flatten(1).float() + self.dt_bias[own])
+        heads = value.flatten(1).unflatten(1, (-1, self._value_dim))
+        return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
+
+    def _conv_weights(self, rank: int, size: int) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        if size == 1:
+            return weight, bias
+        widths = [self._key_heads * self._key_dim] * 2 + [self._heads * self._value_dim]
+
+        def own(tensor: Tensor) -> Tensor:
+            return torch.cat([part.chunk(size)[rank] for part in tensor.split(widths)])
+
+        return own(weight), None if bias is None else own(bias)
+
+
+def _to_own_heads(states: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """[t, heads, W] of this rank's tokens to [T, heads / n, W] of this rank's heads."""
+    by_rank = torch.cat(states, dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
+    received = exchange(by_rank, ranks).flatten(0, 1)
+    return list(received.split([part.shape[2] for part in states], dim=2))
+
+
+def _to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
+    """[T, heads / n, W] of this rank's heads to [t, heads, W] of this rank's tokens."""
+    return exchange(output.unflatten(0, (ranks.size, -1)), ranks).transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,189 @@
+"""Sharded weights on their way out: under their names in a model folder, each whole on one rank.
+
+Invariant: every rank comes to the same plan without asking anyone. Of a tensor only its owner ever has the whole; the
+others send it the rows they hold, in the dtype in which they leave. What is whole at once is one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from slime.models.hf_tensor_plan import Convert, Piece, pieces_of
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, cut_buckets, leaving_dtype
+
+
+@dataclass(frozen=True)
+class Load:
+    """Pieces that go to one owner together."""
+
+    owner: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tensors(self) -> tuple[HfTensor, ...]:
+        return tuple(
+            HfTensor(made.name, made.shape, made.dtype, self.owner) for piece in self.pieces for made in piece.makes
+        )
+
+
+class HfExport:
+    """The weights of one sharded model. `value` gives this rank's rows of a parameter as they are to leave."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        convert: Convert,
+        *,
+        rank: int,
+        world_size: int,
+        value: Callable[[str], Tensor],
+    ) -> None:
+        self._tensors = tensors
+        self._convert = convert
+        self._rank = rank
+        self._world_size = world_size
+        self._value = value
+        self._pieces: dict[torch.dtype, list[Piece]] = {}
+        self._cuts: dict[str, Cut] = {}
+
+    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
+        """Who gets what, in the order of `buckets`. Owners take turns: one puts its bucket away while those of the
+        others are gathered."""
+        loads = []
+        for owner, own in _spread(self._pieces_in(dtype), owners or range(self._world_size)).items():
+            ranges = cut_buckets([piece.nbytes for piece in own], max_bytes)
+            loads.append([Load(owner, tuple(own[begin:end])) for begin, end in ranges])
+        return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+
+    @torch.no_grad()
+    def buckets(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> Iterator[HfBucket]:
+        """All ranks iterate together; only the owner has a bucket's tensors."""
+        self._meet()
+        for load in self.plan(dtype, max_bytes, owners):
+            gathered = self._gathered(load)
+            yield HfBucket(load.owner, load.tensors, None if gathered is None else self._converted(load, gathered))
+
+    def _pieces_in(self, dtype: torch.dtype) -> list[Piece]:
+        if dtype not in self._pieces:
+            facts = {name: (tuple(t.shape), leaving_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
+            self._pieces[dtype] = pieces_of(facts, self._convert)
+        return self._pieces[dtype]
+
+    def _meet(self) -> None:
+        """NCCL wants all of a group in its first operation; of a transfer only two are."""
+        sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
+        device = None if sharded is None else sharded.device_mesh.device_type
+        if sharded is not None and device == "cuda" and (cut := Cut.of(sharded)).size > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
+
+    def _gathered(self, load: Load) -> list[dict[str, Tensor]] | None:
+        """The parameters (or rows) of each piece, on the owner; None elsewhere."""
+        wholes: list[dict[str, Tensor]] = []
+        transfers: list[dist.P2POp] = []
+        for piece in load.pieces:
+            members: dict[str, Tensor] = {}
+            for name in piece.sources:
+                whole, more = self._transfers_of(name, piece, load.owner)
+                transfers += more
+                if whole is not None:
+                    members[name] = whole
+            wholes.append(members)
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        return wholes if load.owner == self._rank else None
+
+    def _transfers_of(self, name: str, piece: Piece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:
+        """What the owner has of a parameter when the transfers are done, and this rank's transfers."""
+        tensor, dtype, is_owner = self._tensors[name], piece.makes[0].dtype, owner == self._rank
+        if not isinstance(tensor, DTensor):  # all ranks have it
+            return (self._value(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
+        cut = self._cuts.get(name) or self._cuts.setdefault(name, Cut.of(tensor))
+        if owner not in cut.ranks:  # another copy of the model sends it
+            return None, []
+        begin, end = piece.rows or (0, cut.count)
+        held = {rank: span for rank in cut.ranks if (span := cut.held(rank, begin, end)) is not None}
+        part = None
+        if self._rank in held:
+            start, (first, last) = cut.begin(self._rank), held[self._rank]
+            part = self._value(name)[first - start : last - start].to(dtype).contiguous()
+        if not is_owner:
+            return None, [] if part is None else [dist.P2POp(dist.isend, part, owner, cut.group)]
+        if part is not None and len(held) == 1:
+            return part, []
+        whole = torch.empty((end - begin, *tensor.shape[1:]), dtype=dtype, device=tensor.device_mesh.device_type)
+        transfers = []
+        for rank, (first, last) in held.items():
+            target = whole[first - begin : last - begin]
+            if rank != self._rank:
+                transfers.append(dist.P2POp(dist.irecv, target, rank, cut.group))
+            elif part is not None:
+                target.copy_(part)
+        return whole, transfers
+
+    def _converted(self, load: Load, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """As in a model folder: whole parameters all at once, rows of stacks each for themselves; those that are the
+        same there are not looked at."""
+        parts = list(zip(load.pieces, gathered, strict=True))
+        plain: dict[str, Tensor] = {}
+        for piece, members in parts:
+            if piece.rows is None and not piece.is_same:
+                plain |= members
+        converted = self._convert(plain) if plain else {}
+        found: dict[str, Tensor] = {}
+        for piece, members in parts:
+            if piece.is_same:
+                found |= members
+                continue
+            own = converted if piece.rows is None else self._convert(members)
+            found |= {made.name: own[made.made_as] for made in piece.makes}
+        return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which ranks hold which rows of a parameter; `ranks` are numbers in the world, in the order of their rows."""
+
+    count: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Cut:
+        places = [place for place, how in enumerate(tensor.placements) if isinstance(how, Shard)]
+        if len(places) != 1 or tensor.placements[places[0]] != Shard(0):
+            raise RuntimeError(f"a parameter is placed as {tensor.placements}, not in rows over one group of ranks")
+        group = tensor.device_mesh.get_group(places[0])
+        return cls(len(tensor), tuple(dist.get_process_group_ranks(group)), group)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def begin(self, rank: int) -> int:
+        """The first row that a rank holds."""
+        return min(self.count, self.ranks.index(rank) * -(-self.count // self.size))
+
+    def held(self, rank: int, begin: int, end: int) -> tuple[int, int] | None:
+        """Which of these rows a rank holds."""
+        first = self.begin(rank)
+        last = min(self.count, first + -(-self.count // self.size))
+        return (max(first, begin), min(last, end)) if max(first, begin) < min(last, end) else None
+
+
+def _spread(pieces: Sequence[Piece], owners: Sequence[int]) -> dict[int, list[Piece]]:
+    """About as many bytes for each owner, neighbours together."""
+    total = sum(piece.nbytes for piece in pieces)
+    spread: dict[int, list[Piece]] = {owner: [] for owner in owners}
+    before = 0
+    for piece in pieces:
+        middle = before + piece.nbytes / 2
+        spread[owners[min(len(owners) - 1, int(middle * len(owners) / total))]].append(piece)
+        before += piece.nbytes
+    return spread

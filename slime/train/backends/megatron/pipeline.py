@@ -1,0 +1,171 @@
+"""Forward and backward of micro-batches through the stages of a pipeline, by Megatron's schedules.
+
+Invariant: gradients of the objective's losses are summed over micro-batches, data ranks and context ranks, and divided
+by nothing. The objective is called on the last stage alone, once a micro-batch and in their order. Interleaved stages
+want as many micro-batches as there are stages at a time: rows of two tokens that nobody reads fill the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
+from slime.train.backends.megatron.embedding_and_head import Head
+from slime.train.backends.megatron.process_groups import Groups
+from slime.train.backends.megatron.routing_replay import Routers
+from slime.train.backends.megatron.spec.attention import RowParams
+from slime.train.backends.protocol import Objective, Reads, Scores, Totals
+from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.packing import PackedRow, pack
+from slime.train.timers import Progress
+
+Finish = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""Of a micro-batch and what the head gives for it; a loss."""
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """This rank's stages of one model.
+
+    `wrapped` is what Megatron's schedules call: the stages themselves, or what adds up their gradients around them.
+    """
+
+    stages: list[Any]
+    wrapped: list[Any]
+    head: Head
+    groups: Groups
+    routers: Routers | None = None
+    """Where routers of experts repeat what micro-batches say."""
+
+    @property
+    def config(self) -> Any:
+        return self.stages[0].config
+
+
+def train_passes(
+    model: StagedModel,
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    progress: Progress,
+    *,
+    reads: Reads,
+    entropy: bool,
+) -> Totals:
+    """Gradients of the objective's losses; its sums where the last stage is."""
+    totals = Totals()
+
+    def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
+        outcome = objective(micro, values, entropies)
+        totals.add(outcome)
+        return outcome.loss
+
+    progress.begin("update: micro-batch", len(micro_batches))
+    _run(model, micro_batches, finish, progress, reads=reads, entropy=entropy, forward_only=False)
+    return totals
+
+
+@torch.no_grad()
+def score_passes(
+    model: StagedModel,
+    micro_batches: Sequence[MicroBatch],
+    progress: Progress,
+    *,
+    entropy: bool,
+    doing: str,
+    own_routing: bool = False,
+) -> list[Scores]:
+    """What the head gives for each micro-batch, on all stages; with `own_routing` routers follow nobody."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def finish(_micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
+        found.append((values, entropies))
+        return values.new_zeros(())
+
+    progress.begin(f"{doing}: micro-batch", len(micro_batches))
+    model = replace(model, routers=None) if own_routing else model
+    _run(model, micro_batches, finish, progress, reads="log_probs", entropy=entropy, forward_only=True)
+    counts = [sum(micro.lengths) for micro in micro_batches]
+    values = _from_last_stage([one for one, _ in found], counts, model.groups)
+    if not entropy:
+        return [Scores(one) for one in values]
+    entropies = _from_last_stage([one for _, one in found], counts, model.groups)
+    return [Scores(one, other) for one, other in zip(values, entropies, strict=True)]
+
+
+def _run(
+    model: StagedModel,
+    micro_batches: Sequence[MicroBatch],
+    finish: Finish,
+    progress: Progress,
+    *,
+    reads: Reads,
+    entropy: bool,
+    forward_only: bool,
+) -> None:
+    layout = model.groups.layout
+    rows: list[tuple[MicroBatch | None, PackedRow]] = [(micro, micro.row) for micro in micro_batches]
+    if layout.virtual > 1:
+        nobody = (None, pack([np.zeros(2, dtype=np.int64)], [1], model.groups.topology.device))
+        rows += [nobody] * (-len(rows) % model.config.microbatch_group_size_per_vp_stage)
+
+    def head(micro: MicroBatch | None, slices: RowSlices, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Megatron's loss function: (loss, tokens to divide it by, nothing to report)."""
+        none = torch.zeros((), dtype=torch.int, device=output.device)
+        if micro is None:
+            return output.sum() * 0.0, none, {}
+        values, entropies = model.head(model.stages[-1], output, slices, model.groups, reads=reads, entropy=entropy)
+        return finish(micro, values, entropies), none, {}
+
+    def step(batches: Iterator[tuple[MicroBatch | None, PackedRow]], stage: Any) -> tuple[Tensor, Any]:
+        micro, row = next(batches)
+        slices, place = slice_row(row, layout, model.groups.topology.context.rank), model.wrapped.index(stage)
+        if model.routers is not None:
+            routing = None if micro is None else micro.routing
+            model.routers.begin(place, routing, slices, counts=not forward_only)
+        output = stage(
+            input_ids=slices.tokens,
+            position_ids=slices.position_ids,
+            attention_mask=None,
+            packed_seq_params=RowParams.of(slices.layout, on_host=model.config.transformer_impl == "local"),
+        )
+        if model.routers is not None:
+            model.routers.keep(place)
+        if micro is not None and stage is model.wrapped[-1]:
+            progress.tick()
+        return output, partial(head, micro, slices)
+
+    if model.routers is not None:
+        model.routers.forget()
+    several = layout.virtual > 1
+    run = get_forward_backward_func(layout.pipeline, layout.virtual if several else None)
+    run(
+        forward_step_func=step,
+        data_iterator=[iter(rows) for _ in model.wrapped] if several else iter(rows),
+        model=model.wrapped if several else model.wrapped[0],
+        num_microbatches=len(rows),
+        seq_length=1,  # every transfer tells its own length
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    if model.routers is not None:
+        model.routers.forget()
+
+
+def _from_last_stage(found: list[Tensor], counts: Sequence[int], groups: Groups) -> list[Tensor]:
+    """Numbers of all micro-batches, on every stage."""
+    pipeline = groups.pipeline
+    if pipeline.size == 1:
+        return found
+    flat = torch.cat(found) if groups.is_last_stage else torch.empty(sum(counts), device=pipeline.device)
+    assert pipeline.group is not None
+    dist.broadcast(flat, group=pipeline.group, group_src=pipeline.size - 1)
+    return list(flat.split(list(counts)))

@@ -1,0 +1,179 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed rows, cut over heads.
+
+Invariant: a token reads earlier tokens of its own sequence alone. Parameters have the names and shapes of Megatron's
+own layer, which can neither pack nor share sequences; a tensor-parallel rank has the same part of the heads of queries,
+keys, values, gates, rates and decays. Context-parallel ranks exchange tokens for heads around convolution and rule, so
+that each sees whole sequences of some heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.utils import divide
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slime.train.backends.delta_kernels import check_delta_kernels, delta_kernels
+from slime.train.backends.megatron.spec.attention import layout_of
+from slime.train.backends.megatron.spec.linear import summed_gradient
+from slime.train.topology import Ranks, exchange
+
+
+class GatedDeltaNet(MegatronDeltaNet):
+    """Megatron's parameters and checkpoints; built and computed here."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        backend: str | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        assert pg_collection is not None
+        self.layer_number, self.pg_collection, self.conv_bias = layer_number, pg_collection, False
+        self.tp_size = pg_collection.tp.size()
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.qk_dim, self.v_dim = self.key_head_dim * self.num_key_heads, self.value_head_dim * self.num_value_heads
+        self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
+        self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        self._backend, self._context = backend, pg_collection.cp
+        check_delta_kernels(backend)
+        divide(self.num_key_heads, self.tp_size * self._context.size())  # the plan refuses what cannot be
+        self._build(config, submodules)
+
+    def _build(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules) -> None:
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.pg_collection.tp}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            self.in_proj_dim,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        self.conv1d = _Weights(config, (self.conv_dim_local_tp, 1, config.linear_conv_kernel_dim), cut=True)
+        heads = self.num_value_heads // self.tp_size
+        self.dt_bias = _Weights(config, (heads,), cut=True).weight
+        self.A_log = _Weights(config, (heads,), cut=True).weight
+        self.out_norm = _Weights(config, (self.value_head_dim,), cut=False)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.v_dim,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H] to [S, B, H]; of a packed row B is 1."""
+        projected, _bias = self.in_proj(hidden_states)
+        tokens, count = projected.shape[:2]
+        context = self._context.size()
+        alike = (tokens * context,) * count
+        lengths = alike if packed_seq_params is None else layout_of(packed_seq_params).lengths
+        size = self.tp_size
+        widths = [self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, self.num_value_heads, self.num_value_heads]
+        rows = projected.transpose(0, 1).flatten(0, 1)
+        q, k, v, gate, rate, decay = rows.split([width // size for width in widths], dim=-1)
+        heads = self.num_key_heads // size
+        states = [part.unflatten(-1, (heads, -1)) for part in (q, k, v, rate, decay)]
+        if context == 1:
+            mixed = self._mix(states, lengths, 0, 1)
+        else:
+            ranks = Ranks.of(self._context, hidden_states.device)
+            order = zigzag_order(lengths, context).to(hidden_states.device)
+            mixed = self._mix(_to_own_heads(states, ranks, order), lengths, ranks.rank, context)
+            mixed = _to_own_tokens(mixed, ranks, order)
+        output = self._gated_norm(mixed.reshape(len(rows), -1, self.value_head_dim), gate)
+        result: tuple[Tensor, Tensor | None] = self.out_proj(output.unflatten(0, (count, tokens)).transpose(0, 1))
+        return result
+
+    def _mix(self, states: Sequence[Tensor], lengths: Sequence[int], part: int, parts: int) -> Tensor:
+        """[T, key heads, heads per key head x V] of the `part`-th of `parts` parts of this rank's heads."""
+        q, k, v, rate, decay = states
+        kernels = delta_kernels(self._backend, tuple(lengths), q.device)
+        widths = [self.qk_dim // self.tp_size, self.qk_dim // self.tp_size, self.v_dim // self.tp_size]
+        own = torch.cat([w.chunk(parts)[part] for w in self.conv1d.weight.squeeze(1).split(widths)])
+        mixed = kernels.conv(torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), own, None)
+        sizes = [states[0].numel() for states in (q, k, v)]
+        query, key, value = (part.unflatten(1, (q.shape[1], -1)) for part in mixed.split(sizes, dim=1))
+        a_log, bias = (tensor.chunk(parts)[part].float() for tensor in (self.A_log, self.dt_bias))
+        log_decay = -a_log.exp() * functional.softplus(decay.flatten(1).float() + bias)
+        heads = value.flatten(1).unflatten(1, (-1, self.value_head_dim))
+        return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
+
+    def _gated_norm(self, states: Tensor, gate: Tensor) -> Tensor:
+        """[T, heads, V] to [T, heads x V]; the scale is one for all heads, of which each rank has some."""
+        weight = summed_gradient(self.out_norm.weight, self.pg_collection.tp)
+        normed = functional.rms_norm(states.float(), (self.value_head_dim,), None, self.config.layernorm_epsilon)
+        scaled = weight * normed.to(states.dtype)
+        return (scaled * functional.silu(gate.float().reshape(states.shape))).to(states.dtype).flatten(1)
+
+
+class _Weights(nn.Module):
+    """A parameter in the place where Megatron's layer has a module with one; `cut` over the tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, shape: tuple[int, ...], *, cut: bool) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        self.weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
+        if cut:
+            set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+
+def zigzag_order(lengths: Sequence[int], size: int) -> Tensor:
+    """Where the tokens of a row are, in order, once the parts of its `size` ranks are laid end to end.
+
+    Rank r has chunks r and 2 n - 1 - r of the 2 n of every sequence.
+    """
+    own = sum(lengths) // size
+    places, before = [], 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        for number in range(2 * size):
+            rank, late = (number, 0) if number < size else (2 * size - 1 - number, chunk)
+            begin = rank * own + before + late
+            places.append(np.arange(begin, begin + chunk))
+        before += length // size
+    return torch.from_numpy(np.concatenate(places))
+
+
+def _to_own_heads(states: Sequence[Tensor], ranks: Ranks, order: Tensor) -> list[Tensor]:
+    """[t, heads, W] of this rank's tokens to [T, heads / n, W] of this rank's heads, tokens in order."""
+    by_rank = torch.cat(list(states), dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
+    received = exchange(by_rank, ranks).flatten(0, 1).index_select(0, order)
+    return list(received.split([part.shape[2] for part in states], dim=2))
+
+
+def _to_own_tokens(output: Tensor, ranks: Ranks, order: Tensor) -> Tensor:
+    """[T, heads / n, W] of this rank's heads, tokens in order, to [t, heads, W] of this rank's tokens."""
+    by_rank = output.index_select(0, order.argsort()).unflatten(0, (ranks.size, -1))
+    return exchange(by_rank, ranks).transpose(0, 1).flatten(1, 2)

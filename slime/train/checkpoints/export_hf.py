@@ -1,0 +1,148 @@
+"""A checkpoint of a run as a Hugging Face folder, without starting a trainer.
+
+Invariant: every tensor has the name and the shape it has in the model folder that the run started from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slime.config.initial_weights import LATEST, adapter_of, iteration
+from slime.errors import UserError
+from slime.models.hf_tensor_plan import by_layer
+from slime.models.loading import as_in_folder, load_config
+from slime.models.lora import is_adapter
+from slime.models.peft_adapter import Adapter, AdapterFacts, merged, peft_name
+from slime.models.safetensors_io import WeightReader, plain_tensors, weights_of
+from slime.train.backends.protocol import NamedTensor
+from slime.train.checkpoints.reader import SavedTensors
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that a folder is, or the newest one it holds; None for any other folder."""
+    if (folder / "meta.json").is_file():
+        return folder
+    latest = folder / LATEST
+    number = latest.read_text().strip() if latest.is_file() else ""
+    return iteration(folder, int(number)) if number.isdecimal() else None
+
+
+def model_of_checkpoint(checkpoint: Path) -> Path:
+    """The model folder that the run of a checkpoint started from."""
+    folder = _named_model(checkpoint)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} is of the model in {folder}, which is not there: name its folder "
+            "with --hf-checkpoint"
+        )
+    return folder
+
+
+def _named_model(checkpoint: Path) -> Path:
+    try:
+        return Path(str(json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'meta.json'} cannot be read ({error}): the checkpoint is damaged") from error
+
+
+def checkpoint_tensors(
+    checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
+) -> Iterator[NamedTensor]:
+    """The weights under their names in the model folder; with `add_missing` also those that were not trained.
+
+    A checkpoint of an adapter becomes the weights that it was trained beside, with the adapter added.
+    """
+    lora = adapter_of(checkpoint)
+    if lora is not None:
+        yield from _adapted_tensors(checkpoint, model_folder, lora, trust_remote_code)
+        return
+    saved = SavedTensors(checkpoint, "model")
+    if not saved.names:
+        raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
+    original = weights_of(model_folder)
+    model = None if all(name in original for name in saved.names) else _empty_model(model_folder, trust_remote_code)
+    written = set()
+    for members in by_layer(saved):
+        for name, tensor in (members if model is None else as_in_folder(model, members)).items():
+            _check_name(name, tensor, original, checkpoint, model_folder)
+            written.add(name)
+            yield name, tensor
+    if add_missing:
+        yield from ((name, original[name]) for name in original.names if name not in written)
+
+
+def _adapted_tensors(
+    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+) -> Iterator[NamedTensor]:
+    """All weights of the base, those that have an adapter with it; rounded first as the trainer had them."""
+    facts, saved = AdapterFacts.from_dict({"r": lora["rank"], "lora_alpha": lora["alpha"], **lora}), {}
+    for name, tensor in SavedTensors(checkpoint, "model"):
+        if not is_adapter(name):
+            raise UserError(f"checkpoint {checkpoint} has {name}, which {model_folder} lacks: it is a critic's")
+        saved[peft_name(name)] = tensor
+    model = _empty_model(model_folder, trust_remote_code)
+    pairs = {
+        folder_name: pair
+        for module, pair in Adapter.from_tensors(facts, saved).pairs.items()
+        for folder_name in as_in_folder(model, {f"{module}.weight": torch.empty(1, 1, device="meta")})
+    }
+    for name, tensor in _base_tensors(checkpoint, model_folder, lora, trust_remote_code):
+        plain = tensor.to(facts.base_dtype) if tensor.is_floating_point() else tensor
+        if name not in pairs:
+            yield name, plain
+            continue
+        a, b = pairs.pop(name)
+        if tuple(tensor.shape) != (len(b), a.shape[1]):
+            shape = (len(b), a.shape[1])
+            raise UserError(
+                f"the adapter in {checkpoint} is for {name} of the shape {shape}, but it is {tuple(tensor.shape)} in "
+                f"{model_folder}: name the folder of the same model with --hf-checkpoint"
+            )
+        yield name, merged(plain, a, b, scale=facts.scale, dtype=torch.float32)
+    if pairs:
+        raise UserError(
+            f"the adapter in {checkpoint} is for {min(pairs)}, which {model_folder} lacks: name the folder of the same "
+            "model with --hf-checkpoint"
+        )
+
+
+def _base_tensors(
+    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+) -> Iterator[NamedTensor]:
+    """What the adapter was trained beside: the folder or checkpoint that it names, unless another one is given."""
+    given = model_folder.resolve() != _named_model(checkpoint).resolve()
+    base = model_folder if given else Path(str(lora.get("base")))
+    if (base / "meta.json").is_file():
+        return checkpoint_tensors(base, model_folder, trust_remote_code=trust_remote_code)
+    if not (base / "config.json").is_file():
+        raise UserError(
+            f"checkpoint {checkpoint} holds an adapter of the model in {base}, which is not there: name its folder "
+            "with --hf-checkpoint"
+        )
+    return plain_tensors(base)
+
+
+def _empty_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model without weights: it knows what transformers fused while loading."""
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _check_name(name: str, tensor: torch.Tensor, original: WeightReader, checkpoint: Path, folder: Path) -> None:
+    tied = "lm_head.weight"  # some folders leave out what config.json ties to the embedding
+    if name not in original and name != tied:
+        raise UserError(
+            f"checkpoint {checkpoint} has {name}, which {folder} lacks: it is of another model, or a critic's"
+        )
+    if name in original and original.shape(name) != tuple(tensor.shape):
+        raise UserError(
+            f"{name} is {tuple(tensor.shape)} in checkpoint {checkpoint} but {original.shape(name)} in {folder}: "
+            "name the folder of the same model with --hf-checkpoint"
+        )

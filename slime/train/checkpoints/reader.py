@@ -1,0 +1,174 @@
+"""The tensors of a checkpoint, whole or any block of them, whoever wrote which part.
+
+    {kind}-r{rank:05d}-{i:05d}.safetensors    format 2: parts of tensors (`slime.train.checkpoints.rank_files`)
+    {kind}-{i:05d}.safetensors                format 1: whole tensors
+
+Invariant: what is read is bit for bit what was written, at any number of ranks on either side; reading a block takes
+the bytes of that block. A file that is cut off, missing or not understood is a `UserError`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slime.errors import UserError
+from slime.models.safetensors_io import natural_order
+from slime.models.saving import NOTES
+from slime.train.checkpoints.rank_files import AGAIN
+
+OPEN_FILES = 64
+"""So many files are held open at a time: the parts of many ranks may be more than a process can open."""
+
+Box = tuple[tuple[int, int], ...]
+"""A block of a tensor: begin and end in each dimension."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One of the tensors, as a source of numbers."""
+
+    saved: SavedTensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, region: tuple[slice, ...]) -> torch.Tensor:
+        part = torch.empty([cut.stop - cut.start for cut in region], dtype=self.dtype)
+        self.saved.read_into(self.name, part, [cut.start for cut in region])
+        return part
+
+
+class SavedTensors:
+    """All tensors of one kind (`model`, `optim`, `ref`, ...); names are in the order of the layers."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, list[tuple[Path, str, Box]]] = {}
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+        for path in sorted(folder.glob(f"{kind}-*.safetensors")):
+            self._take_up(path)
+        self.names = sorted(self._places, key=natural_order)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self[name]) for name in self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._shapes[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The whole tensor, in the dtype it was saved in."""
+        path, key, box = self._places[name][0]
+        with self._explained():
+            first = self._file(path).get_tensor(key)
+        if box == _box((0,) * len(box), self.shape(name)):
+            return first
+        whole = torch.empty(self.shape(name), dtype=first.dtype)
+        self.read_into(name, whole)
+        return whole
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: torch.Tensor, offset: Sequence[int] | None = None) -> None:
+        """Overwrite `target`, of any device and dtype, with the block of its shape that begins at `offset`."""
+        if name not in self._places:
+            raise self._damaged(f"lacks {name}")
+        begin = tuple(offset) if offset is not None else (0,) * target.dim()
+        wanted, whole = _box(begin, target.shape), _box((0,) * len(self.shape(name)), self.shape(name))
+        if len(wanted) != len(whole) or _common(wanted, whole) != wanted:
+            raise ValueError(f"{name} of the shape {self.shape(name)} has no block {wanted}")
+        filled = 0
+        for path, key, box in self._places[name]:
+            common = _common(box, wanted)
+            if _volume(common):
+                with self._explained():
+                    target[_slices(common, wanted)].copy_(self._block(path, key, box, common))
+                filled += _volume(common)
+        if filled != target.numel():
+            raise self._damaged(f"has {filled} of {target.numel()} numbers of {name}")
+
+    def source(self, name: str, dtype: torch.dtype) -> SavedTensor:
+        """For a reader that will ask for parts of one tensor, in `dtype`."""
+        if name not in self._places:
+            raise self._damaged(f"lacks {name}")
+        return SavedTensor(self, name, self.shape(name), dtype)
+
+    def _block(self, path: Path, key: str, box: Box, wanted: Box) -> torch.Tensor:
+        """A block of the part that a file has."""
+        file = self._file(path)
+        return file.get_tensor(key) if wanted == box else file.get_slice(key)[_slices(wanted, box)]
+
+    def _file(self, path: Path) -> Any:
+        file = self._open.pop(path, None) or safe_open(path, framework="pt")
+        self._open[path] = file
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)
+        return file
+
+    def _take_up(self, path: Path) -> None:
+        """Note what a file holds, as its header says."""
+        with self._explained():
+            file = self._file(path)
+            sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            notes = (file.metadata() or {}).get(NOTES)
+        try:
+            placed = None if notes is None else {name: _placement(note) for name, note in json.loads(notes).items()}
+            for key, size in sizes.items():
+                shape, offset = (size, (0,) * len(size)) if placed is None else placed[key]
+                name = key.partition(AGAIN)[0]
+                box = _box(offset, size)
+                if not len(shape) == len(offset) == len(size) or _common(box, _box((0,) * len(shape), shape)) != box:
+                    raise ValueError(f"{name} {box} is no block of {shape}")
+                if self._shapes.setdefault(name, shape) != shape:
+                    raise ValueError(f"{name} is {shape} here and {self._shapes[name]} in another file")
+                self._places.setdefault(name, []).append((path, key, box))
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            raise self._damaged(f"has a header in {path.name} that cannot be read ({cause})") from cause
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as cause:
+            raise self._damaged(f"cannot be read ({cause})") from cause
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"checkpoint {self.folder} {what}: it is damaged, choose another iteration")
+
+
+def _placement(note: dict[str, list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Whole shape and offset, as a header has them."""
+    shape, offset = (tuple(int(number) for number in note[key]) for key in ("shape", "offset"))
+    return shape, offset
+
+
+def _box(offset: Sequence[int], size: Sequence[int]) -> Box:
+    return tuple((begin, begin + length) for begin, length in zip(offset, size, strict=True))
+
+
+def _common(one: Box, other: Box) -> Box:
+    """What both have; nothing of it (`_volume` 0) where they are apart."""
+    pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return tuple((begin, max(begin, end)) for begin, end in pairs)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(end - begin for begin, end in box)
+
+
+def _slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """The box as slices of a tensor that stands at `within`."""
+    return tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(box, within, strict=True))

@@ -1,0 +1,213 @@
+"""The bytes that changed since the last version, found where the weights are and encoded by the rank that owns them.
+
+Invariant: `Published` holds, on the host, every tensor that this rank owns as the engines have it, or it has no version
+at all: a failure on the way leaves it without one, and the next update must be whole. A rank owns the same tensors each
+time. What was published goes to the device to be compared, and only what changed comes back. It is encoded in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from slime.cluster.memory.regions import aligned, pinned_bytes
+from slime.models.delta.apply import bytes_of, tensor_checksums
+from slime.models.delta.blob import Blob, ByteArray, Changes, checksum_function, encode
+from slime.models.delta.folder import DeltaPart, write_part
+from slime.train.backends.protocol import TrainBackend
+from slime.train.weight_export.files import not_written
+
+_MAX_THREADS = 32
+_MAX_WAITING_BYTES = 2**30
+_WORD = 8
+_COMPARED_BYTES = 1 << 26
+
+
+class KeptBucket:
+    """The tensors of a bucket one behind the other on the host, as they were published last."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        ends = list(accumulate(aligned(tensor.nbytes) for tensor in tensors.values()))
+        self._begins = dict(zip(tensors, [0, *ends[:-1]], strict=True))
+        self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        self._held = pinned_bytes(ends[-1])
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are of the same names and sizes in the same order."""
+        return {name: one.nbytes for name, one in tensors.items()} == {n: one.nbytes for n, one in self._like.items()}
+
+    def of(self, name: str) -> torch.Tensor:
+        like = self._like[name]
+        return self._held[self._begins[name] :][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.of(name).copy_(tensor, non_blocking=True)
+        _settle(tensors)
+
+    @torch.no_grad()
+    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
+        """What differs of each tensor that is not what it was; all are compared at once."""
+        device = next(iter(tensors.values())).device
+        old = self._held.to(device, non_blocking=True)
+        new = torch.zeros(self._held.numel(), dtype=torch.uint8, device=device)
+        places = [
+            new[self._begins[name] :][: one.nbytes].view(one.dtype).view(one.shape) for name, one in tensors.items()
+        ]
+        torch._foreach_copy_(places, list(tensors.values()))
+        difference = old ^ new  # on a CPU `old` is what was published
+        del old
+        positions = changed_bytes(difference)
+        found, xors, values = (one.cpu().numpy() for one in (positions, difference[positions], new[positions]))
+        begins = np.array(list(self._begins.values()))
+        for name, first, last in zip(
+            self._begins, np.searchsorted(found, begins), [*np.searchsorted(found, begins[1:]), len(found)], strict=True
+        ):
+            if last > first:
+                own, begin, size = slice(first, last), self._begins[name], self._like[name].nbytes
+                whole = None if difference.is_cuda else difference[begin : begin + size].numpy()
+                yield name, Changes(size, found[own] - begin, xors[own], values[own], whole)
+
+    def take(self, name: str, changes: Changes) -> None:
+        """This is what is published now of a tensor."""
+        whole = self._held.numpy()[self._begins[name] :][: changes.size]
+        whole[changes.positions] = changes.values
+
+
+class Published:
+    """What was published last, as far as it is this rank's."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.given: dict[str, torch.Tensor] = {}
+        """Parts of tensors that this rank gave to their owners, as they were then."""
+        self._kept: dict[str, KeptBucket] = {}
+
+    def start_anew(self) -> None:
+        """What follows is whole: nothing is known of what the engines have."""
+        self.version = None
+        self.given.clear()
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """A tensor that this rank owns, as it was published."""
+        return self._kept[name].of(name) if name in self._kept else None
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """These are published now."""
+        if tensors:
+            self._bucket_of(tensors).keep(tensors)
+
+    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
+        """What changed of each of these since; `take` it when it is published."""
+        bucket = self._kept[next(iter(tensors))]
+        if not bucket.fits(tensors):
+            raise RuntimeError(f"a bucket that begins with {next(iter(tensors))} has other tensors than the last time")
+        yield from bucket.changes(tensors)
+
+    def take(self, name: str, changes: Changes) -> None:
+        """What changed of a tensor is published from now on."""
+        self._kept[name].take(name, changes)
+
+    def _bucket_of(self, tensors: Mapping[str, torch.Tensor]) -> KeptBucket:
+        known = self._kept.get(next(iter(tensors)))
+        if known is None or not known.fits(tensors):
+            known = KeptBucket(tensors)
+            self._kept |= dict.fromkeys(tensors, known)
+        return known
+
+
+class DeltaExporter:
+    """Encodes and writes this rank's share of a delta."""
+
+    def __init__(
+        self, published: Published, *, dtype: torch.dtype, encoding: str, checksum: str, buffer_size: int
+    ) -> None:
+        self._published = published
+        self._dtype = dtype
+        self._buffer_size = buffer_size
+        self._encoding = encoding
+        self._kind = checksum
+        self._checksum = checksum_function(checksum)
+
+    def export(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> DeltaPart:
+        """All ranks together; afterwards `version` is what was published last."""
+        if self._published.version != base_version:
+            raise RuntimeError(f"version {self._published.version} was published last, not {base_version}")
+        self._published.version = None
+        began, part = time.perf_counter(), DeltaPart()
+        blobs: dict[str, Blob] = {}
+        checksums: dict[str, str] = {}
+        for name, blob, checksum, changed in self._encoded(backend):
+            blobs[name], checksums[name] = blob, checksum
+            part.changed_bytes += changed
+        part.encode_seconds = time.perf_counter() - began
+        if blobs:
+            path = folder / f"rank-{backend.topology.world.rank:05d}.safetensors"
+            part.path, part.names = str(path), sorted(blobs)
+            try:
+                write_part(path, {name: blob.data for name, blob in blobs.items()}, checksums)
+            except (OSError, SafetensorError) as cause:
+                raise not_written(folder, version, cause) from cause
+            part.write_seconds = time.perf_counter() - began - part.encode_seconds
+        self._published.version = version
+        return part
+
+    def _encoded(self, backend: TrainBackend) -> Iterator[tuple[str, Blob, str, int]]:
+        """Name, blob, checksum and number of changed bytes of the tensors that this rank owns."""
+        waiting: deque[tuple[int, Future[tuple[str, Blob, str, int]]]] = deque()
+        waiting_bytes = 0
+        buckets = backend.hf_buckets(self._dtype, self._buffer_size, earlier=self._published)
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
+                tensors = bucket.tensors or {}
+                changed = dict(self._published.changes(tensors)) if tensors else {}
+                for name, checksum in self._checksums({name: tensors[name] for name in changed}):
+                    changes = changed.pop(name)
+                    waiting.append((changes.size, pool.submit(self._encode_one, name, changes, checksum)))
+                    waiting_bytes += changes.size
+                while waiting_bytes > _MAX_WAITING_BYTES and len(waiting) > 1:
+                    size, ready = waiting.popleft()
+                    waiting_bytes -= size
+                    yield ready.result()
+            for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
+                yield ready.result()
+
+    def _checksums(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str | ByteArray]]:
+        """Of each tensor its checksum, or the bytes to compute it from where its device cannot."""
+        if self._kind == "sum64" and any(tensor.is_cuda for tensor in tensors.values()):
+            yield from tensor_checksums(tensors.items(), self._kind).items()
+        else:
+            yield from ((name, bytes_of(tensor)) for name, tensor in tensors.items())
+
+    def _encode_one(self, name: str, changes: Changes, checksum: str | ByteArray) -> tuple[str, Blob, str, int]:
+        blob = encode(changes, self._encoding)
+        self._published.take(name, changes)
+        checksum = checksum if isinstance(checksum, str) else self._checksum(checksum)
+        return name, blob, checksum, len(changes.positions)
+
+
+def changed_bytes(difference: torch.Tensor) -> torch.Tensor:
+    """Where bytes are not zero, ascending; looks at whole words first, since few bytes change. Their number is a
+    multiple of eight, and of so many only are the places of all of them ever made."""
+    found = []
+    for begin in range(0, difference.numel(), _COMPARED_BYTES):
+        part = difference[begin : begin + _COMPARED_BYTES]
+        words = part.view(torch.int64).nonzero()
+        near = (words * _WORD + torch.arange(_WORD, device=words.device)).view(-1)
+        found.append(near[part[near] != 0] + begin)
+    return torch.cat(found)
+
+
+def _settle(tensors: Mapping[str, torch.Tensor]) -> None:
+    device = next(iter(tensors.values())).device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
