@@ -41,8 +41,8 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineClient
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
+from slime.weights.ipc import DEVICE, HOST, SharedMemoryPublisher
 from slime.weights.publisher import WeightPublisher
-from slime.weights.shared import DEVICE, HOST, SharedMemoryPublisher
 from slime.weights.transport import largest_export_bytes
 
 WAYS = {"full, GPU memory": DEVICE, "full, pinned region": HOST}

@@ -17,8 +17,16 @@ from slime.cluster.ports import free_port, is_loopback, own_address
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
-from slime.weights.kind import EngineKind
-from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource, all_of, tensor_bytes
+from slime.weights.publisher import (
+    EngineKind,
+    RunAsync,
+    Settings,
+    Staged,
+    WeightPublisher,
+    WeightSource,
+    all_of,
+    tensor_bytes,
+)
 
 _JOIN_TIMEOUT_S = 120.0
 

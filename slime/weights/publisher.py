@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, PauseMode
@@ -177,7 +177,7 @@ class Settings:
     timeout_s: float = 600.0
     pause_mode: PauseMode = "abort"
     check: Callable[[int], None] | None = None
-    """Called with the version after an update (`slime.weights.check`)."""
+    """Called with the version after an update (`slime.weights.transport`)."""
     delivery: Delivery | None = None
 
     @property
@@ -378,3 +378,8 @@ async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient],
             raise result
         values.append(result)
     return values
+
+
+# What answers at the engines' addresses: it decides which calls an update may use.
+
+EngineKind = Literal["embedded", "sglang"]

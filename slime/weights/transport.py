@@ -4,29 +4,97 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from slime.cluster.memory.staging import choose_root
 from slime.cluster.node import Cluster, Node, Placement
-from slime.cluster.watchdog import Limit
+from slime.cluster.watchdog import Limit, named
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
-from slime.engine.http.client import EngineClient, PauseMode
-from slime.errors import UserError
+from slime.engine.http.client import EngineClient, EngineRejected, PauseMode
+from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
-from slime.weights.adapter import AdapterBroadcastPublisher, AdapterDiskPublisher, AdapterInMemoryPublisher
 from slime.weights.broadcast import BroadcastPublisher, Meet
-from slime.weights.check import ChecksumCheck, ReloadCheck
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
-from slime.weights.kind import EngineKind
-from slime.weights.publisher import Delivery, RunAsync, Settings, WeightPublisher, WeightSource
-from slime.weights.shared import SharedMemoryPublisher
-from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
+from slime.weights.ipc import SharedMemoryPublisher
+from slime.weights.publisher import Delivery, EngineKind, RunAsync, Settings, WeightPublisher, WeightSource, all_of
+from slime.weights.shm_files import (
+    AdapterBroadcastPublisher,
+    AdapterDiskPublisher,
+    AdapterInMemoryPublisher,
+    FolderInMemoryPublisher,
+    TensorPublisher,
+)
+
+# Whether the engines have exactly the trainers' weights (`--check-weight-update-equal`).
+#
+# The invariant: a check that returns has compared every tensor of every engine; a difference ends the run.
+
+_NAMED = 3
+
+
+class WeightsDiffer(RunFailed):
+    """An engine has other bytes than the trainers after an update."""
+
+
+class ChecksumCheck:
+    """Embedded engines name the checksum of each tensor; the trainers compute theirs."""
+
+    def __init__(
+        self, source: WeightSource, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
+    ) -> None:
+        self._source = source
+        self._clients = clients
+        self._run_async = run_async
+        self._timeout_s = timeout_s
+
+    def __call__(self, version: int) -> None:
+        expected = self._source.weight_checksums()
+        clients = list(self._clients)
+        answers = self._run_async(named(self._ask(clients), f"weight check {version}"))
+        for client, found in zip(clients, answers, strict=True):
+            wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
+            if wrong:
+                raise WeightsDiffer(
+                    f"engine {client.base_url} differs from the trainers in {len(wrong)} of {len(expected)} tensors "
+                    f"after version {version}: {', '.join(wrong[:_NAMED])}"
+                )
+
+    async def _ask(self, clients: Sequence[EngineClient]) -> list[dict[str, str]]:
+        answers = await all_of(clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
+        return [answer["checksums"] for answer in answers]
+
+
+class ReloadCheck:
+    """SGLang keeps its tensors under its own names and compares them only with a snapshot of itself: the engines take
+    one, load a folder with all weights, and compare."""
+
+    def __init__(
+        self, reload: WeightPublisher, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
+    ) -> None:
+        self._reload = reload
+        self._clients = clients
+        self._run_async = run_async
+        self._timeout_s = timeout_s
+
+    def __call__(self, version: int) -> None:
+        self._run_async(named(self._ask("snapshot"), f"snapshot of version {version}"))
+        self._reload.publish(version)
+        try:
+            self._run_async(named(self._ask("compare"), f"comparison of version {version}"))
+        except EngineRejected as cause:
+            raise WeightsDiffer(
+                f"version {version} differs from the same weights loaded as a folder: {cause}"
+            ) from cause
+
+    def _ask(self, action: str) -> Coroutine[Any, Any, list[dict[str, Any]]]:
+        return all_of(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))
+
 
 POST_WRITE = "--custom-update-weight-post-write-path"
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")

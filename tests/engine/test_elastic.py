@@ -30,7 +30,7 @@ from slime.engine.http.client import EngineClient
 from slime.engine.http.pool import EnginePool
 from slime.rollout.loop import LoopThread
 from slime.weights.publisher import Settings, WeightPublisher
-from slime.weights.tensor import TensorPublisher
+from slime.weights.shm_files import TensorPublisher
 from tests.e2e.runs import started, wait_until
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import ModelSource

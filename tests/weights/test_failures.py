@@ -24,9 +24,9 @@ from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.train.processes import TrainerDied
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
-from slime.weights.check import ChecksumCheck, WeightsDiffer
 from slime.weights.delta import DeltaPublisher
 from slime.weights.disk import VersionFolders
+from slime.weights.transport import ChecksumCheck, WeightsDiffer
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Loop
 from tests.weights.model_source import ModelSource

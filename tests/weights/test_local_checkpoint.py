@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from slime.errors import RunFailed
 from slime.models.delta.folder import safetensors_entries
-from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
+from slime.weights.delta import DeltaPublisher, LocalCheckpoint, LocalCheckpointBroken, LocalDeltaPublisher
 from slime.weights.disk import VersionFolders
-from slime.weights.local_checkpoint import LocalCheckpoint, LocalCheckpointBroken
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Engine, Loop
 from tests.weights.model_source import ModelSource

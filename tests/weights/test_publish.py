@@ -15,9 +15,9 @@ from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
 from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
+from slime.weights.ipc import SharedMemoryPublisher
 from slime.weights.publisher import Settings
-from slime.weights.shared import SharedMemoryPublisher
-from slime.weights.tensor import FolderInMemoryPublisher, TensorPublisher
+from slime.weights.shm_files import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
 
 BRACKETS = {

@@ -19,8 +19,8 @@ from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.train.weight_export.ipc import SharedWeights
 from slime.weights import make_publisher
-from slime.weights.shared import HOST, SharedMemoryPublisher
-from slime.weights.tensor import TensorPublisher
+from slime.weights.ipc import HOST, SharedMemoryPublisher
+from slime.weights.shm_files import TensorPublisher
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import OneRank
 
