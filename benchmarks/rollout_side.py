@@ -130,9 +130,9 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
     from slime.config.plugins.view import plugin_args
     from slime.data.buffer.source import JournaledSource, open_journal
     from slime.data.custom_source import make_data_source
-    from slime.rollout.feed import RolloutMaker
+    from slime.rollout.pipeline import RolloutMaker
     from slime.rollout.runtime import RolloutRuntime
-    from slime.rollout.trajectory import generate_and_rm_group
+    from slime.rollout.sample_pipeline import generate_and_rm_group
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         rng = random.Random(1)

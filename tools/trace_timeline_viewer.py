@@ -8,8 +8,8 @@ import common
 
 from slime.data.timeline import timeline_page
 from slime.errors import UserError
-from slime.rollout.dump import read_dump
-from slime.rollout.types import leaves
+from slime.rollout.debug_data import read_dump
+from slime.rollout.outcomes import leaves
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from task import INVALID, JUDGE, JUDGE_PROMPT, cost_of
 
 from slime.data.sample import Sample
 from slime.rollout.rewards.tournament import Judge, ServedJudge, Tournament
-from slime.rollout.rewards.tournament.served import asked_for, said_in_the_end
+from slime.rollout.rewards.tournament.rewards import asked_for, said_in_the_end
 
 
 def bill(sample: Sample) -> str:

@@ -22,7 +22,7 @@ from slime.cluster.process import guarded
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.rollout.rewards.tournament import Match, ServedJudge
-from slime.rollout.rewards.tournament.judging import Calls
+from slime.rollout.rewards.tournament.rewards import Calls
 
 READY = re.compile(r"ready on (http://[^\s:]+:\d+)")
 

@@ -31,8 +31,8 @@ from slime.agent.talk import session_limits, template_kwargs
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.rollout.failures import GivenUp
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
+from slime.rollout.outcomes import GivenUp
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 
 KEY_BYTES = 24

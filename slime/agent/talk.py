@@ -29,7 +29,7 @@ from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
 from slime.models.parsers.formats import named_formats
 from slime.rollout.gate import evaluating, ticket_here
-from slime.rollout.requests import drawn_apart
+from slime.rollout.generate import drawn_apart
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 
 

@@ -38,9 +38,9 @@ from slime.errors import RunFailed, UserError
 from slime.models.shape import count_parameters
 from slime.observability.progress import Progress
 from slime.observability.run_dir import RunDir
-from slime.rollout.rewards.teacher import Teacher
+from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.sample_pipeline import generate_and_rm_group
 from slime.train.node_paths import code_folders, files_to_provide, folders_written
 from slime.train.trainer_group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch

@@ -27,7 +27,7 @@ from slime.errors import RunFailed, UserError
 from slime.observability.metrics import read_metrics
 from slime.observability.progress import Progress
 from slime.observability.summary import earlier_metrics
-from slime.rollout.dump import DumpedRollouts
+from slime.rollout.debug_data import DumpedRollouts
 from slime.rollout.evaluate import read_eval_datasets
 
 

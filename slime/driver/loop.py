@@ -4,7 +4,7 @@
                   ▲                                        │
                   └────────────── weights ─────────────────┘
 
-The modes differ only in the feed that rollouts come from (`slime.rollout.feed`): made on demand, one step ahead, or
+The modes differ only in the feed that rollouts come from (`slime.rollout.pipeline`): made on demand, one step ahead, or
 taken from a generation that never stops.
 
 Invariants: training on rollout r makes weight version r + 1 (version 0 are the weights the run starts with); without
@@ -62,12 +62,18 @@ from slime.observability.progress import Progress, told_if_slow
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import show_summary
 from slime.observability.terminal import make_progress
-from slime.rollout.dump import DumpedRollouts, save_evaluation
+from slime.rollout.debug_data import (
+    PER_DATASET,
+    PER_ROLLOUT,
+    DumpedRollouts,
+    completion_rows,
+    evaluated_samples,
+    save_evaluation,
+)
 from slime.rollout.evaluate import checked_evaluation
-from slime.rollout.feed import Feed, Generated, RolloutMaker, make_feed
-from slime.rollout.report.completions import PER_DATASET, PER_ROLLOUT, completion_rows, evaluated_samples
-from slime.rollout.report.concerns import Concerns
-from slime.rollout.types import RolloutFnEvalOutput, call_rollout_fn, leaves
+from slime.rollout.health_warnings import Concerns
+from slime.rollout.outcomes import RolloutFnEvalOutput, call_rollout_fn, leaves
+from slime.rollout.pipeline import Feed, Generated, RolloutMaker, make_feed
 from slime.train.ci_checks import check_grad_norms, check_numbers
 
 logger = logging.getLogger(__name__)

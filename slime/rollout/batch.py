@@ -11,14 +11,13 @@ import time
 from typing import Any
 
 from slime.config import Config
-from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import GroupJudge, call_plugins
-from slime.rollout.flight import Flight, Landed
+from slime.rollout.inflight import Flight, Landed
 from slime.rollout.metrics import Metrics, rollout_metrics, tail_seconds
+from slime.rollout.outcomes import Group, RolloutFnTrainOutput, group_order, leaves, refuse_all_failed
 from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.sample_pipeline import refuse_bad_rewards
 from slime.rollout.staleness import StaleGroups, is_stale
-from slime.rollout.trajectory import refuse_bad_rewards
-from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves
 
 
 async def generate_batch(args: Config, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:

@@ -22,14 +22,21 @@ from slime.cluster.watchdog import Background, background
 from slime.config import Config
 from slime.config.async_mode import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
-from slime.rollout.failures import refuse_all_failed
 from slime.rollout.filters import DynamicFilterOutput, GroupJudge, call_plugins
-from slime.rollout.flight import cancelled, result_of
+from slime.rollout.inflight import cancelled, result_of
 from slime.rollout.metrics import rollout_metrics, tail_seconds
+from slime.rollout.outcomes import (
+    Group,
+    RolloutFnTrainOutput,
+    group_order,
+    leaves,
+    refuse_all_failed,
+    snapshot,
+    tell_rollout_id,
+)
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.sample_pipeline import refuse_bad_rewards
 from slime.rollout.staleness import StaleGroups, group_version
-from slime.rollout.trajectory import refuse_bad_rewards
-from slime.rollout.types import Group, RolloutFnTrainOutput, group_order, leaves, snapshot, tell_rollout_id
 
 logger = logging.getLogger(__name__)
 

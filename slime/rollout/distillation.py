@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.rewards.teacher import Teacher, input_log_probs
+from slime.rollout.rewards.remote import Teacher, input_log_probs
 
 TIMEOUT_S = 3600.0
 """Of one request; --reward-timeout ends it sooner in a run."""

@@ -16,11 +16,10 @@ from slime.data.chat_template import model_context_length
 from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
-from slime.rollout.failures import RolloutFailed, refuse_all_failed
 from slime.rollout.metrics import eval_metrics
+from slime.rollout.outcomes import RolloutFailed, RolloutFnEvalOutput, leaves, refuse_all_failed
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.rollout.trajectory import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
-from slime.rollout.types import RolloutFnEvalOutput, leaves
+from slime.rollout.sample_pipeline import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ import numpy as np
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import Repetitions
+from slime.rollout.outcomes import Group, Produced, RolloutFailed, group_order, leaves, sampled_tokens
 from slime.rollout.runtime import RolloutRuntime, find_runtime
-from slime.rollout.types import Group, Produced, group_order, leaves, sampled_tokens
 
 LEAST_STD = 1e-6
 MOST_DROPS_PER_GROUP = 100

@@ -2,7 +2,7 @@
 
 With `--partial-rollout` groups with a custom generate function hold a ticket: they stay alive while the gate is closed.
 Invariant: nothing with a ticket is at an engine while the gate is closed and idle; evaluation passes at all times. The
-gate knows who may pass, not what is asked: requests that it cut off are continued in `slime.rollout.requests`.
+gate knows who may pass, not what is asked: requests that it cut off are continued in `slime.rollout.generate`.
 """
 
 from __future__ import annotations

@@ -35,12 +35,11 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
 from slime.errors import UserError
-from slime.rollout.adapters import as_generate
-from slime.rollout.failures import FailureLog, contained
+from slime.rollout.event_loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
 from slime.rollout.gate import Seats, clock_stopped, evaluating, ticket_here
-from slime.rollout.landing import Claims
-from slime.rollout.loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
-from slime.rollout.report.pulse import Pulse
+from slime.rollout.legacy_signatures import as_generate
+from slime.rollout.outcomes import Claims, FailureLog, contained
+from slime.rollout.progress import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
 
@@ -63,7 +62,7 @@ class RolloutRuntime:
     `router_only` engines take no requests of their own; `is_open` ones generate for whoever is on this machine, without
     their key (`api_key`). `model_urls` are the addresses of every model that is served:
     `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
-    (`slime.rollout.trajectory.generate_and_rm_group`). `plugin_args` is what functions of the user are called with. One
+    (`slime.rollout.sample_pipeline.generate_and_rm_group`). `plugin_args` is what functions of the user are called with. One
     that is not `is_of_run` belongs to the namespace of a caller outside a run: it is not the rollout that is running.
     """
 

@@ -12,9 +12,8 @@ from statistics import fmean
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.failures import start_over
+from slime.rollout.outcomes import Group, leaves, sampled_tokens, start_over
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.types import Group, leaves, sampled_tokens
 
 
 def group_version(group: Group) -> int | None:

@@ -18,9 +18,9 @@ from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
+from slime.rollout.outcomes import Group, Produced, sampled_tokens
 from slime.rollout.rewards.hub import RewardHub
-from slime.rollout.rewards.teacher import Teacher
-from slime.rollout.types import Group, Produced, sampled_tokens
+from slime.rollout.rewards.remote import Teacher
 
 Dispatch = Callable[[Config, Group, dict[str, Any]], Coroutine[Any, Any, Group]]
 """What makes a finished group of a dispatched one: `(args, group, sampling_params)`."""

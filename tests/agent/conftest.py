@@ -7,7 +7,7 @@ import pytest
 from slime.config import Config, derive
 from slime.data.chat_template import load_tokenizer
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.sample_pipeline import generate_and_rm_group
 from tests.agent.live_clients import JUDGE, Service
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn
 from tests.migration.scripted import CHAT_TEMPLATE
@@ -65,7 +65,7 @@ def make_agent_runtime(folder, run_dir, urls, **flags):
 @pytest.fixture
 def agent_runtime(agent_folder, tmp_path, monkeypatch):
     """`agent_runtime(url, ..., **flags)`: a bound runtime over those engines; engine retries do not wait."""
-    monkeypatch.setattr("slime.rollout.asking.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.rollout.retry.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 
     def make(*urls, **flags):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 
 TAIL = 4
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"

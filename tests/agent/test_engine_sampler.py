@@ -8,8 +8,8 @@ import pytest
 from slime.agent.sampling.detokenizer import Detokenizer
 from slime.agent.sampling.engines import EngineSampler
 from slime.engine.http.pool import EnginePool
-from slime.rollout.asking import AbortedTooOften
 from slime.rollout.gate import Gate, Ticket
+from slime.rollout.retry import AbortedTooOften
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
 from tests.tiny_models import make_tokenizer
 

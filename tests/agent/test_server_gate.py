@@ -15,8 +15,8 @@ from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.cluster.http_server import Connections
 from slime.engine.http.pool import EnginePool
-from slime.rollout.failures import GivenUp
 from slime.rollout.gate import SampleClock, Ticket, as_evaluation
+from slime.rollout.outcomes import GivenUp
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn
 from tests.agent.test_server import ASK, CALL, PARAMS, TOOL, post, said_at_once, sample_of, sampled_of, streamed

@@ -9,8 +9,8 @@ from slime.agent.messages import Message
 from slime.agent.session.limits import LimitReached
 from slime.agent.talk import converse
 from slime.data.sample import Sample
-from slime.rollout.failures import GivenUp
-from slime.rollout.trajectory import generate_and_rm
+from slime.rollout.outcomes import GivenUp
+from slime.rollout.sample_pipeline import generate_and_rm
 from tests.agent.scripted_engine import Turn, log_prob
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

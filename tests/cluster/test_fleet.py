@@ -26,7 +26,7 @@ from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.pool import EnginePool
 from slime.engine.launch import Launch, Ports
 from slime.errors import RunFailed, UserError
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from tests.cluster.nodes import FarNode
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))

@@ -15,7 +15,7 @@ from slime.cluster.child_env import module_command
 from slime.config.plugins import load_function
 from slime.data.prompts import PromptDataset
 from slime.errors import UserError
-from slime.rollout.rewards.guard import GuardedPool
+from slime.rollout.rewards.worker_pool import GuardedPool
 
 OURS = str(Path(slime.__file__).resolve().parent)
 SAYS_WHICH = """

@@ -15,8 +15,7 @@ import pytest
 from slime.data.prompt_rows import read_first_rows
 from slime.data.prompts import PromptDataset
 from slime.errors import UserError
-from slime.rollout.rewards.dapo import dapo_reward
-from slime.rollout.rewards.math import MathVerifier
+from slime.rollout.rewards.math import MathVerifier, dapo_reward
 
 DAPO: list[dict[str, Any]] = [
     {

@@ -14,7 +14,7 @@ from slime.config import Config
 from slime.data.sample import Sample
 from slime.data.timeline import read_lane, timeline_page
 from slime.data.trace import trace_event, trace_span
-from slime.rollout.dump import write_dump
+from slime.rollout.debug_data import write_dump
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

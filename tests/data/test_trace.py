@@ -24,7 +24,7 @@ from slime.config import Config
 from slime.data.buffer.rows import RowCodec
 from slime.data.sample import Sample
 from slime.data.trace import Failures
-from slime.rollout.dump import read_dump, write_dump
+from slime.rollout.debug_data import read_dump, write_dump
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 import slime
 from slime.data.sample import Sample
-from slime.rollout.feed import Ahead
+from slime.rollout.pipeline import Ahead
 from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import ROOT, run, seen_samples
 from tests.rows import some

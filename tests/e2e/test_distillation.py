@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 from slime.rollout.base_types import leaves
 
-from slime.rollout.dump import read_dump
+from slime.rollout.debug_data import read_dump
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, records, run
 from tests.tiny_models import make_model_folder

@@ -28,7 +28,7 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.supervisor import Watch
 from slime.engine.http.client import EngineClient
 from slime.engine.http.pool import EnginePool
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from slime.weights.publisher import Settings, WeightPublisher
 from slime.weights.shm_files import TensorPublisher
 from tests.e2e.runs import started, wait_until

@@ -21,7 +21,7 @@ from slime.engine.embedded.http.server import EngineServer
 from slime.engine.fleet.supervisor import Supervisor, Watch
 from slime.engine.http.client import Growing
 from slime.engine.http.pool import EnginePool
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from tests.engine.test_numbers import running_core
 from tests.tiny_models import make_tokenizer
 

@@ -28,7 +28,7 @@ from slime.engine.http.errors import EngineRejected
 from slime.engine.http.pool import EnginePool
 from slime.errors import UserError
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.sample_pipeline import generate_and_rm_group
 from tests.engine.conftest import EngineProcess
 
 KEY = "open-sesame"

@@ -14,8 +14,8 @@ from slime.engine.fleet.processes import EngineRetired
 from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
 from slime.engine.http.errors import EngineFailed, EngineUnreachable
 from slime.engine.http.pool import EnginePool
+from slime.rollout.event_loop import LoopThread
 from slime.rollout.gate import Seats
-from slime.rollout.loop import LoopThread
 
 LONG = 50
 

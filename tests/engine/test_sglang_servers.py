@@ -27,7 +27,7 @@ from slime.engine.sglang.installed import SGLANG, find_installed, installed_vers
 from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.sample_pipeline import generate_and_rm_group
 from tests.cluster.nodes import FarNode
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_tokenizer

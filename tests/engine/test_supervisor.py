@@ -22,7 +22,7 @@ from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
 from slime.engine.http.client import Growing
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from tests.e2e.runs import wait_until
 from tests.rows import long
 from tests.tiny_models import make_model_folder

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.data.sample import Sample
-from slime.rollout.dump import read_dump
+from slime.rollout.debug_data import read_dump
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import ROOT, TRAIN, Done, assert_same_records, comparable, records, run
 from tests.engine.conftest import EngineProcess

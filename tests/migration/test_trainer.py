@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slime.rollout.dump import read_dump
+from slime.rollout.debug_data import read_dump
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, records, run
 from tests.tiny_models import make_model_folder

@@ -13,10 +13,9 @@ import pytest
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.hub import RewardHub
-from slime.rollout.rewards.ifbench import ifbench_reward
-from slime.rollout.rewards.instructions import CHECKS, count_sentences
+from slime.rollout.rewards.ifbench import CHECKS, count_sentences, ifbench_reward
+from slime.rollout.rewards.worker_pool import RewardError
 
 AT_LEAST, LESS = "at least", "less than"
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.rewards.answers import after_thinking, last_boxed, plain_number
-from slime.rollout.rewards.deepscaler import deepscaler_reward
-from slime.rollout.rewards.math import MathVerifier
+from slime.rollout.rewards.math import MathVerifier, deepscaler_reward
+from slime.rollout.rewards.simple import after_thinking, last_boxed, plain_number
 
 
 @pytest.fixture(scope="module")

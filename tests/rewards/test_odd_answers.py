@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.rewards.dapo import dapo_reward
-from slime.rollout.rewards.deepscaler import deepscaler_reward
-from slime.rollout.rewards.f1 import f1_reward
-from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.ifbench import ifbench_reward
-from slime.rollout.rewards.math import MathVerifier
+from slime.rollout.rewards.math import MathVerifier, dapo_reward, deepscaler_reward
+from slime.rollout.rewards.simple import f1_reward, gpqa_reward
 
 Row = tuple[Any, ...]
 FOUR = ["Aluminium", "Boron", "Carbon monoxide", "Dubnium"]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.rewards.errors import RewardError
-from slime.rollout.rewards.guard import GuardedPool
+from slime.rollout.rewards.worker_pool import GuardedPool, RewardError
 from tests.e2e.runs import wait_until
 
 WORKER = """
@@ -138,7 +137,7 @@ def test_closing_and_forgetting_a_pool_end_its_workers(make_pool: Callable[..., 
 
 PARENT = """
 import asyncio, sys, time
-from slime.rollout.rewards.errors import RewardError
+from slime.rollout.rewards.worker_pool import RewardError
 from slime.rollout.rewards.math import MathVerifier
 
 async def main():

@@ -12,9 +12,9 @@ from aiohttp import web
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.rewards.worker_pool import RewardError
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 
 PLUGIN = """

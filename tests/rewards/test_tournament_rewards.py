@@ -15,9 +15,9 @@ from aiohttp.test_utils import TestServer
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.metrics import _tournament_metrics
-from slime.rollout.rewards.errors import RewardError
 from slime.rollout.rewards.tournament import TOPOLOGIES, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
-from slime.rollout.rewards.tournament.judging import Calls
+from slime.rollout.rewards.tournament.rewards import Calls
+from slime.rollout.rewards.worker_pool import RewardError
 
 ARGS = Namespace()
 

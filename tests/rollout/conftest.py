@@ -9,9 +9,9 @@ from aiohttp import web
 
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.sample_pipeline import generate_and_rm_group
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
@@ -147,7 +147,7 @@ def engine(make_engine):
 @pytest.fixture
 def make_runtime(model_folder, monkeypatch):
     """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries do not wait."""
-    monkeypatch.setattr("slime.rollout.asking.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.rollout.retry.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("slime.engine.http.transport.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 

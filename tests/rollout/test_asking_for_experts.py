@@ -14,8 +14,8 @@ from slime.data.sample import Sample
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
 from slime.rollout.gate import as_evaluation
-from slime.rollout.requests import generate
-from slime.rollout.types import leaves
+from slime.rollout.generate import generate
+from slime.rollout.outcomes import leaves
 from tests.data.journal_samples import open_journal
 
 LAYERS, TOPK, NUM_EXPERTS = 3, 2, 8

@@ -4,7 +4,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.report.completions import completion_rows, evaluated_samples, shortened
+from slime.rollout.debug_data import completion_rows, evaluated_samples, shortened
 
 CONFIG = Config(reward_key="score", eval_reward_key="right")
 

@@ -8,7 +8,16 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.report.concerns import EQUAL, NO_GRADIENT, SPECIAL, TINY, TRUNCATED, Concerns, concerns_of, quoted
+from slime.rollout.health_warnings import (
+    EQUAL,
+    NO_GRADIENT,
+    SPECIAL,
+    TINY,
+    TRUNCATED,
+    Concerns,
+    concerns_of,
+    quoted,
+)
 
 SPECIALS = ("<eos>", "<pad>")
 

@@ -15,8 +15,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
-from slime.rollout.failures import RolloutFailed
-from slime.rollout.feed import RolloutMaker, make_feed
+from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.pipeline import RolloutMaker, make_feed
 from slime.rollout.staleness import staleness_metrics
 from tests.e2e.runs import wait_until
 

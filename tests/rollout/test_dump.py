@@ -10,7 +10,7 @@ from slime.rollout.base_types import leaves
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.dump import (
+from slime.rollout.debug_data import (
     DumpedRollouts,
     dump_path,
     head_and_tail,

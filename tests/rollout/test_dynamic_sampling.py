@@ -17,8 +17,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.failures import RolloutFailed
-from slime.rollout.feed import RolloutMaker
+from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.pipeline import RolloutMaker
 from tests.data.journal_samples import open_journal
 
 STATUS = Sample.Status
@@ -280,8 +280,8 @@ async def f(args, sample, sampling_params):
 def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
     engine, make_runtime, prompts, answer, write_plugin, monkeypatch
 ):
-    monkeypatch.setattr("slime.rollout.flight.OWN_CLIENT_GRACE_S", 120.0)
-    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 120.0)
+    monkeypatch.setattr("slime.rollout.inflight.OWN_CLIENT_GRACE_S", 120.0)
+    monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 120.0)
     calls = []
 
     def half(body):
@@ -314,7 +314,7 @@ def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
 def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
     engine, make_runtime, prompts, write_plugin, monkeypatch
 ):
-    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 0.1)
+    monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 0.1)
     stubborn = (
         "import asyncio\nfrom slime.rollout.sglang_rollout import generate\nBEGUN = asyncio.Event()\n"
         "async def f(args, sample, sampling_params):\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.watchdog import BackgroundDied, raise_failures
-from slime.rollout.feed import Ahead, Generated, OnDemand
+from slime.rollout.pipeline import Ahead, Generated, OnDemand
 
 PATIENCE_S = 120.0
 

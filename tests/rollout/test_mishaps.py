@@ -10,11 +10,11 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.event_loop import LoopThread
 from slime.rollout.gate import Gate, SampleClock, SampleTimeout
-from slime.rollout.loop import LoopThread
-from slime.rollout.rewards.errors import RewardError
+from slime.rollout.outcomes import leaves
 from slime.rollout.rewards.hub import RewardHub
-from slime.rollout.types import leaves
+from slime.rollout.rewards.worker_pool import RewardError
 from tests.rollout.clocks import ClockAhead
 
 STATUS = Sample.Status
@@ -96,7 +96,7 @@ async def f(args, sample, sampling_params):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr("slime.rollout.trajectory.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("slime.rollout.sample_pipeline.FIRST_PAUSE_S", 0.0)
 
 
 def test_an_aborted_sample_of_a_custom_function_is_begun_again(engine, make_runtime, prompts, write_plugin, no_pause):

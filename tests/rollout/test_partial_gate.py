@@ -432,7 +432,7 @@ async def f(args, sample, sampling_params):
 def test_an_engine_that_does_not_abort_costs_the_groups_it_holds_up(
     engine, make_partial, prompts, monkeypatch, tokenizer
 ):
-    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 0.3)
+    monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 0.3)
     hung = []
 
     async def respond(body):
@@ -523,7 +523,7 @@ async def f(args, sample, sampling_params):
 def test_an_aborted_sample_that_comes_late_is_dispatched_again_in_the_next_rollout(
     engine, make_partial, prompts, say, asked, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr("slime.rollout.flight.OWN_CLIENT_GRACE_S", 0.05)
+    monkeypatch.setattr("slime.rollout.inflight.OWN_CLIENT_GRACE_S", 0.05)
     say(lambda text: "12~" if text == "b" else then(engine, 1))
     tool = asyncio.Event()
     runtime = make_partial(LATE_OWN_CLIENT, carried={"b": tokenizer.encode("b"), "tool": tool})

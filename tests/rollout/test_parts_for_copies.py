@@ -28,8 +28,8 @@ from slime.utils.http_utils import post
 from slime.data.buffer import Journal, JournaledSource
 from slime.data.sample import Sample
 from slime.rollout.evaluate import checked_evaluation
-from slime.rollout.failures import RolloutFailed
-from slime.rollout.feed import RolloutMaker
+from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.pipeline import RolloutMaker
 
 REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.rollout.sglang_rollout import generate_rollout
 
-from slime.rollout.report.pulse import Beat, Pulse
+from slime.rollout.progress import Beat, Pulse
 
 
 def test_counts_follow_the_samples() -> None:

@@ -12,8 +12,8 @@ from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generat
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import tail_seconds
+from slime.rollout.outcomes import RolloutFailed
 
 REWARD_BY_LENGTH = "async def f(args, sample):\n    return float(len(sample.response))\n"
 

@@ -10,8 +10,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.evaluate import read_eval_datasets
-from slime.rollout.failures import RolloutFailed
 from slime.rollout.metrics import Repetitions, eval_metrics, has_repetition, pass_at_k, sample_metrics
+from slime.rollout.outcomes import RolloutFailed
 
 
 def write_jsonl(path, rows):

@@ -8,10 +8,10 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
-from slime.rollout.asking import AbortedTooOften
 from slime.rollout.gate import as_evaluation
-from slime.rollout.requests import PromptTooLong, generate
-from slime.rollout.trajectory import generate_and_rm_group
+from slime.rollout.generate import PromptTooLong, generate
+from slime.rollout.retry import AbortedTooOften
+from slime.rollout.sample_pipeline import generate_and_rm_group
 
 
 def run_generate(runtime, sample, **params):

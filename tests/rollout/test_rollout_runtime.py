@@ -13,7 +13,7 @@ from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, 
 from slime.utils.misc import SingletonMeta, load_function
 
 from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreachable
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 from slime.rollout.runtime import newest_runtime, runtime_for
 
 

@@ -8,7 +8,7 @@ from transformers import AddedToken
 
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.supervised import _warn_of_missing_stop, fill_supervised, generate_rollout
+from slime.rollout.sft import _warn_of_missing_stop, fill_supervised, generate_rollout
 
 
 def filled(tokenizer, prompt, label=None, **options):

@@ -11,7 +11,7 @@ from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.rollout.metrics import rollout_metrics
-from slime.rollout.types import leaves
+from slime.rollout.outcomes import leaves
 from tests.data.journal_samples import open_journal
 
 LENGTH = "def f(args, sample):\n    return float(sample.response_length)\n"

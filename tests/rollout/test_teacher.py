@@ -11,8 +11,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout import on_policy_distillation
-from slime.rollout.failures import RolloutFailed
-from slime.rollout.rewards.teacher import Teacher
+from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.rewards.remote import Teacher
 
 
 def scores(body, shift=0):
@@ -26,7 +26,7 @@ def scores(body, shift=0):
 @pytest.fixture
 def taught(make_engine, make_runtime, monkeypatch):
     """`taught(respond, **flags)`: a runtime over an engine, with a teacher that answers so."""
-    monkeypatch.setattr("slime.rollout.rewards.teacher.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.rollout.rewards.remote.FIRST_BACKOFF_S", 0.01)
     student, served = make_engine(), make_engine()
     teachers = []
 

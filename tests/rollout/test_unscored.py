@@ -14,8 +14,8 @@ from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.buffer import Journal
 from slime.data.sample import Sample
-from slime.rollout.trajectory import generate_and_rm_group
-from slime.rollout.types import leaves
+from slime.rollout.outcomes import leaves
+from slime.rollout.sample_pipeline import generate_and_rm_group
 
 STATUS = Sample.Status
 
@@ -52,8 +52,8 @@ def journal_at(folder: Path) -> Journal:
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.flight.ABORT_DEADLINE_S", 120.0)
-    monkeypatch.setattr("slime.rollout.trajectory.UNSCORED_AFTER_S", 0.0)
+    monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 120.0)
+    monkeypatch.setattr("slime.rollout.sample_pipeline.UNSCORED_AFTER_S", 0.0)
 
 
 @pytest.mark.parametrize("fan_out", [False, True])

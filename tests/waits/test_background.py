@@ -15,8 +15,8 @@ import pytest
 from slime.cluster.watchdog import BackgroundDied, background, raise_failures, waiting
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.flight import cancelled
-from slime.rollout.loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
+from slime.rollout.event_loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
+from slime.rollout.inflight import cancelled
 
 
 def fall() -> None:
@@ -82,7 +82,7 @@ def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
 
 
 def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.loop.STALL_S", 1.0)
+    monkeypatch.setattr("slime.rollout.event_loop.STALL_S", 1.0)
     released = threading.Event()
 
     async def blocking() -> None:
@@ -172,7 +172,7 @@ def test_the_loop_names_whom_it_waited_for_and_what_blocks_it() -> None:
 
 def _close_soon(loop: LoopThread) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slime.rollout.loop.CLOSE_TIMEOUT_S", 0.2)
+        patch.setattr("slime.rollout.event_loop.CLOSE_TIMEOUT_S", 0.2)
         loop.close()
 
 
@@ -195,13 +195,13 @@ def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
 
 
 def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 3600.0)
+    monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 3600.0)
     threads, release = DaemonThreads("test", limit=1), threading.Event()
     slow = threads.submit(lambda: release.wait(240))
     queued = threads.submit(fall)
     with pytest.raises(TimeoutError):
         queued.future.result(0.2)
-    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
+    monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 0.1)
     with pytest.raises(KeyError, match="left shoe"):
         queued.future.result(120)
     release.set()
@@ -212,8 +212,8 @@ def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: py
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_to_thread_serves_calls_behind_hung_ones(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
     """Nothing is submitted after them. Calls whose waiters gave up take no place, however many threads there may be."""
-    monkeypatch.setattr("slime.rollout.loop.SLOW_S", 0.1)
-    monkeypatch.setattr("slime.rollout.loop.MOST_THREADS", _LIMIT + 1)
+    monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 0.1)
+    monkeypatch.setattr("slime.rollout.event_loop.MOST_THREADS", _LIMIT + 1)
     release = threading.Event()
 
     async def behind_hung_calls() -> str:
@@ -240,7 +240,7 @@ def test_to_thread_serves_calls_behind_hung_ones(monkeypatch: pytest.MonkeyPatch
 
 HANGS_AT_EXIT = """\
 import asyncio, threading
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 
 async def hang():
     await asyncio.wait_for(asyncio.to_thread(threading.Event().wait), 0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.loop import DaemonThreads
+from slime.rollout.event_loop import DaemonThreads
 from slime.rollout.rewards.hub import RewardHub, RewardTimeout
 from tests.patience import with_more_time
 

@@ -29,8 +29,8 @@ from slime.cluster.watchdog import waiting
 from slime.data.buffer.reader import Choice, reading
 from slime.data.sample import Sample
 from slime.rollout.gate import clock_stopped
-from slime.rollout.requests import generate as generate_answer
-from slime.rollout.rewards.teacher import Teacher
+from slime.rollout.generate import generate as generate_answer
+from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.staleness import is_stale
 

@@ -25,8 +25,8 @@ from slime.engine.http.protocol import (
     note_first_version,
     routing_wanted,
 )
-from slime.rollout.asking import MOST_RESUMES, AbortedTooOften, asked, asked_in_pieces
 from slime.rollout.gate import Ticket
+from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, asked, asked_in_pieces
 
 EACH_TOKEN = 1
 ABORT_AGAIN_S = 0.05

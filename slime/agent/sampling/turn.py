@@ -17,7 +17,7 @@ from slime.agent.sampling.protocol import SampledAnswer, Sampler
 from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
 from slime.models.parsers.events import Event, Output, OutputParser, gathered
-from slime.rollout.failures import GivenUp
+from slime.rollout.outcomes import GivenUp
 
 OnEvent = Callable[[Event], Awaitable[None]]
 ParserFactory = Callable[[TurnRequest, np.ndarray], OutputParser]

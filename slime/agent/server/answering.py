@@ -20,7 +20,7 @@ from slime.agent.server.sessions import OpenSession
 from slime.agent.session.session import Prompt
 from slime.engine.http.errors import EngineError, EngineRejected
 from slime.models.parsers.events import Event
-from slime.rollout.asking import AbortedTooOften
+from slime.rollout.retry import AbortedTooOften
 
 KEEP_ALIVE_S = 10.0
 _STREAM_HEADERS = {

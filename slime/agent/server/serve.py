@@ -27,7 +27,7 @@ from slime.cluster.watchdog import ending_signals
 from slime.data.chat_template import load_tokenizer, model_context_length
 from slime.errors import UserError
 from slime.models.parsers.formats import Formats
-from slime.rollout.loop import DaemonExecutor
+from slime.rollout.event_loop import DaemonExecutor
 
 DEFAULT_NAMES = ("slime-actor", "default")
 

@@ -28,8 +28,8 @@ from slime.agent.session.session import Outdated, Prompt, Rendered, Session
 from slime.agent.session.special_text import texts_in
 from slime.agent.session.tree import Turn
 from slime.engine.http.pool import EnginePool
-from slime.rollout.asking import Draws
 from slime.rollout.gate import Gate, Ticket
+from slime.rollout.retry import Draws
 
 T = TypeVar("T")
 

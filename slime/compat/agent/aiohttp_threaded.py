@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
-from slime.rollout.loop import LoopThread
+from slime.rollout.event_loop import LoopThread
 
 START_TIMEOUT_S = 60.0
 

@@ -1,6 +1,6 @@
 """What rollout functions return, under the path that slime plugins import it from."""
 
-from slime.rollout.types import (
+from slime.rollout.outcomes import (
     Group,
     Produced,
     RolloutFnEvalOutput,

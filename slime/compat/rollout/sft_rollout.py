@@ -1,5 +1,5 @@
 """Supervised training's rollout function under the path that flags and slime plugins name it by."""
 
-from slime.rollout.supervised import generate_rollout
+from slime.rollout.sft import generate_rollout
 
 __all__ = ["generate_rollout"]

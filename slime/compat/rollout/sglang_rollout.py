@@ -23,20 +23,20 @@ from slime.config import Config, plugins
 from slime.config.plugins.args import RUN_MARK, run_mark
 from slime.config.plugins.view import as_config
 from slime.data.sample import Sample
-from slime.rollout import requests, trajectory
+from slime.rollout import generate as requests
+from slime.rollout import sample_pipeline
 from slime.rollout.batch import generate_batch
 from slime.rollout.continuous import taken_from_continuous
 from slime.rollout.evaluate import evaluate, evaluate_dataset
-from slime.rollout.failures import mark_failed
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
-from slime.rollout.flight import ABORT_AGAIN_S, abort_requests, result_of
 from slime.rollout.gate import as_evaluation
-from slime.rollout.requests import get_model_url
+from slime.rollout.generate import get_model_url
+from slime.rollout.inflight import ABORT_AGAIN_S, abort_requests, result_of
+from slime.rollout.outcomes import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves, mark_failed
 from slime.rollout.rewards.hub import async_rm, batched_async_rm
 from slime.rollout.runtime import RolloutRuntime, accepts, find_runtime, runtime_for
 from slime.rollout.staleness import prompts_of
 from slime.rollout.state import GenerateState as _GenerateState
-from slime.rollout.types import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves
 
 __all__ = [
     "GenerateState",
@@ -131,7 +131,7 @@ async def generate_and_rm(
 
     async def generated() -> Produced:
         with as_evaluation() if evaluation else nullcontext():
-            return await trajectory.generate_and_rm(args, sample, sampling_params, evaluation)
+            return await sample_pipeline.generate_and_rm(args, sample, sampling_params, evaluation)
 
     return await runtime.on_own_loop(generated())
 
@@ -170,7 +170,7 @@ async def generate_and_rm_group(
     runtime = _runtime_of_run(args)
     if runtime is None:
         results = iter(
-            await trajectory.gather_or_cancel(
+            await sample_pipeline.gather_or_cancel(
                 generate_and_rm(args, member, copy.deepcopy(sampling_params), evaluation=evaluation)
                 for member in group
                 if isinstance(member, Sample)
@@ -182,7 +182,7 @@ async def generate_and_rm_group(
             for one, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
                 one.reward = reward
         return made
-    work = trajectory.generate_and_rm_group(args, group, sampling_params, evaluation)
+    work = sample_pipeline.generate_and_rm_group(args, group, sampling_params, evaluation)
     return await runtime.on_own_loop(work)
 
 
@@ -203,7 +203,7 @@ async def apply_rollout_sample_hooks(
                 one = one if changed is None else changed
             hooked.append(one)
         return hooked[0] if is_one else hooked
-    return await runtime.on_own_loop(trajectory.apply_hooks(args, sample, rollout_id, evaluation))
+    return await runtime.on_own_loop(sample_pipeline.apply_hooks(args, sample, rollout_id, evaluation))
 
 
 async def abort(args: Any, rollout_id: int) -> list[Group]:
@@ -273,7 +273,7 @@ def _runtime_of_its_own(args: Any) -> RolloutRuntime:
         return runtime_for(args)  # there was a run, and it is over
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     urls = [] if host is None or port is None else [f"http://{host}:{port}"]
-    runtime = RolloutRuntime(as_config(args), urls, dispatch=trajectory.generate_and_rm_group, is_of_run=False)
+    runtime = RolloutRuntime(as_config(args), urls, dispatch=sample_pipeline.generate_and_rm_group, is_of_run=False)
     setattr(args, RUN_MARK, runtime.config.overlay.mark)
     return runtime_for(args)
 

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from functools import cache
 from typing import Any, TypeVar
 
-from slime.rollout.loop import LoopThread as AsyncLoopThread
+from slime.rollout.event_loop import LoopThread as AsyncLoopThread
 from slime.rollout.runtime import newest_runtime
 
 __all__ = ["AsyncLoopThread", "get_async_loop", "run"]

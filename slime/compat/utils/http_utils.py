@@ -18,7 +18,7 @@ from slime.config.plugins.view import num_engines
 from slime.engine.http.blocking import authorization
 from slime.engine.http.errors import EngineError, EngineFailed, EngineRejected, EngineTimeout, EngineUnreachable
 from slime.engine.http.protocol import error_message
-from slime.rollout.requests import answer_to, get_model_url
+from slime.rollout.generate import answer_to, get_model_url
 from slime.rollout.runtime import key_behind
 
 __all__ = [

@@ -34,19 +34,14 @@ from slime.config.plugins.view import plugin_args
 from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.rollout.adapters import as_reward
-from slime.rollout.failures import contained
-from slime.rollout.loop import DaemonThreads
-from slime.rollout.rewards.answers import last_boxed
-from slime.rollout.rewards.dapo import dapo_reward
-from slime.rollout.rewards.deepscaler import deepscaler_reward
-from slime.rollout.rewards.errors import RewardError
-from slime.rollout.rewards.f1 import f1_reward
-from slime.rollout.rewards.gpqa import gpqa_reward
+from slime.rollout.event_loop import DaemonThreads
+from slime.rollout.legacy_signatures import as_reward
+from slime.rollout.outcomes import contained
 from slime.rollout.rewards.ifbench import ifbench_reward
-from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, default_workers
-from slime.rollout.rewards.random import random_reward
+from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, dapo_reward, deepscaler_reward, default_workers
 from slime.rollout.rewards.remote import RemoteReward
+from slime.rollout.rewards.simple import f1_reward, gpqa_reward, last_boxed, random_reward
+from slime.rollout.rewards.worker_pool import RewardError
 
 BOXED_PREFIX = "boxed_"
 GIVEN = "the given reward function"

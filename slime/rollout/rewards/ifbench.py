@@ -8,12 +8,241 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.errors import UserError
-from slime.rollout.rewards.errors import RewardError
-from slime.rollout.rewards.instructions import CHECKS
+from slime.rollout.rewards.worker_pool import RewardError
+
+# The verifiable instructions of IFEval: whether a response follows one.
+#
+# Invariant: a check is a pure function of the response and of the instruction's arguments, linear in the response, and
+# an argument that is missing or of the wrong kind is a `ValueError`. Words that come as arguments are taken as they
+# are written, not as patterns. Sentences and words are found by rules of our own, where IFEval asks NLTK.
+
+Arguments = Mapping[str, Any]
+Check = Callable[[str, Arguments], bool]
+
+_TITLES = {"mr", "mrs", "ms", "dr", "prof", "capt", "cpt", "lt", "mt", "st", "inc", "ltd", "jr", "sr", "co"}
+_ABBREVIATIONS = _TITLES | {"vs", "etc", "e.g", "i.e", "u.s", "u.k", "a.m", "p.m", "fig", "approx"}
+_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_WORD = re.compile(r"\w+")
+_SHOUTED = re.compile(r"\w+(?:['’.-]\w+)*")
+_LONGEST_WORD = 80
+_PUNCTUATION = ".,?!'\""
+_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def count_sentences(text: str) -> int:
+    """Stretches that end in a full stop, exclamation or question mark; the last one may do without."""
+    count, begin, text = 0, 0, text.rstrip()
+    for end in _SENTENCE_END.finditer(text):
+        before = text[max(begin, end.start() - _LONGEST_WORD) : end.start()].split()
+        last = before[-1].strip("(\"'").lower() if before else ""
+        is_short = end.group()[0] == "." and (last in _ABBREVIATIONS or (len(last) == 1 and last.isalpha()))
+        if before and not (is_short and end.end() < len(text)):
+            count, begin = count + 1, end.end()
+    return count + bool(text[begin:].strip())
+
+
+def _text(arguments: Arguments, name: str) -> str:
+    value = arguments.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"its {name} must be a text, not {value!r}")
+    return value
+
+
+def _texts(arguments: Arguments, name: str) -> list[str]:
+    value = arguments.get(name)
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str) for word in value):
+        raise ValueError(f"its {name} must be a list of texts, not {value!r}")
+    return list(value)
+
+
+def _number(arguments: Arguments, name: str) -> int:
+    value = arguments.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"its {name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _compared(count: int, arguments: Arguments, number: str, relation: str = "relation") -> bool:
+    wanted, how = _number(arguments, number), arguments.get(relation)
+    if how == "at least":
+        return count >= wanted
+    if how == "less than":
+        return count < wanted
+    raise ValueError(f"its {relation} must be 'at least' or 'less than', not {how!r}")
+
+
+def _occurrences(response: str, word: str) -> int:
+    return response.lower().count(word.lower())
+
+
+def _has_keywords(response: str, arguments: Arguments) -> bool:
+    return all(_occurrences(response, word) for word in _texts(arguments, "keywords"))
+
+
+def _keyword_frequency(response: str, arguments: Arguments) -> bool:
+    return _compared(_occurrences(response, _text(arguments, "keyword")), arguments, "frequency")
+
+
+def _no_forbidden_words(response: str, arguments: Arguments) -> bool:
+    words = "|".join(re.escape(word) for word in _texts(arguments, "forbidden_words"))
+    return re.search(rf"(?<!\w)(?:{words})(?!\w)", response, re.IGNORECASE) is None
+
+
+def _letter_frequency(response: str, arguments: Arguments) -> bool:
+    letter = _text(arguments, "letter")
+    return _compared(_occurrences(response, letter), arguments, "let_frequency", "let_relation")
+
+
+def _in_language(response: str, arguments: Arguments) -> bool:
+    return detected_language(response) in (None, _text(arguments, "language"))
+
+
+def detected_language(text: str) -> str | None:
+    """The language's code; None for a text, such as one of numbers, that could be of any."""
+    try:
+        import langdetect
+    except ImportError as error:
+        raise UserError(
+            "instructions about the language of a response need the package langdetect, which is not installed: "
+            "pip install langdetect"
+        ) from error
+    langdetect.DetectorFactory.seed = 0
+    try:
+        found: str = langdetect.detect(text)
+    except langdetect.LangDetectException:
+        return None
+    return found
+
+
+def _paragraphs(response: str, arguments: Arguments) -> bool:
+    return _parts_between(re.split(r"\s?\*\*\*\s?", response)) == _number(arguments, "num_paragraphs")
+
+
+def _parts_between(parts: list[str]) -> int | None:
+    """How many parts have something in them; None when one that is neither first nor last has nothing."""
+    if not all(part.strip() for part in parts[1:-1]):
+        return None
+    return sum(1 for part in parts if part.strip())
+
+
+def _first_word_of_paragraph(response: str, arguments: Arguments) -> bool:
+    paragraphs, nth = response.split("\n\n"), _number(arguments, "nth_paragraph")
+    count = sum(1 for paragraph in paragraphs if paragraph.strip())
+    if not 1 <= nth <= len(paragraphs) or not paragraphs[nth - 1].strip():
+        return False
+    word = paragraphs[nth - 1].split()[0].lstrip("'\"")
+    ends = [position for position, letter in enumerate(word) if letter in _PUNCTUATION]
+    first = word[: ends[0]] if ends else word
+    return count == _number(arguments, "num_paragraphs") and first.lower() == _text(arguments, "first_word").lower()
+
+
+def _placeholders(response: str, arguments: Arguments) -> bool:
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= _number(arguments, "num_placeholders")
+
+
+def _postscript(response: str, arguments: Arguments) -> bool:
+    marker = _text(arguments, "postscript_marker").strip()
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(patterns.get(marker, re.escape(marker)), response, re.IGNORECASE) is not None
+
+
+def _bullets(response: str, arguments: Arguments) -> bool:
+    lines = [line.lstrip() for line in response.split("\n")]
+    stars = sum(1 for line in lines if line.startswith("*") and len(line) > 1 and line[1] != "*")
+    return stars + sum(1 for line in lines if line.startswith("-")) == _number(arguments, "num_bullets")
+
+
+def _highlights(response: str, arguments: Arguments) -> bool:
+    single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", response)]
+    double = [found[2:-2].strip() for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
+    return sum(map(bool, [*single, *double])) >= _number(arguments, "num_highlights")
+
+
+def _sections(response: str, arguments: Arguments) -> bool:
+    splitter = re.escape(_text(arguments, "section_spliter").strip())
+    return len(re.findall(rf"{splitter}\s?\d+", response)) >= _number(arguments, "num_sections")
+
+
+def _is_json(response: str, arguments: Arguments) -> bool:
+    text = re.sub(r"^```(?:json)?|```$", "", response.strip(), flags=re.IGNORECASE).strip()
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _title(response: str, arguments: Arguments) -> bool:
+    for line in response.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if 0 <= begin < end - 2 and line[begin:end].strip("<>").strip():
+            return True
+    return False
+
+
+def _two_responses(response: str, arguments: Arguments) -> bool:
+    parts = response.split("******")
+    both = [part.strip() for part in parts if part.strip()]
+    return _parts_between(parts) == 2 and both[0] != both[1]
+
+
+def _repeats_prompt(response: str, arguments: Arguments) -> bool:
+    return response.strip().lower().startswith(_text(arguments, "prompt_to_repeat").strip().lower())
+
+
+def _ends_with(response: str, arguments: Arguments) -> bool:
+    return response.strip().strip('"').lower().endswith(_text(arguments, "end_phrase").strip().lower())
+
+
+def _is_quoted(response: str, arguments: Arguments) -> bool:
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _shouted_words(response: str, arguments: Arguments) -> bool:
+    count = sum(1 for word in _SHOUTED.findall(response) if word.isupper())
+    return _compared(count, arguments, "capital_frequency", "capital_relation")
+
+
+def _english(response: str, *, upper: bool) -> bool:
+    is_case = response.isupper() if upper else response.islower()
+    return is_case and detected_language(response) in (None, "en")
+
+
+CHECKS: dict[str, Check] = {
+    "keywords:existence": _has_keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _no_forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _in_language,
+    "length_constraints:number_sentences": lambda text, given: _compared(count_sentences(text), given, "num_sentences"),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": lambda text, given: _compared(len(_WORD.findall(text)), given, "num_words"),
+    "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": lambda text, given: any(answer in text for answer in _ANSWERS),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeats_prompt,
+    "startend:end_checker": _ends_with,
+    "startend:quotation": _is_quoted,
+    "change_case:capital_word_frequency": _shouted_words,
+    "change_case:english_capital": lambda text, given: _english(text, upper=True),
+    "change_case:english_lowercase": lambda text, given: _english(text, upper=False),
+    "punctuation:no_comma": lambda text, given: "," not in text,
+}
+"""By the name that datasets have in `instruction_id_list`."""
+
 
 _REGISTRY = "instructions_registry"
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from slime.data.sample import Sample
-from slime.rollout.rewards.errors import RewardError
+from slime.engine.http.client import EngineError, EngineProtocolError
+from slime.engine.http.pool import EnginePool
+from slime.engine.http.protocol import quote
+from slime.rollout.rewards.worker_pool import RewardError
 
 _BUSY = {408, 425, 429}
 
@@ -65,3 +70,76 @@ class RemoteReward:
         """Doubling pauses, each shortened by chance, so that many waiters do not return at once."""
         longest = min(self.longest_pause_s, self.first_pause_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
+
+
+# On-policy distillation: the log-probs of a teacher for the tokens that the student sampled.
+#
+# Invariant: `teacher_log_probs` has one entry per response token, each for the very id that was sampled; the teacher
+# sees `sample.tokens`, so it must share the student's vocabulary. It scores at temperature 1 (raw logits).
+
+TRIES = 4
+FIRST_BACKOFF_S = 0.5
+
+
+class Teacher:
+    """A served model that is asked for log-probs and never updated."""
+
+    def __init__(self, pool: EnginePool, *, concurrency: int) -> None:
+        self.pool = pool
+        self._semaphore = asyncio.Semaphore(concurrency)
+
+    @classmethod
+    def at(cls, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> Teacher:
+        """The one that is served there."""
+        pool = EnginePool([url.rstrip("/").removesuffix("/generate")], timeout_s=timeout_s, api_key=api_key)
+        return cls(pool, concurrency=concurrency)
+
+    async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
+        """The log-probs of the last `response_length` tokens, each given those before it."""
+        payload = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": max(0, len(tokens) - response_length - 1),
+        }
+        async with self._semaphore:
+            answer = await self._ask(payload)
+        found = input_log_probs(answer, list(tokens)[-response_length:])
+        if found is None:
+            raise EngineProtocolError(
+                " ".join(self.pool.urls),
+                "/generate",
+                f"gave no meta_info.input_token_logprobs for the {response_length} tokens asked for: {quote(answer)}",
+            )
+        return found
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self.pool.aclose()
+
+    async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
+        for attempt in range(TRIES - 1):
+            try:
+                return await self.pool.generate(payload)
+            except EngineError as error:
+                if not error.transient:
+                    raise
+            await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+        return await self.pool.generate(payload)
+
+
+def input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
+    """The log-probs of the last prompt tokens, or None when the answer does not hold them for these very ids."""
+    meta_info = answer.get("meta_info")
+    entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
+    if not isinstance(entries, list) or len(entries) < len(response):
+        return None
+    entries = entries[len(entries) - len(response) :]
+    if not all(isinstance(entry, list) and len(entry) >= 2 for entry in entries):
+        return None
+    if [entry[1] for entry in entries] != response:
+        return None
+    values = [entry[0] for entry in entries]
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        return None
+    return [float(value) for value in values]

@@ -16,7 +16,7 @@ import pytest
 from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.trajectory import generate_and_rm
+from slime.rollout.sample_pipeline import generate_and_rm
 from tests.agent.coding_agent.conftest import EXAMPLE
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn

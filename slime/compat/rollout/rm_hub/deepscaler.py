@@ -1,5 +1,5 @@
 """DeepScaleR's verdict under the path that slime plugins import it from."""
 
-from slime.rollout.rewards.blocking import deepscaler_blocking as get_deepscaler_rule_based_reward
+from slime.rollout.rewards.math import deepscaler_blocking as get_deepscaler_rule_based_reward
 
 __all__ = ["get_deepscaler_rule_based_reward"]

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from slime.data.prompt_rows import label_text
-from slime.rollout.rewards.answers import last_boxed, plain_number
-from slime.rollout.rewards.blocking import answer_is
-from slime.rollout.rewards.blocking import answer_is as grade_answer_mathd
-from slime.rollout.rewards.blocking import boxed_answer_is as grade_answer_verl
+from slime.rollout.rewards.math import answer_is
+from slime.rollout.rewards.math import answer_is as grade_answer_mathd
+from slime.rollout.rewards.math import boxed_answer_is as grade_answer_verl
+from slime.rollout.rewards.simple import last_boxed, plain_number
 
 __all__ = ["extract_answer", "extract_boxed_answer", "grade_answer_mathd", "grade_answer_sympy", "grade_answer_verl"]
 

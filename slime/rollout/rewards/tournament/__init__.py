@@ -8,11 +8,15 @@ async def reward(args, samples):  # --custom-rm-path this_file.py:reward --group
     return await tournament.rewards(args, samples)
 """
 
-from slime.rollout.rewards.tournament.judging import Judge, JudgeFailed, Match
-from slime.rollout.rewards.tournament.ranking import rank_rewards
-from slime.rollout.rewards.tournament.rewarding import Tournament
-from slime.rollout.rewards.tournament.served import ServedJudge, verdict_of
-from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Played, Topology, expected_matches, play
+from slime.rollout.rewards.tournament.rewards import Judge, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
+from slime.rollout.rewards.tournament.topologies import (
+    TOPOLOGIES,
+    Played,
+    Topology,
+    expected_matches,
+    play,
+    rank_rewards,
+)
 
 __all__ = [
     "TOPOLOGIES",

@@ -28,8 +28,8 @@ from slime.engine.http.protocol import (
     routing_wanted,
     was_aborted,
 )
-from slime.rollout.asking import MOST_RESUMES, AbortedTooOften, Draws, asked
 from slime.rollout.gate import Ticket, evaluating, ticket_here
+from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, Draws, asked
 from slime.rollout.runtime import RolloutRuntime, runtime_for, state_behind
 from slime.rollout.state import GenerateState
 

@@ -1,20 +1,101 @@
-"""`--rm-type gpqa`: a multiple-choice letter, 1.0 or 0.0.
-
-The right letter is `metadata["correct_letter"]`, or the label: a letter, the index of a choice, or the text of one of
-`metadata["choices"]`. The given letter is the one that the response commits to (`chosen_letter`). Where one of the two
-is not known, the words of the right choice, of `correct_answer` or `answer_text` in the metadata, or of a label that is
-no letter, count when the response has them.
-"""
+"""Finding the answer in a response and reading plain numbers; text in, text out, nothing evaluated."""
 
 from __future__ import annotations
 
+import random
 import re
 import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-from slime.data.prompt_rows import label_text
-from slime.rollout.rewards.answers import after_thinking, last_boxed
+from slime.data.prompt_rows import accepted, label_text
+
+_BRACES = re.compile(r"(?P<boxed>\\f?boxed\s*\{)|\\boxed\s+(?P<bare>[^\s${}]+)|\\.|[{}]", re.DOTALL)
+_LONGEST_NUMBER = 1000
+_NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:(?:,|\{,\}|\\,|\\ | )\d{3})+)(?:\.\d*)?|[+-]?\.\d+")
+_GROUPING = re.compile(r"\{,\}|\\,|\\ |[, ]")
+_END_OF_THINKING = "</think>"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}` (or `\fboxed{...}`, or `\boxed 5`); None without one.
+
+    One pass, whatever the text: models that fail like to repeat an opening brace thousands of times.
+    """
+    last_start, content = -1, None
+    open_braces: list[tuple[bool, int]] = []
+    for match in _BRACES.finditer(text):
+        if match["boxed"]:
+            open_braces.append((True, match.end()))
+        elif match["bare"]:
+            last_start, content = match.start("bare"), match["bare"]
+        elif match[0] == "{":
+            open_braces.append((False, match.end()))
+        elif match[0] == "}" and open_braces:
+            is_boxed, start = open_braces.pop()
+            if is_boxed and start > last_start:
+                last_start, content = start, text[start : match.start()].strip()
+    return content
+
+
+def marked_answer(label: str) -> str:
+    """The answer of a label that shows its working: what follows the last `####`, as in GSM8K; else the whole label."""
+    return label.rpartition("####")[2].strip()
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`; the whole text without one."""
+    return text.rpartition(_END_OF_THINKING)[2]
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The exact value of an integer or decimal as people write them (`-1,234.50`, `$7`, `1{,}000`), else None."""
+    bare = text.strip().strip("$").strip().removeprefix("\\$").rstrip(".").strip()
+    if len(bare) > _LONGEST_NUMBER or not _NUMBER.fullmatch(bare):
+        return None
+    return Fraction(_GROUPING.sub("", bare))
+
+
+# `--rm-type f1`: word overlap of response and label, as question-answering benchmarks count it (SQuAD, HotpotQA).
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def f1_reward(response: str, label: Any) -> float:
+    """The best F1 over the labels (one, or a list of accepted ones)."""
+    return max((f1_score(response, label_text(one))[0] for one in accepted(label)), default=0.0)
+
+
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """F1, precision and recall over normalised words; yes, no and noanswer count only when they are the whole."""
+    if prediction is None:
+        return 0.0, 0.0, 0.0
+    predicted, expected = normalized(prediction), normalized(ground_truth)
+    if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
+        return 0.0, 0.0, 0.0
+    predicted_words, expected_words = predicted.split(), expected.split()
+    common = sum((Counter(predicted_words) & Counter(expected_words)).values())
+    if common == 0:
+        return 0.0, 0.0, 0.0
+    precision, recall = common / len(predicted_words), common / len(expected_words)
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def normalized(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
+
+
+# `--rm-type gpqa`: a multiple-choice letter, 1.0 or 0.0.
+#
+# The right letter is `metadata["correct_letter"]`, or the label: a letter, the index of a choice, or the text of one
+# of `metadata["choices"]`. The given letter is the one that the response commits to (`chosen_letter`). Where one of
+# the two is not known, the words of the right choice, of `correct_answer` or `answer_text` in the metadata, or of a
+# label that is no letter, count when the response has them.
 
 _USUAL_LETTERS, _MORE_LETTERS = "ABCDEFGH", "IJ"
 _WORDS = re.compile(r"(?<![^\W_])[-+]?\d+(?:\.\d+)?|[^\W_]+")
@@ -145,3 +226,11 @@ def _letter_of_text(text: str, choices: Mapping[str, str]) -> str | None:
 def _words(text: str) -> str:
     """Words and numbers in lower case: signs and decimal points of numbers stay, other punctuation does not."""
     return " ".join(_WORDS.findall(text.lower()))
+
+
+# `--rm-type random`: 0.0 or 1.0 by coin, to run a pipeline without a verifier.
+
+
+def random_reward() -> float:
+    """A fair coin."""
+    return float(random.randint(0, 1))

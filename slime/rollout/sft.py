@@ -23,8 +23,8 @@ from slime.data.sample import Sample
 from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
 from slime.rollout.metrics import sample_metrics, task_metrics
+from slime.rollout.outcomes import RolloutFnTrainOutput
 from slime.rollout.runtime import runtime_for
-from slime.rollout.types import RolloutFnTrainOutput
 
 logger = logging.getLogger(__name__)
 

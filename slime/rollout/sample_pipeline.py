@@ -25,16 +25,24 @@ from slime.data.validation import keep_bad_sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.asking import MOST_RESUMES, AbortedTooOften
-from slime.rollout.failures import GivenUp, mark_failed, out_of_reach, start_over
 from slime.rollout.gate import SampleClock, SampleTimeout, as_evaluation, ticket_here
-from slime.rollout.landing import Origin
+from slime.rollout.generate import draw_with, generate
 from slime.rollout.metrics import has_number
-from slime.rollout.requests import draw_with, generate
-from slime.rollout.rewards.teacher import Teacher
+from slime.rollout.outcomes import (
+    GivenUp,
+    Group,
+    Origin,
+    Produced,
+    leaves,
+    mark_failed,
+    out_of_reach,
+    snapshot,
+    start_over,
+)
+from slime.rollout.retry import MOST_RESUMES, AbortedTooOften
+from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
-from slime.rollout.types import Group, Produced, leaves, snapshot
 
 T = TypeVar("T")
 

@@ -19,7 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slime.cluster.child_env import module_command, without_secrets
-from slime.rollout.rewards.errors import RewardError
+
+# The one way a verifier says that it could not judge: an outcome of its own, never a reward of 0.
+
+
+class RewardError(Exception):
+    """No reward could be found for a sample, for a reason that says nothing about the response."""
+
 
 _READ_BYTES = 1 << 16
 

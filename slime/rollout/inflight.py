@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from slime.cluster.watchdog import waiting
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineError
-from slime.rollout.failures import RolloutFailed
 from slime.rollout.gate import Ticket
+from slime.rollout.outcomes import Group, Produced, RolloutFailed, leaves, sampled_tokens, snapshot
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.state import UnderWay
-from slime.rollout.types import Group, Produced, leaves, sampled_tokens, snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -28,14 +28,20 @@ from slime.data.sample import Sample
 from slime.data.source import observes
 from slime.errors import UserError
 from slime.rollout.continuous import ContinuousRollout
-from slime.rollout.dump import save_rollout
-from slime.rollout.failures import FailureLog, refuse_all_failed
-from slime.rollout.landing import Origin, is_settled
+from slime.rollout.debug_data import save_rollout
 from slime.rollout.metrics import rollout_metrics
-from slime.rollout.report.pulse import Pulse
+from slime.rollout.outcomes import (
+    FailureLog,
+    Origin,
+    RolloutFnTrainOutput,
+    call_rollout_fn,
+    is_settled,
+    leaves,
+    refuse_all_failed,
+)
+from slime.rollout.progress import Pulse
 from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
 from slime.rollout.staleness import staleness_metrics
-from slime.rollout.types import RolloutFnTrainOutput, call_rollout_fn, leaves
 
 T = TypeVar("T")
 
