@@ -41,8 +41,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from slime.agent.server.control_client import RemoteServer
 from slime.agent.server.dialects import Kind
-from slime.agent.server.remote import RemoteServer
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Session
 from slime.agent.session.tree import joined, path

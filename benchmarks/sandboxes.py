@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.agent.sandbox import Snapshot
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.local import LocalSandbox, refusal
-from slime.agent.sandbox.machine import MachineSandbox
-from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.agent.sandbox.registry import SubprocessSandbox
 
 Make = Callable[[], MachineSandbox]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.agent.client import open_session
 from slime.agent.messages import ToolCall
+from slime.agent.remote_session import open_session
 from slime.agent.tools import ToolBox, ToolEnvironment, note_tool_calls, own_for_the_run
 from slime.data.sample import Sample
 from slime.errors import UserError

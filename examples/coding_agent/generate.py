@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from tasks import Task, task_of
 
-from slime.agent.client import open_session
 from slime.agent.harness import BaseHarness, make_harness, run_agent
+from slime.agent.remote_session import open_session
 from slime.agent.sandbox import Snapshot, sandbox_from
 from slime.data.sample import Sample
 from slime.errors import UserError

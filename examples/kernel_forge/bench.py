@@ -20,7 +20,7 @@ from problems import Floats, Inputs, Problem
 
 from slime.agent.sandbox import SandboxLimits, make_sandbox
 from slime.agent.sandbox.compiler import CCompiler, find_c_compiler, first_error
-from slime.agent.sandbox.machine import MachineProcess, MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineProcess, MachineSandbox
 from slime.errors import UserError
 
 HARNESS = Path(__file__).resolve().parent / "harness"

@@ -17,9 +17,9 @@ from languages import LANGUAGES
 from problems import problem_of
 from slime.utils.tracking_utils import log
 
+from slime.agent.conversation import converse
 from slime.agent.messages import Message
 from slime.agent.session.limits import LimitReached
-from slime.agent.talk import converse
 from slime.agent.tools import opening_messages
 from slime.data.sample import Sample
 from slime.errors import UserError

@@ -20,7 +20,7 @@ import numpy as np
 from bench import GUARD, Bench, DoesNotCompile, Ended, Running
 from problems import EDGES, TIMED, Floats, Problem, draw_inputs, draw_numbers
 
-from slime.agent.verdicts import Verdicts
+from slime.agent.verdict_cache import Verdicts
 
 TURNS = 5
 """In which the naive kernel and the one that is judged are timed, one after the other."""

@@ -24,8 +24,7 @@ from bench import HARNESS, LIMITS, DoesNotCompile, Running
 from problems import EDGES, Floats
 
 from slime.agent.sandbox import make_sandbox
-from slime.agent.sandbox.devices import nvidia_devices
-from slime.agent.sandbox.machine import MachineProcess, MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineProcess, MachineSandbox, nvidia_devices
 from slime.agent.sandbox.protocol import Outcome, SandboxError
 from slime.errors import UserError
 

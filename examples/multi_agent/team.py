@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from task import CRITIC, JUDGE, RIGHT, SOLVER, SOLVERS, WRONG, is_right, judged_well, to_check, to_choose
 
+from slime.agent.conversation import converse
 from slime.agent.messages import Message
-from slime.agent.talk import converse
 from slime.algorithms.rewards import normalize_group_rewards
 from slime.data.sample import Sample
 

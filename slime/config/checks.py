@@ -30,8 +30,8 @@ from slime.errors import UserError
 
 # What a live service implies, and what does not go together with it.
 
-LIVE_GENERATE = "slime.agent.live.service.generate"
-TRAFFIC_BASELINE = "slime.agent.live.baseline.traffic_baseline"
+LIVE_GENERATE = "slime.agent.online.service.generate"
+TRAFFIC_BASELINE = "slime.agent.online.service.traffic_baseline"
 
 
 def derive_live(config: Config) -> Config:

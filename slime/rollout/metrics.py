@@ -283,7 +283,7 @@ _SESSION_NUMBERS = (*_SESSION_TOTALS, "samples", "prompt_tokens", "shared_tokens
 
 
 def _session_metrics(samples: Sequence[Sample]) -> Metrics:
-    """What happened in sessions (`slime.agent.session.counters`); the first sample of each carries its counters."""
+    """What happened in sessions (`slime.agent.session.limits`); the first sample of each carries its counters."""
     sessions = [numbers for sample in samples if (numbers := _session_of(sample)) is not None]
     if not sessions:
         return {}

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from slime.agent.server.control_client import RemoteServer
 from slime.agent.server.dialects import Kind
-from slime.agent.server.remote import RemoteServer
 from slime.agent.server.settings import Opening
 from tests.agent.fuzz import SLEEP_S, WARM_TURNS, excesses
 from tests.agent.scripted_engine import Play, Script, ScriptedEngine, Turn, _Place

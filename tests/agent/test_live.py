@@ -8,11 +8,9 @@ import signal
 
 import pytest
 
-from slime.agent.client import agent_server
-from slime.agent.live.baseline import traffic_baseline
-from slime.agent.live.exchange import Exchange, Verdict
-from slime.agent.live.service import _InOrder
-from slime.agent.live.store import FILE_NAME, ExchangeStore
+from slime.agent.online.interaction import FILE_NAME, Exchange, ExchangeStore, Verdict
+from slime.agent.online.service import _InOrder, traffic_baseline
+from slime.agent.remote_session import agent_server
 from slime.data.sample import Sample
 from tests.agent.scripted_engine import log_prob
 

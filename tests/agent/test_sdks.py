@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from slime.agent.client import open_session
+from slime.agent.remote_session import open_session
 from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
 from tests.agent.conftest import make_agent_runtime

@@ -10,8 +10,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from slime.agent.client import NoTurns, agent_server, open_session
-from slime.agent.server.remote import AgentServerFailed
+from slime.agent.remote_session import NoTurns, agent_server, open_session
+from slime.agent.server.control_client import AgentServerFailed
 from slime.data.sample import Sample
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob

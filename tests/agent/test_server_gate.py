@@ -7,12 +7,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from slime.agent.client import open_session
-from slime.agent.sampling.model import ChatModel
-from slime.agent.server import answering
+from slime.agent.remote_session import open_session
+from slime.agent.server import app
 from slime.agent.server.app import AgentApp
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
+from slime.agent.session.template import ChatModel
 from slime.cluster.http_server import Connections
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import SampleClock, Ticket, as_evaluation
@@ -135,7 +135,7 @@ def test_a_session_whose_rollout_is_given_up_ends_and_its_sample_starts_over(say
 def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda *_: {"run": "this"})
+    monkeypatch.setattr("slime.agent.server.supervisor.run_identity", lambda *_: {"run": "this"})
     spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}", seed=1), Turn.of(agent_tokenizer, "it is 46", seed=2)]
     _, url = play(spoken)
     said = []
@@ -182,7 +182,7 @@ def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
 def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slime.agent.server.process.run_identity", lambda *_: {"run": "this"})
+    monkeypatch.setattr("slime.agent.server.supervisor.run_identity", lambda *_: {"run": "this"})
     spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}"), Turn.of(agent_tokenizer, "it is 46", hold_after=2)]
     engine, url = play(spoken)
     runtime = make_agent_runtime(agent_folder, tmp_path, [url])
@@ -220,7 +220,7 @@ def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
 
 
 def test_a_stream_has_headers_at_once_and_is_never_silent(agent_tokenizer, play, monkeypatch):
-    monkeypatch.setattr(answering, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
     engine, url = play([Turn.of(agent_tokenizer, "the answer is 46", hold_after=1)])
 
     async def run():

@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.agent.live.door import NAME, Door
-from slime.agent.live.settings import LiveSettings
 from slime.agent.messages import Message, TurnRequest
-from slime.agent.sampling.model import ChatModel
+from slime.agent.online.intake import NAME, Door
 from slime.agent.server.app import AgentApp
 from slime.agent.server.dialects import Kind, Problem
-from slime.agent.server.intake import INLINE_CHARACTERS, Room
+from slime.agent.server.request_limits import INLINE_CHARACTERS, Room
 from slime.agent.server.sessions import OpenSession, Sessions
-from slime.agent.server.settings import Opening
+from slime.agent.server.settings import LiveSettings, Opening
 from slime.agent.session.limits import PromptTooLong
 from slime.agent.session.session import Outdated, SampledTurn, Session
+from slime.agent.session.template import ChatModel
 from slime.cluster.http_server import ClientNoise, Connections, bound_sockets
 from slime.engine.http.pool import EnginePool
 from tests.agent.byte_template import END, ByteTemplate

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from slime.agent.conversation import converse
 from slime.agent.messages import Message
 from slime.agent.session.limits import LimitReached
-from slime.agent.talk import converse
 from slime.data.sample import Sample
 from slime.rollout.outcomes import GivenUp
 from slime.rollout.sample_pipeline import generate_and_rm
@@ -67,7 +67,7 @@ def test_a_conversation_ends_at_its_limits(play, agent_tokenizer, agent_runtime)
 def test_a_conversation_whose_rollout_is_given_up_starts_over(play, agent_tokenizer, agent_runtime, tmp_path):
     engine, url = play([Turn.of(agent_tokenizer, "the answer is 46", hold_after=3)])
     (tmp_path / "plugin.py").write_text(
-        "from slime.agent.talk import converse\n"
+        "from slime.agent.conversation import converse\n"
         "from slime.agent.messages import Message\n"
         "async def f(args, sample, sampling_params):\n"
         "    async with converse(args, sample, sampling_params) as talk:\n"

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.limits import Refused
-from slime.agent.session.probe import ADDITIONS
 from slime.agent.session.template import ChatTemplate
+from slime.agent.session.template_probe import ADDITIONS
 from slime.errors import UserError
 from tests.agent.families import FAMILIES, family_tokenizer
 from tests.data.test_turn_mask import tokenizer_for

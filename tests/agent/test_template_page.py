@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from slime.agent.messages import Message
-from slime.agent.session.probe import Way
 from slime.agent.session.template import ChatTemplate
+from slime.agent.session.template_probe import Way
 from tests.agent.families import FAMILIES, family_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.session.probe import Way
 from slime.agent.session.template import ChatTemplate
+from slime.agent.session.template_probe import Way
 from tests.agent.families import FAMILIES, family_tokenizer
 
 SPECIAL = sorted({token for family in FAMILIES.values() for token in family.special + family.added if token.strip()})

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.matching import Outcome
+from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.data.buffer import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user
 from tests.agent.test_session import Talk, base_sample
@@ -21,7 +21,7 @@ OURS = Attempt("run", 7, 3)
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from slime.agent.session.journal import Attempt, TurnJournal
+from slime.agent.session.turn_journal import Attempt, TurnJournal
 from tests.agent.byte_template import assistant, user
 from tests.agent.test_session import Talk
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.agent.verdicts import Verdicts
+from slime.agent.verdict_cache import Verdicts
 
 
 class Judge:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.agent.client import open_session
 from slime.agent.harness import HarnessResult, make_harness, run_agent
+from slime.agent.remote_session import open_session
 from slime.agent.sandbox import Snapshot, make_sandbox
 from slime.data.sample import Sample
 from tests.agent.scripted_engine import Play, Script, Turn, log_prob

@@ -26,7 +26,7 @@ import json
 
 import aiohttp
 
-from slime.agent.client import open_session
+from slime.agent.remote_session import open_session
 
 
 async def said(http, session, messages, stream):

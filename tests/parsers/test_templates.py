@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slime.agent.messages import Message, TurnRequest
-from slime.agent.sampling.model import ChatModel
+from slime.agent.session.template import ChatModel
 from slime.errors import UserError
 from slime.models.parsers.events import gathered
 from slime.models.parsers.formats import Formats, formats_of, make_parser, opens_reasoning

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.agent.harness.base import BaseHarness, HarnessContext
-from slime.agent.harness.packages import Package
-from slime.agent.harness.result import Outcome
+from slime.agent.harness.packages import Outcome, Package
 
 TOOLS = ("Bash", "Edit", "Read", "Write")
 

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from slime.agent.harness.base import BaseHarness, HarnessContext
-from slime.agent.harness.packages import Package
-from slime.agent.harness.result import Outcome
+from slime.agent.harness.packages import Outcome, Package
 
 IDLE_TIMEOUT_MS = 900_000
 NEVER = 1_000_000_000

@@ -1,8 +1,7 @@
 """Where agents work: the protocol, its backends, and the names that upstream has here."""
 
-from slime.agent.sandbox.choose import make_sandbox, sandbox_from
 from slime.agent.sandbox.e2b import E2BSandbox
-from slime.agent.sandbox.limits import SandboxLimits
+from slime.agent.sandbox.long_commands import ensure_agent_user, exec_and_wait
 from slime.agent.sandbox.protocol import (
     EXIT_TIME_BUDGET_EXCEEDED,
     Changes,
@@ -12,9 +11,10 @@ from slime.agent.sandbox.protocol import (
     Sandbox,
     SandboxError,
     SandboxGone,
+    SandboxLimits,
+    Snapshot,
 )
-from slime.agent.sandbox.snapshot import Snapshot
-from slime.agent.sandbox.waiting import ensure_agent_user, exec_and_wait
+from slime.agent.sandbox.registry import make_sandbox, sandbox_from
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.protocol import Outcome
 from slime.errors import UserError
 

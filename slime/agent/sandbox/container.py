@@ -17,12 +17,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from slime.agent.sandbox.box import HERE, python_command, receive
-from slime.agent.sandbox.devices import checked_devices
-from slime.agent.sandbox.inside.worker import Kept
-from slime.agent.sandbox.limits import SandboxLimits
-from slime.agent.sandbox.machine import target_of
-from slime.agent.sandbox.protocol import MEMORY, OUTPUT, TIMEOUT, CommandFailed, Outcome, SandboxError, SandboxGone
+from slime.agent.sandbox.host_sandbox import checked_devices, target_of
+from slime.agent.sandbox.inside.command_worker import Kept
+from slime.agent.sandbox.monitor_client import HERE, python_command, receive
+from slime.agent.sandbox.protocol import (
+    MEMORY,
+    OUTPUT,
+    TIMEOUT,
+    CommandFailed,
+    Outcome,
+    SandboxError,
+    SandboxGone,
+    SandboxLimits,
+)
 from slime.errors import UserError
 
 WORKDIR = "/workspace"

@@ -16,8 +16,14 @@ from shlex import join
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from slime.agent.sandbox.limits import SandboxLimits
-from slime.agent.sandbox.protocol import EXIT_TIME_BUDGET_EXCEEDED, TIMEOUT, CommandFailed, Outcome, SandboxError
+from slime.agent.sandbox.protocol import (
+    EXIT_TIME_BUDGET_EXCEEDED,
+    TIMEOUT,
+    CommandFailed,
+    Outcome,
+    SandboxError,
+    SandboxLimits,
+)
 from slime.errors import UserError
 
 LONGEST_PAUSE_S = 32.0

@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.agent.sandbox.box import HERE, Box, ForkServer, python_command
-from slime.agent.sandbox.inside import wire
-from slime.agent.sandbox.limits import SandboxLimits
-from slime.agent.sandbox.machine import MachineSandbox
-from slime.agent.sandbox.snapshot import Snapshot
+from slime.agent.sandbox.host_sandbox import MachineSandbox
+from slime.agent.sandbox.inside import fd_messages
+from slime.agent.sandbox.monitor_client import HERE, Box, ForkServer, python_command
+from slime.agent.sandbox.protocol import SandboxLimits, Snapshot
 from slime.errors import UserError
 
 WORKDIR = "/workspace"
@@ -224,12 +223,12 @@ def _tried(spec: Mapping[str, Any]) -> str | None:
         error = None
         for sock in (life, control):
             sock.settimeout(_PROBE_S)
-        with contextlib.suppress(wire.Broken, OSError):
-            wire.send(life, spec)
+        with contextlib.suppress(fd_messages.Broken, OSError):
+            fd_messages.send(life, spec)
         for sock in (life, control):
             try:
-                received = wire.receive(sock)
-            except (wire.Broken, OSError):
+                received = fd_messages.receive(sock)
+            except (fd_messages.Broken, OSError):
                 received = None
             if received is None:
                 error = error or "its first process ended before it was ready"

@@ -15,18 +15,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slime.agent.messages import TurnRequest
-from slime.agent.sampling.engines import EngineSampler
-from slime.agent.sampling.model import ChatModel
-from slime.agent.sampling.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
 from slime.agent.server.dialects import Kind, Problem, refusal_problem
-from slime.agent.server.intake import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
+from slime.agent.server.request_limits import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
 from slime.agent.server.settings import Opening
-from slime.agent.session.journal import Attempt, TurnJournal
 from slime.agent.session.limits import Limits, SessionRefusal
 from slime.agent.session.matching import Decision
+from slime.agent.session.sampler import EngineSampler
 from slime.agent.session.session import Outdated, Prompt, Rendered, Session
-from slime.agent.session.special_text import texts_in
+from slime.agent.session.special_tokens import texts_in
+from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
+from slime.agent.session.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
+from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
 from slime.rollout.retry import Draws

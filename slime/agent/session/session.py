@@ -17,13 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from slime.agent.messages import Message, TurnRequest
-from slime.agent.session.counters import Counters
-from slime.agent.session.echo import Held
-from slime.agent.session.limits import Closed, LimitReached, Limits, Refused
+from slime.agent.session.limits import Closed, Counters, LimitReached, Limits, Refused
 from slime.agent.session.matching import Decision, Outcome, decide
-from slime.agent.session.records import BadRecord, tree_of, turn_record
-from slime.agent.session.samples import session_samples
-from slime.agent.session.tree import Context, Tree, Turn, joined, path, retokenised
+from slime.agent.session.records import BadRecord, session_samples, tree_of, turn_record
+from slime.agent.session.tree import Context, Held, Tree, Turn, joined, path, retokenised
 from slime.data.sample import Reward, Sample
 
 
@@ -269,7 +266,7 @@ class Session:
         *,
         args: Any = None,
     ) -> list[Sample]:
-        """The leaves as samples of the rollout that `base` was dispatched for (`slime.agent.session.samples`)."""
+        """The leaves as samples of the rollout that `base` was dispatched for (`slime.agent.session.records`)."""
         finished = session_samples(self.tree, base, reward, metadata, args)
         self.counters.samples = len(finished.samples)
         self.counters.trained_tokens = finished.trained_tokens

@@ -1,12 +1,27 @@
 """Tools for multi-turn generate functions: what a model may call, and every way in which a call can end."""
 
-from slime.agent.tools.environment import ToolBox, ToolEnvironment
+from slime.agent.tools.environment import (
+    ToolBox,
+    ToolEnvironment,
+    note_tool_calls,
+    opening_messages,
+    own_for_the_run,
+    run_with_tools,
+)
 from slime.agent.tools.functions import FunctionTool
 from slime.agent.tools.interpreter import PythonInterpreter
-from slime.agent.tools.loop import note_tool_calls, opening_messages, own_for_the_run, run_with_tools
-from slime.agent.tools.mcp_servers import McpServer
-from slime.agent.tools.outcomes import ToolCounts, ToolError, ToolFailure, ToolOutcome, ToolRefusal, ToolResult
-from slime.agent.tools.tool import Tool, ToolLimits, ToolProvider
+from slime.agent.tools.mcp import McpServer
+from slime.agent.tools.tool import (
+    Tool,
+    ToolCounts,
+    ToolError,
+    ToolFailure,
+    ToolLimits,
+    ToolOutcome,
+    ToolProvider,
+    ToolRefusal,
+    ToolResult,
+)
 
 __all__ = [
     "FunctionTool",

@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from slime.agent.tools.outcomes import ToolFailure, ToolOutcome
 from slime.agent.tools.schemas import Schema, function_schema, misfit
-from slime.agent.tools.tool import Tool, ToolLimits
+from slime.agent.tools.tool import Tool, ToolFailure, ToolLimits, ToolOutcome
 from slime.data.json_samples import to_json
 from slime.errors import UserError
 

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.session.echo import Held
-from slime.agent.session.samples import session_samples
-from slime.agent.session.tree import Context, Tree, Turn, path
+from slime.agent.session.records import session_samples
+from slime.agent.session.tree import Context, Held, Tree, Turn, path
 from slime.data.sample import Reward, Sample
 
 __all__ = ["TrajectoryManager", "TurnRecord"]

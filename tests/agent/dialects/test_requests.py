@@ -10,7 +10,7 @@ import pytest
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import DIALECTS, Dialect, Kind, Problem
-from slime.agent.server.dialects.bodies import clean
+from slime.agent.server.dialects.request_fields import clean
 from tests.agent.dialects.bodies import CLAUDE_CODE, CODEX, MINI, OPENCODE, QWEN_CODE, SHELL
 
 CHAT, RESPONSES, MESSAGES = DIALECTS

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.local import LocalSandbox, refusal
-from slime.agent.sandbox.machine import MachineSandbox
-from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.agent.sandbox.registry import SubprocessSandbox
 from slime.errors import UserError
 
 LOCAL = ("unshare", "bwrap")

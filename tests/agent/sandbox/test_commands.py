@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox import CommandFailed, Sandbox, SandboxError, SandboxGone, SandboxLimits, Snapshot, make_sandbox
-from slime.agent.sandbox.machine import MachineSandbox, target_of
+from slime.agent.sandbox.host_sandbox import MachineSandbox, target_of
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 

@@ -10,7 +10,7 @@ import pytest
 
 from slime.agent.sandbox import Outcome, make_sandbox
 from slime.agent.sandbox.compiler import NAMES, find_c_compiler, first_error
-from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.errors import UserError
 
 WITH_A_COMPILER = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="needs a C compiler")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox import SandboxError, SandboxGone, SandboxLimits
-from slime.agent.sandbox.inside import seccomp
+from slime.agent.sandbox.host_sandbox import MachineSandbox
+from slime.agent.sandbox.inside import syscalls
 from slime.agent.sandbox.local import refusal
-from slime.agent.sandbox.machine import MachineSandbox
 from tests.agent.sandbox.boxes import ALL, LOCAL, alive, box, inside, wait_until
 
 QUICK = SandboxLimits(grace_seconds=0.1)
@@ -331,7 +331,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(way: str, monkeypatch: pytest.
             begun.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr("slime.agent.sandbox.box.receive", never)
+        monkeypatch.setattr("slime.agent.sandbox.monitor_client.receive", never)
         task = asyncio.create_task(made.__aenter__())
         await begun.wait()
         assert made._box is not None
@@ -407,17 +407,17 @@ print(json.dumps(said))
 @pytest.mark.parametrize("way", LOCAL)
 def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
-        column = tuple(seccomp.ARCHITECTURES).index(os.uname().machine)
-        numbers = {name: both[column] for name, both in {**seccomp.NOT_THERE, **seccomp.FORBIDDEN}.items()}
-        words = [sandbox.python, "-I", "-c", SYSTEM_CALLS, json.dumps(numbers), str(seccomp.CLONE[column])]
+        column = tuple(syscalls.ARCHITECTURES).index(os.uname().machine)
+        numbers = {name: both[column] for name, both in {**syscalls.NOT_THERE, **syscalls.FORBIDDEN}.items()}
+        words = [sandbox.python, "-I", "-c", SYSTEM_CALLS, json.dumps(numbers), str(syscalls.CLONE[column])]
         outcome = await sandbox.exec(words)
         assert outcome.code == 0, outcome.err
         said = json.loads(outcome.out)
         assert sandbox.filtered == HAS_FILTERS
         if not HAS_FILTERS:
             return
-        assert {said[name] for name in seccomp.NOT_THERE} == {"ENOSYS"}
-        assert {said[name] for name in seccomp.FORBIDDEN} == {"EPERM"}
+        assert {said[name] for name in syscalls.NOT_THERE} == {"ENOSYS"}
+        assert {said[name] for name in syscalls.FORBIDDEN} == {"EPERM"}
         assert said["clone"] == "EPERM"
         assert [said[str(family)] for family in (1, 2, 10, 16)] == ["ok"] * 4
         assert [said[str(family)] for family in (17, 38, 40)] == ["EAFNOSUPPORT"] * 3
@@ -428,9 +428,9 @@ def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
 
 def filtered(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """What the filter answers to a call: the program, interpreted."""
-    code = seccomp.program(machine)
+    code = syscalls.program(machine)
     data = struct.pack(
-        "=IIQ6Q", number, architecture or seccomp.ARCHITECTURES[machine], 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6]
+        "=IIQ6Q", number, architecture or syscalls.ARCHITECTURES[machine], 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6]
     )
     at = value = 0
     while True:
@@ -447,18 +447,18 @@ def filtered(machine: str, number: int, *arguments: int, architecture: int | Non
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machine: str) -> None:
-    column = tuple(seccomp.ARCHITECTURES).index(machine)
+    column = tuple(syscalls.ARCHITECTURES).index(machine)
     allow, fail = 0x7FFF0000, 0x00050000
-    forbidden = {both[column] for both in seccomp.FORBIDDEN.values()}
-    not_there = {both[column] for both in seccomp.NOT_THERE.values()}
+    forbidden = {both[column] for both in syscalls.FORBIDDEN.values()}
+    not_there = {both[column] for both in syscalls.NOT_THERE.values()}
     for number in range(500):
         answer = fail | errno.EPERM if number in forbidden else fail | errno.ENOSYS if number in not_there else allow
         assert filtered(machine, number, 1, 0x5401) == answer, number
-    assert filtered(machine, seccomp.SOCKET[column], 40) == fail | errno.EAFNOSUPPORT
-    assert filtered(machine, seccomp.SOCKETPAIR[column], 30) == fail | errno.EAFNOSUPPORT
-    assert filtered(machine, seccomp.CLONE[column], 0x10000011) == fail | errno.EPERM
-    assert filtered(machine, seccomp.CLONE[column], 0x3D0F00) == allow  # a thread
-    assert filtered(machine, seccomp.IOCTL[column], 0, 0x5412) == fail | errno.EPERM
+    assert filtered(machine, syscalls.SOCKET[column], 40) == fail | errno.EAFNOSUPPORT
+    assert filtered(machine, syscalls.SOCKETPAIR[column], 30) == fail | errno.EAFNOSUPPORT
+    assert filtered(machine, syscalls.CLONE[column], 0x10000011) == fail | errno.EPERM
+    assert filtered(machine, syscalls.CLONE[column], 0x3D0F00) == allow  # a thread
+    assert filtered(machine, syscalls.IOCTL[column], 0, 0x5412) == fail | errno.EPERM
     assert filtered(machine, 0, architecture=0x40000003) == fail | errno.ENOSYS  # of 32 bits
     assert filtered(machine, 0x40000000) == (fail | errno.ENOSYS if machine == "x86_64" else allow)
 
@@ -467,8 +467,8 @@ def test_the_numbers_of_system_calls_are_those_of_the_headers() -> None:
     """Of the machine's own headers; both files come with Linux's, on every machine."""
     files = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
     named = {
-        **seccomp.NOT_THERE, **seccomp.FORBIDDEN, "socket": seccomp.SOCKET, "socketpair": seccomp.SOCKETPAIR,
-        "clone": seccomp.CLONE, "ioctl": seccomp.IOCTL,
+        **syscalls.NOT_THERE, **syscalls.FORBIDDEN, "socket": syscalls.SOCKET, "socketpair": syscalls.SOCKETPAIR,
+        "clone": syscalls.CLONE, "ioctl": syscalls.IOCTL,
     }  # fmt: skip
     for column, file in enumerate(files):
         text = Path(file).read_text() if Path(file).exists() else ""

@@ -11,8 +11,7 @@ import pytest
 
 from slime.agent.sandbox import make_sandbox
 from slime.agent.sandbox.container import ContainerSandbox
-from slime.agent.sandbox.devices import checked_devices, nvidia_devices
-from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineSandbox, checked_devices, nvidia_devices
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import LOCAL, inside
 

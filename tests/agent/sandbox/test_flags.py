@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.agent.sandbox import sandbox_from
-from slime.agent.sandbox.plain import SubprocessSandbox
+from slime.agent.sandbox.registry import SubprocessSandbox
 from slime.errors import UserError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox import SandboxError, SandboxLimits, Snapshot, make_sandbox
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.local import LocalSandbox, choose_via, refusal
-from slime.agent.sandbox.machine import MachineSandbox
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import ALL, box, inside
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, ensure_agent_user, exec_and_wait, make_sandbox
-from slime.agent.sandbox.machine import MachineSandbox
+from slime.agent.sandbox.host_sandbox import MachineSandbox
 from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 
 
@@ -80,7 +80,7 @@ def test_a_sandbox_with_upstreams_protocol_is_polled(monkeypatch: pytest.MonkeyP
                 assert await exec_and_wait(sandbox, cmd=line, tag=tag, env={"WHAT": "here"}, **run_one) == 7
                 assert (await sandbox.exec(f"cat /tmp/slime-{tag}.log"))[1] == "its here\n"
                 endless = f"MARK={mark} sleep 600; true"
-                monkeypatch.setattr("slime.agent.sandbox.waiting.time", clock)
+                monkeypatch.setattr("slime.agent.sandbox.long_commands.time", clock)
                 code = await exec_and_wait(
                     sandbox, cmd=endless, time_budget_sec=100, tag=f"{tag}-2", poll_interval_sec=0.05
                 )

@@ -11,7 +11,7 @@ import pytest
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.tools import FunctionTool, ToolEnvironment, ToolError, ToolOutcome, ToolRefusal
-from slime.agent.tools.outcomes import bounded
+from slime.agent.tools.tool import bounded
 from slime.data.sample import Sample
 from slime.errors import UserError
 

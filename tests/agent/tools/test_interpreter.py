@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from slime.agent.sandbox.local import refusal
-from slime.agent.sandbox.plain import warn_without_boundary
+from slime.agent.sandbox.registry import warn_without_boundary
 from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
-from slime.agent.tools.processes import SandboxStarter
+from slime.agent.tools.interpreter import SandboxStarter
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import alive, wait_until
 
@@ -355,7 +355,7 @@ def test_packages_are_found_where_they_are_asked_for() -> None:
 
 
 def test_an_interpreter_that_cannot_be_started_is_an_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slime.agent.sandbox.box.sys.executable", "/nowhere/python")
+    monkeypatch.setattr("slime.agent.sandbox.monitor_client.sys.executable", "/nowhere/python")
     [(outcome, text)] = shown("1")
     assert outcome == ToolOutcome.CRASHED
     assert text.startswith("Error: no interpreter could be started: [Errno 2] No such file or directory")

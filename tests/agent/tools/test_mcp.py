@@ -123,7 +123,7 @@ def test_http() -> None:
 
 
 def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.agent.tools.mcp_servers.PROBE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("slime.agent.tools.mcp.PROBE_TIMEOUT_S", PATIENCE_S)
 
     async def work(box: ToolBox) -> None:
         give(box, "doze", 0.5)
@@ -137,7 +137,7 @@ def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("slime.agent.tools.mcp_servers.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("slime.agent.tools.mcp.PROBE_TIMEOUT_S", 0.2)
     never, hangs = tmp_path / "never", tmp_path / "never.waited_for"
 
     async def work(box: ToolBox) -> None:

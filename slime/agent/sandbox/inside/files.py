@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Mapping
 
-from . import wire
+from . import fd_messages
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def read(spec: Mapping[str, Any], result: socket.socket) -> None:
         raise OSError(27, f"{spec['path']} has {size} bytes, more than the {spec['most']} that one file may have")
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(spec["most"] + 1)
-    wire.send(result, {"size": len(data)})
+    fd_messages.send(result, {"size": len(data)})
     result.sendall(data)
 
 
@@ -51,7 +51,7 @@ def write(spec: Mapping[str, Any], result: socket.socket, source: int) -> None:
             rest = memoryview(chunk)
             while rest:
                 rest = rest[file.write(rest) :]
-    wire.send(result, {"size": written})
+    fd_messages.send(result, {"size": written})
 
 
 def _allowed(spec: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Mapping
 
-from . import changes, files, jail, kernel, wire, worker
+from . import command_worker, diff, fd_messages, files, namespaces, syscalls
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ PARENT_DIED = signal.SIGTERM
 _FILE_WORK_S = 120
 
 
-def serve(control: socket.socket, built: jail.Built) -> None:
+def serve(control: socket.socket, built: namespaces.Built) -> None:
     """Say that the sandbox is ready, and take requests until the driver is gone."""
-    wire.send(control, {"ready": True, "overlay": built.upper is not None, "filtered": built.filtered})
+    fd_messages.send(control, {"ready": True, "overlay": built.upper is not None, "filtered": built.filtered})
     parent = os.getppid()
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup, False)
@@ -47,8 +47,8 @@ def serve(control: socket.socket, built: jail.Built) -> None:
             reap()
         if control.fileno() in ready:
             try:
-                received = wire.receive(control)
-            except (wire.Broken, OSError):
+                received = fd_messages.receive(control)
+            except (fd_messages.Broken, OSError):
                 return
             if received is None:
                 return
@@ -65,7 +65,7 @@ def sweep(*, own_processes: bool) -> None:
             os.kill(-1, signal.SIGKILL)
         reap()
     else:
-        worker.sweep(0, reap, own_processes=False)
+        command_worker.sweep(0, reap, own_processes=False)
 
 
 def reap() -> None:
@@ -75,7 +75,9 @@ def reap() -> None:
             pass
 
 
-def _hand_to_worker(control: socket.socket, built: jail.Built, spec: Mapping[str, Any], descriptors: list[int]) -> None:
+def _hand_to_worker(
+    control: socket.socket, built: namespaces.Built, spec: Mapping[str, Any], descriptors: list[int]
+) -> None:
     result = socket.socket(fileno=descriptors[0])
     rest = descriptors[1:]
 
@@ -85,22 +87,22 @@ def _hand_to_worker(control: socket.socket, built: jail.Built, spec: Mapping[str
             _work(spec, result, rest, built)
         except OSError as error:
             with contextlib.suppress(OSError):
-                wire.send(result, {"error": error.strerror or str(error), "errno": error.errno})
+                fd_messages.send(result, {"error": error.strerror or str(error), "errno": error.errno})
 
     try:
-        kernel.in_fork(work)
+        syscalls.in_fork(work)
     except OSError as error:
         with contextlib.suppress(OSError):
-            wire.send(result, {"error": f"cannot start a process: {error.strerror}", "errno": error.errno})
+            fd_messages.send(result, {"error": f"cannot start a process: {error.strerror}", "errno": error.errno})
     result.close()
     for descriptor in rest:
         os.close(descriptor)
 
 
-def _work(spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], built: jail.Built) -> None:
+def _work(spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], built: namespaces.Built) -> None:
     kind = spec["do"]
     if kind == "run":
-        worker.Command(spec, result, descriptors).run()
+        command_worker.Command(spec, result, descriptors).run()
         return
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_FILE_WORK_S)
@@ -110,6 +112,6 @@ def _work(spec: Mapping[str, Any], result: socket.socket, descriptors: list[int]
         files.write(spec, result, descriptors[0])
     elif kind == "listen":
         with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as listener:
-            wire.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
+            fd_messages.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
     elif kind == "changes":
-        changes.answer(spec, result, built.lower, built.present, built.upper)
+        diff.answer(spec, result, built.lower, built.present, built.upper)

@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from . import cgroups, files, init, jail, kernel, relay, seccomp, wire, worker
+from . import cgroups, command_worker, fd_messages, files, init, namespaces, relay, syscalls
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
@@ -39,33 +39,33 @@ class Monitor:
 
     def run(self) -> None:
         """Start the sandbox and stay until it or the driver is gone."""
-        received = wire.receive(self.life)
+        received = fd_messages.receive(self.life)
         if received is None:
             return
         spec = received[0]
         selector = selectors.DefaultSelector()
         self._catch_signals(selector)
-        if kernel.IS_LINUX:
-            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if syscalls.IS_LINUX:
+            syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         self.groups = cgroups.make(spec["groups"])
         try:
             self._start(spec)
             told = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
-            wire.send(self.life, told)
+            fd_messages.send(self.life, told)
             self._stay(selector)
         except OSError as error:
             with contextlib.suppress(OSError):
-                wire.send(self.life, {"error": error.strerror or str(error)})
+                fd_messages.send(self.life, {"error": error.strerror or str(error)})
         finally:
             self._end(spec)
 
     def _start(self, spec: Mapping[str, Any]) -> None:
         if spec["jail"] is not None:
             if spec["jail"]["rootless"]:
-                jail.own_user_namespace(os.getuid(), os.getgid(), spec["jail"]["uid"])
+                namespaces.own_user_namespace(os.getuid(), os.getgid(), spec["jail"]["uid"])
             if not spec["jail"]["bwrap"]:
-                kernel.unshare(kernel.CLONE_NEWPID)
-        self.init_pid = kernel.in_fork(lambda: self._become_init(spec))
+                syscalls.unshare(syscalls.CLONE_NEWPID)
+        self.init_pid = syscalls.in_fork(lambda: self._become_init(spec))
         self.control.close()
 
     def _become_init(self, spec: Mapping[str, Any]) -> None:
@@ -73,39 +73,39 @@ class Monitor:
         try:
             built = self._shut_in(spec)
         except OSError as error:
-            wire.send(self.control, {"error": error.strerror or str(error)})
+            fd_messages.send(self.control, {"error": error.strerror or str(error)})
             return
         init.serve(self.control, built)
         if spec["jail"] is None:
             init.sweep(own_processes=False)
 
-    def _shut_in(self, spec: Mapping[str, Any]) -> jail.Built:
+    def _shut_in(self, spec: Mapping[str, Any]) -> namespaces.Built:
         walls = spec["jail"]
         self.groups.join()
         if walls is None:
-            if kernel.IS_LINUX:
-                kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-                kernel.die_with_parent(init.PARENT_DIED)
+            if syscalls.IS_LINUX:
+                syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+                syscalls.die_with_parent(init.PARENT_DIED)
             lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
-            return jail.Built(lower)
-        jail.isolate()
-        built = jail.build(walls)
+            return namespaces.Built(lower)
+        namespaces.isolate()
+        built = namespaces.build(walls)
         if walls["bwrap"]:
-            self._execute_bubblewrap(walls, jail.hand_back_old_root(), built)
-        jail.enter(walls)
-        jail.give_up_privileges(walls)
-        built.filtered = seccomp.install()
+            self._execute_bubblewrap(walls, namespaces.hand_back_old_root(), built)
+        namespaces.enter(walls)
+        namespaces.give_up_privileges(walls)
+        built.filtered = syscalls.install()
         return built
 
-    def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: jail.Built) -> None:
+    def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: namespaces.Built) -> None:
         """Have bubblewrap do what is left: processes, users, and the privileges."""
         descriptors = (self.control.fileno(), built.lower, built.present, built.upper)
         for descriptor in descriptors:
             if descriptor is not None:
                 os.set_inheritable(descriptor, True)
         words = [str(-1 if descriptor is None else descriptor) for descriptor in descriptors]
-        jail.become(walls["uid"])
-        kernel.die_with_parent()
+        namespaces.become(walls["uid"])
+        syscalls.die_with_parent()
         entered = [*walls["bwrap"], "--dev-bind", root, "/", *walls["bwrap_end"]]
         os.execv(entered[0], [*entered, *words])
 
@@ -138,8 +138,8 @@ class Monitor:
 
     def _told(self, carrier: relay.Relay) -> None:
         try:
-            received = wire.receive(self.life)
-        except (wire.Broken, OSError):
+            received = fd_messages.receive(self.life)
+        except (fd_messages.Broken, OSError):
             received = None
         if received is None:
             self.over = True
@@ -152,7 +152,7 @@ class Monitor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init_pid, signal.SIGKILL)
         if spec["jail"] is None or spec["jail"]["bwrap"]:  # else the kernel ends what is below the init
-            worker.sweep(0, init.reap, own_processes=False)
+            command_worker.sweep(0, init.reap, own_processes=False)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -174,8 +174,8 @@ def main_server() -> None:
     requests, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     os.set_inheritable(requests.fileno(), False)
     with open(sys.argv[3]) as file:
-        worker.PROGRAM = compile(file.read(), sys.argv[3], "exec")
-    exec(worker.PROGRAM, {"__name__": "imports only"})
+        command_worker.PROGRAM = compile(file.read(), sys.argv[3], "exec")
+    exec(command_worker.PROGRAM, {"__name__": "imports only"})
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
@@ -186,8 +186,8 @@ def main_server() -> None:
         if not poller.poll(1000 * _PARENT_POLL_S):
             continue
         try:
-            received = wire.receive(requests)
-        except (wire.Broken, OSError):
+            received = fd_messages.receive(requests)
+        except (fd_messages.Broken, OSError):
             return
         if received is None:
             return
@@ -202,7 +202,7 @@ def main_server() -> None:
             Monitor(socket.socket(fileno=life), socket.socket(fileno=control), own).run()
 
         with contextlib.suppress(OSError):  # the sockets that are closed say it
-            kernel.in_fork(run)
+            syscalls.in_fork(run)
         for descriptor in (life, control, errors):
             os.close(descriptor)
 
@@ -213,7 +213,7 @@ def main_inside() -> None:
     for descriptor in (control, *folders):
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    built = jail.Built(*(None if folder < 0 else folder for folder in folders))
-    built.filtered = seccomp.install()
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    built = namespaces.Built(*(None if folder < 0 else folder for folder in folders))
+    built.filtered = syscalls.install()
     init.serve(socket.socket(fileno=control), built)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from slime.agent.server.dialects.chat import ChatCompletions
+from slime.agent.server.dialects.anthropic import AnthropicMessages
+from slime.agent.server.dialects.chat_completions import ChatCompletions, model_body, models_body
 from slime.agent.server.dialects.dialect import (
     Asked,
     Dialect,
@@ -14,8 +15,6 @@ from slime.agent.server.dialects.dialect import (
     Usage,
 )
 from slime.agent.server.dialects.errors import refusal_problem
-from slime.agent.server.dialects.messages import AnthropicMessages
-from slime.agent.server.dialects.models import model_body, models_body
 from slime.agent.server.dialects.responses import OpenAIResponses
 
 __all__ = [

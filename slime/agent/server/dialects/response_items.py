@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.agent.server.dialects import bodies, sse
+from slime.agent.server.dialects import request_fields, sse
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import openai_message, stream_code
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
@@ -205,7 +205,7 @@ class _Items:
             case "function_call":
                 item["arguments"] = text or "{}"
             case "custom_tool_call":
-                given = bodies.parsed_arguments(text).get("input", text)
+                given = request_fields.parsed_arguments(text).get("input", text)
                 item["input"] = given if isinstance(given, str) else sse.dumped(given)
             case kind:
                 item["content"] = [_part(kind, text)]

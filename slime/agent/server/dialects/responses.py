@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.server.dialects import bodies
-from slime.agent.server.dialects.bodies import bad
-from slime.agent.server.dialects.chat import PARTS, refuse_formats, sampling_params
+from slime.agent.server.dialects import request_fields
+from slime.agent.server.dialects.chat_completions import PARTS, refuse_formats, sampling_params
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem
 from slime.agent.server.dialects.errors import Answer, responses_problem
+from slime.agent.server.dialects.request_fields import bad
 from slime.agent.server.dialects.response_items import Own, ResponseWriter, ToolForms, reference_in, whole_response
 
 USED = frozenset(
@@ -50,11 +50,11 @@ class OpenAIResponses:
     paths: tuple[str, ...] = ("/v1/responses", "/v1/responses/input_tokens")
 
     def key(self, headers: Mapping[str, str]) -> str | None:
-        return bodies.session_key(headers)
+        return request_fields.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        fields = bodies.a_mapping(body, "the body")
-        bodies.known_only(fields, USED, NEUTRAL)
+        fields = request_fields.a_mapping(body, "the body")
+        request_fields.known_only(fields, USED, NEUTRAL)
         _refuse_other_answers(fields)
         counting = path.rstrip("/").endswith("/input_tokens")
         tools = _Tools(fields.get("tools"))
@@ -63,16 +63,16 @@ class OpenAIResponses:
             messages=_conversation(fields.get("instructions"), fields.get("input")),
             tools=tuple(tools.functions),
             tool_choice=_tool_choice(fields.get("tool_choice"), tools),
-            parallel_tool_calls=bodies.a_flag(fields, "parallel_tool_calls", True),
-            max_tokens=bodies.an_int(fields, "max_output_tokens", 1),
+            parallel_tool_calls=request_fields.a_flag(fields, "parallel_tool_calls", True),
+            max_tokens=request_fields.an_int(fields, "max_output_tokens", 1),
             params=sampling_params({name: fields.get(name) for name in ("temperature", "top_p", "top_k")}),
         )
         return Asked(
             request=request,
-            model=bodies.a_name(fields.get("model"), "model"),
-            stream=bodies.a_flag(fields, "stream", False) and not counting,
+            model=request_fields.a_name(fields.get("model"), "model"),
+            stream=request_fields.a_flag(fields, "stream", False) and not counting,
             count_only=counting,
-            notes=(*tools.notes, *bodies.choice_notes(request.tool_choice)),
+            notes=(*tools.notes, *request_fields.choice_notes(request.tool_choice)),
             own=Own(forms, _echo(fields)),
         )
 
@@ -97,31 +97,31 @@ class _Tools:
         self.spaces: dict[str, tuple[str, str]] = {}
         self.custom: set[str] = set()
         self.notes: list[str] = []
-        for i, entry in enumerate(bodies.a_list(value or [], "tools")):
+        for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
             where = f"tools[{i}]"
-            tool = bodies.a_mapping(entry, where)
+            tool = request_fields.a_mapping(entry, where)
             if tool.get("type") == "namespace":
                 self._namespace(tool, where)
             else:
                 self._tool(tool, where, None)
 
     def _namespace(self, space: Mapping[str, Any], where: str) -> None:
-        name = bodies.a_name(space.get("name"), f"{where}.name")
-        for i, entry in enumerate(bodies.a_list(space.get("tools") or [], f"{where}.tools")):
+        name = request_fields.a_name(space.get("name"), f"{where}.name")
+        for i, entry in enumerate(request_fields.a_list(space.get("tools") or [], f"{where}.tools")):
             place = f"{where}.tools[{i}]"
-            self._tool(bodies.a_mapping(entry, place), place, name)
+            self._tool(request_fields.a_mapping(entry, place), place, name)
 
     def _tool(self, tool: Mapping[str, Any], where: str, space: str | None) -> None:
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(HOSTED):
-            self.notes.append(f"the tool {bodies.clean(kind)!r} is run by OpenAI's service, and left out here")
+            self.notes.append(f"the tool {request_fields.clean(kind)!r} is run by OpenAI's service, and left out here")
             return
         if kind not in ("function", "custom"):
             raise bad(f"{where}.type", "only function, custom and namespace tools are offered here")
-        name = bodies.a_name(tool.get("name"), f"{where}.name")
+        name = request_fields.a_name(tool.get("name"), f"{where}.name")
         flat = flat_name(space, name)
         schema = FREE_TEXT if kind == "custom" else tool.get("parameters")
-        self.functions.append(bodies.function_tool(flat, tool.get("description"), schema, where))
+        self.functions.append(request_fields.function_tool(flat, tool.get("description"), schema, where))
         if kind == "custom":
             self.custom.add(flat)
         if space is not None:
@@ -142,24 +142,24 @@ def _tool_choice(value: object, tools: _Tools) -> str:
         if value not in ("auto", "none", "required"):
             raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
         return value
-    choice = bodies.a_mapping(value, "tool_choice")
+    choice = request_fields.a_mapping(value, "tool_choice")
     if choice.get("type") not in ("function", "custom"):
         raise bad("tool_choice.type", 'must be "function" or "custom"')
-    return bodies.chosen(choice.get("name"), tools.functions)
+    return request_fields.chosen(choice.get("name"), tools.functions)
 
 
 def _conversation(instructions: object, value: object) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if instructions is not None and (text := bodies.a_text(instructions, "instructions")):
+    if instructions is not None and (text := request_fields.a_text(instructions, "instructions")):
         messages.append(Message("system", text))
     before = len(messages)
     if isinstance(value, str):
-        messages.append(Message("user", bodies.clean(value)))
+        messages.append(Message("user", request_fields.clean(value)))
     else:
-        for i, entry in enumerate(bodies.a_list(value, "input")):
-            item = bodies.a_mapping(entry, f"input[{i}]")
+        for i, entry in enumerate(request_fields.a_list(value, "input")):
+            item = request_fields.a_mapping(entry, f"input[{i}]")
             if (message := _item(item, f"input[{i}]")) is not None:
-                bodies.add_message(messages, message)
+                request_fields.add_message(messages, message)
     if len(messages) == before:
         raise bad("input", "must have at least one item")
     return tuple(messages)
@@ -176,8 +176,8 @@ def _item(item: Mapping[str, Any], where: str) -> Message | None:
         case "function_call" | "custom_tool_call":
             return _call(item, where)
         case "function_call_output" | "custom_tool_call_output":
-            text = bodies.result_text(item.get("output"), f"{where}.output", PARTS)
-            return Message("tool", text, tool_call_id=bodies.a_text(item.get("call_id"), f"{where}.call_id"))
+            text = request_fields.result_text(item.get("output"), f"{where}.output", PARTS)
+            return Message("tool", text, tool_call_id=request_fields.a_text(item.get("call_id"), f"{where}.call_id"))
         case "item_reference":
             raise bad(where, _NOT_KEPT)
         case str() if kind.startswith(HOSTED):
@@ -189,18 +189,20 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     role = item.get("role")
     content, place = item.get("content"), f"{where}.content"
     if role == "assistant":
-        reference = reference_in(bodies.text_or_none(item, "id", where))
-        return Message("assistant", bodies.content_text(content, place, PARTS, between=""), reference=reference)
+        reference = reference_in(request_fields.text_or_none(item, "id", where))
+        return Message("assistant", request_fields.content_text(content, place, PARTS, between=""), reference=reference)
     if role not in ("system", "developer", "user"):
         raise bad(f"{where}.role", "must be system, developer, user or assistant")
-    return Message("user" if role == "user" else "system", bodies.content_text(content, place, PARTS))
+    return Message("user" if role == "user" else "system", request_fields.content_text(content, place, PARTS))
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> Message:
     """What the model thought. Clients that keep only `encrypted_content` keep the turn's reference."""
-    texts = [bodies.content_text(item.get(name), f"{where}.{name}", _THOUGHTS) for name in ("content", "summary")]
-    reference = bodies.text_or_none(item, "encrypted_content", where) or reference_in(
-        bodies.text_or_none(item, "id", where)
+    texts = [
+        request_fields.content_text(item.get(name), f"{where}.{name}", _THOUGHTS) for name in ("content", "summary")
+    ]
+    reference = request_fields.text_or_none(item, "encrypted_content", where) or reference_in(
+        request_fields.text_or_none(item, "id", where)
     )
     return Message("assistant", reasoning=texts[0] or texts[1] or None, reference=reference)
 
@@ -209,13 +211,19 @@ _THOUGHTS = frozenset({"reasoning_text", "summary_text", "text"})
 
 
 def _call(item: Mapping[str, Any], where: str) -> Message:
-    name = flat_name(bodies.text_or_none(item, "namespace", where), bodies.a_text(item.get("name"), f"{where}.name"))
+    name = flat_name(
+        request_fields.text_or_none(item, "namespace", where), request_fields.a_text(item.get("name"), f"{where}.name")
+    )
     if item["type"] == "custom_tool_call":
-        arguments = json.dumps({"input": bodies.a_text(item.get("input"), f"{where}.input")}, ensure_ascii=False)
+        arguments = json.dumps(
+            {"input": request_fields.a_text(item.get("input"), f"{where}.input")}, ensure_ascii=False
+        )
     else:
-        arguments = bodies.as_json_text(item.get("arguments"), f"{where}.arguments")
-    call = ToolCall(bodies.a_text(item.get("call_id"), f"{where}.call_id"), name, arguments)
-    return Message("assistant", tool_calls=(call,), reference=reference_in(bodies.text_or_none(item, "id", where)))
+        arguments = request_fields.as_json_text(item.get("arguments"), f"{where}.arguments")
+    call = ToolCall(request_fields.a_text(item.get("call_id"), f"{where}.call_id"), name, arguments)
+    return Message(
+        "assistant", tool_calls=(call,), reference=reference_in(request_fields.text_or_none(item, "id", where))
+    )
 
 
 def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
@@ -224,20 +232,22 @@ def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
             raise bad(name, _NOT_KEPT)
     if fields.get("prompt"):
         raise bad("prompt", "stored prompts are OpenAI's: send the text itself as instructions and input")
-    if bodies.a_flag(fields, "background", False):
+    if request_fields.a_flag(fields, "background", False):
         raise bad("background", "answers come with their request: leave it out")
-    wanted = bodies.a_list(fields.get("include") or [], "include")
-    if "message.output_text.logprobs" in wanted or bodies.an_int(fields, "top_logprobs", 0):
+    wanted = request_fields.a_list(fields.get("include") or [], "include")
+    if "message.output_text.logprobs" in wanted or request_fields.an_int(fields, "top_logprobs", 0):
         raise bad("include", "log-probs are told by chat completions only")
-    refuse_formats(bodies.a_mapping(fields.get("text") or {}, "text").get("format"), "text.format")
+    refuse_formats(request_fields.a_mapping(fields.get("text") or {}, "text").get("format"), "text.format")
 
 
 def _echo(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What the response says again of its request."""
     echo: dict[str, Any] = {}
     if fields.get("metadata") is not None:
-        echo["metadata"] = bodies.plain(dict(bodies.a_mapping(fields["metadata"], "metadata")), "metadata")
+        echo["metadata"] = request_fields.plain(
+            dict(request_fields.a_mapping(fields["metadata"], "metadata")), "metadata"
+        )
     for name in ("temperature", "top_p"):
-        if (number := bodies.a_number(fields, name)) is not None:
+        if (number := request_fields.a_number(fields, name)) is not None:
             echo[name] = number
     return echo

@@ -9,8 +9,8 @@ from aiohttp import web
 from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import DEFAULT_SID, sid_from_bearer
 
+from slime.agent.server.dialects.anthropic import AnthropicMessages
 from slime.agent.server.dialects.dialect import Dialect
-from slime.agent.server.dialects.messages import AnthropicMessages
 
 
 class AnthropicAdapter(BaseAdapter):

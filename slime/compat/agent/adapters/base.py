@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 from aiohttp import web
 from slime.agent.adapters.common import DEFAULT_SID, Session
 
-from slime.agent.sampling.model import ChatModel
-from slime.agent.server.answering import answer_stream, answer_whole, json_response
+from slime.agent.server.app import answer_stream, answer_whole, json_response
 from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
-from slime.agent.server.intake import INLINE_BODY_BYTES, Intake
+from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import SessionRefusal
-from slime.agent.session.rendering import TemplateRefused
+from slime.agent.session.template import ChatModel
+from slime.agent.session.template_probe import TemplateRefused
 from slime.agent.session.tree import Turn
 from slime.cluster.http_checks import foreign, no_foreign_pages
 from slime.data.sample import Sample

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from slime.agent.trajectory import TurnRecord
 
-from slime.agent.server.dialects.bodies import parsed_arguments
+from slime.agent.server.dialects.request_fields import parsed_arguments
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 

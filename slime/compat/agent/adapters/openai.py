@@ -9,7 +9,7 @@ from aiohttp import web
 from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import DEFAULT_SID, sid_from_bearer, sid_from_body
 
-from slime.agent.server.dialects.chat import ChatCompletions
+from slime.agent.server.dialects.chat_completions import ChatCompletions
 from slime.agent.server.dialects.dialect import Dialect
 from slime.agent.server.dialects.responses import OpenAIResponses
 

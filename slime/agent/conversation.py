@@ -1,0 +1,147 @@
+"""Conversations in the driver: a generate function of several turns that never handles a token.
+
+    async with converse(args, sample, sampling_params, tools=SCHEMAS) as talk:
+        reply = await talk.ask([Message("user", sample.prompt)])
+        while reply.tool_calls:
+            reply = await talk.ask([Message("tool", run(call), tool_call_id=call.id) for call in reply.tool_calls])
+        return talk.finish(reward=1.0)
+
+Requests go through the driver's gate: partial rollouts, weight updates and fault tolerance work as for `generate`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from slime.agent.messages import Message, TurnRequest
+from slime.agent.session.limits import Limits
+from slime.agent.session.sampler import EngineSampler, Sampler
+from slime.agent.session.session import Session
+from slime.agent.session.template import ChatModel
+from slime.agent.session.tree import Turn
+from slime.agent.session.turn import OnEvent, ParserFactory, take_turn
+from slime.config import Config
+from slime.data.chat_template import model_context_length
+from slime.data.sample import Reward, Sample
+from slime.models.parsers.formats import named_formats
+from slime.rollout.gate import evaluating, ticket_here
+from slime.rollout.generate import drawn_apart
+from slime.rollout.runtime import RolloutRuntime, runtime_for
+
+
+class Conversation:
+    """One session that is asked turn by turn; `messages` is what was said so far."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampler: Sampler,
+        parsers: ParserFactory,
+        params: Mapping[str, Any],
+        *,
+        base: Sample,
+        args: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.session = session
+        self.messages: list[Message] = []
+        self.tools = tuple(tools)
+        self._sampler, self._parsers, self._params = sampler, parsers, params
+        self._base, self._args = base, args
+        self._last: Turn | None = None
+
+    async def ask(
+        self, new: Iterable[Message] = (), *, max_tokens: int | None = None, on_event: OnEvent | None = None
+    ) -> Message:
+        """The model's reply to all that was said and `new`; raises when a limit of the session is reached."""
+        self.messages += new
+        request = TurnRequest(tuple(self.messages), self.tools, max_tokens=max_tokens)
+        turn = await take_turn(self.session, request, self._sampler, self._parsers, self._params, on_event)
+        self._last = turn
+        self.messages.append(turn.message)
+        return turn.message
+
+    @property
+    def last_turn(self) -> Turn:
+        """The turn of the last reply: its id for rewards, why it ended, its tokens."""
+        if self._last is None:
+            raise LookupError("nothing was asked yet")
+        return self._last
+
+    def finish(self, reward: Reward | None = None, metadata: Mapping[str, Any] | None = None) -> list[Sample]:
+        """The conversation as samples."""
+        self.session.close()
+        return self.session.samples(self._base, reward, metadata, args=self._args)
+
+
+@asynccontextmanager
+async def converse(
+    args: Any,
+    sample: Sample,
+    sampling_params: Mapping[str, Any],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    max_turns: int | None = None,
+) -> AsyncIterator[Conversation]:
+    """A conversation on behalf of `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`)."""
+    runtime = runtime_for(args)
+    model = chat_model(runtime)
+    template = model.template(template_kwargs(runtime.args, sample))
+    limits = session_limits(runtime.args, sampling_params, model.context, max_turns)
+    session = Session(secrets.token_urlsafe(24), template, limits=limits, strict=runtime.args.strict_tokens)
+    sampler = driver_sampler(runtime, model, template.stop_ids)
+    talk = Conversation(
+        session, sampler, model.parsers(template), sampling_params, base=sample, args=runtime.plugin_args, tools=tools
+    )
+    try:
+        yield talk
+    finally:
+        session.close()
+
+
+def chat_model(runtime: RolloutRuntime) -> ChatModel:
+    """The trained model as sessions know it, read once a run."""
+
+    def read() -> ChatModel:
+        folder = runtime.args.hf_checkpoint
+        context = None if folder is None else model_context_length(folder)
+        return ChatModel(runtime.tokenizer, context=context, formats=named_formats(runtime.args.carried))
+
+    return runtime.owned("chat model", read)
+
+
+def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozenset[int]) -> EngineSampler:
+    """The sampler for what the running code generates: through the gate if its group holds a ticket."""
+    return EngineSampler(
+        runtime.pool,
+        model.tokenizer,
+        stop_ids=stop_ids,
+        fault_tolerant=runtime.config.use_fault_tolerance,
+        ticket=ticket_here(),
+        given_up=lambda: runtime.state.aborted,
+        version=lambda: runtime.state.weight_version,
+        draws=drawn_apart,
+        routing=runtime.args.use_rollout_routing_replay and not evaluating.get(),
+    )
+
+
+def template_kwargs(config: Config, sample: Sample) -> dict[str, Any]:
+    """What the chat template of a sample is given."""
+    return {**(config.apply_chat_template_kwargs or {}), **sample.apply_chat_template_kwargs}
+
+
+def session_limits(config: Config, params: Mapping[str, Any], context: int | None, max_turns: int | None) -> Limits:
+    """The bounds of a session of this run."""
+    asked = config.rollout_max_context_len
+    if evaluating.get() and config.eval_max_context_len is not None:
+        asked = config.eval_max_context_len
+    known = [bound for bound in (asked, context) if bound is not None]
+    return Limits(
+        max_turns=config.max_turns if max_turns is None else max_turns,
+        max_tokens=config.session_max_tokens,
+        max_new_tokens=params.get("max_new_tokens"),
+        max_context=min(known, default=None),
+    )

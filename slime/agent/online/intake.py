@@ -1,0 +1,246 @@
+"""Conversations of clients whom nobody dispatched: they come with the service's key and a name for the conversation.
+
+A conversation is a session like any other. When its client goes on from an answer, that answer and what the client says
+about it are an exchange; with consent, and if the filter lets it pass, it is kept to be trained on.
+
+Invariants: a request without consent is answered and leaves nothing on any disk; one such request withdraws the consent
+of its conversation, and of what still waits from an earlier one of the same name. An answer after which nothing comes
+is never kept. What a filter does not say yes to is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.agent.online.interaction import Exchange, ExchangeStore, exchange_of
+from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.request_limits import Intake, IntakeLimits
+from slime.agent.server.sessions import OpenSession, Sessions
+from slime.agent.server.settings import LiveSettings, Opening
+from slime.agent.session.session import Prompt
+from slime.config.plugins import load_plugin
+
+NAME, CONSENT, DONE = "X-Session-Id", "X-Consent", "X-Session-Done"
+LONGEST_NAME = 200
+POLL_S = 30.0
+"""How long a call for an exchange waits before it says that there is none."""
+_YES, _NO = ("yes", "true", "1"), ("no", "false", "0", "")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Conversation:
+    name: str
+    key: str
+    held: OpenSession
+    consents: bool
+    last: float
+    """When it was last asked something, or was still being answered."""
+    seen: set[str]
+    """Turns that were followed by something already."""
+    is_done: bool = False
+    """Nothing comes after the answer that is under way."""
+
+
+class Door:
+    """The conversations that are open, and the store of what they leave."""
+
+    def __init__(self, settings: LiveSettings, sessions: Sessions) -> None:
+        self._settings, self._sessions = settings, sessions
+        self._store = ExchangeStore(Path(settings.store))
+        self._filter = _filter_of(settings.filter_path)
+        self._open: OrderedDict[str, _Conversation] = OrderedDict()
+        """By name, the one that was heard of longest ago first."""
+        most = max(settings.most_conversations, IntakeLimits.requests)
+        self._entering = sessions.common_intake(settings.limits.get("max_context"), most, "new conversations")
+        """The first requests of conversations, until they are read: a client may choose any number of names."""
+        self._keeping: set[asyncio.Task[None]] = set()
+        self._arrived = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    def is_for(self, key: str | None) -> bool:
+        """Whether a request has the service's key."""
+        return key is not None and hmac.compare_digest(key.encode(), self._settings.key.encode())
+
+    def intake(self, headers: Mapping[str, str]) -> Intake:
+        """What limits the requests of a conversation, which may not be open yet; or a `Problem`."""
+        found = self._open.get(_name_of(headers))
+        return self._entering if found is None else found.held.intake
+
+    async def enter(self, headers: Mapping[str, str]) -> OpenSession:
+        """The session of the conversation that a request belongs to, or a `Problem`."""
+        name, consents = _name_of(headers), _flag_of(headers, CONSENT)
+        if not consents:
+            await self._withdraw(name)
+        if name not in self._open and len(self._open) >= self._settings.most_conversations:
+            await self._make_room()
+        found = self._open.get(name) or self._opened(name, consents)
+        found.consents &= consents
+        found.last = asyncio.get_running_loop().time()
+        self._open.move_to_end(name)
+        found.is_done = _flag_of(headers, DONE)
+        if found.is_done:
+            self._open.move_to_end(name, last=False)
+        return found.held
+
+    async def take(self, slot: int) -> Mapping[str, Any] | None:
+        """The record of an exchange for this slot; None when none has come for a while."""
+        deadline = asyncio.get_running_loop().time() + POLL_S
+        while True:
+            self._arrived.clear()
+            record = await asyncio.to_thread(self._store.take, slot)
+            left = deadline - asyncio.get_running_loop().time()
+            if record is not None or left <= 0:
+                return record
+            try:
+                await asyncio.wait_for(self._arrived.wait(), left)
+            except TimeoutError:
+                continue
+
+    @property
+    def store(self) -> ExchangeStore:
+        """What waits to be trained on."""
+        return self._store
+
+    def stats(self) -> dict[str, int]:
+        """What happened so far, and how many exchanges wait."""
+        return {**self.counts, "open": len(self._open), "waiting": self._store.waiting()}
+
+    async def aclose(self) -> None:
+        """Keep what is being kept, and close the store."""
+        self._sweeping.cancel()
+        await asyncio.gather(self._sweeping, *self._keeping, return_exceptions=True)
+        logger.info("the live service ends: %s", dict(self.counts))
+        await asyncio.to_thread(self._store.close)
+
+    def _opened(self, name: str, consents: bool) -> _Conversation:
+        settings = self._settings
+        key = f"live-{secrets.token_urlsafe(24)}"
+        held = self._sessions.open(
+            Opening(
+                key=key,
+                params=dict(settings.params),
+                limits=dict(settings.limits),
+                strict=settings.strict,
+                template_kwargs=dict(settings.template_kwargs),
+                routing=settings.routing,
+            )
+        )
+        made = _Conversation(name, key, held, consents, asyncio.get_running_loop().time(), set())
+        held.continued = lambda prompt: self._continued(made, prompt)
+        self._open[name] = made
+        self.counts["conversations"] += 1
+        self.counts["consented"] += consents
+        return made
+
+    async def _withdraw(self, name: str) -> None:
+        """Nothing waits under this name when this returns, nor will from its open conversation."""
+        known = self._open.get(name)
+        if known is not None:
+            if not known.consents:
+                return
+            known.consents = False
+            self.counts["withdrawn"] += 1
+        await self._store.withdraw(self._hidden(name))
+
+    async def _make_room(self) -> None:
+        """Let the conversation go that was silent longest; one that is being answered stays."""
+        silent = next((one for one in self._open.values() if not one.held.is_answering), None)
+        if silent is None:
+            self.counts["refused"] += 1
+            raise Problem(Kind.FULL, f"{len(self._open)} conversations are being answered: ask again soon")
+        self.counts["evicted"] += 1
+        await self._end(silent)
+
+    def _continued(self, conversation: _Conversation, prompt: Prompt) -> asyncio.Future[Any]:
+        """The client has gone on from an answer; done when what is to be kept of it is kept."""
+        turn = prompt.node.parent
+        self.counts["answers"] += 1
+        nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
+        if turn is None or turn.id in conversation.seen:
+            return nothing
+        conversation.seen.add(turn.id)
+        if not conversation.consents:
+            return nothing
+        said = tuple(held.message for held in prompt.node.messages)
+        exchange = exchange_of(conversation.held.session, turn, said)
+        task = asyncio.create_task(self._keep(conversation, exchange))
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+        return asyncio.shield(task)
+
+    async def _keep(self, conversation: _Conversation, exchange: Exchange) -> None:
+        try:
+            may_be_kept = self._filter is None or await asyncio.to_thread(self._filter, exchange) is True
+        except Exception as error:  # noqa: BLE001 - whatever a filter raises, it has not said yes
+            logger.warning("the filter raised %s: the exchange is not kept", type(error).__name__)
+            may_be_kept = False
+        if not may_be_kept:
+            self.counts["filtered"] += 1
+            return
+        if not conversation.consents:  # withdrawn meanwhile
+            return
+        await self._store.put(self._hidden(conversation.name), exchange.to_record())
+        self.counts["kept"] += 1
+        self._arrived.set()
+
+    async def _sweep(self) -> None:
+        """End the conversations that nobody has gone on with."""
+        while True:
+            await asyncio.sleep(min(1.0, self._settings.idle_s / 4))
+            now = asyncio.get_running_loop().time()
+            for one in list(self._open.values()):
+                if one.held.is_answering:
+                    one.last = now
+                elif one.is_done or one.last < now - self._settings.idle_s:
+                    await self._end(one)
+
+    async def _end(self, conversation: _Conversation) -> None:
+        if self._open.pop(conversation.name, None) is None:
+            return
+        turns = conversation.held.session.tree.turns
+        if conversation.consents:
+            self.counts["unlabelled"] += sum(name not in conversation.seen for name in turns)
+        await self._sessions.close(conversation.key, Problem(Kind.CLOSED, "this conversation is over"))
+
+    def _hidden(self, name: str) -> str:
+        """A conversation's name as the store knows it: a client may have put anything into it."""
+        key = self._settings.key.encode()[:64]
+        return hashlib.blake2b(name.encode(errors="surrogateescape"), key=key, digest_size=16).hexdigest()
+
+
+def _filter_of(path: str | None) -> Callable[[Exchange], Any] | None:
+    if path is None:
+        return None
+    return load_plugin(path, "--live-filter-path")
+
+
+def _name_of(headers: Mapping[str, str]) -> str:
+    name = headers.get(NAME, "").strip()
+    if not name or len(name) > LONGEST_NAME:
+        raise Problem(
+            Kind.BAD_BODY,
+            f"the header {NAME} must name the conversation, in 1 to {LONGEST_NAME} characters: the same for all its "
+            "requests, and another for every other conversation",
+            param=NAME,
+        )
+    return name
+
+
+def _flag_of(headers: Mapping[str, str], name: str) -> bool:
+    value = headers.get(name, "").strip().lower()
+    if value not in (*_YES, *_NO):
+        raise Problem(Kind.BAD_BODY, f"the header {name} must be yes or no, not {value!r:.40}", param=name)
+    return value in _YES

@@ -1,0 +1,231 @@
+"""An exchange: what was asked, what the model answered, and what the client said next; the unit that is trained on.
+
+Invariant: the record of an exchange is a session of one turn, whose context holds the ids that the engine was sent and
+whose turn those that it sampled; nothing here is encoded a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.agent.messages import Message
+from slime.agent.session.limits import Counters
+from slime.agent.session.records import BadRecord, message_of, message_record, turn_record
+from slime.agent.session.session import Session
+from slime.agent.session.tree import Context, Turn, joined, path
+from slime.data.buffer.codec import Codec
+from slime.storage.sqlite_table import RowFile, RowKind
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One answer and its neighbourhood, as judges and filters see it.
+
+    `asked` is the whole conversation before the answer, `followed_by` what the client sent after it: usually the
+    user's next message, but the result of a tool where the answer called one.
+    """
+
+    id: str
+    asked: tuple[Message, ...]
+    answer: Message
+    followed_by: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    session: Mapping[str, Any]
+    """The one-turn session (`Session.to_record`) that samples are made of."""
+
+    @property
+    def question(self) -> str:
+        """What the user had said last before the answer; "" where nobody had."""
+        return next((message.content for message in reversed(self.asked) if message.role == "user"), "")
+
+    @property
+    def next_user_turn(self) -> str | None:
+        """What the user said next; None where something else came first."""
+        return next((message.content for message in self.followed_by if message.role == "user"), None)
+
+    def texts(self) -> list[str]:
+        """Every word of it, for filters: also those of the history, which is in the prompt that is trained on."""
+        said = (*self.asked, self.answer, *self.followed_by)
+        calls = (call.arguments for message in said for call in message.tool_calls)
+        return [*(message.content for message in said), *(message.reasoning or "" for message in said), *calls]
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values and arrays."""
+        return {
+            "id": self.id,
+            "asked": [message_record(message) for message in self.asked],
+            "answer": message_record(self.answer),
+            "followed_by": [message_record(message) for message in self.followed_by],
+            "tools": [dict(tool) for tool in self.tools],
+            "session": dict(self.session),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Exchange:
+        """The inverse of `to_record`, or a `BadRecord`."""
+        try:
+            return cls(
+                id=str(record["id"]),
+                asked=tuple(map(message_of, record["asked"])),
+                answer=message_of(record["answer"]),
+                followed_by=tuple(map(message_of, record["followed_by"])),
+                tools=tuple(record["tools"]),
+                session=record["session"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadRecord(f"an exchange cannot be read: {type(error).__name__}: {error}") from error
+
+
+def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) -> Exchange:
+    """The exchange around a turn of an open session."""
+    history = path(turn.parent)
+    said = session.messages(turn)
+    tools = (history[0] if history else turn).context.tools
+    context = Context(number=1, parent=None, messages=(), ids=joined(history, turn.context), tools=tools)
+    alone = Turn(
+        id=turn.id,
+        number=0,
+        context=context,
+        held=turn.held,
+        ids=turn.ids,
+        log_probs=turn.log_probs,
+        delivered=turn.delivered,
+        finish_reason=turn.finish_reason,
+        meta_info=dict(turn.meta_info),
+        text=turn.text,
+        ill_formed=turn.ill_formed,
+    )
+    context.turns.append(alone)
+    counters = Counters(turns=1, extended=1, sampled_tokens=len(turn.ids), prompt_tokens=len(context.ids))
+    record = {
+        "key": turn.id,
+        "closed": True,
+        "differing": 0,
+        "counters": counters.to_dict(),
+        "turns": [turn_record(alone)],
+    }
+    return Exchange(turn.id, tuple(said[:-1]), turn.message, followed_by, tuple(tools), record)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge makes of an exchange.
+
+    `reward` is what training gets. `hint` is what the client's next turn says about how the answer should have been:
+    appended to the question, it makes the model its own teacher (`--use-opd --opd-type sample`).
+    """
+
+    reward: float
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, given: Any, who: str) -> Verdict | None:
+        """What a judge returned: a verdict, a number, or None for "this says nothing about the answer"."""
+        if given is None or isinstance(given, Verdict):
+            verdict = given
+        elif isinstance(given, int | float) and not isinstance(given, bool):
+            verdict = cls(float(given))
+        else:
+            raise TypeError(f"{who} must return a Verdict, a number or None, not {given!r:.80}")
+        if verdict is not None and not math.isfinite(verdict.reward):
+            raise ValueError(f"{who} gave the reward {verdict.reward}: it must be finite")
+        return verdict
+
+
+# Exchanges that wait to be trained on, in an SQLite file beside the run.
+#
+# A row is written before the client has the whole of its next answer, belongs to one slot (a sample of the run) from
+# the moment that it is taken, and goes when the slot's sample is in the journal.
+#
+# Invariants: an exchange is given to one slot, and to the same one again after a crash: none is lost and none is
+# trained on twice. What has no consent never comes here.
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "live.sqlite"
+_SCHEMA = """
+CREATE TABLE exchanges (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, conversation TEXT NOT NULL,
+    slot INTEGER, record BLOB NOT NULL
+)
+"""
+_KIND = RowKind("exchanges of a live service", 0x736C6C76, 1, _SCHEMA, "SELECT slot FROM exchanges LIMIT 1")
+
+
+class ExchangeStore(RowFile):
+    """The waiting exchanges, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        """Make or open `path`."""
+        super().__init__(path, _KIND)
+        self._codec = Codec()
+
+    async def put(self, conversation: str, record: Mapping[str, Any]) -> None:
+        """Keep an exchange (`Exchange.to_record`); in the file when this returns."""
+
+        def change(connection: sqlite3.Connection) -> None:
+            content = self._codec.pack(dict(record), f"exchange {record['id']}")
+            connection.execute(
+                "INSERT OR IGNORE INTO exchanges (id, conversation, record) VALUES (?, ?, ?)",
+                (record["id"], conversation, content),
+            )
+
+        await self._commits.write(lambda: change)
+
+    def take(self, slot: int) -> Mapping[str, Any] | None:
+        """The exchange of this slot: the one it had before a crash, else the oldest that nobody has, else None."""
+        self._commits.drain()
+        with self.transaction() as connection:
+            while True:
+                row = connection.execute(
+                    "SELECT number, record FROM exchanges WHERE slot = ? OR slot IS NULL "
+                    "ORDER BY slot IS NULL, number LIMIT 1",
+                    (slot,),
+                ).fetchone()
+                if row is None:
+                    return None
+                connection.execute("UPDATE exchanges SET slot = ? WHERE number = ?", (slot, row[0]))
+                try:
+                    record = self._codec.unpack(row[1])
+                    if isinstance(record, dict):
+                        return record
+                except (ValueError, TypeError, KeyError) as error:
+                    logger.warning("%s: an exchange cannot be read (%s); it is left out", self.path, error)
+                connection.execute("DELETE FROM exchanges WHERE number = ?", (row[0],))
+
+    def taken(self) -> list[tuple[int, str]]:
+        """Slots that have an exchange, and its id."""
+        with self._lock:
+            rows = self._connection.execute("SELECT slot, id FROM exchanges WHERE slot IS NOT NULL").fetchall()
+        return [(int(slot), str(name)) for slot, name in rows]
+
+    async def forget(self, name: str) -> None:
+        """An exchange is in the journal, or is not to be trained on."""
+        await self._delete("id = ?", (name,))
+
+    async def forget_slot(self, slot: int) -> None:
+        """The exchange of a slot is in the journal."""
+        await self._delete("slot = ?", (slot,))
+
+    async def withdraw(self, conversation: str) -> None:
+        """Consent is taken back: what nobody has taken yet goes."""
+        await self._delete("conversation = ? AND slot IS NULL", (conversation,))
+
+    def waiting(self) -> int:
+        """How many nobody has taken."""
+        self._commits.drain()
+        with self._lock:
+            row = self._connection.execute("SELECT COUNT(*) FROM exchanges WHERE slot IS NULL").fetchone()
+        return int(row[0])
+
+    async def _delete(self, where: str, values: tuple[Any, ...]) -> None:
+        def change(connection: sqlite3.Connection) -> None:
+            connection.execute(f"DELETE FROM exchanges WHERE {where}", values)
+
+        await self._commits.write(lambda: change)

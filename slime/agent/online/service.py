@@ -1,0 +1,254 @@
+"""The driver's side of a live service: every dispatched sample is a slot that waits for an exchange of a client.
+
+An exchange becomes the slot's sample: its tokens as they were sampled, the judge's reward, and where the client gave a
+hint the log-probs that the model gives to its own answer once it has read the hint.
+
+Invariants: slots are filled in the order of their numbers, so the oldest are never overtaken. An exchange is forgotten
+by the store once its slot's sample is in the journal, and one that is not to be trained on at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime.agent.conversation import chat_model
+from slime.agent.online.interaction import Exchange, Verdict
+from slime.agent.remote_session import agent_server
+from slime.agent.server.control_client import AgentServerFailed
+from slime.agent.session.records import BadRecord
+from slime.agent.session.session import Session
+from slime.cluster.watchdog import waiting
+from slime.data.buffer.reader import Choice, reading
+from slime.data.sample import Sample
+from slime.rollout.gate import clock_stopped
+from slime.rollout.generate import generate as generate_answer
+from slime.rollout.rewards.remote import Teacher
+from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.staleness import is_stale
+
+JUDGE_FLAG = "--live-judge-path"
+MOST_STARTS = 3
+"""How often in a row the process of the endpoints may die before a slot has its exchange."""
+
+logger = logging.getLogger(__name__)
+
+
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """The generate function of a live run: an exchange for `sample`; prompts of evaluations are answered as ever."""
+    if evaluation:
+        return await generate_answer(args, sample, sampling_params)
+    runtime = runtime_for(args)
+    service = runtime.owned("live service", lambda: LiveService(runtime), LiveService.aclose)
+    return await service.fill(sample)
+
+
+class LiveService:
+    """Slots in, samples out."""
+
+    def __init__(self, runtime: RolloutRuntime) -> None:
+        self._runtime = runtime
+        self._endpoints = agent_server(runtime)
+        self._turn = _InOrder()
+        self._is_clean = False
+        self._judge = runtime.function(runtime.args.live_judge_path or "", flag=JUDGE_FLAG, params=("args", "exchange"))
+        self.counts: Counter[str] = Counter()
+        """What became of exchanges that were taken: trained, stale, unlabelled, failed."""
+        self._teacher = Teacher(runtime.pool, concurrency=runtime.args.sglang_server_concurrency)
+        runtime.when_recorded.append(self._recorded)
+
+    async def fill(self, slot: Sample) -> Sample:
+        """The sample that an exchange makes of this slot; waits until there is one."""
+        assert slot.index is not None, "the data source numbers its samples"
+        while True:
+            exchange = await self._taken(slot.index)
+            made = await self._judged(slot, exchange)
+            if made is not None:
+                self.counts["trained"] += 1
+                return made
+            await self._call("forget", id=exchange.id)
+
+    async def aclose(self) -> None:
+        """Say what came of the traffic."""
+        self._runtime.when_recorded.remove(self._recorded)
+        logger.info("exchanges of the live service: %s", dict(self.counts))
+
+    async def _judged(self, slot: Sample, exchange: Exchange) -> Sample | None:
+        """The sample, or None for what is not to be trained on: it is too old, or says nothing about the answer."""
+        try:
+            made = _sample_of(slot, exchange, self._runtime.plugin_args)
+        except BadRecord as error:
+            logger.warning("an exchange is left out: %s", error)
+            self.counts["failed"] += 1
+            return None
+        if is_stale(self._runtime.args, [made], self._runtime.state.rollout_id or 0):
+            self.counts["stale"] += 1
+            return None
+        path = str(self._runtime.args.live_judge_path)
+        try:
+            given = await self._runtime.call_function(self._judge, path, self._runtime.plugin_args, exchange)
+            verdict = Verdict.of(given, f"{JUDGE_FLAG} {path}")
+        except Exception as error:  # noqa: BLE001 - whatever a judge raises leaves this exchange without a verdict
+            self._runtime.failures.record("judge", error)
+            self.counts["failed"] += 1
+            return None
+        if verdict is None:
+            self.counts["unlabelled"] += 1
+            return None
+        made.reward = verdict.reward
+        made.metadata["live"] |= {"hint": verdict.hint}
+        if self._runtime.args.use_opd:
+            made.teacher_log_probs = await self._taught(exchange, made, verdict.hint)
+        return made
+
+    async def _taught(self, exchange: Exchange, made: Sample, hint: str | None) -> list[float]:
+        """What the model, having read the hint, thinks of each token of its answer; without one, what it thought."""
+        if not hint:
+            known = made.column_array("rollout_log_probs")
+            return [] if known is None else known.tolist()
+        asked = list(exchange.asked)
+        last = max(place for place, message in enumerate(asked) if message.role == "user")
+        asked[last] = replace(asked[last], content=f"{asked[last].content}{hint}")
+        template = chat_model(self._runtime).template(self._runtime.args.apply_chat_template_kwargs or {})
+        prompt = await asyncio.to_thread(template.prompt, asked, exchange.tools)
+        response = made.token_array().tolist()[-made.response_length :]
+        return await self._teacher.log_probs([*prompt.tolist(), *response], made.response_length)
+
+    # the store
+
+    async def _taken(self, slot: int) -> Exchange:
+        with clock_stopped(), waiting("clients of the live service", "for a finished exchange", timeout_s=None):
+            async with self._turn.of(slot):
+                await self._forget_recorded()
+                while True:
+                    record = await self._call("take", slot=slot)
+                    if record is None:
+                        continue
+                    try:
+                        return Exchange.from_record(record)
+                    except BadRecord as error:
+                        logger.warning("an exchange is left out: %s", error)
+                        await self._call("recorded", slot=slot)
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        for attempt in range(MOST_STARTS):
+            running = await self._endpoints.running()
+            try:
+                return await running.remote.live(name, **arguments)
+            except AgentServerFailed:
+                if not running.died.is_set() or attempt == MOST_STARTS - 1:
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    async def _recorded(self, dispatched: Sample) -> None:
+        """The sample of a slot is in the journal: the store need not know it any more."""
+        if dispatched.index is not None:
+            await self._call("recorded", slot=dispatched.index)
+
+    async def _forget_recorded(self) -> None:
+        """After a crash: exchanges that are in the journal, though the store was not told any more."""
+        if self._is_clean:
+            return
+        self._is_clean = True
+        folder = self._runtime.config.output_dir
+        taken = await self._call("taken")
+        if self._runtime.journal is None or folder is None or not taken:
+            return
+        for slot, name in taken:
+            if await asyncio.to_thread(_is_in_journal, Path(folder), slot, name):
+                await self._call("forget", id=name)
+
+
+def _is_in_journal(folder: Path, slot: int, name: str) -> bool:
+    with reading(str(folder)) as journal:
+        found = [one.sample.metadata.get("live") for one in journal.samples(Choice(sample=slot))]
+    return any(isinstance(live, Mapping) and live.get("id") == name for live in found)
+
+
+def _sample_of(slot: Sample, exchange: Exchange, args: Any) -> Sample:
+    """The exchange as the sample of a slot; its prompt is what was said before the answer."""
+    base = copy.copy(slot)
+    base.prompt = [{"role": message.role, "content": message.content} for message in exchange.asked]
+    session = Session.from_record(exchange.session)
+    said = [{"role": message.role, "content": message.content} for message in exchange.followed_by]
+    [made] = session.samples(base, metadata={"live": {"id": exchange.id, "followed_by": said}}, args=args)
+    return made
+
+
+class _InOrder:
+    """One at a time; of those who wait the one with the smallest number goes first."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+
+    def of(self, number: int) -> _Place:
+        return _Place(self, number)
+
+    async def enter(self, number: int) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        self._count += 1
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (number, self._count, granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._is_taken = False
+
+
+class _Place:
+    """A turn at an `_InOrder`, as a block."""
+
+    def __init__(self, order: _InOrder, number: int) -> None:
+        self._order, self._number = order, number
+
+    async def __aenter__(self) -> None:
+        await self._order.enter(self._number)
+
+    async def __aexit__(self, *problem: object) -> None:
+        self._order.leave()
+
+
+# Rewards of answers to different questions, less what the others of the batch got.
+#
+# Live traffic has one answer a prompt, so there is no group to compare with. The other exchanges of the batch are the
+# group: `r_i = R_i - mean_{j != i} R_j`. The baseline of an answer does not depend on that answer, so the gradient
+# stays unbiased; it has no state, so a run that is killed and resumed has the same one.
+
+
+def traffic_baseline(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: (raw rewards, rewards); a sample that failed has 0 and no say."""
+    raw = [0.0 if _failed(sample) else float(sample.get_reward_value(args)) for sample in samples]
+    counted = [value for value, sample in zip(raw, samples, strict=True) if not _failed(sample)]
+    total, others = sum(counted), len(counted) - 1
+    if others < 1:
+        return raw, [0.0] * len(raw)
+    return raw, [
+        0.0 if _failed(sample) else value - (total - value) / others for value, sample in zip(raw, samples, strict=True)
+    ]
+
+
+def _failed(sample: Sample) -> bool:
+    return sample.status is Sample.Status.FAILED or sample.reward is None or sample.remove_sample

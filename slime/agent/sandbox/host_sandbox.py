@@ -1,0 +1,438 @@
+"""Sandboxes on this machine: what `local` and `subprocess` have in common, over the box that each has built."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from slime.agent.sandbox.inside import cgroups
+from slime.agent.sandbox.monitor_client import Answer, Box, ForkServer
+from slime.agent.sandbox.protocol import (
+    CPU_TIME,
+    DISK,
+    FILE_SIZE,
+    KILLED,
+    MEMORY,
+    PROCESSES,
+    TIMEOUT,
+    Changes,
+    CommandFailed,
+    Outcome,
+    SandboxError,
+    SandboxGone,
+    SandboxLimits,
+    Snapshot,
+)
+from slime.errors import UserError
+
+# Which limit a command ran into, from what the kernel counted, how it ended, and what it said.
+
+_OF_SIGNAL = {128 + signal.SIGXCPU: CPU_TIME, 128 + signal.SIGXFSZ: FILE_SIZE}
+_SAID = (
+    ("File too large", FILE_SIZE),
+    ("No space left on device", DISK),
+    ("fork: retry: Resource temporarily unavailable", PROCESSES),
+    ("fork: Resource temporarily unavailable", PROCESSES),
+    ("Cannot allocate memory", MEMORY),
+    ("MemoryError", MEMORY),
+)
+_TAIL = 4096
+
+
+def cause_of(
+    told: Mapping[str, Any],
+    err: str,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    limits: SandboxLimits,
+    held: frozenset[str],
+) -> str | None:
+    """The worker's own verdict first, then what was counted while the command ran, then how it failed."""
+    if told["cause"] is not None:
+        return str(told["cause"])
+    for limit in (MEMORY, PROCESSES):
+        if after[limit] > before[limit]:
+            return limit
+    if told["code"] == 0:
+        return None
+    if told["code"] in _OF_SIGNAL:
+        return _OF_SIGNAL[told["code"]]
+    if told["code"] == 128 + signal.SIGKILL and told["cpu_s"] >= limits.cpu_seconds:
+        return CPU_TIME
+    return next((cause for words, cause in _SAID if words in err[-_TAIL:] and cause not in held), None)
+
+
+# Device nodes of this machine that a sandbox is given: what a program inside needs to use a GPU.
+
+_NVIDIA = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia[0-9]*", "nvidia-caps/nvidia-cap[0-9]*")
+"""The control nodes, managed memory, the cards themselves, and the parts that a card may be divided into."""
+
+
+def nvidia_devices(folder: Path = Path("/dev")) -> list[str]:
+    """The nodes of this machine's NVIDIA cards and of their driver; empty where there are none."""
+    return sorted(str(path) for pattern in _NVIDIA for path in folder.glob(pattern))
+
+
+def checked_devices(devices: Sequence[str | Path]) -> tuple[str, ...]:
+    """Their paths, if each is a character device below /dev; UserError otherwise: disks are not handed out."""
+    paths = sorted({os.path.normpath(path) for path in devices})
+    for path in paths:
+        if not path.startswith("/dev/") or not os.path.exists(path):
+            raise UserError(f"there is no device {path} to show to a sandbox: name a node below /dev that exists")
+        if not stat.S_ISCHR(os.stat(path).st_mode):
+            raise UserError(f"{path} is no character device: a sandbox is shown such ones only, as GPUs are")
+    return tuple(paths)
+
+
+_PATCH_BYTES = 4 << 20
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class MachineSandbox:
+    """A sandbox of this machine. Use as an async context manager; all that it started ends with it."""
+
+    kind = ""
+    own_processes = False
+    """The process namespace is its own."""
+    overdue_s = 10.0
+    """How much longer than its time a worker may take before it counts as stopped by what it watches over."""
+
+    def __init__(
+        self,
+        *,
+        limits: SandboxLimits | None = None,
+        files: Snapshot | None = None,
+        env: Mapping[str, str] | None = None,
+        visible: Sequence[str | Path] = (),
+        devices: Sequence[str | Path] = (),
+        server: ForkServer | None = None,
+    ) -> None:
+        self.server = server
+        self.limits = limits or SandboxLimits()
+        self.files = files
+        self.visible = tuple(os.path.realpath(path) for path in visible)
+        self.devices = checked_devices(devices)
+        self.workdir = ""
+        self.home = ""
+        self._env = dict(env or {})
+        self._id = f"{self.kind}-{secrets.token_hex(6)}"
+        self._box: Box | None = None
+        self._within: str | None = None
+        self._placed: list[str] = []
+        self._ports: dict[str, int] = {}
+        self._reaching = asyncio.Lock()
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._id
+
+    def _make_box(self) -> Box:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        self._box = self._make_box()
+        try:
+            await self._box.start()
+        except BaseException:  # cancelled, perhaps: nothing is left of what had begun
+            await self._box.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._box is not None:
+            await self._box.close()
+
+    @property
+    def box(self) -> Box:
+        if self._box is None:
+            raise SandboxError(f"sandbox {self._id} is not started: use `async with`")
+        return self._box
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The limits that hold for all processes together."""
+        return frozenset(self.box.told["holds"])
+
+    def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a command gets; nothing comes from this process's own environment."""
+        base = {"PATH": PATH, "HOME": self.home, "LANG": "C.UTF-8", "USER": "agent", "SHELL": "/bin/sh", "TERM": "dumb"}
+        return {**base, **self._env, **(env or {})}
+
+    async def exec(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (upstream's name)
+        check: bool = False,
+        idempotent: bool = True,
+        cwd: str | None = None,
+    ) -> Outcome:
+        """Run a line in the sandbox's shell, or a program with its arguments. There is one user, whatever `user`."""
+        seconds = self.limits.seconds if timeout is None else timeout
+        before = await self._events()
+        answer = await self.box.ask(self._command(cmd, env, seconds, cwd))
+        with answer:
+            try:
+                async with asyncio.timeout(seconds + self.limits.grace_seconds + self.overdue_s):
+                    outcome = await self._outcome(answer, before)
+            except (EOFError, TimeoutError) as error:
+                outcome = await self._lost_worker(error, before)
+        if check and outcome.code != 0:
+            why = outcome.cause or outcome.err.strip()[-500:] or outcome.out.strip()[-500:]
+            raise CommandFailed(f"exit code {outcome.code} of {_shown(cmd)} in sandbox {self._id}: {why}", outcome)
+        return outcome
+
+    def _command(
+        self, cmd: str | Sequence[str], env: Mapping[str, str] | None, seconds: float | None, cwd: str | None
+    ) -> dict[str, Any]:
+        argv = None if isinstance(cmd, str) else [str(word) for word in cmd]
+        if argv is not None and not argv:
+            raise ValueError("a command needs at least one word")
+        words = [cmd] if isinstance(cmd, str) else argv or []
+        environment = self.environment(env)
+        if any("\0" in word for word in (*words, *environment, *environment.values())):
+            raise ValueError("a command and its environment cannot hold a null character")
+        return {
+            "do": "run",
+            "argv": argv,
+            "shell": cmd if argv is None else None,
+            "env": environment,
+            "cwd": cwd or self.workdir,
+            "seconds": seconds,
+            "grace_s": self.limits.grace_seconds,
+            "output_kb": self.limits.output_kb,
+            "output_mb": self.limits.output_mb,
+            "limits": self.limits.of_each_process(self.held),
+            "own_processes": self.own_processes,
+        }
+
+    async def _outcome(self, answer: Answer, before: Mapping[str, int]) -> Outcome:
+        told, _ = await answer.message()
+        if "error" in told:
+            return Outcome(-1, "", f"{told['error']}\n", PROCESSES if told.get("errno") == errno.EAGAIN else None)
+        out = (await answer.data(told["out"])).decode(errors="replace")
+        err = (await answer.data(told["err"])).decode(errors="replace")
+        cause = cause_of(told, err, before, await self._events(), self.limits, self.held)
+        return Outcome(told["code"], out, err, cause, told["truncated"])
+
+    async def _lost_worker(self, error: Exception, before: Mapping[str, int]) -> Outcome:
+        """The process that watched over a command was killed or stopped: nothing of the command is left to run on."""
+        if not self.box.alive:
+            raise SandboxGone(f"sandbox {self._id} has ended") from None
+        await self.box.sweep(own_processes=self.own_processes)
+        now = await self._events()
+        killed = next((limit for limit in now if now[limit] > before[limit]), KILLED)
+        return Outcome(-1, "", "", TIMEOUT if isinstance(error, TimeoutError) else killed)
+
+    async def _events(self) -> dict[str, int]:
+        return cgroups.events(self.box.told["folders"])
+
+    async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
+        """Make a file, and the folders above it; a `Path` is a file on this side."""
+        if isinstance(content, Path):
+            source = os.open(content, os.O_RDONLY | os.O_CLOEXEC)
+            mode = os.fstat(source).st_mode & 0o777
+            sending = None
+        else:
+            data = content if isinstance(content, bytes) else str(content).encode()
+            source, writer = os.pipe()
+            os.set_blocking(writer, False)
+            mode, sending = 0o644, asyncio.create_task(_pour(writer, data))
+        try:
+            spec = {"do": "write", **self._place(path), "mode": mode}
+            answer = await self.box.ask(spec, [source])
+        except BaseException:
+            if sending is not None:
+                sending.cancel()
+            raise
+        finally:
+            os.close(source)
+        with answer:
+            await self._file_answer(answer, path, "write")
+        if sending is not None:
+            await sending
+
+    async def read_bytes(self, path: str) -> bytes:
+        """What a file holds."""
+        with await self.box.ask({"do": "read", **self._place(path)}) as answer:
+            told = await self._file_answer(answer, path, "read")
+            return await answer.data(told["size"])
+
+    async def read_file(self, path: str, *, user: str = "root") -> str:
+        """The text of a file."""
+        return (await self.read_bytes(path)).decode(errors="replace")
+
+    def _place(self, path: str) -> dict[str, Any]:
+        if not path or "\0" in path:
+            raise ValueError(f"{path!r} is no path")
+        if path == "~" or path.startswith("~/"):
+            path = self.home + path[1:]
+        return {"path": path, "cwd": self.workdir, "within": self._within, "most": self.limits.file_mb << 20}
+
+    async def _file_answer(self, answer: Answer, path: str, what: str) -> dict[str, Any]:
+        try:
+            told, _ = await answer.message()
+        except EOFError:
+            raise SandboxError(f"sandbox {self._id} could not {what} {path}: its worker was killed") from None
+        if "error" in told:
+            number = told.get("errno")
+            kind = FileNotFoundError if number == 2 else PermissionError if number == 13 else SandboxError
+            text = f"cannot {what} {path} in sandbox {self._id}: {told['error']}"
+            raise kind(number, text) if kind is not SandboxError else SandboxError(text)
+        return told
+
+    async def listen(self, port: int = 0) -> socket.socket:
+        """A listening socket on the sandbox's own loopback interface, for whoever serves what is inside."""
+        with await self.box.ask({"do": "listen", "port": port}) as answer:
+            told, descriptors = await answer.message()
+            if "error" in told:
+                raise SandboxError(f"cannot listen on port {port} in sandbox {self._id}: {told['error']}")
+            return socket.socket(fileno=descriptors[0])
+
+    async def reach(self, endpoint: str) -> str:
+        """The base URL inside of a URL, or of the path of a unix socket, outside."""
+        target, path = target_of(endpoint)
+        async with self._reaching:
+            if target not in self._ports:
+                with await self.listen() as listener:
+                    await self.box.relay(listener, target)
+                    self._ports[target] = listener.getsockname()[1]
+        return f"http://127.0.0.1:{self._ports[target]}{path}"
+
+    async def popen(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> MachineProcess:
+        """Start a program with pipes; it runs until it ends, is killed, or the sandbox ends."""
+        return await self._with_pipes(self._command(list(argv), env, None, cwd))
+
+    async def popen_program(self, arguments: Sequence[str]) -> MachineProcess:
+        """The same with the program that the fork server of this sandbox has compiled: no Python is started."""
+        if self.server is None:
+            raise SandboxError(f"sandbox {self._id} has no fork server, which would hold a program")
+        return await self._with_pipes({**self._command(["-c", *arguments], None, None, None), "program": True})
+
+    async def _with_pipes(self, spec: Mapping[str, Any]) -> MachineProcess:
+        pipes = [os.pipe() for _ in range(3)]
+        inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        outer = [pipes[0][1], pipes[1][0], pipes[2][0]]
+        try:
+            answer = await self.box.ask(spec, inner)
+        except BaseException:
+            for descriptor in outer:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in inner:
+                os.close(descriptor)
+        return await MachineProcess.opened(answer, *outer)
+
+    async def diff(self) -> Changes:
+        """What changed in the folder (or the whole root) that the sandbox was given; nothing if it was given none."""
+        folder = "/" if self.files is not None and self.files.root else self.workdir
+        with await self.box.ask(
+            {"do": "changes", "folder": folder, "most": _PATCH_BYTES, "without": self._placed}
+        ) as answer:
+            told = await self._file_answer(answer, folder, "compare")
+            patch = (await answer.data(told["patch"])).decode(errors="replace")
+        return Changes(tuple((kind, path) for kind, path in told["changes"]), patch, told["truncated"])
+
+
+class MachineProcess:
+    """A program in the sandbox with pipes of its own."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting = asyncio.create_task(self._wait_for_answer())
+        self.error = ""
+        self.stdin: asyncio.StreamWriter
+        self.stdout: asyncio.StreamReader
+        self.stderr: asyncio.StreamReader
+
+    @classmethod
+    async def opened(cls, answer: Answer, stdin: int, stdout: int, stderr: int) -> MachineProcess:
+        self = cls(answer)
+        self.stdin = await _writer(stdin)
+        self.stdout, self.stderr = await _reader(stdout), await _reader(stderr)
+        return self
+
+    async def _wait_for_answer(self) -> None:
+        code = -1
+        with contextlib.suppress(EOFError):
+            told, _ = await self._answer.message()
+            code = told.get("code", -1)
+            if told.get("err"):
+                self.error = (await self._answer.data(told["err"])).decode(errors="replace")
+        self._code.set_result(code)
+        self._answer.close()
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; -1 if it was ended."""
+        return await asyncio.shield(self._code)
+
+    async def kill(self) -> None:
+        """End it and all that came of it."""
+        if not self._code.done():
+            with contextlib.suppress(OSError):
+                self._answer.sock.shutdown(socket.SHUT_WR)
+        await self.wait()
+        self.stdin.close()
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader, loop=loop), os.fdopen(descriptor, "rb", 0)
+    )
+    return reader
+
+
+async def _writer(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(loop=loop), loop=loop)
+    transport, _ = await loop.connect_write_pipe(lambda: protocol, os.fdopen(descriptor, "wb", 0))
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _pour(descriptor: int, data: bytes) -> None:
+    """Write everything to a pipe and close it; who reads it may stop earlier."""
+    writer = await _writer(descriptor)
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def target_of(endpoint: str) -> tuple[str, str]:
+    """`host:port` or the path of a unix socket, and the path of the URL."""
+    if endpoint.startswith("/"):
+        return endpoint, ""
+    parts = urlsplit(endpoint)
+    if parts.scheme == "unix":
+        return parts.path, ""
+    if parts.scheme != "http" or parts.hostname is None:
+        raise SandboxError(
+            f"{endpoint!r} is not reached from a sandbox: give an http:// URL or the path of a unix socket"
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{parts.port or 80}", parts.path.rstrip("/")
+
+
+def _shown(cmd: str | Sequence[str]) -> str:
+    text = cmd if isinstance(cmd, str) else " ".join(cmd)
+    return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -1,0 +1,317 @@
+"""What a sandbox changed in the folder that it was given: which files, and a patch that `git apply` takes.
+
+With an overlay only its upper layer is walked, which holds what was written and nothing else; with a copy both folders
+are compared byte by byte. Times and sizes are not trusted: what runs in the sandbox can set them. Nor are names and
+depths: no link is followed, and folders may be nested deeper than a path or a stack may be long.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import os
+import socket
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+
+try:  # in every start, and hashlib takes five times as long
+    from _sha1 import sha1  # type: ignore[import-not-found]
+except ImportError:
+    from hashlib import sha1
+
+from . import fd_messages
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
+
+_LARGEST_FILE = 1 << 20
+_MOST_NAMES = 8 << 20
+"""Bytes of all paths that are told."""
+_LINK = 0o120000
+_NO_FILE = "0" * 40
+_NO_NEWLINE = "\\ No newline at end of file\n"
+_BINARY_LINE = 52
+_OPEN_FOLDERS = 64
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Tree:
+    """A folder whose content is opened one name at a time, so that paths have any length and links lead nowhere.
+
+    The folders opened last stay open: a walk opens each of them once.
+    """
+
+    def __init__(self, base: int) -> None:
+        self.base = base
+        self.parts: list[str] = []
+        self.opened: dict[int, int] = {}
+        """Descriptors by depth, the deepest ones of `parts`."""
+
+    def folder(self, path: str) -> int | None:
+        """A descriptor of a folder below, which stays this object's; None if there is none."""
+        parts = path.split("/") if path else []
+        depth = 0
+        for old, new in zip(self.parts, parts, strict=False):
+            if old != new:
+                break
+            depth += 1
+        for deeper in [number for number in self.opened if number > depth]:
+            os.close(self.opened.pop(deeper))
+        depth = max(self.opened, default=0)
+        self.parts = parts[:depth]
+        for name in parts[depth:]:
+            above = self.opened.get(depth, self.base)
+            try:
+                descriptor = os.open(name, _FOLDER | getattr(os, "O_PATH", os.O_RDONLY), dir_fd=above)
+            except OSError:
+                return None
+            depth += 1
+            self.parts.append(name)
+            self.opened[depth] = descriptor
+            if len(self.opened) > _OPEN_FOLDERS:
+                os.close(self.opened.pop(next(iter(self.opened))))
+        return self.opened.get(depth, self.base)
+
+    def _parent(self, path: str) -> tuple[int | None, str]:
+        folder, _, name = path.rpartition("/")
+        return self.folder(folder), name
+
+    def names(self, path: str) -> list[str]:
+        """What is in a folder; nothing if it is none."""
+        folder = self.folder(path)
+        if folder is None:
+            return []
+        try:
+            descriptor = os.open(".", os.O_RDONLY | _FOLDER, dir_fd=folder)
+        except OSError:
+            return []
+        try:
+            return os.listdir(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def status(self, path: str) -> os.stat_result | None:
+        """Of a file, link or folder; None if it is not there."""
+        folder, name = self._parent(path)
+        if folder is None:
+            return None
+        try:
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return None
+
+    def is_folder(self, path: str) -> bool:
+        status = self.status(path)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def open(self, path: str) -> int | None:
+        """A descriptor of a plain file, which is the caller's; None if it cannot be read."""
+        folder, name = self._parent(path)
+        if folder is None:
+            return None
+        try:
+            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except OSError:
+            return None
+
+    def link(self, path: str) -> bytes:
+        folder, name = self._parent(path)
+        return os.fsencode(os.readlink(name, dir_fd=folder))
+
+    def files(self, path: str, *, deep: bool = True) -> Iterator[str]:
+        """The paths of all that is no folder, in a folder and, with `deep`, in those below it."""
+        folders = [path]
+        while folders:
+            folder = folders.pop()
+            for name in self.names(folder):
+                below = os.path.join(folder, name)
+                if not self.is_folder(below):
+                    yield below
+                elif deep:
+                    folders.append(below)
+
+    def folders(self) -> Iterator[str]:
+        """The paths of this folder and all below it."""
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            yield folder
+            below = [os.path.join(folder, name) for name in self.names(folder)]
+            folders.extend(path for path in below if self.is_folder(path))
+
+
+class Entry:
+    """A file as one of the two folders has it: its mode, and the bytes of a plain file or the target of a link."""
+
+    def __init__(self, mode: int, content: bytes | None) -> None:
+        self.mode = mode
+        self.content = content
+        """None: no patch holds it, for its size or its kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and (self.mode, self.content) == (other.mode, other.content)
+
+    def __hash__(self) -> int:
+        return hash((self.mode, self.content))
+
+
+def answer(
+    spec: Mapping[str, Any], result: socket.socket, lower: int | None, present: int | None, upper: int | None
+) -> None:
+    """Answer with the changed paths and the patch."""
+    if lower is None:
+        fd_messages.send(result, {"changes": [], "patch": 0, "truncated": False})
+        return
+    if present is None:
+        present = os.open(spec["folder"], os.O_RDONLY | os.O_DIRECTORY)
+    old, new = Tree(lower), Tree(present)
+    changes: list[tuple[str, str]] = []
+    patch = bytearray()
+    named = 0
+    truncated = False
+    for path in sorted(candidates(old, new, None if upper is None else Tree(upper)) - set(spec["without"])):
+        before, after = _entry(old, path), _entry(new, path)
+        if before == after and (before is None or before.content is not None or _same(old, new, path)):
+            continue
+        named += len(os.fsencode(path))
+        if named > _MOST_NAMES:
+            truncated = True
+            break
+        changes.append((_kind(before, after), path))
+        text = _patch(path, before, after)
+        if text is None or len(patch) + len(text) > spec["most"]:
+            truncated = True
+        else:
+            patch += text
+    fd_messages.send(result, {"changes": changes, "patch": len(patch), "truncated": truncated})
+    result.sendall(patch)
+
+
+def candidates(lower: Tree, present: Tree, upper: Tree | None) -> set[str]:
+    """The paths, files and links only, that may differ."""
+    if upper is None:
+        return set(lower.files("")) | set(present.files(""))
+    found = set()
+    for folder in upper.folders():
+        for tree in (lower, present):
+            found |= set(tree.files(folder, deep=False))
+        for name in lower.names(folder):  # folders that are gone, or something else now
+            path = os.path.join(folder, name)
+            if lower.is_folder(path) and not present.is_folder(path):
+                found |= set(lower.files(path))
+    return found
+
+
+def _entry(tree: Tree, path: str) -> Entry | None:
+    status = tree.status(path)
+    if status is None or stat.S_ISDIR(status.st_mode):
+        return None
+    mode = 0o100755 if status.st_mode & 0o100 else 0o100644
+    if stat.S_ISLNK(status.st_mode):
+        return Entry(_LINK, tree.link(path))
+    if not stat.S_ISREG(status.st_mode):
+        return Entry(status.st_mode, None)
+    if status.st_size > _LARGEST_FILE or (descriptor := tree.open(path)) is None:
+        return Entry(mode, None)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(_LARGEST_FILE + 1)
+    return Entry(mode, content if len(content) <= _LARGEST_FILE else None)
+
+
+def _same(one: Tree, other: Tree, path: str) -> bool:
+    """Whether two files that no patch holds have the same bytes; those that cannot be read count as changed."""
+    if not stat.S_ISREG(getattr(one.status(path), "st_mode", 0)):
+        return True  # of the same kind, such as two pipes
+    first, second = one.open(path), other.open(path)
+    if first is None or second is None:
+        for descriptor in (first, second):
+            if descriptor is not None:
+                os.close(descriptor)
+        return False
+    with os.fdopen(first, "rb") as left, os.fdopen(second, "rb") as right:
+        while True:
+            chunk = left.read(1 << 20)
+            if chunk != right.read(1 << 20):
+                return False
+            if not chunk:
+                return True
+
+
+def _kind(before: Entry | None, after: Entry | None) -> str:
+    if before is None:
+        return "added"
+    return "deleted" if after is None else "modified"
+
+
+def _patch(path: str, before: Entry | None, after: Entry | None) -> bytes | None:
+    """The change of one file in git's form; None if no patch can hold it."""
+    if (before and before.content is None) or (after and after.content is None):
+        return None
+    if before and after and (before.mode == _LINK) != (after.mode == _LINK):  # git takes no change of kind
+        return (_patch(path, before, None) or b"") + (_patch(path, None, after) or b"")
+    names = (_name(f"a/{path}"), _name(f"b/{path}"))
+    lines = [f"diff --git {names[0]} {names[1]}\n"]
+    if before is None and after is not None:
+        lines.append(f"new file mode {after.mode:06o}\n")
+    elif after is None and before is not None:
+        lines.append(f"deleted file mode {before.mode:06o}\n")
+    elif before is not None and after is not None and before.mode != after.mode:
+        lines += [f"old mode {before.mode:06o}\n", f"new mode {after.mode:06o}\n"]
+    old = b"" if before is None else before.content or b""
+    new = b"" if after is None else after.content or b""
+    try:
+        texts = [_lines(content.decode()) for content in (old, new) if b"\0" not in content]
+    except UnicodeDecodeError:
+        texts = []
+    if old == new:
+        pass
+    elif len(texts) < 2:
+        lines += _binary(before, after)
+    else:
+        lines.append(f"--- {_marked(names[0])}\n" if before else "--- /dev/null\n")
+        lines.append(f"+++ {_marked(names[1])}\n" if after else "+++ /dev/null\n")
+        for line in list(difflib.unified_diff(texts[0], texts[1]))[2:]:
+            lines.append(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}")
+    return "".join(lines).encode()
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as git counts them: a line ends with a line feed, and with nothing else."""
+    *whole, last = text.split("\n")
+    return [f"{line}\n" for line in whole] + ([last] if last else [])
+
+
+def _binary(before: Entry | None, after: Entry | None) -> list[str]:
+    """All of the new bytes, which git takes for a file that has the old ones."""
+
+    def number(entry: Entry | None) -> str:
+        content = entry.content or b"" if entry else b""
+        return sha1(b"blob %d\0" % len(content) + content).hexdigest() if entry else _NO_FILE
+
+    content = after.content or b"" if after else b""
+    lines = [f"index {number(before)}..{number(after)}\n", "GIT binary patch\n", f"literal {len(content)}\n"]
+    packed = zlib.compress(content)
+    for start in range(0, len(packed), _BINARY_LINE):
+        part = packed[start : start + _BINARY_LINE]
+        size = chr(ord("A") + len(part) - 1) if len(part) <= 26 else chr(ord("a") + len(part) - 27)
+        lines.append(f"{size}{base64.b85encode(part, pad=True).decode()}\n")
+    return [*lines, "\n"]
+
+
+def _name(path: str) -> str:
+    """A path as git writes it: quoted, with numbers for bytes, where it holds what would end it or is no text."""
+    raw = os.fsencode(path)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if text and not any(byte < 32 or byte == 127 or byte in b'"\\' for byte in raw):
+        return text
+    return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03o}" for b in raw) + '"'
+
+
+def _marked(name: str) -> str:
+    """With the tab that says where a name with spaces ends."""
+    return f"{name}\t" if " " in name else name

@@ -1,0 +1,324 @@
+"""Namespaces, a root folder of its own and no privileges: what makes a process the first one of a sandbox.
+
+Nothing of it is on the host's disk: the new root is put together in a mount namespace that ends with its last process.
+Sources are looked up in the old root, which is out of sight before the first request is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+
+from . import syscalls
+
+TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
+if TYPE_CHECKING:
+    from typing import Any
+
+BASE = "/tmp"
+"""Any folder that every Linux has; covered in the sandbox's mount namespace only, while the root is being built."""
+_OLD, _NEW, _SCRATCH, _LOWER, _VIEW = "/old", "/new", "/scratch", "/lower", "/view"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC = (
+    "alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "crypto-policies", "debian_version",
+    "fonts", "inputrc", "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "locale.alias", "localtime", "magic", "mime.types", "os-release", "pki", "profile", "profile.d",
+    "protocols", "python3", "python3.11", "python3.12", "python3.13", "services", "ssl/certs", "ssl/openssl.cnf",
+    "terminfo", "timezone", "vim",
+)  # fmt: skip
+"""What programs look for in /etc. Accounts, hosts and resolvers are the sandbox's own; nothing else is there."""
+_SEALED = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
+
+
+class Built:
+    """Descriptors of the snapshot's folder as it was and as it is, without what is mounted in it; and of the layer, if
+    there is one, that holds what was written over it."""
+
+    def __init__(self, lower: int | None = None, present: int | None = None, upper: int | None = None) -> None:
+        self.lower = lower
+        self.present = present
+        self.upper = upper
+        self.filtered = False
+        """System calls are (`seccomp`)."""
+
+
+def isolate() -> None:
+    """Namespaces of its own for everything but processes and users, and a loopback interface that is up."""
+    flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+    syscalls.unshare(flags)
+    with contextlib.suppress(OSError):
+        syscalls.unshare(syscalls.CLONE_NEWCGROUP)
+    loopback_up()
+    socket.sethostname("sandbox")
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+
+
+def loopback_up() -> None:
+    """Make 127.0.0.1 work in a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+
+
+def build(spec: Mapping[str, Any]) -> Built:
+    """Put the new root together at /new, the old one being at /old."""
+    syscalls.mount("tmpfs", BASE, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=16m")
+    for folder in (_OLD, _NEW, _SCRATCH, _LOWER, _VIEW):
+        os.mkdir(BASE + folder)
+    syscalls.pivot_root(BASE, BASE + _OLD)
+    os.chdir("/")
+    room = f"mode=0755,size={spec['disk_mb']}m,nr_inodes={spec['inodes']}"
+    syscalls.mount("tmpfs", _SCRATCH, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, room)
+    snapshot = spec["snapshot"]
+    built = Built()
+    if snapshot is not None and snapshot["root"]:
+        built = _lay_over(spec, _NEW)
+    else:
+        syscalls.mount("tmpfs", _NEW, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=16m")
+        _system()
+    _devices(spec["devices"])
+    _make_folder(_NEW + "/proc")
+    _own_folders(spec, {"/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777, spec["home"]: 0o755})
+    for inside in spec["visible"]:
+        _bind_read_only(_OLD + inside, _NEW + inside)
+    for path, text in spec["files"].items():
+        _put(_NEW + path, text)
+    if snapshot is None:
+        _own_folders(spec, {spec["workdir"]: 0o755})
+    elif not snapshot["root"]:
+        _make_folder(_NEW + spec["workdir"])
+        built = _lay_over(spec, _NEW + spec["workdir"])
+    elif not os.path.isdir(_NEW + spec["workdir"]):
+        _own_folders(spec, {spec["workdir"]: 0o755})
+    return built
+
+
+def enter(spec: Mapping[str, Any]) -> None:
+    """Make /new the root; the old one is gone afterwards."""
+    syscalls.mount("proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+    for name in ("sys", "sysrq-trigger", "irq", "bus"):
+        path = f"{_NEW}/proc/{name}"
+        if name != "sys" and os.path.exists(path):
+            with contextlib.suppress(OSError):
+                syscalls.mount(path, path, None, syscalls.MS_BIND | syscalls.MS_REC)
+                syscalls.read_only(path)
+    os.chdir(_NEW)
+    syscalls.pivot_root(".", ".")
+    syscalls.unmount(".")
+    os.chdir("/")
+    if spec["snapshot"] is None or not spec["snapshot"]["root"]:
+        syscalls.mount("none", "/", None, _SEALED)
+
+
+def hand_back_old_root() -> str:
+    """The host's root is the root again, and the new one a folder in it: for bubblewrap, which enters it itself."""
+    syscalls.pivot_root(_OLD, _OLD + BASE)
+    os.chdir("/")
+    return BASE + _NEW
+
+
+def become(uid: int) -> None:
+    """Another user, of no group but its own."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def own_user_namespace(uid: int, gid: int, inner: int) -> None:
+    """A user namespace in which this user is `inner` and nobody else is anybody."""
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{inner} {uid} 1"), ("gid_map", f"{inner} {gid} 1")):
+        with open(f"/proc/self/{file}", "w") as stream:
+            stream.write(text)
+
+
+def forbid_user_namespaces() -> None:
+    """No process of this user namespace makes another, in which it would have all capabilities."""
+    with open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
+
+
+def give_up_privileges(spec: Mapping[str, Any]) -> None:
+    """The last step: an ordinary user without capabilities, which nothing in the sandbox can look into."""
+    if not spec["rootless"]:
+        become(spec["uid"])
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # or the files of the user namespace are root's
+        with contextlib.suppress(OSError):  # where user namespaces are forbidden there is nothing to forbid
+            own_user_namespace(spec["uid"], spec["uid"], spec["uid"])
+            forbid_user_namespaces()
+    else:
+        forbid_user_namespaces()
+    syscalls.drop_capabilities()
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    syscalls.die_with_parent()
+
+
+def _system() -> None:
+    _bind_read_only(f"{_OLD}/usr", f"{_NEW}/usr")
+    for name in _SYSTEM:
+        source = f"{_OLD}/{name}"
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), f"{_NEW}/{name}")
+        elif os.path.isdir(source):
+            _bind_read_only(source, f"{_NEW}/{name}")
+    for name in _ETC:
+        source = f"{_OLD}/etc/{name}"
+        if os.path.islink(source):
+            _make_folder(os.path.dirname(f"{_NEW}/etc/{name}"))
+            os.symlink(os.readlink(source), f"{_NEW}/etc/{name}")
+        elif os.path.exists(source):
+            _bind_read_only(source, f"{_NEW}/etc/{name}")
+    _make_folder(f"{_NEW}/var/lib")
+    _make_folder(f"{_NEW}/root")
+
+
+def _devices(others: Sequence[str]) -> None:
+    _make_folder(f"{_NEW}/dev")
+    syscalls.mount("tmpfs", f"{_NEW}/dev", "tmpfs", syscalls.MS_NOSUID, "mode=0755,size=1m")
+    for path in (*_DEVICES, *others):
+        source, target = _OLD + path, _NEW + path
+        if os.path.exists(source):
+            _put(target, "")
+            syscalls.mount(source, target, None, syscalls.MS_BIND)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(target, f"{_NEW}/dev/{name}")
+    _make_folder(f"{_NEW}/dev/pts")
+    with contextlib.suppress(OSError):
+        flags = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+        syscalls.mount("devpts", f"{_NEW}/dev/pts", "devpts", flags, "newinstance,ptmxmode=0666,mode=620")
+        os.symlink("pts/ptmx", f"{_NEW}/dev/ptmx")
+
+
+def _own_folders(spec: Mapping[str, Any], folders: Mapping[str, int]) -> None:
+    """Folders that the sandbox writes to, all within the room that it has."""
+    for inside, mode in folders.items():
+        source = f"{_SCRATCH}/{inside.strip('/').replace('/', '-')}"
+        os.mkdir(source)
+        os.chmod(source, mode)
+        os.chown(source, spec["file_uid"], spec["file_uid"])
+        _make_folder(_NEW + inside)
+        syscalls.mount(source, _NEW + inside, None, syscalls.MS_BIND)
+
+
+def _lay_over(spec: Mapping[str, Any], target: str) -> Built:
+    """The snapshot at `target`, writable, its files those of the sandbox's user, the original untouched."""
+    source = _OLD + spec["snapshot"]["path"]
+    upper, work = f"{_SCRATCH}/upper", f"{_SCRATCH}/work"
+    os.mkdir(work)
+    os.mkdir(upper)
+    owner = os.stat(source)
+    os.chown(upper, spec["file_uid"], spec["file_uid"])
+    os.chmod(upper, stat.S_IMODE(owner.st_mode) | 0o700)
+    if spec["snapshot"]["how"] != "copy":
+        try:
+            if spec["rootless"]:
+                syscalls.mount(source, _LOWER, None, syscalls.MS_BIND | syscalls.MS_REC)
+                options = ",userxattr"
+            else:
+                with _owner_map(owner, spec["file_uid"]) as user_namespace:
+                    syscalls.bind_with_owner(source, _LOWER, user_namespace)
+                options = ""
+            layers = f"lowerdir={_LOWER},upperdir={upper},workdir={work}{options}"
+            syscalls.mount("overlay", target, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, layers)
+        except OSError:
+            if spec["snapshot"]["how"] == "overlay":
+                raise
+        else:
+            syscalls.mount(target, _VIEW, None, syscalls.MS_BIND)
+            return Built(_folder(_LOWER), _folder(_VIEW), _folder(upper))
+    _copy(source, upper, spec["file_uid"])
+    syscalls.mount(upper, target, None, syscalls.MS_BIND)
+    return Built(_folder(source), _folder(upper))
+
+
+def _folder(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _owner_map(owner: os.stat_result, uid: int) -> Any:
+    """A user namespace that says: what belongs to the owner of the snapshot belongs to the sandbox's user."""
+    ready, ready_write = os.pipe()
+    go, go_write = os.pipe()
+
+    def hold() -> None:
+        os.close(go_write)
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        os.write(ready_write, os.fsencode(os.readlink(f"{_OLD}/proc/self")))  # its number in the old root's /proc
+        os.read(go, 1)
+
+    pid = syscalls.in_fork(hold)
+    os.close(ready_write)
+    try:
+        process = f"{_OLD}/proc/{os.read(ready, 32).decode()}"
+        if process.endswith("/"):
+            raise OSError(1, "no user namespace")
+        for file, number in (("uid_map", owner.st_uid), ("gid_map", owner.st_gid)):
+            with open(f"{process}/{file}", "w") as stream:
+                stream.write(f"{number} {uid} 1")
+        descriptor = os.open(f"{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        for end in (go, go_write, ready):
+            os.close(end)
+        os.waitpid(pid, 0)
+
+
+def _copy(source: str, target: str, uid: int) -> None:
+    """Copy what is in a folder: plain files, links and folders, with their modes and times, for another owner."""
+    for entry in os.scandir(source):
+        path = os.path.join(target, entry.name)
+        status = entry.stat(follow_symlinks=False)
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), path)
+        elif entry.is_dir():
+            os.mkdir(path)
+            _copy(entry.path, path, uid)
+        elif entry.is_file():
+            with open(entry.path, "rb") as old, open(path, "wb") as new:
+                while os.sendfile(new.fileno(), old.fileno(), None, 1 << 30):
+                    pass
+        else:
+            continue
+        os.chown(path, uid, uid, follow_symlinks=False)
+        if not entry.is_symlink():
+            os.chmod(path, stat.S_IMODE(status.st_mode))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _bind_read_only(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        _make_folder(target)
+    else:
+        _put(target, "")
+    syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.read_only(target)
+
+
+def _make_folder(path: str) -> None:
+    """A folder and those above it; none is reached through a link that a snapshot might hold."""
+    parts = path.strip("/").split("/")
+    for count in range(1, len(parts) + 1):
+        folder = "/" + "/".join(parts[:count])
+        if os.path.islink(folder):
+            os.unlink(folder)
+        if not os.path.isdir(folder):
+            os.mkdir(folder, 0o755)
+
+
+def _put(path: str, text: str) -> None:
+    _make_folder(os.path.dirname(path))
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+    with open(path, "w") as file:
+        file.write(text)
+    os.chmod(path, 0o644)

@@ -1,0 +1,305 @@
+"""The driver's end of a sandbox that runs on this machine: its monitor, and requests to its init.
+
+Nothing here blocks the event loop: a request is a small message with a socket of its own for the answer, and closing
+that socket takes the request back. The descriptors are this process's alone, so that its end is theirs, and with it
+that of the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from slime.agent.sandbox.inside import cgroups, fd_messages
+from slime.agent.sandbox.protocol import SandboxError, SandboxGone
+
+HERE = Path(__file__).resolve().parent
+_START_S = 60.0
+_CLEAN = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
+_BOOT = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import {entry}; {entry}()"
+
+
+def python_command(entry: str, folder: str, module: str = "monitor", *, site: bool = False) -> list[str]:
+    """The words that start a program of `inside`, with nothing of the environment and, without `site`, of packages."""
+    code = _BOOT.format(folder=folder, module=module, entry=entry)
+    return [os.path.realpath(sys.executable), "-I", *([] if site else ["-S"]), "-c", code]
+
+
+class ForkServer:
+    """A process that forks the monitors of sandboxes, which spares each the start of a Python.
+
+    It runs no code of anybody's and has compiled `program`, so that sandboxes run that by a fork too. It starts with
+    the first sandbox, again if it has died, and ends with `close` or this process; its sandboxes end with it.
+    """
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._starting = threading.Lock()
+
+    def fork(self, descriptors: Sequence[int]) -> None:
+        """Have a monitor forked: the ends of its life and control sockets, and where its errors go."""
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._requests is not None
+            fd_messages.send(self._requests, {}, descriptors)
+
+    def _start(self) -> None:
+        self._let_go()
+        ours, theirs = socket.socketpair()
+        number = str(theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [*python_command("main_server", str(HERE), site=True), number, str(os.getpid()), str(self._program)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_CLEAN,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._requests = ours
+
+    def close(self) -> None:
+        """End the process and every sandbox it has forked."""
+        with self._starting:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        if self._process is not None:
+            self._process.wait()
+        self._requests = self._process = None
+
+
+class Box:
+    """One monitor, from its start to its end. `server` forks it, else it is a program of its own."""
+
+    def __init__(self, spec: Mapping[str, Any], name: str, server: ForkServer | None = None) -> None:
+        self.spec = spec
+        self.name = name
+        self.server = server
+        self.told: dict[str, Any] = {}
+        self.overlay = False
+        self.filtered = False
+        self._life: socket.socket | None = None
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._sending = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the monitor and wait until the sandbox takes requests."""
+        life, theirs = socket.socketpair()
+        control, init_end = socket.socketpair()
+        self._life, self._control = life, control
+        for sock in (life, control):
+            sock.setblocking(False)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read if the start fails, closed with the box)
+        try:
+            self._process = await asyncio.to_thread(self._spawn, theirs, init_end)
+        finally:
+            theirs.close()
+            init_end.close()
+        try:
+            async with asyncio.timeout(_START_S):
+                await send(life, self.spec)
+                self.told, _ = await receive(life)
+                ready, _ = await receive(control)
+        except TimeoutError:
+            await self.close()
+            raise SandboxError(f"sandbox {self.name} did not start within {_START_S:g} s") from None
+        except (OSError, fd_messages.Broken, EOFError):
+            raise SandboxError(f"sandbox {self.name} did not start: {await self._last_words()}") from None
+        if error := self.told.get("error") or ready.get("error"):
+            await self.close()
+            raise SandboxError(f"sandbox {self.name} did not start: {error}")
+        self.overlay, self.filtered = bool(ready["overlay"]), bool(ready["filtered"])
+
+    def _spawn(self, theirs: socket.socket, init_end: socket.socket) -> subprocess.Popen[bytes] | None:
+        numbers = (theirs.fileno(), init_end.fileno())
+        if self.server is not None:
+            assert self._errors is not None
+            self.server.fork([*numbers, self._errors.fileno()])
+            return None
+        return subprocess.Popen(
+            [*python_command("main", str(HERE)), *map(str, (*numbers, os.getpid()))],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=_CLEAN,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    async def _last_words(self) -> str:
+        await self.close(keep_errors=True)
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._errors.close()
+        return lines[-1] if lines else "its monitor ended without a word"
+
+    async def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+        """Send a request; the answer is read from what comes back."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            await self._tell(request, [theirs.fileno(), *descriptors])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return Answer(ours)
+
+    async def sweep(self, *, own_processes: bool) -> None:
+        """End everything that runs in the sandbox."""
+        await self._tell({"do": "sweep", "own_processes": own_processes}, ())
+
+    async def _tell(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        async with self._sending:
+            if self._control is None:
+                raise SandboxGone(f"sandbox {self.name} has ended")
+            try:
+                await send(self._control, request, descriptors)
+            except OSError as error:
+                raise SandboxGone(f"sandbox {self.name} is gone: {error.strerror}") from None
+
+    async def relay(self, listener: socket.socket, target: str) -> None:
+        """Have the monitor carry the connections of a socket inside to an address outside."""
+        async with self._sending:
+            if self._life is None:
+                raise SandboxGone(f"sandbox {self.name} has ended")
+            await send(self._life, {"relay": target}, [listener.fileno()])
+
+    @property
+    def alive(self) -> bool:
+        """Whether the monitor runs; it does as long as the sandbox does."""
+        if self._life is None:
+            return False
+        try:
+            return bool(self._life.recv(1, socket.MSG_PEEK))  # it says nothing after the start
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def close(self, *, keep_errors: bool = False) -> None:
+        """End the sandbox; returns when nothing is left of it."""
+        life, control, process = self._life, self._control, self._process
+        self._life = self._control = None
+        if control is not None:
+            control.close()
+        if life is not None:
+            with contextlib.suppress(OSError):
+                life.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                while await asyncio.get_running_loop().sock_recv(life, 4096):
+                    pass
+            life.close()
+        if process is not None:
+            await asyncio.to_thread(process.wait)
+        await asyncio.to_thread(cgroups.remove, self.told.get("folders", []))  # if the monitor was killed
+        if self._errors is not None and not keep_errors:
+            self._errors.close()
+
+
+class Answer:
+    """One request's own socket; closed before the answer is there, it takes the request back."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    async def message(self) -> tuple[dict[str, Any], list[int]]:
+        """The answer, and the descriptors that came with it. EOFError: there is none, its worker was killed."""
+        try:
+            return await receive(self.sock)
+        except (OSError, fd_messages.Broken):
+            raise EOFError from None
+
+    async def data(self, count: int) -> bytes:
+        """That many bytes after the answer."""
+        parts = bytearray()
+        loop = asyncio.get_running_loop()
+        while len(parts) < count:
+            part = await loop.sock_recv(self.sock, min(count - len(parts), 1 << 20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+async def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send on a socket that does not block."""
+    length, body = fd_messages.packed(message)
+    while True:
+        try:
+            socket.send_fds(sock, [length], list(descriptors))  # four bytes: all or nothing
+            break
+        except BlockingIOError:
+            await _ready(sock, write=True)
+    await asyncio.get_running_loop().sock_sendall(sock, body)
+
+
+async def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message on a socket that does not block; EOFError at the end."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(sock, 4, fd_messages.MOST_DESCRIPTORS)
+            break
+        except BlockingIOError:
+            await _ready(sock, write=False)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if not header:
+        raise EOFError
+    body = bytearray()
+    header += b"" if len(header) == 4 else await loop.sock_recv(sock, 4 - len(header))
+    size = fd_messages.length_of(header)
+    while len(body) < size:
+        part = await loop.sock_recv(sock, size - len(body))
+        if not part:
+            raise EOFError
+        body += part
+    return fd_messages.unpacked(bytes(body)), descriptors
+
+
+async def _ready(sock: socket.socket, *, write: bool) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    number = sock.fileno()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    (loop.add_writer if write else loop.add_reader)(number, wake)
+    try:
+        await future
+    finally:
+        (loop.remove_writer if write else loop.remove_reader)(number)

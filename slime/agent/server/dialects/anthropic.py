@@ -1,0 +1,327 @@
+"""Anthropic's Messages, with `count_tokens`.
+
+The turn's reference is the `signature` of its thinking block, which clients send back as it came. `cache_control` is
+dropped wherever it stands, a list of one text is that text, and a `role: system` message may stand anywhere. Usage is
+Anthropic's: `input_tokens` are those that were not held already, and all three counts together are the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime.agent.messages import Message, ToolCall, TurnRequest
+from slime.agent.server.dialects import request_fields, sse
+from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
+from slime.agent.server.dialects.errors import Answer, anthropic_error, messages_problem
+from slime.agent.server.dialects.request_fields import bad
+from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+
+USED = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences"}
+    | {"temperature", "top_p", "top_k", "output_format", "output_config", "mcp_servers"}
+)
+# Accepted and of no effect: who asks, how it is billed, cached or stored, hints about effort and thinking, and edits of
+# the context that only Anthropic's own service makes.
+NEUTRAL = frozenset(
+    {"metadata", "service_tier", "thinking", "context_management", "container", "betas", "anthropic_version"}
+    | {"anthropic_beta", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
+    | {"fallbacks", "fallback_credit_token", "compaction", "thread"}
+)
+HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "memory", "advisor")
+_STOP = {"length": "max_tokens", "abort": "max_tokens"}
+
+
+class AnthropicMessages:
+    name = "messages"
+    paths: tuple[str, ...] = ("/v1/messages", "/v1/messages/count_tokens")
+
+    def key(self, headers: Mapping[str, str]) -> str | None:
+        return request_fields.session_key(headers)
+
+    def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
+        fields = request_fields.a_mapping(body, "the body")
+        request_fields.known_only(fields, USED, NEUTRAL)
+        _refuse_other_answers(fields)
+        counting = path.rstrip("/").endswith("/count_tokens")
+        tools, notes = _tools(fields.get("tools"))
+        choice, parallel = _tool_choice(fields.get("tool_choice"), tools)
+        longest = request_fields.an_int(fields, "max_tokens", 1)
+        if longest is None and not counting:
+            raise bad("max_tokens", "must be given")
+        request = TurnRequest(
+            messages=conversation(fields.get("system"), fields.get("messages")),
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            max_tokens=longest,
+            params=_sampling_params(fields),
+        )
+        return Asked(
+            request=request,
+            model=request_fields.a_name(fields.get("model"), "model"),
+            stream=request_fields.a_flag(fields, "stream", False) and not counting,
+            count_only=counting,
+            notes=notes + request_fields.choice_notes(choice),
+        )
+
+    def writer(self, asked: Asked, turn_ref: str) -> MessagesWriter:
+        return MessagesWriter(asked, turn_ref)
+
+    def whole(self, asked: Asked, finished: Finished) -> dict[str, Any]:
+        output = finished.output
+        blocks: list[dict[str, Any]] = []
+        if sse.worth_showing(output.reasoning):
+            blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": finished.reference})
+        if sse.worth_showing(output.text):
+            blocks.append({"type": "text", "text": output.text})
+        for call in output.calls:
+            blocks.append(
+                {
+                    "type": "tool_use",
+                    "id": call.id,
+                    "name": call.name,
+                    "input": request_fields.parsed_arguments(call.arguments),
+                }
+            )
+        return {
+            **_head(asked, finished.reference),
+            "content": blocks,
+            "stop_reason": stop_reason(finished),
+            "usage": usage_body(finished.usage),
+        }
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
+
+    def problem(self, problem: Problem) -> Answer:
+        return messages_problem(problem)
+
+
+class MessagesWriter:
+    """Blocks one after the other, each begun, filled and ended; the thinking block ends with the turn's reference."""
+
+    def __init__(self, asked: Asked, turn_ref: str) -> None:
+        self._asked = asked
+        self._reference = turn_ref
+        self._shown = sse.Shown()
+        self._open: type | int | None = None  # the kind of the open block, or the number of its call
+        self._blocks = 0
+
+    def begin(self) -> bytes:
+        message = {**_head(self._asked, self._reference), "content": [], "stop_reason": None}
+        return sse.named({"type": "message_start", "message": {**message, "usage": usage_body(Usage(0, 0, 0))}})
+
+    def event(self, event: Event) -> bytes:
+        return b"".join(self._piece(shown) for shown in self._shown.of(event))
+
+    def keep_alive(self) -> bytes:
+        return sse.named({"type": "ping"})
+
+    def end(self, finished: Finished) -> bytes:
+        delta = {"stop_reason": stop_reason(finished), "stop_sequence": None}
+        last = {"type": "message_delta", "delta": delta, "usage": usage_body(finished.usage)}
+        return self._close() + sse.named(last) + sse.named({"type": "message_stop"})
+
+    def problem(self, problem: Problem) -> bytes:
+        return sse.named(anthropic_error(problem))
+
+    def _piece(self, event: Event) -> bytes:
+        match event:
+            case Reasoning():
+                start = self._start(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
+                return start + self._delta({"type": "thinking_delta", "thinking": event.text})
+            case Text():
+                start = self._start(Text, {"type": "text", "text": ""})
+                return start + self._delta({"type": "text_delta", "text": event.text})
+            case CallBegun():
+                return self._start(event.index, {"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+            case CallArguments():
+                return self._delta({"type": "input_json_delta", "partial_json": event.text})
+        raise AssertionError(event)
+
+    def _start(self, what: type | int, block: Mapping[str, Any]) -> bytes:
+        if self._open == what:
+            return b""
+        closed = self._close()
+        self._open = what
+        return closed + sse.named({"type": "content_block_start", "index": self._blocks, "content_block": block})
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return sse.named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is Reasoning:
+            signed = self._delta({"type": "signature_delta", "signature": self._reference})
+        stop = sse.named({"type": "content_block_stop", "index": self._blocks})
+        self._open = None
+        self._blocks += 1
+        return signed + stop
+
+
+def stop_reason(finished: Finished) -> str:
+    """A turn that was cut off is `max_tokens`, also where it had begun a call."""
+    return _STOP.get(finished.finish_reason) or ("tool_use" if finished.output.calls else "end_turn")
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }
+
+
+def conversation(system: object, value: object) -> tuple[Message, ...]:
+    """The system prompt and the messages, consecutive ones of the assistant as one."""
+    messages: list[Message] = []
+    if instructions := request_fields.content_text(system, "system", ("text",)):
+        messages.append(Message("system", instructions))
+    for i, entry in enumerate(request_fields.a_list(value, "messages")):
+        for message in _message(request_fields.a_mapping(entry, f"messages[{i}]"), f"messages[{i}]"):
+            request_fields.add_message(messages, message)
+    if not any(message.role != "system" for message in messages):
+        raise bad("messages", "must have at least one message")
+    if messages[-1].role == "assistant":
+        raise bad("messages", "must end with a message of the user: the assistant's answer cannot be begun for it")
+    return tuple(messages)
+
+
+def _message(entry: Mapping[str, Any], where: str) -> list[Message]:
+    role = entry.get("role")
+    content, place = entry.get("content"), f"{where}.content"
+    if role == "system":
+        return [Message("system", request_fields.content_text(content, place, ("text",)))]
+    if role == "assistant":
+        return [_assistant(content, place)]
+    if role == "user":
+        return _user(content, place)
+    raise bad(f"{where}.role", "must be user, assistant or system")
+
+
+def _user(content: object, where: str) -> list[Message]:
+    """Results first, in the order of the blocks, and the user's own texts as one message between them."""
+    if not isinstance(content, list):
+        return [Message("user", request_fields.content_text(content, where, ("text",)))]
+    messages: list[Message] = []
+    texts: list[str] = []
+    for i, entry in enumerate(content):
+        place = f"{where}[{i}]"
+        if isinstance(entry, dict) and entry.get("type") == "tool_result":
+            if texts:
+                messages.append(Message("user", "\n".join(texts)))
+                texts = []
+            messages.append(_tool_result(entry, place))
+        else:
+            texts.append(request_fields.part_text(entry, place, ("text",)))
+    if texts or not messages:
+        messages.append(Message("user", "\n".join(texts)))
+    return messages
+
+
+def _tool_result(block: Mapping[str, Any], where: str) -> Message:
+    """What the tool answered. A failure that does not say so itself is told to the model as one."""
+    text = request_fields.result_text(block.get("content"), f"{where}.content", ("text",))
+    if request_fields.a_flag(block, "is_error", False) and not text.strip():
+        text = "Error: the tool failed and said nothing."
+    return Message("tool", text, tool_call_id=request_fields.a_text(block.get("tool_use_id"), f"{where}.tool_use_id"))
+
+
+def _assistant(content: object, where: str) -> Message:
+    if not isinstance(content, list):
+        return Message("assistant", request_fields.content_text(content, where, ("text",)))
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    reference = None
+    for i, entry in enumerate(content):
+        place = f"{where}[{i}]"
+        block = request_fields.a_mapping(entry, place)
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(request_fields.a_text(block.get("thinking"), f"{place}.thinking"))
+                reference = reference or request_fields.text_or_none(block, "signature", place) or None
+            case "redacted_thinking":
+                reference = reference or request_fields.text_or_none(block, "data", place) or None
+            case "tool_use":
+                calls.append(_tool_call(block, place))
+            case _:
+                texts.append(request_fields.part_text(block, place, ("text",)))
+    reasoning = "".join(thoughts) if thoughts else None
+    return Message("assistant", "".join(texts), reasoning=reasoning, tool_calls=tuple(calls), reference=reference)
+
+
+def _tool_call(block: Mapping[str, Any], where: str) -> ToolCall:
+    return ToolCall(
+        request_fields.a_text(block.get("id"), f"{where}.id"),
+        request_fields.a_text(block.get("name"), f"{where}.name"),
+        request_fields.as_json_text(block.get("input"), f"{where}.input"),
+    )
+
+
+def _tools(value: object) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    """The tools that the client runs, and a note about each that only Anthropic's service runs."""
+    tools = []
+    notes = []
+    for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
+        where = f"tools[{i}]"
+        tool = request_fields.a_mapping(entry, where)
+        kind = tool.get("type") or "custom"
+        if isinstance(kind, str) and kind.startswith(HOSTED):
+            notes.append(f"the tool {request_fields.clean(kind)!r} is run by Anthropic's service, and left out here")
+            continue
+        if kind != "custom":
+            raise bad(f"{where}.type", "only tools with a name and an input_schema are offered here: declare it as one")
+        tools.append(
+            request_fields.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
+        )
+    return tuple(tools), tuple(notes)
+
+
+def _tool_choice(value: object, tools: tuple[Mapping[str, Any], ...]) -> tuple[str, bool]:
+    if value is None:
+        return "auto", True
+    choice = request_fields.a_mapping(value, "tool_choice")
+    parallel = not request_fields.a_flag(choice, "disable_parallel_tool_use", False)
+    match choice.get("type"):
+        case "auto" | "none" as kind:
+            return kind, parallel
+        case "any":
+            return "required", parallel
+        case "tool":
+            return request_fields.chosen(choice.get("name"), tools), parallel
+    raise bad("tool_choice.type", "must be auto, any, tool or none")
+
+
+def _sampling_params(fields: Mapping[str, Any]) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for name in ("temperature", "top_p"):
+        if (number := request_fields.a_number(fields, name)) is not None:
+            params[name] = number
+    if (most := request_fields.an_int(fields, "top_k", 0)) is not None:
+        params["top_k"] = most
+    if fields.get("stop_sequences") and (stop := request_fields.texts(fields["stop_sequences"], "stop_sequences")):
+        params["stop"] = stop
+    return params
+
+
+def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
+    config = request_fields.a_mapping(fields.get("output_config") or {}, "output_config")
+    if config.get("format") or fields.get("output_format"):
+        raise bad("output_config.format", "answers are sampled freely here: leave it out")
+    if fields.get("mcp_servers"):
+        raise bad("mcp_servers", "no tools are run on this side: connect to the servers yourself and send their tools")
+
+
+def _head(asked: Asked, reference: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reference}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "stop_sequence": None,
+    }

@@ -1,0 +1,267 @@
+"""The process of the endpoints as part of a run: started for the first session, watched, started again after its death.
+
+Invariant: the process ends with the driver, however that ends; and what the driver knows of engines and weights, the
+process knows, in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from slime.agent.conversation import session_limits
+from slime.agent.online.interaction import FILE_NAME as LIVE_FILE
+from slime.agent.server.control_client import AgentServerFailed, RemoteServer
+from slime.agent.server.settings import LiveSettings, Opening, ServerSettings, kept_key, write_address
+from slime.agent.session.turn_journal import FILE_NAME, Attempt, TurnJournal
+from slime.cluster.child_env import module_command
+from slime.cluster.process import ChildProcess
+from slime.cluster.watchdog import waiting
+from slime.config.datasets import prompt_files
+from slime.data.buffer import run_identity
+from slime.data.chat_template import model_context_length
+from slime.errors import UserError
+from slime.models.parsers.formats import named_formats
+from slime.rollout.runtime import RolloutRuntime
+
+NAME = "agent-server"
+
+logger = logging.getLogger(__name__)
+
+
+class RunningServer:
+    """One life of the process; `died` is set when it is over."""
+
+    def __init__(self, child: ChildProcess, remote: RemoteServer, reader: asyncio.StreamReader) -> None:
+        self.child, self.remote = child, remote
+        self.died = asyncio.Event()
+        self._warned: set[str] = set()
+        self._reader = reader
+        self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._pass_on())]
+
+    def tell(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Have a call made after all that were given before it."""
+        self._news.put_nowait(call)
+
+    def warn(self, warning: str | None) -> None:
+        """Log in the driver what the process warned of, once."""
+        if warning is not None and warning not in self._warned:
+            self._warned.add(warning)
+            logger.warning("%s: %s", NAME, warning)
+
+    def failure(self) -> AgentServerFailed:
+        """What to say of its death."""
+        code = self.child.poll()
+        return AgentServerFailed(f"the agent server died (exit code {code}, see {self.child.log_path})")
+
+    async def aclose(self, channel: asyncio.StreamWriter) -> None:
+        """End it and whatever it started."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.remote.aclose()
+        channel.close()
+        await asyncio.to_thread(self.child.stop)
+
+    async def _watch(self) -> None:
+        await self._reader.read()
+        self.died.set()
+        await asyncio.to_thread(self.child.wait, 1.0)
+        logger.error("%s; its open sessions fail, and the next one starts it again", self.failure())
+
+    async def _pass_on(self) -> None:
+        while True:
+            call = await self._news.get()
+            try:
+                await call()
+            except AgentServerFailed as error:
+                logger.warning("%s", error)
+
+
+class AgentServer:
+    """The endpoints of a run, wherever and whenever they run."""
+
+    def __init__(self, runtime: RolloutRuntime) -> None:
+        self._config, self._pool, self._state = runtime.config, runtime.pool, runtime.state
+        self._loop = runtime.loop_thread.loop
+        self._where = runtime.router_address
+        self.run = ""
+        """What the turns of this run are kept under."""
+        self.journal = self._open_journal(runtime)
+        self._starting = asyncio.Lock()
+        self._running: tuple[RunningServer, asyncio.StreamWriter, str] | None = None
+        self._pool.when_changed.append(self._engines_changed)
+        self._state.when_updated.append(self._weights_arrived)
+
+    def _open_journal(self, runtime: RolloutRuntime) -> TurnJournal | None:
+        """Where the turns of unfinished sessions are kept, in runs that have a journal."""
+        if runtime.journal is None or self._config.output_dir is None:
+            return None
+        facts = json.dumps(run_identity(self._config, prompt_files(self._config)), sort_keys=True)
+        self.run = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
+        journal.forget_other_runs(self.run)
+        runtime.when_recorded.append(partial(journal.forget_sample, self.run))
+        return journal
+
+    async def running(self) -> RunningServer:
+        """The process, which is up and answers."""
+        async with self._starting:
+            if self._running is not None and self._running[0].died.is_set():
+                await self._end()
+            if self._running is None:
+                await self._start()
+            assert self._running is not None
+            return self._running[0]
+
+    async def forget(self, opening: Opening) -> None:
+        """Nobody goes on from the turns of this session."""
+        if self.journal is not None and opening.attempt is not None:
+            await self.journal.forget(Attempt(**opening.attempt))
+
+    async def aclose(self) -> None:
+        """End the process; sessions that are open fail."""
+        self._pool.when_changed.remove(self._engines_changed)
+        self._state.when_updated.remove(self._weights_arrived)
+        async with self._starting:
+            await self._end()
+        if self.journal is not None:
+            await asyncio.to_thread(self.journal.close)
+
+    async def _start(self) -> None:
+        folder = tempfile.mkdtemp(prefix="slime-agents-")  # a path that is short enough for a socket
+        settings = self._settings(folder)
+        ours, theirs = socket.socketpair()
+        logs = Path(self._config.output_dir or folder) / "logs"
+        child = ChildProcess(
+            NAME,
+            [*module_command("slime.agent.server"), "--channel", str(theirs.fileno())],
+            env={"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false")},
+            pass_env=self._config.pass_env or (),
+            log_path=logs / f"{NAME}.log",
+            pass_fds=(theirs.fileno(),),
+            dumps_stacks=True,
+        )
+        with theirs:
+            child.start()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            remote = await self._made_ready(settings, child, reader, writer)
+        except BaseException:
+            writer.close()
+            await asyncio.to_thread(child.stop)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if settings.live is not None:
+            write_address(Path(self._config.output_dir or folder), remote.url, settings.live.key, remote.model)
+        running = RunningServer(child, remote, reader)
+        self._running = running, writer, folder
+        up = {client.base_url for client in self._pool.up}
+        for client in self._pool.roster:
+            url, is_new = client.base_url, client.base_url not in settings.engines
+            if is_new:
+                self._engines_changed("added", url)
+            if is_new or url not in up:
+                self._engines_changed("up" if url in up else "down", url)
+
+    async def _made_ready(
+        self,
+        settings: ServerSettings,
+        child: ChildProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> RemoteServer:
+        limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
+        writer.write(json.dumps(settings.to_dict()).encode() + b"\n")
+        with waiting(NAME, "to be ready", timeout_s=limit_s, flag=flag) as wait:
+            try:
+                async with asyncio.timeout(wait.remaining()):
+                    line = await reader.readline()
+            except TimeoutError as error:
+                raise AgentServerFailed(f"the agent server was not ready within {limit_s:g} s ({flag})") from error
+        if not line:
+            await asyncio.to_thread(child.wait, 5.0)
+            raise AgentServerFailed(f"the agent server did not start (see {child.log_path}): {child.tail(3)}")
+        addresses = json.loads(line)
+        if "error" in addresses:
+            raise UserError(addresses["error"])
+        return RemoteServer(addresses, settings.secret)
+
+    def _settings(self, folder: str) -> ServerSettings:
+        config = self._config
+        assert config.hf_checkpoint is not None, "a run with engines has a model"
+        router, router_only, key = self._where
+        formats = named_formats(config.carried)
+        return ServerSettings(
+            model=config.hf_checkpoint,
+            tool_call_parser=formats.tool,
+            reasoning_parser=formats.reasoning,
+            engines=tuple(client.base_url for client in self._pool.roster if client.api_key == key),
+            folder=folder,
+            secret=secrets.token_urlsafe(24),
+            trust_remote_code=config.trust_remote_code,
+            router=router,
+            router_only=router_only,
+            engine_key=key,
+            engine_timeout_s=float(config.engine_request_timeout),
+            fault_tolerant=config.use_fault_tolerance,
+            version=self._state.weight_version,
+            journal=None if self.journal is None else str(self.journal.path.absolute()),
+            host=config.host,
+            port=config.agent_server_port or 0,
+            live=self._live(folder),
+        )
+
+    def _live(self, folder: str) -> LiveSettings | None:
+        """What clients are served with whom nobody dispatched, where there is a service for them."""
+        config, params = self._config, self._state.sampling_params
+        if config.live_judge_path is None:
+            return None
+        assert config.hf_checkpoint is not None, "a run with engines has a model"
+        home = Path(config.output_dir or folder)
+        limits = session_limits(config, params, model_context_length(config.hf_checkpoint), None)
+        return LiveSettings(
+            key=kept_key(home),
+            store=str((home / LIVE_FILE).absolute()),
+            params=dict(params),
+            limits=limits.to_dict(),
+            template_kwargs=dict(config.apply_chat_template_kwargs or {}),
+            strict=config.strict_tokens,
+            routing=config.use_rollout_routing_replay,
+            filter_path=config.live_filter_path,
+            idle_s=config.live_idle_timeout,
+            most_conversations=config.live_max_conversations,
+        )
+
+    async def _end(self) -> None:
+        if self._running is not None:
+            (running, writer, folder), self._running = self._running, None
+            await running.aclose(writer)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _engines_changed(self, state: str, what: str) -> None:
+        if self._running is not None:
+            running, url, reason = self._running[0], "" if state == "given up" else what, what
+            key = next((client.api_key for client in self._pool.clients if client.base_url == url), None)
+            running.tell(lambda: running.remote.engine(url, state, reason, key))
+
+    def _weights_arrived(self, version: str) -> None:
+        """Called by the thread that publishes."""
+
+        def tell() -> None:
+            if self._running is not None:
+                running = self._running[0]
+                running.tell(lambda: running.remote.version(version))
+
+        self._loop.call_soon_threadsafe(tell)
