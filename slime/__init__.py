@@ -8,10 +8,12 @@ takes the same names as the command line's flags; help(slime.run) lists them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "run"]
+__path__.append(str(Path(__file__).parent / "compat"))  # import paths of upstream: slime.utils, slime.backends
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def _products() -> Iterator[tuple[str, float, float]]:
             yield f"differing codes of the {name} factor, {rows} x {inner} x {columns}", differing, 1e-3
         wide = [codes.float() * scales[:, None] for codes, scales in map(matmul_kernels.quantize, (left, right))]
         wanted = wide[0] @ wide[1].t()
-        found = matmul_kernels.product_float8(left, right).float()
+        found = matmul_kernels.fp8_product(left, right).float()
         apart = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
         yield f"products, worst row, {rows} x {inner} x {columns}", apart, 1e-2
 

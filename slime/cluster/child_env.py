@@ -4,7 +4,7 @@ Invariant: a child started with `module_command` imports `slime` from where this
 its working folder, in PYTHONPATH or among the installed packages. The working folder is where the starting process has
 it on its search path, first or last, so that a user's modules are found by parent and child alike.
 
-Executed on its own (`python -P python.py [--here-first] MODULE ARGS...`), so it imports only the standard library.
+Executed on its own (`python -P child_env.py [--here-first] MODULE ARGS...`), so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import runpy
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-
-from slime.errors import UserError
 
 HERE_FIRST = "--here-first"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -54,10 +52,6 @@ def main() -> None:
         sys.path.append(os.getcwd())
     sys.argv = [module, *arguments]  # the first is replaced by the module's file
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
 
 
 # Which of the driver's environment its children get: all of it, but for what looks like a secret; and the keys of
@@ -98,6 +92,8 @@ def keep_key(port: int, key: str) -> Path:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key + "\n")
     except OSError as cause:
+        from slime.errors import UserError  # this file is also run as a program, before `slime` can be imported
+
         raise UserError(
             f"the key of an engine's control routes cannot be kept in {path} ({cause.strerror}): name a folder that "
             f"can be written to in XDG_CACHE_HOME, or give a key in {ENGINE_KEY_VARIABLE}"
@@ -121,3 +117,7 @@ def kept_key(port: int) -> str | None:
 
 def _key_file(port: int) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "engine_keys" / str(port)
+
+
+if __name__ == "__main__":
+    main()

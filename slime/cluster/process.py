@@ -1,7 +1,7 @@
 """Child processes that die with the driver, on every kind of exit.
 
 The invariant: a process started here, and everything it starts itself, is gone a few seconds after the driver is,
-whether the driver returned, raised, was terminated or was killed with SIGKILL. A guard (guard.py) between the driver
+whether the driver returned, raised, was terminated or was killed with SIGKILL. A guard (reaper.py) between the driver
 and the child sees to it; the driver's only duty is to keep the write end of the guard's control pipe to itself.
 """
 

@@ -1,6 +1,6 @@
 """The small process between the driver and one child: when the driver is gone, so is everything the child started.
 
-Run as `python -I -S guard.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of a session of its own (`-` in the place
+Run as `python -I -S reaper.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of a session of its own (`-` in the place
 of the descriptor: there is no control pipe, and what the guard hears are signals). The invariant:
 the guard exits only after every process below it has exited, and it exits as soon as the child has (with the child's
 exit code) or the driver has (however it died). It learns the latter from the end of file on the control pipe, whose

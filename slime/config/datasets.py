@@ -384,7 +384,7 @@ def _share(value: float) -> str | None:
     return None if math.isfinite(value) and value > 0 else "must be a number greater than 0"
 
 
-_ENTRIES_train_datasets: dict[str, Entry] = {**READING, "weight": number(_share)}
+_TRAIN_ENTRIES: dict[str, Entry] = {**READING, "weight": number(_share)}
 _SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
 _ELSEWHERE = {
     "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
@@ -399,9 +399,7 @@ def train_datasets(config: Config) -> list[TrainDataset]:
     """The datasets of `--prompt-config`, none without it; a `UserError` for what is wrong with the file."""
     if config.prompt_config is None:
         return []
-    found = read_datasets(
-        config.prompt_config, flag=FLAG, section="train", known=_ENTRIES_train_datasets, elsewhere=_ELSEWHERE
-    )
+    found = read_datasets(config.prompt_config, flag=FLAG, section="train", known=_TRAIN_ENTRIES, elsewhere=_ELSEWHERE)
     refuse_twins([one.name for one in found], f"{FLAG} {config.prompt_config}")
     flags = reading_flags(config)
     return [TrainDataset(one.name, one.path, origin=one.origin, **{**flags, **one.values}) for one in found]

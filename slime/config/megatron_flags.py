@@ -100,7 +100,7 @@ MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.item
 MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.items() for name in names.split()}
 """Flag -> SHAPE, NUMBERS, SPEED or OTHERS."""
 
-_HALF_megatron_flags = "training computes in float32 or bfloat16, --dtype chooses: drop it"
+_HALF_PRECISION = "training computes in float32 or bfloat16, --dtype chooses: drop it"
 _STATE = "gradients and master weights are float32: give fp32, or drop it"
 _ROUTER = "experts are trained by the loss alone: give 0, or drop it"
 _TOKENS = "no token of an expert is dropped: drop it"
@@ -123,9 +123,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,),
         "positions are what the model's config.json says: write its rope scaling there, and drop it",
     ),
-    "fp16": ((), _HALF_megatron_flags),
-    "fp8-format": ((), _HALF_megatron_flags),
-    "fp8-param-gather": ((), _HALF_megatron_flags),
+    "fp16": ((), _HALF_PRECISION),
+    "fp8-format": ((), _HALF_PRECISION),
+    "fp8-param-gather": ((), _HALF_PRECISION),
     "main-grads-dtype": (("fp32",), _STATE),
     "main-params-dtype": (("fp32",), _STATE),
     "use-checkpoint-opt-param-scheduler": ((), "learning rate and weight decay are those of the flags: drop it"),
@@ -137,14 +137,14 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 """Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
 taken where there is no checkpoint to go on from."""
 
-_MOMENTS_megatron_flags = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
+_MOMENT_STORAGE = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
 
 REFUSED_BY_MEGATRON: dict[str, str] = {
-    "use-precision-aware-optimizer": _MOMENTS_megatron_flags,
-    "overlap-cpu-optimizer-d2h-h2d": _MOMENTS_megatron_flags,
-    "optimizer-offload-fraction": _MOMENTS_megatron_flags,
+    "use-precision-aware-optimizer": _MOMENT_STORAGE,
+    "overlap-cpu-optimizer-d2h-h2d": _MOMENT_STORAGE,
+    "optimizer-offload-fraction": _MOMENT_STORAGE,
     "moe-use-legacy-grouped-gemm": "megatron-core 0.16 is about to drop it: drop the flag",
-    "moe-router-padding-for-fp8": _HALF_megatron_flags,
+    "moe-router-padding-for-fp8": _HALF_PRECISION,
     "moe-extended-tp": "megatron-core has it no more: give --expert-tensor-parallel-size",
     "use-tp-pp-dp-mapping": "processes are numbered by tensor, context, data and pipeline, in this order: drop it",
 }

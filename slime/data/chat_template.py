@@ -183,7 +183,7 @@ def preview_template(
     folder: str | Path, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None, options: dict[str, Any]
 ) -> str | None:
     """The messages as the folder's chat template writes them; None without a template that renders here."""
-    facts = _read_json_template_preview(Path(folder) / "tokenizer_config.json")
+    facts = _read_config(Path(folder) / "tokenizer_config.json")
     template = _template(Path(folder), facts)
     if template is None:
         return None
@@ -220,7 +220,7 @@ def _special_tokens(facts: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _read_json_template_preview(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -20,12 +20,12 @@ from slime.cluster.node import NodeLost
 from slime.cluster.watchdog import waiting
 from slime.config import Config
 from slime.config.algorithm import has_critic
-from slime.data.buffer.database import JournalFailed
 from slime.engine.fleet.processes import EngineDied, EngineStartTimeout
 from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
 from slime.engine.sglang.router import RouterDied
 from slime.errors import RunFailed
+from slime.storage.group_commit import JournalFailed
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import TrainerDied, TrainerTimeout
 from slime.train.trainer_group import GradientsNotFinite, TrainerGroup

@@ -140,7 +140,7 @@ class ConfigNumbers:
         return rank * heads * width + hidden * (width + heads)
 
 
-def count_parameters_counting(numbers: ConfigNumbers) -> int | None:
+def count_shape_parameters(numbers: ConfigNumbers) -> int | None:
     """All parameters, tied ones once; None for families that are not known."""
     layers, hidden, vocab = numbers.layers, numbers.hidden, numbers.number("vocab_size")
     attention = numbers.attention_weights
@@ -328,7 +328,7 @@ def _shape(numbers: ConfigNumbers) -> ModelShape:
         has_head_norms=family in (*HEAD_NORM_FAMILIES, *WIDE_NORM_FAMILIES),
         norms_per_layer=4 if family in FOUR_NORM_FAMILIES else 2,
         attention_weights_per_layer=numbers.attention_weights,
-        counted_parameters=count_parameters_counting(numbers),
+        counted_parameters=count_shape_parameters(numbers),
     )
     return _with_latents(shape, numbers) if numbers.number("kv_lora_rank") is not None else shape
 

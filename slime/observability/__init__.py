@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from slime.observability.logs import configure_logging
 from slime.observability.memory import MemorySampler, memory_bytes
 from slime.observability.metrics import MetricsLog, read_metrics
@@ -23,5 +25,4 @@ __all__ = [
     "read_metrics",
 ]
 
-
-# Import paths of traces, timers and metrics that slime plugins use: the names of `slime.utils`.
+__path__.append(str(Path(__file__).parents[1] / "compat" / "observability"))  # import paths of upstream

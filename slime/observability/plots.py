@@ -221,11 +221,6 @@ def _saved(figure: Any, out: Path, dpi: int = 150) -> Path:
     return out
 
 
-if __name__ == "__main__":
-    os.nice(19)  # whatever else the machine has to do comes first
-    draw_curves(*sys.argv[1:4])
-
-
 # The pictures of a run while it goes on.
 #
 # Invariant: drawing takes no time of the driver. A process of its own, with the lowest priority, draws at most once
@@ -292,3 +287,8 @@ class Curves:
     @property
     def _title(self) -> str:
         return self._metrics.parent.name
+
+
+if __name__ == "__main__":
+    os.nice(19)  # whatever else the machine has to do comes first
+    draw_curves(*sys.argv[1:4])

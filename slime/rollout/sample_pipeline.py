@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from slime.cluster.watchdog import acting_as
 from slime.config import Config
 from slime.config.flags.rollout import compares_with_label
-from slime.data.buffer import JournalFailed
 from slime.data.sample import Sample
 from slime.data.trace import trace_next_attempt
 from slime.data.validation import keep_bad_sample
@@ -43,6 +42,7 @@ from slime.rollout.retry import MOST_RESUMES, AbortedTooOften
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
+from slime.storage.group_commit import JournalFailed
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""Storage."""
+"""Storage: marked and durable files, SQLite tables, group commits."""

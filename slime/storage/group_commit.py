@@ -15,10 +15,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slime.errors import RunFailed
+
 Change = Callable[[Any], Callable[[], None] | None]
 """Writes into a connection, inside a transaction; gives what is to be done once that has succeeded."""
 
 MOST_AT_ONCE = 64
+
+
+class JournalFailed(RunFailed):
+    """The journal can no longer be written; its contents are intact."""
 
 
 class Transactions(Protocol):

@@ -14,8 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.data.buffer import JournalFailed
-from slime.storage.group_commit import Commits
+from slime.storage.group_commit import Commits, JournalFailed
 
 logger = logging.getLogger(__name__)
 

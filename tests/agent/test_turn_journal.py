@@ -13,7 +13,7 @@ import pytest
 
 from slime.agent.session.matching import Outcome
 from slime.agent.session.turn_journal import Attempt, TurnJournal
-from slime.data.buffer import JournalFailed
+from slime.storage.group_commit import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user
 from tests.agent.test_session import Talk, base_sample
 

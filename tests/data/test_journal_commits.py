@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from slime.data.buffer import Journal, JournaledSource, JournalFailed
+from slime.data.buffer import Journal, JournaledSource
 from slime.data.buffer.database import Database
 from slime.data.sample import Sample
 from slime.driver.loop import Run
 from slime.errors import UserError
-from slime.storage.group_commit import Commits
+from slime.storage.group_commit import Commits, JournalFailed
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 
 

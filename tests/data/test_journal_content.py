@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from slime.cluster.memory.arena import SharedArena
-from slime.data.buffer import Journal, JournalFailed
+from slime.data.buffer import Journal
 from slime.data.buffer.rows import RowCodec, flattened
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.storage.group_commit import JournalFailed
 from tests.data.journal_samples import finish, finished, open_journal, prompts, statements
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -56,7 +56,7 @@ class Running:
     def processes(self, program: str = "") -> list[int]:
         """Pids that carry the mark and run `program` themselves (the guards that watch over them do not count)."""
         found = marked_processes(self.mark)
-        return [pid for pid, command in found if program in command and not (program and "guard.py" in command)]
+        return [pid for pid, command in found if program in command and not (program and "reaper.py" in command)]
 
     def _err(self) -> str:
         return self.popen.stderr.read() if self.popen.stderr is not None else ""

@@ -28,7 +28,7 @@ def token_sum(args, sample):
             with open(f"/proc/{pid}/cmdline") as words, open(f"/proc/{pid}/environ") as variables:
                 command = words.read()
                 is_rank = f"RANK={os.environ['DEADLY_RANK']}" in variables.read().split("\\0")
-            if is_rank and "slime.train.worker" in command and "guard.py" not in command:
+            if is_rank and "slime.train.worker" in command and "reaper.py" not in command:
                 os.kill(pid, signal.SIGKILL)
     return sum(sample.tokens) % 7 / 7
 """

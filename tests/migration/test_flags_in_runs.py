@@ -102,7 +102,7 @@ def test_supervised_training_through_the_asynchronous_driver(place: Path) -> Non
     assert KEY not in seen["options"]
     others = [(command, environ) for command, environ in seen["processes"] if "train_async.py" not in command]
     assert [command for command, environ in others if KEY in command + environ] == []
-    trainers = [environ for command, environ in others if TRAINER in command and "guard.py" not in command]
+    trainers = [environ for command, environ in others if TRAINER in command and "reaper.py" not in command]
     assert len(trainers) == 1
     assert "MY_OWN_VARIABLE=seven" in trainers[0]
     files = [file for file in (place / "sft").rglob("*") if file.is_file()]

@@ -83,7 +83,7 @@ def programs(folder: Path) -> list[tuple[int, str]]:
         if process.name.isdigit():
             try:
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if os.readlink(process / "cwd") == str(folder) and "guard.py" not in command:
+                if os.readlink(process / "cwd") == str(folder) and "reaper.py" not in command:
                     found.append((int(process.name), command))
             except OSError:
                 continue

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import slime.driver.recovery
 from slime.config import Config
-from slime.data.buffer.database import JournalFailed
 from slime.driver.recovery import weights_rescued
 from slime.errors import RunFailed, UserError
+from slime.storage.group_commit import JournalFailed
 from slime.train.checkpoints.errors import NotWritten, written_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for

@@ -77,7 +77,7 @@ class ContainerSandbox:
         self._devices = checked_devices(devices)
         self._name = f"slime-sandbox-{secrets.token_hex(8)}"
         self._first: asyncio.subprocess.Process | None = None
-        self._doorways: dict[str, tuple[subprocess.Popen[bytes], socket.socket, int]] = {}
+        self._port_forwards: dict[str, tuple[subprocess.Popen[bytes], socket.socket, int]] = {}
         self._killed_for_memory = 0
 
     @property
@@ -134,7 +134,7 @@ class ContainerSandbox:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for process, life, _ in self._doorways.values():
+        for process, life, _ in self._port_forwards.values():
             life.close()
             await asyncio.to_thread(process.wait)
         if self._first is not None and self._first.returncode is None:
@@ -276,17 +276,22 @@ class ContainerSandbox:
     async def reach(self, endpoint: str) -> str:
         """The base URL inside of a URL, or of the path of a unix socket, outside."""
         target, path = target_of(endpoint)
-        if target not in self._doorways:
+        if target not in self._port_forwards:
             _, said = await self._control("inspect", "--format", "{{.State.Pid}}", self._name)
             if not said.strip().isdigit():
                 raise SandboxGone(f"container {self._name} does not run")
-            self._doorways[target] = await self._doorway(int(said), target)
-        return f"http://127.0.0.1:{self._doorways[target][2]}{path}"
+            self._port_forwards[target] = await self._port_forward(int(said), target)
+        return f"http://127.0.0.1:{self._port_forwards[target][2]}{path}"
 
-    async def _doorway(self, pid: int, target: str) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    async def _port_forward(self, pid: int, target: str) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         life, theirs = socket.socketpair()
         life.setblocking(False)
-        words = [*python_command("main_doorway", str(HERE), "doorway"), str(theirs.fileno()), str(pid), target]
+        words = [
+            *python_command("main_port_forward", str(HERE), "port_forward"),
+            str(theirs.fileno()),
+            str(pid),
+            target,
+        ]
         with theirs:
             process = await asyncio.to_thread(
                 lambda: subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={}, cwd="/")

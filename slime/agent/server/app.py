@@ -33,10 +33,9 @@ from slime.agent.server.dialects import (
 )
 from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
-from slime.agent.session.limits import SessionRefusal
+from slime.agent.session.limits import SessionRefusal, TemplateRefused
 from slime.agent.session.sampler import token_bytes
 from slime.agent.session.session import Prompt
-from slime.agent.session.template_probe import TemplateRefused
 from slime.agent.session.turn import TakenTurn
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.http_server import Connections

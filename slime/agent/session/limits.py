@@ -22,6 +22,10 @@ class Refused(SessionRefusal):
     """A history that cannot be continued token by token: by this template, or under `--strict-tokens`."""
 
 
+class TemplateRefused(Refused):
+    """The chat template does not take this conversation; one sentence."""
+
+
 class Closed(SessionRefusal):
     """The session has ended."""
 

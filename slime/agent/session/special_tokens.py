@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from slime.agent.session.template_probe import TemplateRefused
+from slime.agent.session.limits import TemplateRefused
 
 _PRIVATE_USE = (range(0xF8FF, 0xDFFF, -1), range(0x10FFFD, 0xFFFFF, -1), range(0xFFFFD, 0xEFFFF, -1))
 """Characters for private use: a conversation has few of them, if any."""

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.session.limits import Refused
+from slime.agent.session.limits import TemplateRefused
 from slime.agent.session.special_tokens import SpecialText
 from slime.errors import UserError
 
@@ -190,10 +190,6 @@ NO_TEMPLATE = "the model's tokenizer has no chat template: add chat_template.jin
 _OURS = ("conversation", "messages", "tools", "chat_template", "return_dict", "continue_final_message")
 _SET_HERE = ("add_generation_prompt", "tokenize")
 _RAISED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
-
-class TemplateRefused(Refused):
-    """The chat template does not take this conversation; one sentence."""
 
 
 class Renderer:

@@ -1,1 +1,1 @@
-"""Rpc."""
+"""Calls between processes: connections, channels and message formats."""

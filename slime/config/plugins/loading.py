@@ -28,7 +28,7 @@ _NOT_NEEDED = {
 }
 """Packages that functions written for upstream slime may import, and what to do where they are not installed."""
 _OWN_PACKAGE = __name__.partition(".")[0]
-_OWN_ROOT = str(Path(__file__).resolve().parents[2])
+_OWN_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:

@@ -20,7 +20,8 @@ from urllib.parse import quote
 from slime.data.buffer.retention import Content, content_of
 from slime.data.buffer.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
 from slime.data.source_state import fsync_file
-from slime.errors import RunFailed, UserError
+from slime.errors import UserError
+from slime.storage.group_commit import JournalFailed
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,6 @@ _BUSY_S = 30.0
 _WAL_PAGES = 16384
 """Pages (of 4 KiB) that the write-ahead log gathers before they are moved into the file."""
 _VACUUM_FROM_PAGES = 4096
-
-
-class JournalFailed(RunFailed):
-    """The journal can be written no more; what it holds is intact."""
 
 
 class Database:

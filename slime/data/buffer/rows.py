@@ -20,7 +20,8 @@ import xxhash
 from slime.data.buffer.codec import Codec
 from slime.data.columns import Packed, packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
-from slime.data.sample import COLUMNS, Sample
+from slime.data.sample import COLUMNS as SAMPLE_COLUMNS
+from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.data.validation import BadSample, check_sample, mend
 
@@ -33,7 +34,7 @@ from slime.data.validation import BadSample, check_sample, mend
 # A key is cheap where nothing changed: packed columns do not change, so each is hashed once; of a text Python itself
 # keeps the hash. All else is hashed anew each time.
 
-_COLUMNS = tuple((name, name.encode()) for name in COLUMNS)
+_COLUMNS = tuple((name, name.encode()) for name in SAMPLE_COLUMNS)
 _TEXTS = (("prompt", b"prompt"), ("response", b"response"))
 _TEXT = struct.Struct("<qq")
 _COUNTERS: tuple[tuple[str, Any], ...] = (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo))

@@ -49,7 +49,7 @@ from slime.weights.transport import choose_transport
 
 _SERVICE_TIMEOUT_S = 10.0
 _SYNCED = {"merged": "the merged weights", "adapter": "the adapter alone"}
-_OWN_PACKAGE = Path(__file__).resolve().parent
+_OWN_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)

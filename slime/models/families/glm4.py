@@ -64,7 +64,7 @@ GLM4 = Family(
 # the one with latent attention.
 
 
-def _fields_glm4_moe(config: HfConfig) -> Fields:
+def _moe_fields(config: HfConfig) -> Fields:
     return {
         **decoder_fields({"partial_rotary_factor": 0.5, **config}),
         **sigmoid_moe_fields(config),
@@ -73,7 +73,7 @@ def _fields_glm4_moe(config: HfConfig) -> Fields:
     }
 
 
-def _rules_glm4_moe(config: HfConfig) -> tuple[Rule, ...]:
+def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     attention = attention_rules(
         config,
         all_layers(config),
@@ -86,8 +86,8 @@ def _rules_glm4_moe(config: HfConfig) -> tuple[Rule, ...]:
 GLM4_MOE = Family(
     name="GLM-4.5 / 4.6 / 4.7",
     model_types=("glm4_moe",),
-    fields=_fields_glm4_moe,
-    rules=_rules_glm4_moe,
+    fields=_moe_fields,
+    rules=_moe_rules,
     tool_format="glm45",
     reasoning_format="glm45",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),

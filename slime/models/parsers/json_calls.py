@@ -98,7 +98,7 @@ class Mistral(ToolFormat):
 #
 # Kimi's own ids count the calls of a conversation; a client gets one that cannot be guessed.
 
-_ID_kimi_k2 = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
+_KIMI_K2_ID = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
@@ -108,7 +108,7 @@ class KimiK2(ToolFormat):
     closes = ("<|tool_calls_section_end|>",)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        found = _ID_kimi_k2.fullmatch((yield from tool_name(reader)))
+        found = _KIMI_K2_ID.fullmatch((yield from tool_name(reader)))
         yield from reader.next()
         if found is None or not (yield from reader.take(_ARGUMENTS)):
             raise Unreadable(f"functions.NAME:0{_ARGUMENTS} is missing")

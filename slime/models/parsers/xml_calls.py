@@ -96,7 +96,7 @@ def _between(reader: Reader, begin: str, end: str) -> Steps[str]:
 
 # `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a section: MiniMax M2, DeepSeek V3.2.
 
-_NAME_invoke = re.compile(r'[^"<>]*')
+_INVOKE_NAME = re.compile(r'[^"<>]*')
 
 
 class Invoke(ToolFormat):
@@ -159,7 +159,7 @@ class Dsml(Invoke):
 
 
 def _name(reader: Reader) -> Steps[str]:
-    name = yield from reader.run(_NAME_invoke, 256)
+    name = yield from reader.run(_INVOKE_NAME, 256)
     yield from _taken(reader, '"')
     return name
 

@@ -14,7 +14,7 @@ import sys
 from . import fd_messages, relay, syscalls
 
 
-def main_doorway() -> None:
+def main_port_forward() -> None:
     """Listen inside, carry outside."""
     life = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(life.fileno(), False)

@@ -22,9 +22,8 @@ from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_o
 from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
-from slime.agent.session.limits import SessionRefusal
+from slime.agent.session.limits import SessionRefusal, TemplateRefused
 from slime.agent.session.template import ChatModel
-from slime.agent.session.template_probe import TemplateRefused
 from slime.agent.session.tree import Turn
 from slime.cluster.http_checks import foreign, no_foreign_pages
 from slime.data.sample import Sample

@@ -20,7 +20,7 @@ from typing import Any
 from slime.cluster.command_line import model_args, parsed_env, shown, words_of
 from slime.errors import UserError
 
-repo_base_dir = Path(__file__).resolve().parents[3]
+repo_base_dir = Path(__file__).resolve().parents[4]
 """The checkout that train.py, scripts/ and tools/ are in."""
 
 

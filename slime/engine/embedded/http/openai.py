@@ -21,7 +21,7 @@ from slime.engine.embedded.http.async_engine import EngineBridge, Finished
 from slime.engine.embedded.http.http_io import Fields, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.responses import Piece, whole
-from slime.engine.embedded.scheduler import Sequence
+from slime.engine.embedded.scheduler import Sequence as EngineSequence
 from slime.errors import UserError
 from slime.models.parsers.events import (
     CallArguments,
@@ -190,7 +190,7 @@ class Reply:
         if output.calls:
             message["content"] = output.text or None
             message["tool_calls"] = [
-                _call_reply(place, call.id, call.name, call.arguments) for place, call in enumerate(output.calls)
+                _call_json(place, call.id, call.name, call.arguments) for place, call in enumerate(output.calls)
             ]
         return message
 
@@ -202,7 +202,7 @@ class Reply:
         calls: dict[int, dict[str, Any]] = {}
         for event in events:
             if isinstance(event, CallBegun):
-                calls[event.index] = _call_reply(event.index, event.id, event.name, "")
+                calls[event.index] = _call_json(event.index, event.id, event.name, "")
             elif isinstance(event, CallArguments):
                 call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += event.text
@@ -224,7 +224,7 @@ class Reply:
         return events
 
 
-def _call_reply(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
+def _call_json(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
     return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -432,7 +432,7 @@ def _usage(results: list[list[Finished]]) -> dict[str, Any]:
     return _counted([[each.sequence for each in finished] for finished in results])
 
 
-def _counted(results: list[list[Sequence]]) -> dict[str, Any]:
+def _counted(results: list[list[EngineSequence]]) -> dict[str, Any]:
     """Each prompt counts once, however many samples it has."""
     prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
     completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)

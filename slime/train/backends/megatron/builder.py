@@ -104,7 +104,7 @@ def _stage(
 
     stage = default() if hooks is None else hooks.stage(config, first, last, vp_stage, default)
     if last and value_head:
-        stage.output_layer = ValueHead_model(config)
+        stage.output_layer = MegatronValueHead(config)
     mark_tensor_parallel(stage)
     _mark_experts(stage, config)
     return stage if config.use_cpu_initialization else stage.cuda()  # routers are made on the host
@@ -125,7 +125,7 @@ def _mark_experts(stage: nn.Module, config: TransformerConfig) -> None:
             parameter.allreduce = like_the_rest  # type: ignore[attr-defined]
 
 
-class ValueHead_model(nn.Module):
+class MegatronValueHead(nn.Module):
     """One number a token in the place of the output layer, the same on all tensor-parallel ranks; zero at first."""
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -105,7 +105,7 @@ class FromHeads(torch.autograd.Function):
             opened = matmul_kernels.product(normed, gate, up)
         after = total.new_empty(1, *total.shape)  # no view: FSDP warns of modules that return one
         if facts.in_float8:
-            torch.add(total, matmul_kernels.product_float8(opened, down), out=after[0])
+            torch.add(total, matmul_kernels.fp8_product(opened, down), out=after[0])
         else:
             torch.addmm(total, opened, down.t(), out=after[0])
         low_down = downward.add(after[0], opened)
@@ -169,6 +169,6 @@ def _of_half(
 def _product(rows: Tensor, weight: Tensor, facts: LayerFacts, added: Tensor | None = None) -> Tensor:
     """rows @ weight.T + added."""
     if facts.in_float8:
-        found = matmul_kernels.product_float8(rows, weight)
+        found = matmul_kernels.fp8_product(rows, weight)
         return found if added is None else found.add_(added)
     return rows @ weight.t() if added is None else torch.addmm(added, rows, weight.t())

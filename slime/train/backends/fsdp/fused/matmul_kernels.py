@@ -118,6 +118,6 @@ def scaled_product(
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
 
 
-def product_float8(left: Tensor, right: Tensor) -> Tensor:
+def fp8_product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right.T of rows [M, K] and a weight [N, K]."""
     return scaled_product(*quantize(left), *quantize(right), left.dtype)
