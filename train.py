@@ -1,13 +1,21 @@
-"""`python train.py FLAGS` is `slime train FLAGS`; own drivers import `train` and give it what `parse_args` returned."""
+"""`python train.py FLAGS` is `slime train FLAGS`; custom drivers call `train` with the result of `parse_args`."""
+
+from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.cli import main
 
+if TYPE_CHECKING:
+    import argparse
 
-def train(args: Any) -> Any:
-    """A whole run with the flags of `args`."""
+    from slime.config import Config
+    from slime.driver.inputs import TrainingResult
+
+
+def train(args: Config | argparse.Namespace) -> TrainingResult:
+    """Run a whole training with the flags of `args`."""
     from slime.driver.loop import train as run
 
     return run(args)

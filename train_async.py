@@ -1,4 +1,4 @@
-"""`python train_async.py FLAGS` is `slime train-async FLAGS`: generation goes on while the trainers work."""
+"""`python train_async.py FLAGS` is `slime train-async FLAGS`: it generates while the trainers work."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The `slime` command. Help, bad flags and plans answer at once: torch is imported only when something really runs."""
+"""The `slime` command. Help, errors in flags and plans are fast: torch is imported only when something really runs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ usage: slime COMMAND ...
 
   train        train a model; the same as python train.py (slime train --help lists the flags)
   train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
-  eval         evaluate a model, or with --load a checkpoint, on --eval-prompt-data or --eval-config, and end; no
-               prompts to train on are needed, other flags are those of train
+  eval         evaluate a model, or with --load a checkpoint, on --eval-prompt-data or --eval-config, and end; it needs
+               no prompts to train on, and takes the other flags of train
   stages       train in stages that one config file describes: slime stages FILE [FLAGS] (docs/stages.md)
-  plan         say what a training run would do, and stop; the same as slime train --dry-run
+  plan         print what a training run would do, and stop; the same as slime train --dry-run
   samples      list, filter and export the samples of a run (slime samples --help)
   serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
                --rollout-num-gpus several engines and a router (the engine flags of train);
-               slime serve --join HOST:PORT works for a run that was started with --fleet-address
+               slime serve --join HOST:PORT starts an engine for a run that was started with --fleet-address
   fleet        list the engines of such a run: slime fleet RUN_DIR (slime fleet --help)
-  convert      write a checkpoint of a run, or a model folder in other numbers, as a Hugging Face folder
+  convert      write a checkpoint of a run, or a model folder in another precision, as a Hugging Face folder
                (slime convert --help)
   models       list published models whose shape is known; slime models NAME prints a config.json to plan with, and
                makes a folder with random weights to try a run with (slime models --help)
-  flags        list all flags of train, or those with all given words: slime flags batch size; --markdown makes the
-               table of the documentation, --stub the signature of slime.run
+  flags        list all flags of train, or those that match all given words: slime flags batch size; --markdown prints
+               the table of the documentation, --stub the signature of slime.run
   version      print the version
 """
 
+_COMMANDS = (
+    "train", "train-async", "eval", "stages", "plan", "serve", "fleet", "samples", "convert", "models", "flags",
+    "version",
+)  # fmt: skip
 EXIT_OK, EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit code 2."""
+    """Run one command and return its exit code; a user's mistake is one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
@@ -59,29 +63,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """Return the function of the command that the words begin with."""
     from slime.config.fields import did_you_mean
 
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "train": _train,
-        "train-async": _train_async,
-        "eval": _eval,
-        "stages": _stages,
-        "plan": _plan,
-        "serve": _serve,
-        "fleet": _fleet,
-        "samples": _samples,
-        "convert": _convert,
-        "models": _models,
-        "flags": _flags,
-        "version": _version,
-        "--version": _version,
-    }
     if not words:
-        raise UserError(f"a command is missing: one of {', '.join(commands)[: -len(', --version')]}")
-    if words[0] not in commands:
-        hint = did_you_mean(words[0], commands) or ": slime --help lists the commands"
-        raise UserError(f"unknown command {words[0]}{hint}")
-    return commands[words[0]]
+        raise UserError(f"a command is missing: one of {', '.join(_COMMANDS)}")
+    match words[0]:
+        case "train":
+            return _train
+        case "train-async":
+            return _train_async
+        case "eval":
+            return _eval
+        case "stages":
+            return _stages
+        case "plan":
+            return lambda rest: _train([*rest, "--dry-run"])
+        case "serve":
+            return _serve
+        case "fleet":
+            from slime.engine.elastic.fleet_cli import fleet_command
+
+            return fleet_command
+        case "samples":
+            from slime.data.buffer.samples_cli import samples_command
+
+            return samples_command
+        case "convert":
+            from slime.driver.convert import convert_command
+
+            return convert_command
+        case "models":
+            from slime.models.models_cli import models_command
+
+            return models_command
+        case "flags":
+            return _flags
+        case "version" | "--version":
+            return _version
+    hint = did_you_mean(words[0], (*_COMMANDS, "--version")) or ": slime --help lists the commands"
+    raise UserError(f"unknown command {words[0]}{hint}")
 
 
 def _train(words: Sequence[str]) -> int:
@@ -108,13 +129,14 @@ def _eval(words: Sequence[str]) -> int:
 
     config = parse_flags(words)
     if config.num_rollout:
-        raise UserError(f"slime eval trains nothing: drop --num-rollout {config.num_rollout}, or give slime train")
+        raise UserError(f"slime eval trains nothing: drop --num-rollout {config.num_rollout}, or use slime train")
     if not evaluates(config):
         raise UserError("slime eval needs data: --eval-prompt-data NAME PATH, or --eval-config FILE")
     return _run(resolve(config.replace(num_rollout=0)))
 
 
 def _run(config: Config) -> int:
+    """Train, or with --dry-run print the plan."""
     if config.dry_run:
         from slime.driver.plan.plan import make_plan
         from slime.driver.plan.schedule import planned_machines
@@ -122,7 +144,7 @@ def _run(config: Config) -> int:
         found = planned_machines(config)
         print(make_plan(config, device=found.device, gpu_count=found.gpus, nodes=found.nodes).render(), end="")
         return EXIT_OK
-    if config.progress != "none":  # importing what a run needs takes seconds
+    if config.progress != "none":  # the imports of a run take seconds
         print(f"checking the model and the prompts; the run's files go to {config.output_dir}", flush=True)
     from slime.driver.loop import train
 
@@ -141,10 +163,6 @@ def _stages(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _plan(words: Sequence[str]) -> int:
-    return _train([*words, "--dry-run"])
-
-
 def _serve(words: Sequence[str]) -> int:
     from slime.engine.elastic.join_client import join_command, wants_to_join
 
@@ -158,30 +176,6 @@ def _serve(words: Sequence[str]) -> int:
     from slime.engine.embedded.__main__ import main as serve
 
     end_process(serve(list(words)))
-
-
-def _fleet(words: Sequence[str]) -> int:
-    from slime.engine.elastic.fleet_cli import fleet_command
-
-    return fleet_command(words)
-
-
-def _samples(words: Sequence[str]) -> int:
-    from slime.data.buffer.samples_cli import samples_command
-
-    return samples_command(words)
-
-
-def _convert(words: Sequence[str]) -> int:
-    from slime.driver.convert import convert_command
-
-    return convert_command(words)
-
-
-def _models(words: Sequence[str]) -> int:
-    from slime.models.models_cli import models_command
-
-    return models_command(words)
 
 
 def _flags(words: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
-"""The two ways a run ends that are not bugs, and what the command line makes of them (no traceback from below)."""
+"""The two errors of a run that are not bugs; the command line prints their message without a traceback."""
 
 
 class UserError(Exception):
-    """The user can fix this: what is wrong, where, and what to do about it, in one sentence. Exit code 2."""
+    """An error that the user can fix; its message says what is wrong, where, and what to do. Exit code 2."""
 
 
 class RunFailed(Exception):
-    """The run cannot go on: who failed, doing what, and where to look. Exit code 1."""
+    """A failure that ends the run. Its message names the process, its action, and the log to read. Exit code 1."""

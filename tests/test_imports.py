@@ -1,9 +1,10 @@
-"""No file of slime imports, over whatever detours, a file that imports it: a circle has no first line to read."""
+"""Import structure: no cycles between files, rooms or inner rooms, and ceilings for the shape of the code."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 Graph = Mapping[str, set[str]]
+CEILINGS = {
+    "files": 560,
+    "files under 60 lines": 45,
+    "files under 60 lines with one importer": 5,
+    "public class names in several files, per 1,000": 15,
+    "private helpers used once, per 1,000 lines": 9.0,
+    "lines with Any, per 1,000": 10.0,
+}
 BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
 BELOW["elastic"] = {"http", "fleet"}
 """The rooms of `slime.engine`, and which of the others each may import."""
@@ -89,6 +98,76 @@ def test_the_walk_sees_every_file_and_what_it_imports(graph: Graph) -> None:
     assert {"slime.engine.http.client", "slime.engine.http.errors"} <= graph["slime.engine.http.pool"]
 
 
+def rooms_of(graph: Graph, inside: str) -> dict[str, set[str]]:
+    """The imports between the folders directly below a package; files beside the folders are not counted."""
+    folders = {path.name for path in (ROOT / inside.replace(".", "/")).iterdir() if path.is_dir()}
+    found: dict[str, set[str]] = {folder: set() for folder in folders}
+    for name, targets in graph.items():
+        room = name.removeprefix(inside + ".").split(".")[0]
+        if name.startswith(inside + ".") and room in folders:
+            below = {target.removeprefix(inside + ".").split(".")[0] for target in targets if target.startswith(inside)}
+            found[room] |= (below & folders) - {room}
+    return found
+
+
+def test_there_are_fourteen_rooms_and_three_loose_files() -> None:
+    folders = {path.parent for path in (ROOT / "slime").rglob("*.py")}
+    assert len({path.relative_to(ROOT / "slime").parts[0] for path in folders - {ROOT / "slime"}}) == 14
+    assert {path.name for path in (ROOT / "slime").glob("*.py")} == {"__init__.py", "cli.py", "errors.py"}
+
+
+def test_rooms_and_inner_rooms_form_no_cycles(graph: Graph) -> None:
+    packages = {"slime"} | {".".join(name.split(".")[:depth]) for name in graph for depth in (2, 3, 4)}
+    for package in sorted(packages):
+        if (ROOT / package.replace(".", "/")).is_dir() and package != "slime.compat":
+            rooms = rooms_of(graph, package)
+            assert not circles(rooms), f"rooms of {package} that import each other: {circles(rooms)}"
+
+
+def test_no_folder_has_more_than_25_files() -> None:
+    counts = Counter(path.parent for path in (ROOT / "slime").rglob("*.py") if path.name != "__init__.py")
+    folder, count = counts.most_common(1)[0]
+    assert count <= 25, f"{folder} has {count} files"
+
+
+def test_the_shape_of_the_code_stays_within_its_ceilings(graph: Graph) -> None:
+    """Ceilings, which a change may lower but not raise: merge a small file, inline a helper, find a name."""
+    paths = modules_of(ROOT / "slime")
+    sources = {name: path.read_text() for name, path in paths.items()}
+    lines = sum(len(text.splitlines()) for text in sources.values())
+    small = {n for n, p in paths.items() if p.name != "__init__.py" and len(sources[n].splitlines()) < 60}
+    users = Counter(
+        target for name, targets in graph.items() if paths[name].name != "__init__.py" for target in targets
+    )
+    classes: dict[str, set[str]] = {}
+    helpers = 0
+    for name, path in paths.items():
+        tree = parsed(path)
+        nodes = list(ast.walk(tree))
+        used = Counter(
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in nodes
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, set()).add(name)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match("_[^_]", node.name):
+                helpers += used[node.name] == 1
+    shared = sorted(name for name, owners in classes.items() if len(owners) > 1)
+    any_lines = sum(bool(re.search(r"\bAny\b", line)) for text in sources.values() for line in text.splitlines())
+    found = {
+        "files": len(paths),
+        "files under 60 lines": len(small),
+        "files under 60 lines with one importer": sum(users[name] == 1 for name in small),
+        "public class names in several files, per 1,000": round(1000 * len(shared) / len(classes)),
+        "private helpers used once, per 1,000 lines": round(1000 * helpers / lines, 1),
+        "lines with Any, per 1,000": round(1000 * any_lines / lines, 1),
+    }
+    over = {what: f"{value} > {CEILINGS[what]}" for what, value in found.items() if value > CEILINGS[what]}
+    assert not over, f"{over}; shared class names: {shared}"
+
+
 @pytest.mark.parametrize("room", BELOW)
 def test_the_rooms_of_the_engine_import_downwards(room: str, graph: Graph) -> None:
     for name, targets in graph.items():
@@ -133,7 +212,10 @@ def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
 
 
 def test_losses_know_no_backend_and_samples_no_loss(graph: Graph) -> None:
-    for room, above in {"losses": ("backends", "checkpoints", "sending"), "samples": ("backends", "losses")}.items():
+    for room, above in {
+        "losses": ("backends", "checkpoints", "weight_export"),
+        "samples": ("backends", "losses"),
+    }.items():
         for name, targets in graph.items():
             if name.startswith(f"slime.train.{room}"):
                 assert not [t for t in targets if t.startswith(tuple(f"slime.train.{other}" for other in above))], name

@@ -187,7 +187,7 @@ def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, A
     }
     assert set(estimate.parts) == {"whole weights", "activations", "logits"}
     assert estimate.parts["whole weights"] < PARAMETERS
-    with pytest.raises(UserError, match="--exp-avg-dtype is about moments, and --use-stateless-adam keeps none"):
+    with pytest.raises(UserError, match="--exp-avg-dtype applies to Adam's moments, and --use-stateless-adam keeps none"):
         resolve(Config(**flags, use_stateless_adam=True, exp_avg_dtype="bf16"))
 
 
@@ -219,12 +219,12 @@ def test_a_plan_for_a_cluster_that_is_not_here(tmp_path: Path, capsys: pytest.Ca
     assert "weights 4.11 GiB, Adam moments 8.21 GiB" in printed  # 70.6 B in float32 over 64
     assert "each GPU has" in printed
     assert "80.00 GiB" in printed
-    assert "planned for 8 x 8 GPUs of 80 GiB, not for here" in printed
+    assert "planned for 8 x 8 GPUs of 80 GiB, not for this machine" in printed
     assert "nccl (trainers and engines are on several nodes (node 2, node 3, node 4 and 4 more))" in printed
     assert cli.main([*words.split(), "--actor-num-gpus-per-node", "16"]) == 2
     assert "8 x --actor-num-gpus-per-node 16 do not fit on 8 x 8 GPUs" in capsys.readouterr().err
     assert cli.main([*words.split(), "--plan-cluster", "64x80"]) == 2
-    assert "--plan-cluster is nodes, GPUs of each and GiB of each GPU, such as 8x8x80" in capsys.readouterr().err
+    assert "--plan-cluster must be nodes, GPUs per node and GiB per GPU, such as 8x8x80" in capsys.readouterr().err
     assert cli.main(["train", *words.split()[1:]]) == 2
     assert "--plan-cluster 8x8x80 is for a plan" in capsys.readouterr().err
 
@@ -336,7 +336,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     assert "without --eval-interval" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes
-    assert "--sandbox subprocess is no boundary" in notes
+    assert "--sandbox subprocess isolates nothing" in notes
 
 
 @pytest.mark.parametrize(
@@ -426,4 +426,4 @@ def test_another_slime_in_the_working_folder_is_noted(
     (elsewhere / "slime" / "__init__.py").touch()
     notes = make_plan(config, device="cpu", gpu_count=0).notes
     ours = Path(slime.__file__).resolve().parent
-    assert f"this folder has a slime of its own ({elsewhere / 'slime'}); the run is that of {ours}" in notes
+    assert f"this folder has its own slime ({elsewhere / 'slime'}), but the run uses {ours}" in notes

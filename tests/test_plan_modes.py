@@ -129,7 +129,7 @@ def test_entries_that_are_almost_flags_are_asked_about(flags: dict[str, Any], tm
     notes = plan_of(flags, carried={"custom_config_path": str(own)}).notes
     asked = [note for note in notes if "did you mean" in note]
     assert asked == [
-        f"rollout_batch_sise in {own} is no flag, so only plugins see it: did you mean rollout_batch_size?"
+        f"rollout_batch_sise in {own} is not a flag, so only plugins see it: did you mean rollout_batch_size?"
     ]
 
 

@@ -119,7 +119,7 @@ def test_the_command_plans_every_stage(write: Callable[..., Path], capsys: pytes
     ("words", "said"),
     [
         ([], "slime stages needs the config file first"),
-        (["FILE", "--config", "x.yaml"], "--config does not go with"),
+        (["FILE", "--config", "x.yaml"], "--config cannot be combined with"),
         (["FILE", "--lrr", "1"], "unknown flag --lrr"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Conversations in the driver: a generate function of several turns that never handles a token.
+"""Conversations in the driver: multi-turn generate functions that work with messages, never with tokens.
 
     async with converse(args, sample, sampling_params, tools=SCHEMAS) as talk:
         reply = await talk.ask([Message("user", sample.prompt)])
@@ -11,10 +11,10 @@ Requests go through the driver's gate: partial rollouts, weight updates and faul
 
 from __future__ import annotations
 
+import argparse
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.session.limits import Limits
@@ -30,21 +30,22 @@ from slime.models.parsers.formats import named_formats
 from slime.rollout.gate import evaluating, ticket_here
 from slime.rollout.generate import drawn_apart
 from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 class Conversation:
-    """One session that is asked turn by turn; `messages` is what was said so far."""
+    """One session, continued turn by turn; `messages` are all messages so far."""
 
     def __init__(
         self,
         session: Session,
         sampler: Sampler,
         parsers: ParserFactory,
-        params: Mapping[str, Any],
+        params: JsonMapping,
         *,
         base: Sample,
-        args: Any,
-        tools: Sequence[Mapping[str, Any]] = (),
+        args: argparse.Namespace,
+        tools: Sequence[JsonMapping] = (),
     ) -> None:
         self.session = session
         self.messages: list[Message] = []
@@ -56,7 +57,7 @@ class Conversation:
     async def ask(
         self, new: Iterable[Message] = (), *, max_tokens: int | None = None, on_event: OnEvent | None = None
     ) -> Message:
-        """The model's reply to all that was said and `new`; raises when a limit of the session is reached."""
+        """Append the messages `new` and sample the model's reply; raises when a limit of the session is reached."""
         self.messages += new
         request = TurnRequest(tuple(self.messages), self.tools, max_tokens=max_tokens)
         turn = await take_turn(self.session, request, self._sampler, self._parsers, self._params, on_event)
@@ -66,27 +67,27 @@ class Conversation:
 
     @property
     def last_turn(self) -> Turn:
-        """The turn of the last reply: its id for rewards, why it ended, its tokens."""
+        """The turn of the last reply, with its id for rewards, its finish reason and its tokens."""
         if self._last is None:
-            raise LookupError("nothing was asked yet")
+            raise LookupError("the conversation has no turn yet: call ask first")
         return self._last
 
-    def finish(self, reward: Reward | None = None, metadata: Mapping[str, Any] | None = None) -> list[Sample]:
-        """The conversation as samples."""
+    def finish(self, reward: Reward | None = None, metadata: JsonMapping | None = None) -> list[Sample]:
+        """Close the session and return the conversation as samples."""
         self.session.close()
         return self.session.samples(self._base, reward, metadata, args=self._args)
 
 
 @asynccontextmanager
 async def converse(
-    args: Any,
+    args: argparse.Namespace,
     sample: Sample,
-    sampling_params: Mapping[str, Any],
+    sampling_params: JsonMapping,
     *,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[JsonMapping] = (),
     max_turns: int | None = None,
 ) -> AsyncIterator[Conversation]:
-    """A conversation on behalf of `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`)."""
+    """Open a conversation for `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`)."""
     runtime = runtime_for(args)
     model = chat_model(runtime)
     template = model.template(template_kwargs(runtime.args, sample))
@@ -103,7 +104,7 @@ async def converse(
 
 
 def chat_model(runtime: RolloutRuntime) -> ChatModel:
-    """The trained model as sessions know it, read once a run."""
+    """Return the trained model's tokenizer, chat template and formats, read once per run."""
 
     def read() -> ChatModel:
         folder = runtime.args.hf_checkpoint
@@ -114,7 +115,7 @@ def chat_model(runtime: RolloutRuntime) -> ChatModel:
 
 
 def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozenset[int]) -> EngineSampler:
-    """The sampler for what the running code generates: through the gate if its group holds a ticket."""
+    """Make the sampler for the running code; its requests wait at the gate if its group holds a ticket."""
     return EngineSampler(
         runtime.pool,
         model.tokenizer,
@@ -128,13 +129,13 @@ def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozense
     )
 
 
-def template_kwargs(config: Config, sample: Sample) -> dict[str, Any]:
-    """What the chat template of a sample is given."""
+def template_kwargs(config: Config, sample: Sample) -> JsonObject:
+    """Return the keyword arguments for the chat template of a sample."""
     return {**(config.apply_chat_template_kwargs or {}), **sample.apply_chat_template_kwargs}
 
 
-def session_limits(config: Config, params: Mapping[str, Any], context: int | None, max_turns: int | None) -> Limits:
-    """The bounds of a session of this run."""
+def session_limits(config: Config, params: JsonMapping, context: int | None, max_turns: int | None) -> Limits:
+    """Return the limits of a session of this run."""
     asked = config.rollout_max_context_len
     if evaluating.get() and config.eval_max_context_len is not None:
         asked = config.eval_max_context_len

@@ -1,23 +1,23 @@
-"""A conversation as sessions see it, whichever dialect the client speaks.
+"""Messages, tool calls and turn requests in the form that sessions use, independent of any API dialect.
 
-Every dialect translates its bodies to these and its answers from them; no session knows a dialect.
+Each dialect translates its request bodies to these types and builds its answers from them; no session knows a dialect.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that an assistant made; `arguments` is JSON text as the client sent it, of which only the value counts."""
+    """A tool call of an assistant; `arguments` is JSON text as the client sent it, compared by its value only."""
 
     id: str
     name: str
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message. Of an assistant's, `reference` is the mark by which its turn is known, if the client echoes it."""
+    """One message. `reference` of an assistant message identifies its turn, if the client echoes it."""
 
     role: Role
     content: str = ""
@@ -39,44 +39,44 @@ class Message:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What a client asks for: one more turn after these messages.
+    """A client's request for one more turn after these messages.
 
     `tools` are function schemas in OpenAI's form (`{"type": "function", "function": {...}}`). `tool_choice` is "auto",
-    "none", "required" or the name of a tool. `params` are the sampling parameters that the client asks for, by SGLang's
-    names, of which a session lets only those through that the trainer leaves open.
+    "none", "required" or the name of a tool. `params` are the sampling parameters that the client requests, under
+    SGLang's names; a session passes on only those that the trainer leaves open.
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonMapping, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     max_tokens: int | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: JsonMapping = field(default_factory=dict)
 
 
-def messages_of(prompt: Any) -> list[Message]:
-    """A sample's prompt as a conversation: messages in OpenAI's form, or a text, which is what the user says."""
+def messages_of(prompt: object) -> list[Message]:
+    """Convert a sample's prompt to messages: it is a list in OpenAI's form, or text, which becomes a user message."""
     if isinstance(prompt, str):
         return [Message("user", prompt)]
     if not isinstance(prompt, list | tuple):
-        raise UserError(f"the prompt {prompt!r:.80} is neither text nor messages: make them of it first")
+        raise UserError(f"the prompt {prompt!r:.80} is neither text nor messages: convert it to one of them first")
     return [_message_of(message, number) for number, message in enumerate(prompt)]
 
 
-def _message_of(given: Mapping[str, Any], number: int) -> Message:
+def _message_of(given: JsonMapping, number: int) -> Message:
     role: Any = "system" if given.get("role") == "developer" else given.get("role")
     if role not in get_args(Role):
-        raise UserError(f"message {number} of a prompt has the role {role!r}; there are: {', '.join(get_args(Role))}")
+        raise UserError(
+            f"message {number} of a prompt has the role {role!r}; it must be one of {', '.join(get_args(Role))}"
+        )
     content = given.get("content")
     if content is not None and not isinstance(content, str):
-        raise UserError(f"message {number} of a prompt must have text for its content, not {content!r:.80}")
-    calls = tuple(_call_of(call, f"call_{number}_{i}") for i, call in enumerate(given.get("tool_calls") or ()))
+        raise UserError(f"message {number} of a prompt has the content {content!r:.80}; it must be text")
+    calls = []
+    for i, call in enumerate(given.get("tool_calls") or ()):
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(ToolCall(call.get("id") or f"call_{number}_{i}", function["name"], text))
     reasoning = given.get("reasoning_content")
-    return Message(role, content or "", reasoning, calls, given.get("tool_call_id"), given.get("name"))
-
-
-def _call_of(given: Mapping[str, Any], default_id: str) -> ToolCall:
-    function = given.get("function", given)
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(given.get("id") or default_id, function["name"], text)
+    return Message(role, content or "", reasoning, tuple(calls), given.get("tool_call_id"), given.get("name"))

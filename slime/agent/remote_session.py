@@ -1,23 +1,23 @@
-"""Sessions that other programs talk to, from a generate function:
+"""Sessions for agent programs that use HTTP endpoints, opened by a generate function:
 
     async with open_session(args, sample, sampling_params) as session:
         await run_my_agent(base_url=session.openai_url, api_key=session.key)
         return await session.finish(reward=1.0)
 
-The first one of a run starts the process of the endpoints (`slime.agent.server`). With `--partial-rollout` sessions
-wait at the gate as requests of the driver do. A rollout that is given up ends its sessions: `GivenUp` leaves the block,
-and the sample starts over. If the process dies, so does the session: `AgentServerFailed`.
+The first session of a run starts the agent server process (`slime.agent.server`). With `--partial-rollout` sessions
+wait at the gate like requests of the driver. When a rollout is given up, its sessions end: the block raises `GivenUp`,
+and the sample starts over. When the agent server dies, its sessions fail with `AgentServerFailed`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
-from typing import Any
 
 from slime.agent.conversation import session_limits, template_kwargs
 from slime.agent.messages import Message
@@ -27,27 +27,28 @@ from slime.agent.server.settings import Opening
 from slime.agent.server.supervisor import AgentServer, RunningServer
 from slime.agent.session.records import message_of
 from slime.agent.session.session import Session
-from slime.agent.session.turn_journal import Attempt, TurnJournal
+from slime.agent.session.turn_journal import Attempt
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.outcomes import GivenUp
 from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.storage.json_types import JsonMapping
 
 KEY_BYTES = 24
 
 
 class NoTurns(Exception):
-    """A session ended before the model was asked for anything."""
+    """A session was finished without a single turn of the model."""
 
 
 class AgentSession:
-    """One attempt at one task, as a generate function sees it while a program works on it.
+    """One attempt at one task, as the generate function sees it while an agent program works on it.
 
-    `url` is where the endpoints are, `openai_url` and `anthropic_url` what clients of these want as their base URL,
-    `key` their API key, and `model` the name to ask for. `unix_socket` serves the same, for sandboxes without a
-    network, and `public_url` for those on other machines (`--agent-public-url`).
+    `url` is the address of the endpoints, `openai_url` and `anthropic_url` are the base URLs for these clients, `key`
+    is their API key, and `model` the model name to request. `unix_socket` serves the same API to sandboxes without a
+    network, and `public_url` to sandboxes on other machines (`--agent-public-url`).
     """
 
     def __init__(
@@ -66,22 +67,22 @@ class AgentSession:
         self.given_up = False
 
     async def turns(self) -> list[Message]:
-        """What was said up to the last turn; the `reference` of an assistant's message is the id of its turn."""
+        """Return the messages up to the last turn; the `reference` of an assistant message is the id of its turn."""
         self._check()
         said = await self._server.remote.turns(self.key)
         return [message_of(record) for record in said["messages"]]
 
     def reward(self, turn_id: str, value: float) -> None:
-        """Give one turn a reward of its own; several add up."""
+        """Add a reward to one turn; several rewards for a turn add up."""
         self._rewards.append((turn_id, value))
 
     async def accept_on(self, listener: socket.socket) -> None:
-        """Have the endpoints accept on a listening socket as well, such as one that was opened inside a sandbox."""
+        """Make the endpoints accept connections on a listening socket too, such as one opened inside a sandbox."""
         self._check()
         await self._server.remote.accept_on(self.key, listener)
 
-    async def finish(self, reward: Reward | None = None, metadata: Mapping[str, Any] | None = None) -> list[Sample]:
-        """End the session, and its clients; what was sampled as samples."""
+    async def finish(self, reward: Reward | None = None, metadata: JsonMapping | None = None) -> list[Sample]:
+        """End the session, disconnect its clients, and return the sampled turns as samples."""
         self._check()
         self.is_over = True
         collected = await self._server.remote.collect(self.key, Kind.CLOSED, "this session has been finished")
@@ -91,22 +92,22 @@ class AgentSession:
             session.reward(turn_id, value)
         samples = session.samples(self._base, reward, metadata, args=self._args)
         if not samples:
-            why = collected["failure"] or "its client asked for nothing, or was refused"
+            why = collected["failure"] or "its client sent no request, or every request was refused"
             raise NoTurns(f"the session has no turn: {why}")
         return samples
 
     async def drop(self, kind: Kind, message: str) -> None:
-        """End the session and forget it; nothing happens to one that has ended."""
+        """End the session and discard its turns; does nothing if the session has ended."""
         if self.is_over or self.given_up or self._server.died.is_set():
             return
         self.is_over = True
-        with suppress(AgentServerFailed):  # whatever it is, the session is gone
+        with suppress(AgentServerFailed):  # the session ends with the server
             await self._server.remote.drop(self.key, kind, message)
 
     def failure(self) -> Exception | None:
-        """What ended the session from outside."""
+        """Return the error that ended the session from outside, if any."""
         if self.given_up:
-            return _given_up()
+            return GivenUp("the rollout has all samples that it needs: this session was given up")
         return self._server.failure() if self._server.died.is_set() else None
 
     def _check(self) -> None:
@@ -118,33 +119,39 @@ class AgentSession:
 
 @asynccontextmanager
 async def open_session(
-    args: Any,
+    args: argparse.Namespace,
     sample: Sample,
-    sampling_params: Mapping[str, Any],
+    sampling_params: JsonMapping,
     *,
     max_turns: int | None = None,
     models: Sequence[str] = (),
     resume: bool = False,
 ) -> AsyncIterator[AgentSession]:
-    """A session on behalf of `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`).
+    """Open a session for `sample`, under the run's limits (`--max-turns`, `--session-max-tokens`).
 
-    `models` are names that its client may call the model by, beside those that are always known. With `resume` it goes
-    on from the turns of an attempt that a crash of the run cut short (`AgentSession.resumed_turns`), for agents whose
-    environment has outlived that. Leaving without `finish` drops the session.
+    `models` are names that its client may use for the model, in addition to the default ones. With `resume` the session
+    continues from the turns of an attempt that a crash of the run interrupted (`AgentSession.resumed_turns`), for
+    agents whose environment survived the crash. Leaving the block without `finish` drops the session.
     """
     runtime, ticket = runtime_for(args), ticket_here()
     endpoints = agent_server(runtime)
     server = await endpoints.running()
     opening = _opening(runtime, sample, sampling_params, ticket, max_turns, models)
     if endpoints.journal is not None and not evaluating.get():
-        opening = await _kept(endpoints.journal, endpoints.run, sample, opening, resume)
+        attempt = Attempt.of(endpoints.run, sample)
+        opening = replace(opening, attempt=asdict(attempt))
+        if resume and (earlier := await asyncio.to_thread(endpoints.journal.restore, attempt)) is not None:
+            opening = replace(opening, key=earlier.key, record=earlier.to_record())
     opened = await server.remote.open(opening)
     session = AgentSession(runtime, server, opening.key, sample, resumed_turns=opened["turns"])
     watch = _GateWatch(session, server, runtime.state.gate, ticket)
     is_cut_short = False
     try:
         if opened["refusal"] is not None and max_turns != 1:
-            raise UserError(f"{runtime.args.hf_checkpoint}: {opened['refusal']}; agents of several turns need that")
+            raise UserError(
+                f"{runtime.args.hf_checkpoint}: {opened['refusal']}; an agent with more than one turn needs a template "
+                "that can be continued"
+            )
         if not evaluating.get():
             watch.start()
         yield session
@@ -160,20 +167,20 @@ async def open_session(
         if not session.is_over and not is_cut_short:
             await endpoints.forget(opening)
         if is_cut_short:
-            await session.drop(Kind.DEADLINE, "the time of this session is over")
+            await session.drop(Kind.DEADLINE, "the deadline of this session has passed")
         else:
             await session.drop(Kind.CLOSED, "this session is over")
 
 
 def agent_server(runtime: RolloutRuntime) -> AgentServer:
-    """The endpoints of a run."""
+    """Return the agent server of a run, created on the first call."""
     return runtime.owned("agent server", lambda: AgentServer(runtime), AgentServer.aclose)
 
 
 def _opening(
     runtime: RolloutRuntime,
     sample: Sample,
-    params: Mapping[str, Any],
+    params: JsonMapping,
     ticket: Ticket | None,
     max_turns: int | None,
     models: Sequence[str],
@@ -194,26 +201,12 @@ def _opening(
     )
 
 
-async def _kept(journal: TurnJournal, run: str, sample: Sample, opening: Opening, resume: bool) -> Opening:
-    """The same session, whose turns are journaled; with those that are in the journal already, if they are wanted."""
-    attempt = Attempt.of(run, sample)
-    opening = replace(opening, attempt=asdict(attempt))
-    if not resume:
-        return opening
-    earlier = await asyncio.to_thread(journal.restore, attempt)
-    return opening if earlier is None else replace(opening, key=earlier.key, record=earlier.to_record())
-
-
-def _given_up() -> GivenUp:
-    return GivenUp("the rollout has what it needs: this session was given up")
-
-
 class _GateWatch:
-    """Does at the driver's gate what the requests of a session would do there, if the driver made them.
+    """Makes a session obey the driver's gate like a request of the driver itself.
 
-    From the moment the gate closes, a session with a ticket counts as being at the engines until the process says that
-    it is held; then it waits at the gate like any request, its clock stopped and its seat given to others, and when it
-    has passed, the process lets it go on. A session without a ticket ends when the gate closes.
+    When the gate closes, a session with a ticket counts as in flight at the engines until the agent server confirms
+    that it is held. Then it waits at the gate like any request, with its clock stopped and its seat released, and after
+    the gate the agent server resumes it. A session without a ticket ends when the gate closes.
     """
 
     def __init__(self, session: AgentSession, server: RunningServer, gate: Gate, ticket: Ticket | None) -> None:
@@ -223,7 +216,7 @@ class _GateWatch:
         self._minding: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Watch from now on; a gate that is closed already holds the session at once."""
+        """Start watching the gate; if it is closed, hold the session at once."""
         if self._ticket is not None:
             self._ticket.is_used = True
         self._gate.when_closed.append(self._gate_closed)
@@ -232,7 +225,7 @@ class _GateWatch:
             self._gate_closed()
 
     async def stop(self) -> None:
-        """The session is over."""
+        """Stop watching, because the session is over."""
         if self._minding is None:
             return
         self._gate.when_closed.remove(self._gate_closed)
@@ -263,7 +256,7 @@ class _GateWatch:
             try:
                 await self._server.remote.hold(self._session.key)
             except AgentServerFailed:
-                return  # whoever uses the session finds out
+                return  # the next call on the session raises the failure
             finally:
                 self._leave()
             await self._gate.pass_through()
@@ -276,4 +269,6 @@ class _GateWatch:
         if not self._session.is_over:
             self._session.given_up = True
             with suppress(AgentServerFailed):
-                await self._server.remote.drop(self._session.key, Kind.CLOSED, "the rollout has what it needs")
+                await self._server.remote.drop(
+                    self._session.key, Kind.CLOSED, "the rollout has all samples that it needs"
+                )

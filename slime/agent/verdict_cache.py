@@ -1,9 +1,8 @@
-"""What was found out about each distinct text, found out once.
+"""Cache of verdicts on texts: compiles, tests or times each distinct text once.
 
-A rollout asks about the same program again and again; compiling, testing or timing it a second time tells nothing new.
-Invariant: for one text and one context a judge runs once at a time and, if it ended without raising, never again; with
-a file not in a later run either. What raises is nobody's verdict: those who waited for it get the error, and whoever
-asks next has it tried again.
+Invariant: for one text and one context at most one judge runs at a time. A judge that ends without raising is never
+run again, with a file not in a later run either. An exception is not a verdict: the current waiters get it, and the
+next request runs the judge again.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
-Verdict = dict[str, Any]
+Verdict = JsonObject
 
 
 class Verdicts:
     """Verdicts by the hash of a text.
 
-    `context` names everything else that they depend on: the tests, the compiler and its flags, the machine for
-    timings. In `file`, one JSON object a line, those of other contexts stay and are not looked at; a line that was cut
-    off by a crash is left out.
+    `context` names everything else that a verdict depends on: the tests, the compiler and its flags, the machine for
+    timings. `file` has one JSON object per line; lines of other contexts stay there and are ignored, and so is a line
+    that a crash cut off.
     """
 
     def __init__(self, file: Path | None = None, *, context: Mapping[str, str] | None = None) -> None:
@@ -33,12 +32,12 @@ class Verdicts:
         self._running: dict[str, asyncio.Task[Verdict]] = {}
         self._known: dict[str, Verdict] = {} if file is None else _read(file)
         self.asked = 0
-        """How often anybody wanted to know."""
+        """Number of requests."""
         self.judged = 0
-        """How often somebody had to find out."""
+        """Number of judge runs."""
 
     async def of(self, text: str, judge: Callable[[str], Awaitable[Verdict]]) -> Verdict:
-        """The verdict on a text: known, being found out already, or found out now."""
+        """Return the verdict on a text: from the cache, from the judge that is running, or from a new judge run."""
         self.asked += 1
         key = self.key(text)
         if key in self._known:
@@ -47,10 +46,10 @@ class Verdicts:
         if task is None:
             task = self._running[key] = asyncio.create_task(self._find_out(key, text, judge))
             task.add_done_callback(lambda done: self._forget(key, done))
-        return await asyncio.shield(task)  # who gives up waiting takes nobody else's verdict along
+        return await asyncio.shield(task)  # a cancelled waiter does not cancel the judge for the others
 
     def key(self, text: str) -> str:
-        """The hash under which the verdict on a text is kept."""
+        """Return the hash under which the verdict on a text is stored."""
         return hashlib.sha256(f"{self._context}\0{text}".encode()).hexdigest()
 
     async def _find_out(self, key: str, text: str, judge: Callable[[str], Awaitable[Verdict]]) -> Verdict:
@@ -66,10 +65,10 @@ class Verdicts:
     def _forget(self, key: str, task: asyncio.Task[Verdict]) -> None:
         del self._running[key]
         if not task.cancelled():
-            task.exception()  # those who waited have it; with nobody left it is nobody's
+            task.exception()  # mark it as retrieved: the waiters have it, and without waiters it is dropped
 
     async def aclose(self) -> None:
-        """Give up what is being found out."""
+        """Cancel the judges that are running."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -84,8 +83,8 @@ def _read(file: Path) -> dict[str, Verdict]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"{file} holds no verdicts that can be read ({error.strerror}): remove it") from error
-    if text and not text.endswith("\n"):  # a crash while it was written; the next line begins a new one
+        raise UserError(f"{file}: cannot read verdicts ({error.strerror}): remove the file") from error
+    if text and not text.endswith("\n"):  # a crash cut the last line off: start a new line
         with file.open("a", encoding="utf-8") as out:
             out.write("\n")
     for line in text.split("\n"):

@@ -1,7 +1,5 @@
-"""From one reward per sample to one advantage per response token.
+"""Advantages per response token from rewards per sample: GRPO, RLOO, GAE, REINFORCE++, whitening, distillation.
 
-GRPO with outcome supervision (Shao et al. 2024, "DeepSeekMath"), and all that share it (Dr. GRPO, DAPO, GSPO, CISPO,
-RLOO): A_t = r for every token of the response.
 Invariant: the result has exactly the length of each response; masked tokens keep a value and are dropped by the loss.
 """
 
@@ -17,18 +15,15 @@ from slime.algorithms.rewards import reward_groups
 
 
 def grpo_advantages(rewards: Sequence[float], response_lengths: Sequence[int]) -> list[Tensor]:
+    """Give every token of a response its reward: A_t = r.
+
+    GRPO with outcome supervision (Shao et al. 2024, "DeepSeekMath"), and the methods that share it (Dr. GRPO, DAPO,
+    GSPO, CISPO, RLOO).
+    """
     return [
         torch.full((length,), reward, dtype=torch.float32)
         for reward, length in zip(rewards, response_lengths, strict=True)
     ]
-
-
-# A rollout's baseline is what the others of its group earned.
-#
-# RLOO (Ahmadian et al. 2024, "Back to Basics"): r_i = R_i - mean of R_j over the other rollouts j of its group.
-# Invariant: groups go by group index; what is compared, and what the mean counts, is the population of `rewards.py`
-# (rollouts, or the samples of the other rollouts); an excluded sample (its rollout failed) counts for nobody and
-# receives zero, and so does a rollout that is alone.
 
 
 def leave_one_out_rewards(
@@ -40,6 +35,13 @@ def leave_one_out_rewards(
     excluded: Sequence[bool] | None = None,
     before_penalty: Sequence[float] | None = None,
 ) -> list[float]:
+    """Subtract from each reward the mean reward of the other rollouts of its group.
+
+    RLOO (Ahmadian et al. 2024, "Back to Basics"): r_i = R_i - mean of R_j over the other rollouts j of its group.
+    Invariant: groups are formed by group index; rewards are compared within the population of `rewards.py` (rollouts,
+    or the samples of the other rollouts). An excluded sample (its rollout failed) is not counted and receives zero; a
+    rollout without others in its group receives zero too.
+    """
     advantages = [0.0] * len(rewards)
     for group in reward_groups(rewards, group_indices, rollout_ids, excluded, population, before_penalty):
         if len(group.positions) < 2:
@@ -53,28 +55,19 @@ def leave_one_out_rewards(
     return advantages
 
 
-# Discounted sums of what is still to come.
-#
-#     G_t = sum_k gamma^k r_{t+k}
-# by doubling: with S_n(t) the sum of the first n terms, S_2n(t) = S_n(t) + gamma^n S_n(t + n). That is log2(T) passes
-# over the whole tensor instead of T dependent steps, and sums of as many terms are added, which rounds little.
-
-
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """[T] -> [T]: G_t."""
+    """Compute the discounted returns G_t = sum_k gamma^k r_{t+k}, [T] -> [T].
+
+    They are summed by doubling: with S_n(t) the sum of the first n terms, S_2n(t) = S_n(t) + gamma^n S_n(t + n). That
+    is log2(T) passes over the whole tensor instead of T dependent steps. Each addition has sums of equally many terms,
+    so rounding errors stay small.
+    """
     total = rewards.clone()
     terms, factor = 1, gamma
     while terms < len(total) and factor != 0:
         total[:-terms] += factor * total[terms:]
         terms, factor = 2 * terms, factor * factor
     return total
-
-
-# One reward a token, for the estimators that charge the KL in the reward.
-#
-#     r_t = -beta kl_t m_t + [t is the last unmasked token] R
-# A masked token is no action: it is charged nothing. If all are masked, R is at the last token. Turns that were rewarded
-# one by one have their rewards at tokens of their own (`placed`).
 
 
 def token_rewards(
@@ -86,7 +79,12 @@ def token_rewards(
     dtype: torch.dtype,
     placed: Tensor | None = None,
 ) -> Tensor:
-    """[T]: without a `kl`, only the reward at its place; and what is `placed` [T] already."""
+    """Compute the reward of each token, [T], for the estimators that charge the KL in the reward.
+
+        r_t = -beta kl_t m_t + [t is the last unmasked token] R
+    A masked token is not an action and is not charged. If all tokens are masked, R is at the last token. Without `kl`
+    nothing is charged. Rewards of single turns, at tokens of their own, are added from `placed` [T].
+    """
     rewards = torch.zeros(len(mask), dtype=dtype, device=mask.device)
     if kl is not None and kl_coef != 0:
         rewards = torch.where(mask != 0, -kl_coef * kl.to(dtype), rewards)
@@ -96,21 +94,19 @@ def token_rewards(
 
 
 def reward_dtype(kl: Tensor | None, mask: Tensor) -> torch.dtype:
-    """The precision of the log-probs, else of the mask if that is floating, else float32."""
+    """Return the dtype of the KL, else of the mask if that is floating, else float32."""
     source = mask if kl is None else kl
     return source.dtype if source.is_floating_point() else torch.float32
 
 
-# Generalised advantage estimation over the tokens that are actions.
-#
-# GAE (Schulman et al. 2016, eq. 16), over the unmasked tokens of a sequence in order, with V = 0 after the last:
-#     delta_t = r_t + gamma V_{t+1} - V_t
-#     A_t = sum_k (gamma lambda)^k delta_{t+k};    G_t = A_t + V_t
-# A masked token (a tool's answer, say) is no action: it is skipped, costs no discount, and has A = 0, G = V.
-
-
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of one sequence, all [T]."""
+    """Compute advantages and returns of one sequence by generalised advantage estimation, all [T].
+
+    GAE (Schulman et al. 2016, eq. 16), over the unmasked tokens of a sequence in order, with V = 0 after the last:
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = sum_k (gamma lambda)^k delta_{t+k};    G_t = A_t + V_t
+    A masked token (such as a tool's answer) is not an action: it is skipped, costs no discount, and has A = 0, G = V.
+    """
     is_action = mask != 0
     own = values[is_action]
     following = own.roll(-1)
@@ -121,7 +117,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lambd: f
 
 
 def gae_of_rows(rewards_BT: Tensor, values_BT: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] of rows of equal length in which every token is an action."""
+    """Compute advantages and returns [B, T] of rows of equal length in which every token is an action."""
     following = torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
     delta = rewards_BT + gamma * following - values_BT
     advantages = discounted_returns(delta.t(), gamma * lambd).t()
@@ -139,9 +135,9 @@ def ppo_advantages(
     lambd: float,
     placed: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """GAE of each sample, its reward at the last unmasked token and the KL charged at every unmasked one.
+    """Compute GAE of each sample, with its reward at the last unmasked token and the KL charged at every unmasked one.
 
-    Rewards of single turns are `placed` at tokens of theirs.
+    Rewards of single turns are added from `placed`.
     """
     advantages, returns = [], []
     penalties = [None] * len(rewards) if kl is None else kl
@@ -154,14 +150,6 @@ def ppo_advantages(
     return advantages, returns
 
 
-# Token returns without a critic; the batch's whitening is the baseline.
-#
-# REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-# Normalization"), before whitening:
-#     reinforce_plus_plus            A_t = G_t = sum_k gamma^k r_{t+k},  r_t = -beta kl_t m_t + [t last unmasked] R
-#     reinforce_plus_plus_baseline   A_t = r - beta kl_t m_t,            r the reward less its group's mean
-
-
 def reinforce_plus_plus_advantages(
     rewards: Sequence[float],
     kl: Sequence[Tensor] | None,
@@ -171,9 +159,12 @@ def reinforce_plus_plus_advantages(
     gamma: float,
     placed: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Returns of each sample's token rewards; a sample that is masked as a whole gets zeros.
+    """Compute the returns of each sample's token rewards; a sample whose tokens are all masked gets zeros.
 
-    Rewards of single turns are `placed` at tokens of theirs.
+    REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
+    Normalization"), before whitening, which replaces a critic's baseline:
+        A_t = G_t = sum_k gamma^k r_{t+k},  r_t = -beta kl_t m_t + [t last unmasked] R
+    Rewards of single turns are added from `placed`.
     """
     advantages = []
     penalties = [None] * len(rewards) if kl is None else kl
@@ -188,7 +179,11 @@ def reinforce_plus_plus_advantages(
 def reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float], kl: Sequence[Tensor] | None, masks: Sequence[Tensor], *, kl_coef: float
 ) -> list[Tensor]:
-    """The sample's reward at every token, less the KL of each unmasked one."""
+    """Give every token the reward of its sample, less the KL of each unmasked token.
+
+    REINFORCE++ with baseline, before whitening:
+        A_t = r - beta kl_t m_t,  r the reward less its group's mean
+    """
     advantages = []
     penalties = [None] * len(rewards) if kl is None else kl
     for reward, penalty, mask in zip(rewards, penalties, masks, strict=True):
@@ -199,41 +194,39 @@ def reinforce_plus_plus_baseline_advantages(
     return advantages
 
 
-# Advantages of mean 0 and variance 1 over the whole batch.
-#
-#     A <- (A - mean) / sqrt(var + 1e-8)        over the unmasked tokens of all ranks, var Bessel-corrected
-# Invariant: the sums add up over any split of the batch into parts, so every rank whitens alike.
-
-
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[count, sum, sum of squares] over masked-in tokens, in float64: add these up over ranks, then call `whiten`."""
+    """Return [count, sum, sum of squares] over unmasked tokens in float64: add them up over ranks, then call `whiten`.
+
+    Invariant: the sums add up over any split of the batch, so every rank whitens alike.
+    """
     kept = torch.where(mask != 0, advantages, torch.zeros_like(advantages)).double()
     return torch.stack([(mask != 0).double().sum(), kept.sum(), (kept * kept).sum()])
 
 
 def whiten(advantages: Tensor, mask: Tensor, *, count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
-    """(A - mean) / sqrt(var + 1e-8) where unmasked; masked tokens keep what they have."""
+    """Whiten the advantages to mean 0 and variance 1 over the whole batch; masked tokens keep their values.
+
+    A <- (A - mean) / sqrt(var + 1e-8)        over the unmasked tokens of all ranks, var Bessel-corrected
+    """
     mean = total / count.clamp_min(1)
     variance = (squares - count * mean.square()).clamp_min(0) / (count - 1).clamp_min(1)
     return torch.where(mask != 0, (advantages - mean) * torch.rsqrt(variance + 1e-8), advantages)
 
 
-# A teacher's log-probs of the student's own tokens, as a penalty on the advantages.
-#
-# On-policy distillation (Thinking Machines Lab 2025; the on-policy, reverse-KL case of GKD, Agarwal et al. 2024):
-#     A_t <- A_t - coef (log pi_student(y_t) - log pi_teacher(y_t))
-# Over the student's samples the bracket has the reverse KL as its mean. It is a constant of the loss: no gradient.
-
-
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[T]: log pi_student - log pi_teacher of the sampled tokens."""
+    """Compute log pi_student - log pi_teacher of the sampled tokens, [T], without gradient."""
     return (student - teacher).detach()
 
 
 def distilled(
     advantages: Sequence[Tensor], student: Sequence[Tensor], teacher: Sequence[Tensor], coef: float
 ) -> list[Tensor]:
-    """Each sample's advantages less the weighted reverse KL of its tokens."""
+    """Subtract from each sample's advantages the weighted reverse KL of its tokens.
+
+    On-policy distillation (Thinking Machines Lab 2025; the on-policy, reverse-KL case of GKD, Agarwal et al. 2024):
+        A_t <- A_t - coef (log pi_student(y_t) - log pi_teacher(y_t))
+    Over the student's samples the bracket has the reverse KL as its mean. It is a constant of the loss: no gradient.
+    """
     return [
         advantage - coef * reverse_kl(own, other)
         for advantage, own, other in zip(advantages, student, teacher, strict=True)

@@ -1,9 +1,10 @@
-"""Which part of a sequence each of several ranks holds, in the zigzag layout of context parallelism.
+"""The zigzag layout of context parallelism: the part of a sequence that each rank holds.
 
 A sequence is padded to 2 n chunks of equal length; rank i has chunks i and 2n - 1 - i, so that under a causal mask
-every rank has as much to do. All offsets count from the first token of the prompt; the logits at position p predict the
-token at p + 1. Invariant: over all ranks the logits' spans cover the positions that predict the response exactly once.
-One rank (n = 1) has both chunks side by side: everything.
+every rank has the same work. All offsets count from the first token of the prompt; the logits at position p predict the
+token at p + 1. A single rank (n = 1) has both chunks, which are the whole sequence.
+
+Invariant: over all ranks the logits' spans cover the positions that predict the response exactly once.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Values = TypeVar("Values", Tensor, list[float])
 
 
 def chunk_spans(total_length: int, *, rank: int, size: int) -> tuple[int, tuple[Span, Span]]:
-    """The length of a chunk, and where this rank's two begin and end."""
+    """Return the length of a chunk, and the spans of this rank's two chunks."""
     length = -(-total_length // (2 * size))
     mirror = 2 * size - 1 - rank
     return length, ((rank * length, (rank + 1) * length), (mirror * length, (mirror + 1) * length))
 
 
 def logit_spans(total_length: int, response_length: int, *, rank: int, size: int) -> tuple[Span, Span]:
-    """The positions of this rank whose logits predict response tokens; (0, 0) where a chunk has none."""
+    """Return the positions of this rank whose logits predict response tokens; (0, 0) for a chunk without any."""
     first = total_length - response_length - 1
     _, chunks = chunk_spans(total_length, rank=rank, size=size)
     spans = [(max(begin, first), min(end, total_length - 1)) for begin, end in chunks]
@@ -36,13 +37,13 @@ def logit_spans(total_length: int, response_length: int, *, rank: int, size: int
 
 
 def shifted(spans: tuple[Span, Span]) -> tuple[Span, Span]:
-    """Where the tokens are that these logits predict."""
+    """Return the spans of the tokens that these logits predict."""
     one, two = ((begin + 1, end + 1) if begin < end else (0, 0) for begin, end in spans)
     return one, two
 
 
 def own_chunks(tokens: Tensor, fill: float | Callable[[Tensor, int], Tensor], *, rank: int, size: int) -> Tensor:
-    """This rank's two chunks of a whole sequence, padded at its end; a function may do the padding."""
+    """Cut this rank's two chunks from a whole sequence; its end is padded with the value `fill`, or by calling it."""
     if size == 1:
         return tokens
     length, chunks = chunk_spans(len(tokens), rank=rank, size=size)
@@ -55,7 +56,7 @@ def own_chunks(tokens: Tensor, fill: float | Callable[[Tensor, int], Tensor], *,
 
 
 def own_response(values: Values, total_length: int, response_length: int, *, rank: int, size: int) -> Values:
-    """Of one value for each response token, those of this rank's logits."""
+    """Select from one value per response token those that this rank's logits predict."""
     if size == 1:
         return values
     first = total_length - response_length - 1
@@ -67,7 +68,7 @@ def own_response(values: Values, total_length: int, response_length: int, *, ran
 
 
 def whole_response(own: Tensor, total_length: int, response_length: int, *, rank: int, size: int) -> Tensor:
-    """This rank's values at their places in the response, zeros elsewhere: the sum over ranks is the whole."""
+    """Place this rank's values at their positions in the response, zeros elsewhere: the sum over ranks is complete."""
     if size == 1:
         return own
     first = total_length - response_length - 1

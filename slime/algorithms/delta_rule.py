@@ -1,8 +1,9 @@
 """The gated delta rule of linear attention, and the short convolution before it, over sequences packed into one row.
 
-Invariant: a sequence gets what it would get alone. The convolution reads no token of another sequence, and every
-sequence starts from an empty state. Inside a chunk of tokens all is matrix products; from chunk to chunk a state is
-carried, for all sequences that are long enough at once. Computed in float32, whatever the states are in.
+Invariant: the result of a sequence does not depend on the others in its row. The convolution reads no token of another
+sequence, and every sequence starts from an empty state. A chunk of tokens is computed by matrix products; a state is
+carried from chunk to chunk, at once for all sequences that are long enough. All is computed in float32, independently
+of the dtype of the states.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where the tokens of a row lie once every sequence is cut into chunks of `CHUNK` tokens, the last one padded.
+    """Layout of the tokens of a row when every sequence is cut into chunks of `CHUNK` tokens, the last one padded.
 
-    The first chunks of all sequences come first, then the second ones, and so on, always the longest sequence in front:
-    what one step of the scan reads is a slice.
+    The first chunks of all sequences come first, then the second ones, and so on, always with the longest sequence in
+    front: each step of the scan reads a slice.
     """
 
-    token: Tensor  # [chunks x CHUNK]: the token at a place; padding reads the one behind the last, which is zero
+    token: Tensor  # [chunks x CHUNK]: the token at a place; padding reads the one after the last, which is zero
     place: Tensor  # [T]: the place of a token
-    position: Tensor  # [T]: of a token in its sequence
-    alive: tuple[int, ...]  # how many sequences have an i-th chunk
+    position: Tensor  # [T]: the position of a token in its sequence
+    alive: tuple[int, ...]  # the number of sequences that have an i-th chunk
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
@@ -48,7 +49,7 @@ class Chunks:
 
 
 def causal_conv(states: Tensor, weight: Tensor, bias: Tensor | None, position: Tensor) -> Tensor:
-    """[T, C]: each channel convolved over the last tokens of its sequence; `weight` [C, K], the newest token last."""
+    """Convolve each channel over the last tokens of its sequence, [T, C]; `weight` [C, K] has the newest token last."""
     taps = weight.float().unbind(dim=1)
     wide = states.float()
     total = wide * taps[-1]
@@ -61,13 +62,15 @@ def causal_conv(states: Tensor, weight: Tensor, bias: Tensor | None, position: T
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """[T, heads, V]: what the queries read from a state that forgets by exp(decay) and learns with the rate beta.
+    """Compute the gated delta rule, [T, heads, V]: queries read a state with decay exp(decay) and learning rate beta.
 
     `query` and `key` [T, key heads, K] are normalised here; a key head serves `heads / key heads` neighbouring heads.
     `value` [T, heads, V], `decay` and `beta` [T, heads].
     """
     repeats = value.shape[1] // key.shape[1]
-    q, k = (_unit(states.float()).repeat_interleave(repeats, dim=1) for states in (query, key))
+    wide = (states.float() for states in (query, key))
+    unit = (states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6) for states in wide)
+    q, k = (states.repeat_interleave(repeats, dim=1) for states in unit)
     q = q * q.shape[-1] ** -0.5
     q, k, v = (_cut(states, chunks) for states in (q, k, value.float()))  # [chunks, heads, CHUNK, D]
     rate, log_decay = (_cut(states.float()[..., None], chunks) for states in (beta, decay))
@@ -86,18 +89,14 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return output.index_select(0, chunks.place).to(value.dtype)
 
 
-def _unit(states: Tensor) -> Tensor:
-    return states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6)
-
-
 def _cut(states: Tensor, chunks: Chunks) -> Tensor:
-    """[T, heads, D] to [chunks, heads, CHUNK, D]."""
+    """Cut [T, heads, D] into chunks, [chunks, heads, CHUNK, D]."""
     padded = pad(states, (0, 0, 0, 0, 0, 1)).index_select(0, chunks.token)
     return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
 
 def _scan(steps: Sequence[Tensor], alive: Sequence[int]) -> Tensor:
-    """The outputs of all chunks, from state to state; in each step the sequences that go on are the first ones."""
+    """Compute the outputs of all chunks step by step; the sequences that continue are always the first ones."""
     shape = (alive[0], steps[0].shape[1], steps[1].shape[-1], steps[0].shape[-1])
     state = steps[0].new_zeros(shape)
     outputs = []

@@ -1,8 +1,8 @@
-"""The registry of advantage estimators: what `--advantage-estimator` chooses.
+"""The registry of advantage estimators, from which `--advantage-estimator` chooses.
 
-Invariant: nothing else in the code lists estimators or branches on their names; flags, checks, plans and the trainer
-read the entries. To add one, write its function and its entry here. Importing this file imports no torch: flags are
-parsed without it, so functions import what they compute with.
+Invariant: no other code lists estimators or branches on their names; flags, checks, plans and the trainer read the
+entries. To add an estimator, write its function and its entry here. Importing this file imports no torch, because flags
+are parsed without it: functions import what they compute with.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_re
 
 @dataclass(frozen=True)
 class Scored:
-    """What an estimator is computed from; lists have one entry per sample, tensors one number per response token."""
+    """Inputs of an estimator; lists have one entry per sample, tensors one number per response token."""
 
     rewards: Sequence[float]
     masks: Sequence[Tensor]
     kl: Sequence[Tensor] | None
     values: Sequence[Tensor] | None
     placed: Sequence[Tensor] | None
-    """Rewards of single turns, at tokens of theirs."""
+    """Rewards of single turns, at tokens of these turns."""
     kl_coef: float
     gamma: float
     lambd: float
@@ -38,7 +38,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class RewardGroups:
-    """Which samples a reward is compared with (`slime.algorithms.rewards`)."""
+    """The groups within which rewards are compared (`slime.algorithms.rewards`)."""
 
     group_indices: Sequence[Hashable]
     rollout_ids: Sequence[Hashable] | None
@@ -46,7 +46,7 @@ class RewardGroups:
     population: str
     divide_by_std: bool
     before_penalty: Sequence[float] | None = None
-    """Rewards without the penalty for length, by which the population `auto` chooses; None: the rewards themselves."""
+    """Rewards before the penalty for length, from which the population `auto` chooses; None: the rewards themselves."""
 
 
 Advantages = tuple[Sequence["Tensor"], Sequence["Tensor"]]
@@ -54,34 +54,34 @@ Advantages = tuple[Sequence["Tensor"], Sequence["Tensor"]]
 
 @dataclass(frozen=True)
 class Estimator:
-    """How rewards become advantages."""
+    """An entry of the registry: the functions and properties of an advantage estimator."""
 
     name: str
     level: str
-    """RESPONSE: one reward a response, the same advantage at each of its tokens; TOKEN: rewards at single tokens."""
+    """RESPONSE: one reward per response, the same advantage at each of its tokens; TOKEN: rewards at single tokens."""
     advantages: Callable[[Scored], Advantages]
-    """(advantages, returns) of the shaped rewards."""
+    """Computes (advantages, returns) from the shaped rewards."""
     baseline: Callable[[Sequence[float], RewardGroups], list[float]] | None = None
-    """Rewards compared with those of their group; None: they are taken as they are."""
+    """Compares rewards with those of their group; None: rewards are used unchanged."""
     divides_by_std: bool = False
     policy_loss: str = PPO
-    """The `--policy-loss` that goes with it unless another is given."""
+    """The default of `--policy-loss` with this estimator."""
     needs_siblings: bool = False
-    """A group of one is refused: there is nothing to compare with."""
+    """True if a group of one is refused, as there is nothing to compare with."""
     kl_in_reward: bool = False
     needs_whitening: bool = False
     has_critic: bool = False
     presets: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Flags that it stands for where they are not given."""
+    """Defaults of flags with this estimator."""
 
     @property
     def group_relative(self) -> bool:
-        """Whether rewards are compared within their group, so that a group of one teaches nothing."""
+        """True if rewards are compared within their group, so that a group of one has advantage 0."""
         return self.baseline is not None
 
 
 def estimators_that(condition: Callable[[Estimator], bool]) -> str:
-    """Names for a sentence."""
+    """Join the names of the estimators that satisfy a condition, for messages."""
     return ", ".join(name for name, one in ESTIMATORS.items() if condition(one))
 
 

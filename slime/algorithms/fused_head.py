@@ -1,12 +1,18 @@
-"""Softmax statistics of an output layer whose logits are never written (Triton, on Hopper).
+"""Triton kernels of the output layer: softmax statistics and gradients of logits, and statistics without logits.
 
-Invariant: the numbers are those of `head_kernels.softmax_stats` on hidden @ weight.T but for the order of float32 sums.
-Every tile of the product is reduced to two or three numbers a row while the next is computed, which saves writing and
-reading four bytes for each logit: a third of the time that both take at a vocabulary of 152k and 1,024 hidden.
+`softmax_stats` and `logits_gradient` read a chunk of raw float32 logits in one pass each, with
+    u = scale * (raw + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
+Invariant: they compute in float32, and the only output of the chunk's size is the gradient, in the dtype of the matrix
+products that follow.
+
+`projected_stats` (on Hopper) computes the statistics of an output layer whose logits are never written. Invariant: its
+numbers are those of `softmax_stats` on hidden @ weight.T, except for the order of float32 sums. Every tile of the
+product is reduced to two or three numbers per row while the next one is computed, which saves writing and reading four
+bytes for each logit: a third of the time of both at a vocabulary of 152k and 1,024 hidden.
 
     log2 sum_j 2^z_j = log2 sum_tiles 2^(part);    sum_j p_j z_j = sum_tiles 2^(part - whole) * mean
 
-with z in units of log 2, `part` a tile's log2 of its sum of powers, and `mean` the mean of its z under them.
+with z in units of log 2, `part` a tile's log2 of its sum of powers, and `mean` the mean of its z weighted by them.
 """
 
 from __future__ import annotations
@@ -21,13 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slime.algorithms.logit_transform import LogitTransform
 
-# Softmax statistics and gradients of a chunk of logits in one pass each (Triton).
-#
-# Invariant: what is read is the raw float32 projection, what is computed is float32, and nothing of the chunk's size
-# is written but the gradient, in the dtype of the matrix products that follow.
-#
-#     u = scale * (raw + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
-
 STATS_BLOCK, STATS_WARPS = 2048, 4
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 
@@ -39,8 +38,8 @@ def _tanh(x):
 
 @triton.jit
 def transformed(raw, bias, columns, here, factor, cap_in, cap_out, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """z of raw logits; `factor` is scale / temperature, or with a cap `cap_in` scale / softcap and `cap_out`
-    softcap / temperature."""
+    """Compute z from raw logits; `factor` is scale / temperature, or with a cap `cap_in` is scale / softcap and
+    `cap_out` softcap / temperature."""
     if HAS_BIAS:
         raw += tl.load(bias + columns, mask=here, other=0.0).to(tl.float32)
     if HAS_CAP:
@@ -66,7 +65,8 @@ def _stats(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: running maximum, sum of exponentials and of exponentials times logits, a lane each."""
+    """Reduce one row per program: each lane has a running maximum, sum of exponentials, and sum of exponentials times
+    logits."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -117,7 +117,7 @@ def _gradient(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row a program; a row without a target among the columns has the target -1."""
+    """Compute the gradient of one block of a row per program; a row without a target among the columns has -1."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < vocab
@@ -140,7 +140,7 @@ def _gradient(
 def softmax_stats(
     raw: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row [R]: the log-normaliser, the logit of its target (0 where that is -1), the entropy when asked for."""
+    """Compute for each row [R] the log-normaliser, the target's logit (0 for the target -1), optionally the entropy."""
     rows, vocab = raw.shape
     normaliser, picked = (torch.empty(rows, dtype=torch.float32, device=raw.device) for _ in range(2))
     entropy = torch.empty_like(normaliser) if with_entropy else None
@@ -174,7 +174,7 @@ def logits_gradient(
     *,
     out: Tensor,
 ) -> None:
-    """dL/d(raw projection) [R, V] into `out`; `grad_entropy`: its gradient and the entropy itself."""
+    """Write dL/d(raw projection) [R, V] to `out`; `grad_entropy` is the gradient of the entropy, and the entropy."""
     assert out.is_contiguous()
     rows, vocab = raw.shape
     upstream = torch.zeros_like(normaliser) if grad_log_probs is None else grad_log_probs.contiguous()
@@ -200,17 +200,21 @@ def logits_gradient(
 
 
 def factors(transform: LogitTransform) -> tuple[float, float, float]:
-    """What `transformed` multiplies by: without a cap, before it, after it."""
+    """Return the factors of `transformed`: without a cap, before the cap, after the cap."""
     factor = transform.scale / transform.temperature
     if transform.softcap is None:
         return factor, 1.0, 1.0
     return factor, transform.scale / transform.softcap, transform.softcap / transform.temperature
 
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64  # of a tile; two of them run on a multiprocessor, and one computes meanwhile
+ROWS, COLUMNS, DEPTH = (
+    128,
+    128,
+    64,
+)  # of a tile; two tiles run on a multiprocessor, so that one always computes
 GROUP = 16  # tiles of rows that go over the vocabulary together, so that a piece of the weight is read once for all
 WARPS, STAGES = 4, 3
-JOINED_TILES, JOINED_ROWS = 64, 32  # of a program that joins them
+JOINED_TILES, JOINED_ROWS = 64, 32  # of a program of `_join_tiles`
 _LOG2 = math.log(2.0)
 
 
@@ -238,7 +242,7 @@ def _tile_stats(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile of the logits a program; `hidden` and `weight` are descriptors, behind whose ends are zeros."""
+    """Reduce one tile of the logits per program; `hidden` and `weight` are descriptors with zeros out of bounds."""
     row_tiles = tl.cdiv(rows, ROWS)
     in_group = GROUP * tl.cdiv(vocab, COLUMNS)
     first = tl.program_id(0) // in_group * GROUP
@@ -272,7 +276,7 @@ def _tile_stats(
 def _join_tiles(
     parts, means, whole, entropy, rows, tiles, WITH_ENTROPY: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Some rows a program: running maximum, sum of powers and of powers times means, over all tiles."""
+    """Join the tiles of some rows per program: running maximum, sum of powers, and sum of powers times means."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -305,7 +309,7 @@ def projected_stats(
     *,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row [R]: the log-normaliser, the logit of its target (0 where that is -1), the entropy when asked for."""
+    """Compute for each row [R] the log-normaliser, the target's logit (0 for the target -1), optionally the entropy."""
     states = hidden.to(weight.dtype).contiguous()
     (rows, width), vocab = states.shape, len(weight)
     tiles = triton.cdiv(vocab, COLUMNS)

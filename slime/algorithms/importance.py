@@ -1,9 +1,9 @@
-"""Importance weights between the engine that sampled and the trainer that learns.
+"""Importance weights and rejection masks for the difference between the sampling engine and the trainer.
 
 With d_t = log pi_train - log pi_rollout of the sampled token, the ratio is exp(clamp(l, -20, 20)), where l is
     token        d_t
     sequence     the sum of d over the unmasked tokens of the sequence
-    geometric    their mean
+    geometric    the mean of d over them
 and the weight is
     truncate     min(ratio, upper)                      (TIS; Yao et al. 2025, "Your Efficient RL Framework ...")
     clip         min(max(ratio, lower), upper)
@@ -29,7 +29,7 @@ MODES = ("truncate", "clip", "mask")
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """All [R], one entry for each response token."""
+    """Importance weights; all tensors are [R], one entry for each response token."""
 
     weights: Tensor
     ratio: Tensor  # before the bounds
@@ -40,7 +40,7 @@ class ImportanceWeights:
 def level_log_ratio(
     train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], level: str
 ) -> Tensor:
-    """[R]: the log-ratio each token is judged by; at token level that of a masked token is 0."""
+    """Compute the log-ratio [R] that applies to each token; at token level that of a masked token is 0."""
     difference = train_log_probs - rollout_log_probs
     kept = torch.where(mask != 0, difference, torch.zeros_like(difference))
     match level:
@@ -65,7 +65,7 @@ def importance_weights(
     lower: float,
     upper: float,
 ) -> ImportanceWeights:
-    """What each token's loss is multiplied by; `truncate` does not look at `lower`."""
+    """Compute the factor of each token's loss; `truncate` ignores `lower`."""
     log_ratio = level_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, level)
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     too_large, too_small = ratio > upper, ratio < lower
@@ -84,9 +84,9 @@ def importance_weights(
 
 @torch.no_grad()
 def weight_sums(weights: Tensor, mask: Tensor, lengths: Sequence[int], level: str) -> Tensor:
-    """[sum of weights, count], in float64: to be added up over a step for `unit_mean_scale`.
+    """Return [sum of weights, count] in float64, to be added up over a step for `unit_mean_scale`.
 
-    Over unmasked tokens; where a sequence has one weight, over the sequences that have any, however long they are.
+    The sum is over unmasked tokens; at sequence level it is over the sequences with unmasked tokens, each counted once.
     """
     kept = mask != 0
     if level != "token":
@@ -96,16 +96,8 @@ def weight_sums(weights: Tensor, mask: Tensor, lengths: Sequence[int], level: st
 
 
 def unit_mean_scale(total: float, count: float) -> float:
-    """What weights are multiplied by to have a mean of 1; where all are 0 there is nothing to scale."""
+    """Return the factor that gives the weights a mean of 1; it is 1 if all weights are 0."""
     return count / total if total > 0 else 1.0
-
-
-# Tokens and sequences that trainer and engine disagree on too much are not trained on.
-#
-# With the ratio r of `importance.level_log_ratio` (token, sequence or geometric mean; not clamped here):
-#     kept      lower <= r <= upper
-#     veto      one unmasked token with pi_train / pi_rollout < threshold rejects its whole sequence
-# Rejection sampling and veto: Liu et al. 2025, "When Speed Kills Stability".
 
 
 @torch.no_grad()
@@ -120,7 +112,13 @@ def rejection_mask(
     upper: float,
     veto_threshold: float | None = None,
 ) -> Tensor:
-    """[R]: what is left of the mask, 0 or 1."""
+    """Remove tokens and sequences from the mask on which trainer and engine differ too much; return [R], 0 or 1.
+
+    With the ratio r of `level_log_ratio` (token, sequence or geometric mean; not clamped here):
+        kept      lower <= r <= upper
+        veto      one unmasked token with pi_train / pi_rollout < threshold rejects its whole sequence
+    Rejection sampling and veto: Liu et al. 2025, "When Speed Kills Stability".
+    """
     ratio = level_log_ratio(train_log_probs, rollout_log_probs, mask, lengths, level).exp()
     kept = (mask != 0) & (ratio >= lower) & (ratio <= upper)
     if veto_threshold is not None:

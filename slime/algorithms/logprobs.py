@@ -1,11 +1,11 @@
-"""Log-probs and entropy of target tokens straight from hidden states, or from logits where somebody has them.
+"""Log-probs and entropy of target tokens from hidden states, or from given logits.
 
-Invariant: the [T, V] matrix of logits never exists unless it was handed in. Rows go through in chunks (on a Hopper GPU
-without any logits), forward keeps two numbers per row (the log-normaliser and, when asked for, the entropy), backward
-computes each chunk's logits again; or, on a GPU, forward keeps the log-probs' gradients [T, V] in the weight's dtype,
-where they are no larger than the caller allows. Logits and everything derived from them are float32; the products of
-matrices read the parameter dtype and accumulate in float32. What is kept or computed again decides how numbers are
-rounded: it follows from sizes and flags, never from the memory that is free.
+Invariant: the [T, V] matrix of logits is never materialised unless the caller passes it. Rows are computed in chunks
+(on a Hopper GPU without any logits). Forward keeps two numbers per row (the log-normaliser and, with `with_entropy`,
+the entropy), and backward recomputes each chunk's logits; or, on a GPU, forward keeps the gradients of the log-probs
+[T, V] in the weight's dtype, if they fit into the limit of the caller. Logits and everything derived from them are
+float32; matrix products read the parameter dtype and accumulate in float32. The choice between keeping and recomputing
+changes how numbers are rounded: it depends on sizes and flags, never on the free memory.
 
     u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
     log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
@@ -23,13 +23,14 @@ from slime.algorithms.logit_transform import LogitTransform
 
 CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
 CHUNK_LOGITS_CPU = 16 * 1024 * 1024
-KEPT_BYTES = 2 << 30  # that gradients may take which are kept for the backward; --log-probs-keep-gib
-FUSED_SHARE = 128  # rows of the fused head that take the memory of one row of logits: the columns of its tiles
-FUSED_ON = 9  # Hopper; the copy engine that it uses takes rows of a multiple of so many bytes:
-FUSED_ALIGNMENT = 16
+KEPT_BYTES = 2 << 30  # limit of the gradients that are kept for the backward; --log-probs-keep-gib
+FUSED_SHARE = 128  # rows of the fused head that need the memory of one row of logits: the columns of its tiles
+FUSED_ON = 9  # compute capability of Hopper
+FUSED_ALIGNMENT = 16  # bytes; the copy engine of the fused head needs addresses and rows that are multiples of it
 
 
 def rows_per_chunk(vocab: int, device: torch.device, chunk_rows: int) -> int:
+    """Return the rows of a chunk: `chunk_rows` if positive, else as many as the default chunk of logits has."""
     if chunk_rows > 0:
         return chunk_rows
     budget = CHUNK_LOGITS_CUDA if device.type == "cuda" else CHUNK_LOGITS_CPU
@@ -37,7 +38,7 @@ def rows_per_chunk(vocab: int, device: torch.device, chunk_rows: int) -> int:
 
 
 def matmul_f32(left: Tensor, right: Tensor) -> Tensor:
-    """A float32 product; half-precision factors stay half precision where the device accumulates in float32."""
+    """Multiply matrices with a float32 result; on CUDA half-precision factors are not widened."""
     if left.dtype in (torch.float32, torch.float64):
         return torch.mm(left, right.to(left.dtype))
     if left.is_cuda:
@@ -46,7 +47,7 @@ def matmul_f32(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total` += left @ right, with `total` in float32; on CUDA within the product itself."""
+    """Add left @ right to the float32 `total`; on CUDA within the product itself."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -93,7 +94,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if kept is not None and grad_log_probs is not None and grad_entropy is None:
-            toward = grad_log_probs[:, None]  # scales a row of what was kept
+            toward = grad_log_probs[:, None]  # scales a kept row
             grad_hidden = matmul_f32(kept, weight).mul_(toward).to(hidden.dtype) if need_hidden else None
             grad_weight = torch.mm(kept.t(), (hidden * toward).to(kept.dtype)) if need_weight else None
             return grad_hidden, grad_weight, *(None,) * 6
@@ -138,9 +139,9 @@ def chunk_stats(
     with_entropy: bool,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row: the log-normaliser, the target's logit (0 where that is -1), and the entropy when asked for.
+    """Compute for each row the log-normaliser, the target's logit (0 for the target -1), and optionally the entropy.
 
-    `keep`, with kernels: where the gradients of the log-probs by the raw projection go.
+    `keep`, with kernels: the output for the gradients of the log-probs with respect to the raw projection.
     """
     if keep is None and has_fused_head(hidden, weight):
         from slime.algorithms.fused_head import projected_stats
@@ -172,7 +173,7 @@ def chunk_gradient(
     grad_entropy: tuple[Tensor, Tensor] | None,
     transform: LogitTransform,
 ) -> Tensor:
-    """dL/d(raw projection), in the weight's dtype; a row whose target is none of the columns has the target -1."""
+    """Compute dL/d(raw projection) in the weight's dtype; a row without a target among the columns has -1."""
     if has_kernels(hidden):
         from slime.algorithms.fused_head import logits_gradient
 
@@ -186,12 +187,12 @@ def chunk_gradient(
 
 
 def has_kernels(states: Tensor) -> bool:
-    """Whether a chunk's logits go through the kernels, which read float32."""
+    """Return True if a chunk's logits are processed by the kernels, which read float32."""
     return states.is_cuda and states.dtype != torch.float64
 
 
 def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether statistics need no logits: on the GPUs that the kernel was tried on, for rows that they can copy."""
+    """Return True if statistics are computed without logits: on Hopper, with aligned half-precision weights."""
     if not has_kernels(hidden) or weight.dtype not in (torch.bfloat16, torch.float16) or not len(hidden):
         return False
     if torch.cuda.get_device_capability(weight.device)[0] != FUSED_ON or not weight.is_contiguous():
@@ -200,7 +201,7 @@ def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> bool:
-    """Whether a backward follows, and what it would compute again takes at most so many bytes."""
+    """Return True if a backward follows whose gradients of the log-probs take at most `most` bytes."""
     follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if bias is not None or not follows or not has_kernels(hidden):
         return False
@@ -208,12 +209,13 @@ def keeps_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, most: i
 
 
 def normaliser_(z: Tensor) -> Tensor:
-    """logsumexp of each row; overwrites `z`."""
+    """Compute logsumexp of each row; overwrites `z`."""
     top = z.amax(dim=1, keepdim=True)
     return z.sub_(top).exp_().sum(dim=1).log_().add_(top.squeeze(1))
 
 
 def normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute logsumexp and entropy of each row."""
     top = z.amax(dim=1, keepdim=True)
     exponentials = torch.sub(z, top).exp_()
     total = exponentials.sum(dim=1)
@@ -223,7 +225,7 @@ def normaliser_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepared_weight(weight: Tensor) -> Tensor:
-    """On the CPU half-precision weights are widened once per call instead of once per chunk."""
+    """Widen half-precision weights on the CPU, once per call instead of once per chunk."""
     return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda else weight
 
 
@@ -245,9 +247,9 @@ def grad_of_chunk(
     out_dtype: torch.dtype,
     is_here: Tensor | None = None,
 ) -> Tensor:
-    """dL/d(raw projection) of one chunk; overwrites `z`.
+    """Compute dL/d(raw projection) of one chunk; overwrites `z`.
 
-    `is_here`: of columns that are a part of the vocabulary, the rows whose target is one of them (None: all).
+    `is_here`: if the columns are a part of the vocabulary, the rows whose target is one of them (None: all).
     """
     slope = transform.slope(z)
     if grad_entropy is None:
@@ -286,7 +288,7 @@ def linear_log_probs(
     with_entropy: bool = False,
     keep_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] under softmax(z), and the entropy [T] of that softmax when asked for."""
+    """Compute log-probs [T] of `targets` [T] under softmax(z) and, with `with_entropy`, its entropy [T]."""
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
     rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
     keeps = keeps_gradients(hidden, weight, bias, keep_bytes)
@@ -294,7 +296,7 @@ def linear_log_probs(
 
 
 class _LogProbsOfLogits(torch.autograd.Function):
-    """Keeps the logits it was given and two numbers a row; nothing else of their size outlives a chunk."""
+    """Keeps the given logits and two numbers per row; nothing else of their size outlives a chunk."""
 
     @staticmethod
     def forward(
@@ -338,6 +340,6 @@ class _LogProbsOfLogits(torch.autograd.Function):
 def log_probs_of_logits(
     logits: Tensor, targets: Tensor, *, chunk_rows: int = -1, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] under softmax(logits [T, V]), and its entropy [T] when asked for."""
+    """Compute log-probs [T] of `targets` [T] under softmax(logits [T, V]) and, with `with_entropy`, its entropy [T]."""
     rows = rows_per_chunk(logits.shape[1], logits.device, chunk_rows)
     return _LogProbsOfLogits.apply(logits, targets, rows, with_entropy)

@@ -1,10 +1,7 @@
-"""The clipped surrogate objective, per token.
+"""Policy and value losses per token: clipped surrogate (PPO), CISPO, GSPO's ratio, OPSM, clipped value loss, KL.
 
-PPO (Schulman et al. 2017, eq. 7) with separate lower and upper bounds (DAPO, Yu et al. 2025, "clip-higher") and the
-dual clip for negative advantages (Ye et al. 2020):
-    ratio = exp(log pi - log pi_old)
-    L = max(-ratio A, -clip(ratio, 1 - eps_low, 1 + eps_high) A)
-    where A < 0 and a dual clip c > 1 is set: L = min(L, -c A)
+Invariant: the ratio is finite in float32. An infinite one would turn the zero gradient of a clipped or masked token
+into nan (0 * inf); log-ratios above MAX_LOG_RATIO are therefore read as MAX_LOG_RATIO.
 """
 
 from __future__ import annotations
@@ -16,16 +13,12 @@ from torch import Tensor
 
 from slime.algorithms.reduce import masked_means, spread
 
-# exp of a log-ratio that can always be differentiated.
-#
-# Invariant: the ratio is finite in float32. An infinite one would turn the zero gradient of a clipped or masked token
-# into nan (0 * inf); log-ratios above MAX_LOG_RATIO are therefore read as MAX_LOG_RATIO.
-
 MAX_LOG_RATIO = 80.0
+KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 
 def finite_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(min(log_ratio, 80)); exp(80) is 5.5e34, float32 ends at 3.4e38."""
+    """Compute exp(min(log_ratio, 80)); exp(80) is 5.5e34, and the largest float32 is 3.4e38."""
     return log_ratio.clamp_max(MAX_LOG_RATIO).exp()
 
 
@@ -37,9 +30,14 @@ def clipped_policy_loss(
     eps_clip_high: float,
     eps_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Per-token loss, and per-token 1.0 where the clipped branch was the one taken.
+    """Compute the clipped surrogate loss per token; the second result is 1.0 where the clipped branch was used.
 
-    `log_ratio` is that of each token, or that of its sequence (`gspo.sequence_log_ratio`).
+    PPO (Schulman et al. 2017, eq. 7) with separate lower and upper bounds (DAPO, Yu et al. 2025, "clip-higher") and the
+    dual clip for negative advantages (Ye et al. 2020):
+        ratio = exp(log pi - log pi_old)
+        L = max(-ratio A, -clip(ratio, 1 - eps_low, 1 + eps_high) A)
+        where A < 0 and a dual clip c > 1 is set: L = min(L, -c A)
+    `log_ratio` is that of each token, or that of its sequence (`sequence_log_ratio`).
     """
     ratio = finite_ratio(log_ratio)
     unclipped = -ratio * advantages
@@ -51,41 +49,30 @@ def clipped_policy_loss(
     return loss, was_clipped
 
 
-# A clipped weight on the policy gradient instead of a clipped loss.
-#
-# CISPO (MiniMax 2025, "MiniMax-M1"), with sg the stop-gradient:
-#     L = -sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A log pi
-# No token loses its gradient; the paper clips from above only, which is eps_low >= 1.
-
-
 def cispo_loss(
     log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, *, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Per-token loss, and per-token 1.0 where the ratio was out of bounds."""
+    """Compute the CISPO loss per token; the second result is 1.0 where the ratio was out of bounds.
+
+    CISPO (MiniMax 2025, "MiniMax-M1") clips the weight on the policy gradient instead of the loss, with sg the
+    stop-gradient:
+        L = -sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A log pi
+    No token loses its gradient; the paper clips from above only, which is eps_low >= 1.
+    """
     ratio = finite_ratio(log_ratio.detach())
     weight = ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
     return -weight * advantages * log_probs, (weight != ratio).to(log_probs.dtype)
 
 
-# One ratio a sequence.
-#
-# GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 7): the ratio of every token of sequence i is
-#     s_i = exp(1 / |y_i| * sum_t (log pi(y_t) - log pi_old(y_t)))        over its unmasked tokens
-# and goes through the clipped surrogate as a token's ratio would. The gradient flows through the mean.
-
-
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[R]: log s_i at every token of sequence i; 0 for a sequence that is masked as a whole."""
+    """Compute the sequence-level importance ratio of GSPO, [R]: log s_i at every token of sequence i.
+
+    GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 7): the ratio of every token of sequence i is
+        s_i = exp(1 / |y_i| * sum_t (log pi(y_t) - log pi_old(y_t)))        over its unmasked tokens
+    and goes through the clipped surrogate as a token's ratio would. The gradient flows through the mean. The result is
+    0 for a sequence whose tokens are all masked.
+    """
     return spread(masked_means(log_probs - old_log_probs, mask, lengths), lengths)
-
-
-# Off-policy sequence masking (OPSM).
-#
-# DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1: token t of sequence i has weight
-#     0   where A_t < 0 and mean over the unmasked tokens of i of (log pi_roll - log pi) > delta
-#     1   otherwise
-# with pi_roll the probabilities that the engine sampled with: the mean covers both what updates changed since and the
-# difference between engine and trainer.
 
 
 @torch.no_grad()
@@ -98,42 +85,43 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """[R]: the weight of each token, 0 or 1, without gradient."""
+    """Compute the weights of off-policy sequence masking (OPSM), [R]: 0 or 1 for each token, without gradient.
+
+    DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1: token t of sequence i has weight
+        0   where A_t < 0 and mean over the unmasked tokens of i of (log pi_roll - log pi) > delta
+        1   otherwise
+    with pi_roll the probabilities that the engine sampled with: the mean covers both the changes by updates since then
+    and the difference between engine and trainer.
+    """
     drift = spread(masked_means(rollout_log_probs - log_probs, mask, lengths), lengths)
     return 1.0 - ((advantages < 0) & (drift > delta)).to(log_probs.dtype)
-
-
-# The clipped regression of a critic, per token.
-#
-# PPO's value loss (Schulman et al. 2017, as in the authors' code), without a factor 1/2:
-#     L = max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2)
 
 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Per-token loss, and per-token 1.0 where the clipped branch was the one taken."""
+    """Compute the clipped value loss per token; the second result is 1.0 where the clipped branch was used.
+
+    PPO's value loss (Schulman et al. 2017, as in the authors' code), without a factor 1/2:
+        L = max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2)
+    """
     near = torch.clamp(values, old_values - value_clip, old_values + value_clip)
     unclipped, clipped = (values - returns).square(), (near - returns).square()
     return torch.maximum(unclipped, clipped), (clipped > unclipped).to(values.dtype)
 
 
-# Per-token estimators of KL(policy || reference) from the log-probs of the sampled token.
-#
-# With d = log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"): k1 = d is unbiased with high variance;
-# k2 = d^2 / 2 is biased with low variance; k3 = exp(-d) - 1 + d is unbiased, never negative, with low variance;
-# low_var_kl is k3, weighed if it is, and then clamped to [-10, 10].
-#
-# The gradient of such an estimate is not an estimate of the KL's gradient unless the sample is weighed by the ratio of
-# the policy it is meant for to the policy it came from (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1), token by token
-# whatever the surrogate's ratio is:
-#     unbiased = pi / pi_old * kl
-
-KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-
-
 def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, ratio: Tensor | None = None) -> Tensor:
-    """Per token; with `ratio` = pi / pi_old (finite) weighed by it, and the gradient flows through both factors."""
+    """Estimate KL(policy || reference) per token from the log-probs of the sampled token.
+
+    With d = log pi - log pi_ref (Schulman 2020, "Approximating KL Divergence"): k1 = d is unbiased with high variance;
+    k2 = d^2 / 2 is biased with low variance; k3 = exp(-d) - 1 + d is unbiased, never negative, with low variance;
+    low_var_kl is k3, weighted if `ratio` is given, and then clamped to [-10, 10].
+
+    The gradient of such an estimate is not an estimate of the KL's gradient unless the sample is weighted by `ratio`,
+    that of the present policy to the policy that sampled it (DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1). The ratio
+    is per token for every surrogate, and finite; the gradient flows through both factors:
+        unbiased = pi / pi_old * kl
+    """
     difference = log_probs - ref_log_probs
     match kind:
         case "k1":
@@ -141,13 +129,9 @@ def approximate_kl(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, ratio
         case "k2":
             kl = 0.5 * difference.square()
         case "k3" | "low_var_kl":
-            kl = _k3(difference)
+            kl = torch.expm1((-difference).clamp_max(MAX_LOG_RATIO)) + difference
         case _:
             raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_TYPES)}")
     if ratio is not None:
         kl = kl * ratio
     return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl
-
-
-def _k3(difference: Tensor) -> Tensor:
-    return torch.expm1((-difference).clamp_max(MAX_LOG_RATIO)) + difference

@@ -1,8 +1,8 @@
-"""Log-probs and entropy of target tokens where each rank has the output layer of a part of the vocabulary.
+"""Vocabulary-parallel log-probs and entropy of target tokens: each rank has a part of the output layer's rows.
 
 Invariant: values and gradients are those of `linear_log_probs` with the whole layer, on every rank; neither the logits
-[T, V] nor a rank's part [T, V / n] of them ever exist. All ranks bring the same hidden states and targets; forward adds
-up three numbers a row over the ranks, backward the gradient of the hidden states, a chunk at a time.
+[T, V] nor a rank's part [T, V / n] of them are ever materialised. All ranks have the same hidden states and targets.
+Forward reduces three numbers per row over the ranks, backward the gradient of the hidden states, one chunk at a time.
 
     lse = log sum_r exp(lse_r);    H = lse - sum_r exp(lse_r - lse) * mean_r;    log p(y) = z_y - lse
 
@@ -29,7 +29,7 @@ from slime.algorithms.logprobs import (
 
 
 class Reducing(Protocol):
-    """Ranks that share a vocabulary; both reduce in place and return what they were given."""
+    """Reductions over the ranks that share a vocabulary; both work in place and return their argument."""
 
     @property
     def size(self) -> int: ...
@@ -41,9 +41,9 @@ class Reducing(Protocol):
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """This rank has the rows `first`, `first + 1`, ... of the output layer; those past `vocab_size` are padding.
+    """This rank's rows of the output layer: `first`, `first + 1`, ...; rows from `vocab_size` on are padding.
 
-    Padding counts for nothing: neither in the softmax nor by a gradient.
+    Padding is in no softmax and gets no gradient.
     """
 
     first: int
@@ -51,11 +51,11 @@ class VocabularyPart:
     ranks: Reducing
 
     def own_rows(self, weight: Tensor) -> int:
-        """How many rows of this rank's weight are tokens."""
+        """Count the rows of this rank's weight that are tokens."""
         return min(max(self.vocab_size - self.first, 0), len(weight))
 
     def find(self, targets: Tensor, rows: int) -> Tensor:
-        """The column of each target in this part, -1 where it is in another's."""
+        """Return the column of each target in this part, -1 for a target of another rank."""
         local = targets - self.first
         return torch.where((local >= 0) & (local < rows), local, -1)
 
@@ -73,9 +73,10 @@ def vocab_parallel_log_probs(
     chunk_rows: int = -1,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] and, when asked for, entropies [T]; `weight` [rows, H] and `bias` of this rank.
+    """Compute log-probs [T] of `targets` [T] and, with `with_entropy`, entropies [T].
 
-    A collective: all ranks of the part call it together, forward and backward.
+    `weight` [rows, H] and `bias` are those of this rank. It is a collective: all ranks of the part call it together,
+    forward and backward.
     """
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
     rows = rows_per_chunk(-(-part.vocab_size // part.ranks.size), hidden.device, chunk_rows)  # the same on all ranks

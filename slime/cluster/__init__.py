@@ -1,4 +1,4 @@
-"""Where processes run: child processes that never outlive the driver, and the channels, ports and devices they use."""
+"""Child processes that never outlive the driver, and the channels, ports and devices that they use."""
 
 from slime.cluster.process import ChildProcess, ProcessSet, process_tree
 from slime.cluster.rpc.channel import (

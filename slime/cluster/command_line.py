@@ -1,7 +1,7 @@
-"""Command lines as launch scripts write them, without a shell.
+"""Parses command lines and environment variables of launch scripts, without a shell.
 
-Invariant: a text becomes words and never a program: quotes, backslashes and `$NAME` mean what they mean to a shell, and
-nothing else does. What a variable holds stays one word.
+Invariant: a text is split into words and never executed. Quotes, backslashes and `$NAME` mean the same as in a shell;
+no other syntax is interpreted. The value of a variable stays one word.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from pathlib import Path
 from slime.errors import UserError
 
 _QUOTED = re.compile(r'"[^"]*"|\'[^\']*\'')
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _KEPT = "\0"
 _SECRETS = ("--wandb-key",)
 
 
 def words_of(text: str, env: Mapping[str, str]) -> list[str]:
-    """The words of a command line; `$NAME` and `${NAME}` are looked up in `env` unless they are in single quotes."""
+    """Split a command line into words; `$NAME` and `${NAME}` come from `env` unless they are in single quotes."""
     joined = text.replace("\\\n", " ")
     kept = _QUOTED.sub(lambda quoted: quoted[0].replace("$", _KEPT) if quoted[0][0] == "'" else quoted[0], joined)
     try:
         words = shlex.split(kept, comments=True)
     except ValueError as error:
         raise UserError(f"the command line {text.strip()[:80]!r} cannot be read ({error}): close its quotes") from error
-    return [_expanded(word, env).replace(_KEPT, "$") for word in words]
-
-
-def _expanded(word: str, env: Mapping[str, str]) -> str:
-    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: env.get(found[1] or found[2], ""), word)
+    expanded = [_VARIABLE.sub(lambda found: env.get(found[1] or found[2], ""), word) for word in words]
+    return [word.replace(_KEPT, "$") for word in expanded]
 
 
 def shown(words: Sequence[str]) -> str:
-    """The command to be printed, without secrets."""
+    """Format a command for printing, with secrets hidden."""
     hidden = ["..." if before in _SECRETS else word for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(hidden)
 
 
 def model_args(script: Path, env: Mapping[str, str]) -> list[str]:
-    """The array MODEL_ARGS that a model script (`scripts/models/*.sh`) sets."""
+    """Run a model script (`scripts/models/*.sh`) and return the array MODEL_ARGS that it sets."""
     if not script.is_file():
         others = sorted(path.stem for path in script.parent.glob("*.sh") if path.stem != "lib")
         known = f": choose one of {', '.join(others)}" if others else ": it belongs to a checkout of slime"
@@ -56,7 +54,7 @@ def model_args(script: Path, env: Mapping[str, str]) -> list[str]:
 
 
 def parsed_env(text: str) -> dict[str, str]:
-    """Variables written as JSON, or as `A=1 B=2`."""
+    """Parse variables written as JSON, or as `A=1 B=2`."""
     text = text.strip()
     if text.startswith("{"):
         try:

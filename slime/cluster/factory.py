@@ -1,7 +1,7 @@
-"""Which machines a run is on: this one, or the nodes of a Ray cluster.
+"""Chooses the machines of a run: this one, or the nodes of a Ray cluster.
 
-Invariant: what the flags and the environment say decides, never what happens to be installed; Ray is imported only
-where it was chosen.
+Invariant: only the flags and the environment decide, never the installed packages. Ray is imported only when it is
+chosen.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
 def cluster_kind(config: Config) -> str:
-    """`local` or `ray`. Several training nodes on a CPU are processes of this machine unless Ray is named."""
+    """Return `local` or `ray`. Several training nodes on CPUs are processes of this machine unless Ray is named."""
     if config.cluster is not None:
         return config.cluster
     if config.ray_address is not None or os.environ.get(ADDRESS_VARIABLE):
         return RAY
-    return RAY if config.actor_num_nodes > 1 and _wants_gpus(config.device) else LOCAL
-
-
-def _wants_gpus(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and nvidia_gpu_count() > 0)
+    if config.actor_num_nodes > 1 and (config.device == "cuda" or (config.device == "auto" and nvidia_gpu_count() > 0)):
+        return RAY
+    return LOCAL
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a run has to work with: `--device` as "cpu" or "cuda", the GPUs of all machines, and the nodes of a cluster
-    (none: this machine)."""
+    """The resources of a run: `device` ("cpu" or "cuda"), the GPUs of all machines, and the cluster's nodes (none: this
+    machine)."""
 
     device: str
     gpus: int
@@ -47,7 +45,7 @@ class Machines:
 
 
 def find_machines(config: Config) -> Machines:
-    """Look at this machine, or ask the cluster, which must be there."""
+    """Find the resources of this machine, or of the Ray cluster, which must be up."""
     if cluster_kind(config) == LOCAL:
         device = resolve_device(config.device)
         return Machines(device, gpu_count() if device == "cuda" else 0)
@@ -65,7 +63,7 @@ def find_machines(config: Config) -> Machines:
 
 
 def open_cluster(config: Config, device: str, *, trainers: int, rollout: int) -> Cluster:
-    """Places for so many trainers and for so many GPUs of engines; whoever opens it closes it."""
+    """Reserve slots for `trainers` processes and `rollout` engine GPUs; the caller closes the cluster."""
     if cluster_kind(config) == LOCAL:
         return LocalCluster(config, device=device, trainers=trainers, rollout=rollout)
     _require_ray()

@@ -1,8 +1,7 @@
-"""Python's garbage collector, where it is in the way.
+"""Pauses Python's garbage collector and freezes old objects.
 
-In processes that hold very many objects it looks through all of them whenever enough new ones have survived, with
-everything else standing still: 0.3 s in a driver that has torch and a tokenizer loaded, in the middle of the answers of
-a rollout. And it comes between the threads of a compiler.
+A full collection traverses all objects of the process while all threads are stopped: 0.3 s in a driver that has torch
+and a tokenizer loaded, in the middle of a rollout's responses. It also breaks compilers that run in several threads.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without the cyclic garbage collector, which would look through all samples again and again while columns are made
-    of them (a quarter of the time), and find nothing: no cycles are made meanwhile. Nor does it look through what was
-    made right afterwards: it counts as old then."""
+    """Disable the cyclic garbage collector while the body runs, for code that creates many objects and no cycles.
+
+    Otherwise it would traverse all samples repeatedly while columns are made of them (a quarter of the time). Objects
+    created in the body count as old afterwards, so the next collection skips them.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -35,9 +36,9 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def old_objects_left_alone() -> Iterator[None]:
-    """What was loaded before the body is not looked through while it lasts: modules, tokenizers, the parts of a run.
+    """Exclude the objects that exist now (modules, tokenizers, run components) from collections while the body runs.
 
-    Garbage among it goes first. Somebody who has frozen what is his keeps it so, and then what is ours stays with it.
+    Garbage is collected first. If other code has frozen objects, they stay frozen, and ours stay frozen with them.
     """
     if _kept:
         yield
@@ -55,20 +56,20 @@ def old_objects_left_alone() -> Iterator[None]:
 
 
 _kept: list[bool] = []
-"""Not empty within the body of `old_objects_left_alone`. The collector can tell, but counts what it keeps one by one:
+"""Not empty within the body of `old_objects_left_alone`. `gc.get_freeze_count` also tells, but counts object by object:
 tens of milliseconds with torch and a tokenizer loaded, twice in every step."""
 
 _before_us = gc.get_freeze_count()
-"""What is frozen where nobody of ours or of those who came later froze anything: Python 3.12 itself begins with 375."""
+"""The number of objects frozen at import; Python 3.12 itself starts with 375."""
 
 
 def _somebody_froze() -> bool:
-    """Whether there is something that the collector is to leave alone, of ours or of others."""
+    """Return True if this module or other code has frozen objects."""
     return bool(_kept) or gc.get_freeze_count() > _before_us
 
 
 class _Rest:
-    """The collector of the process, and who wants it to rest."""
+    """Reference-counted pause of the process's garbage collector."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,11 +95,11 @@ _rest = _Rest()
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """No collection in any thread, until the last who is in here has left: for compilers of several threads.
+    """Disable collection in all threads until the last body has ended: for compilers that run in several threads.
 
-    Before Python 3.12 a collection can begin within `ast.parse`. Python code that it calls, a destructor's, say, lets
-    other threads in, and if one of those parses too, the first ends with "SystemError: AST constructor recursion depth
-    mismatch". Triton's compiler parses all the time. Newer Pythons collect between instructions only.
+    Before Python 3.12 a collection can start within `ast.parse`. If it runs Python code, such as a destructor, other
+    threads can run, and if one of them parses too, the first fails with "SystemError: AST constructor recursion depth
+    mismatch". Triton's compiler parses all the time. Newer Pythons collect only between instructions.
     """
     if not COLLECTS_WITHIN_CALLS:
         yield

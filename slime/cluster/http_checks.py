@@ -1,11 +1,11 @@
-"""What every HTTP server of the project checks before it reads a request: key, origin, and type of the body.
+"""Request checks shared by all HTTP servers of the project: key, host, origin, and content type of the body.
 
-A server on loopback is reached by more than its machine's programs: a page of another site in a browser posts to it
-("simple" requests need no consent), and a page whose own name is made to resolve to 127.0.0.1 (DNS rebinding) even
-reads the answers. Neither can show a key.
+A server on loopback is reachable by more than the programs of its machine: a page of another site in a browser can post
+to it ("simple" requests need no consent), and a page whose host name resolves to 127.0.0.1 (DNS rebinding) can also
+read the responses. Neither can send a key.
 
-Invariant: a request without the server's key is served only if it was addressed to this machine by an IP address or a
-name the server is known by, and was not sent by a page of another origin.
+Invariant: a request without the server's key is served only if its Host is an IP address or a known name of the
+server, and it was not sent by a page of another origin.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from aiohttp.typedefs import Handler, Middleware
 
 
 class Refusal(NamedTuple):
-    """The status and the sentence of a request that is not served."""
+    """The status and message of a rejected request."""
 
     status: int
     message: str
 
 
 def shows_key(headers: Mapping[str, str], key: str | None) -> bool:
-    """Whether a request carries `key` as a bearer token; None is a key that nobody has."""
+    """Return True if a request carries `key` as a bearer token; always False if `key` is None."""
     given = headers.get("Authorization", "").encode(errors="surrogateescape")
     return key is not None and hmac.compare_digest(given, f"Bearer {key}".encode())
 
 
 def foreign(headers: Mapping[str, str], *, names: Collection[str] = ()) -> Refusal | None:
-    """Why a request without a key comes from elsewhere; `names` are further host names of the server."""
+    """Reject a request without a key that has a foreign Host or Origin; `names` are more host names of the server."""
     host, origin = headers.get("Host"), headers.get("Origin")
     if host is not None and not _is_local_name(host, names):
         return Refusal(
@@ -45,7 +45,7 @@ def foreign(headers: Mapping[str, str], *, names: Collection[str] = ()) -> Refus
 
 
 def foreign_page(headers: Mapping[str, str]) -> Refusal | None:
-    """Why a request was sent by a page of another origin; programs send no `Origin`."""
+    """Reject a request from a page of another origin; programs send no `Origin`."""
     origin, host = headers.get("Origin"), headers.get("Host", "")
     if origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
         return None
@@ -53,15 +53,17 @@ def foreign_page(headers: Mapping[str, str]) -> Refusal | None:
 
 
 def not_json(request: web.Request) -> Refusal | None:
-    """Why a body is not read: a page of another site may send any type but JSON's without consent."""
-    if not request.body_exists or _is_json(request.content_type):
+    """Reject a body that is not JSON: a page of another site may send any other type without consent."""
+    if not request.body_exists or (kind := request.content_type) == "application/json" or kind.endswith("+json"):
         return None
     return Refusal(415, "Content-Type: a body must be sent as application/json")
 
 
 def guard(key: str | None = None) -> Middleware:
-    """The checks of a server whose routes are all alike but for /health, which is open to everybody. With a `key`, they
-    ask for it; without one, requests must come from this machine."""
+    """Return the middleware that checks all routes except /health, which is open.
+
+    With a `key`, requests must carry it; without one, they must be addressed to this machine.
+    """
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,7 +79,7 @@ def guard(key: str | None = None) -> Middleware:
 
 @web.middleware
 async def no_foreign_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The checks of a server whose every request names a secret, such as the key of a session."""
+    """Check the requests of a server that all carry a secret, such as a session's key."""
     return await _unless(foreign_page(request.headers) or not_json(request), request, handler)
 
 
@@ -87,12 +89,8 @@ async def _unless(found: Refusal | None, request: web.Request, handler: Handler)
     return await handler(request)
 
 
-def _is_json(content_type: str) -> bool:
-    return content_type == "application/json" or content_type.endswith("+json")
-
-
 def _is_local_name(host: str, names: Collection[str]) -> bool:
-    """An address, which no foreign site can have as its name, localhost, or one of `names`."""
+    """Return True for an IP address (which cannot be a foreign site's name), localhost, or one of `names`."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
         if name == "localhost" or name.endswith(".localhost") or name in {one.lower() for one in names}:

@@ -1,7 +1,7 @@
-"""Accepts the connections of an HTTP server, on any number of listening sockets, up to a limit.
+"""Accepts the connections of an HTTP server up to a limit, on any number of listening sockets; limits its log lines.
 
-Invariant: at most `most` connections are open, whatever connects; a client whose requests are served finds room as long
-as others are idle: the oldest connection of which no request was served ends first, then one of the key that has most.
+Invariant: at most `most` connections are open. While there are idle connections, a new one is accepted: the oldest
+connection without a served request is closed first, then an idle one of the key with the most idle connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
 BACKLOG = 2048
-"""Connections that wait to be accepted; the kernel's net.core.somaxconn may say less."""
+"""Connections that wait to be accepted; the kernel's net.core.somaxconn may lower it."""
 _OTHER_DESCRIPTORS = 256
 _OPENED_TOGETHER = 256
 _PAUSE_S = 0.1
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def most_connections(wanted: int, *, descriptors_each: int) -> int:
-    """How many connections the limit of open files allows, up to `wanted`; raises the soft limit for them."""
+    """Raise the soft limit of open files and return the number of connections it allows, at most `wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = descriptors_each * wanted + _OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
@@ -45,7 +45,7 @@ def most_connections(wanted: int, *, descriptors_each: int) -> int:
 
 
 class Connections:
-    """The open connections of a server; `serving` marks those with a request that is served, and whose it is."""
+    """The open connections of a server; `serving` marks those that have a request in flight, with its key."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -57,13 +57,13 @@ class Connections:
 
     @web.middleware
     async def served(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The middleware of servers whose clients are all alike; what a middleware before it refuses is not served."""
+        """Middleware that marks connections as busy under one key; earlier middleware may reject requests before it."""
         with self.serving(request.transport, ""):
             return await handler(request)
 
     @contextmanager
     def serving(self, transport: asyncio.BaseTransport | None, key: str) -> Iterator[None]:
-        """While a request with this key is being answered."""
+        """Mark a connection as busy with a request of this key while the body runs."""
         if transport is None:
             yield
             return
@@ -83,26 +83,26 @@ class Connections:
         self._accepting[listening.fileno()] = listening, task
 
     async def stop(self, listening: socket.socket) -> None:
-        """Accept no more on this socket, and close it."""
+        """Stop accepting on this socket, and close it."""
         _, task = self._accepting.pop(listening.fileno())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         listening.close()
 
     async def aclose(self) -> None:
-        """Accept no more."""
+        """Stop accepting on all sockets and wait for connections that are being opened."""
         for listening, _ in list(self._accepting.values()):
             await self.stop(listening)
         await asyncio.gather(*self._opening)
 
     async def _accept(self, listening: socket.socket, server: web.Server) -> None:
-        """Connections that wait are opened together: each takes several turns of the event loop, which may be busy."""
+        """Accept connections; open them concurrently, since each takes several iterations of a busy event loop."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
-                logger.warning("a connection was not accepted: %s", error)
+                logger.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             try:
@@ -116,12 +116,12 @@ class Connections:
                 opening.add_done_callback(self._opening.discard)
             else:
                 self.refused += 1
-                logger.warning("all %d connections are in use: a further one was closed", self.most)
+                logger.warning("closed a new connection: all %d are in use", self.most)
                 connection.close()
                 await asyncio.sleep(0)
 
     async def _make_room(self, server: web.Server) -> bool:
-        """Whether one more connection is allowed, after closing an idle one if that takes it."""
+        """Close an idle connection if the limit is reached; return True if one more is allowed."""
         if self._opening and len(self._opening) + len(server.connections) >= self.most:
             await asyncio.wait(self._opening)
         elif len(self._opening) >= _OPENED_TOGETHER:
@@ -149,12 +149,12 @@ async def _open(connection: socket.socket, server: web.Server) -> None:
     try:
         await asyncio.get_running_loop().connect_accepted_socket(server, connection)
     except OSError as error:
-        logger.warning("a connection was lost at once: %s", error)
+        logger.warning("a new connection was lost: %s", error)
         connection.close()
 
 
 async def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address of a host, on one port (0: a free one); raises `OSError`."""
+    """Open listening sockets on every address of a host, on one port (0: a free one); raises `OSError`."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -176,21 +176,18 @@ async def bound_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def bound_file(path: Path) -> socket.socket:
-    """A listening socket at a path."""
+    """Open a listening Unix socket at a path."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     one.bind(str(path))
     one.listen(BACKLOG)
     return one
 
 
-# Bounds what clients of an HTTP server can make its process log.
-
-
 class ClientNoise(logging.Filter):
-    """A filter for handlers or loggers.
+    """Limits what clients of an HTTP server can make it log; a filter for handlers or loggers.
 
-    One message passes `MOST` times in `PERIOD_S`; the first one after that says how many were left out. A request that
-    is not HTTP is its client's mistake: one line, no traceback.
+    A message passes `MOST` times in `PERIOD_S`; the next one after that says how many were dropped. A request that is
+    not valid HTTP is its client's error: one line, no traceback.
     """
 
     MOST, PERIOD_S = 20, 10.0
@@ -201,7 +198,8 @@ class ClientNoise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-            record.msg, record.args = "a client sent what is not HTTP: %s", (record.exc_info[1].message.split("\n")[0],)
+            record.msg = "a client sent an invalid HTTP request: %s"
+            record.args = (record.exc_info[1].message.split("\n")[0],)
             record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
         kind = record.name, record.levelno, str(record.msg)
         if len(self._seen) > 1000:

@@ -16,7 +16,7 @@ from slime.config.batch import num_trainers
 
 
 class LocalNode:
-    """This machine; `address` is where servers bind (`--host`). `alone`: all of the run is here."""
+    """This machine. `address` is where servers bind (`--host`); `alone` means that the run uses no other machine."""
 
     name = "this machine"
     is_here = True
@@ -47,7 +47,7 @@ class LocalNode:
 
 
 class LocalCluster:
-    """The trainers on the first GPUs, the engines on the next ones, or on the same with `--colocate`."""
+    """One node: trainers use the first GPUs, engines the next ones, or the same ones with `--colocate`."""
 
     def __init__(self, config: Config, *, device: str, trainers: int | None = None, rollout: int | None = None) -> None:
         node = LocalNode(config.host)
@@ -58,10 +58,10 @@ class LocalCluster:
         )
 
     def provide(self, paths: Sequence[str]) -> None:
-        """They are here."""
+        """Do nothing: the files are on this machine."""
 
     def provide_code(self, folders: Sequence[str]) -> None:
-        """So are they."""
+        """Do nothing: the modules are on this machine."""
 
     def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
         return []
@@ -70,7 +70,7 @@ class LocalCluster:
         return None
 
     def close(self) -> None:
-        """Whoever started a process stops it."""
+        """Do nothing: the callers stop the processes that they started."""
 
 
 def rollout_slots(
@@ -81,7 +81,7 @@ def rollout_slots(
     trainers: int | None = None,
     count: int | None = None,
 ) -> tuple[Slot, ...]:
-    """The engines' places beside so many trainers, whether or not these are there."""
+    """Return the engines' slots next to the given number of trainers, which need not be running."""
     here = node or LocalNode(config.host)
     first = 0 if config.colocate else num_trainers(config) if trainers is None else trainers
     numbers = range(first, first + (config.rollout_num_gpus or 0 if count is None else count))
@@ -93,7 +93,7 @@ def _slot(node: LocalNode, device: str, number: int) -> Slot:
 
 
 def child_of(command: Command, log_path: Path, *, fd: int | None = None) -> ChildProcess:
-    """Start the command as a child of this process; with `fd` it serves the channel of that descriptor."""
+    """Start the command as a child of this process; with `fd`, it serves the channel on that descriptor."""
     own = () if fd is None else (FD_FLAG, str(fd))
     return ChildProcess(
         command.name,

@@ -1,7 +1,7 @@
-"""Ports for servers on this machine, and the interface on which its processes talk to each other.
+"""Finds free ports on this machine, and the network interface for connections between its processes.
 
-Automatic ports lie below the range the system uses for outgoing connections, so that no connection can take one between
-the moment it was found free and the moment the server binds it.
+Automatic ports are below the range that the system uses for outgoing connections, so no connection can take a port
+between the check and the server's bind.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LAST_AUTOMATIC = 31999
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now."""
+    """Return a port that is free now."""
     return free_ports(1, host)[0]
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports nobody listens on now."""
+    """Return `count` different ports that are free now."""
     candidates = list(range(_FIRST_AUTOMATIC, _LAST_AUTOMATIC + 1))
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []
@@ -40,7 +40,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def free_range(first: int, count: int = 1) -> int:
-    """The lowest port from `first` on at which `count` ports in a row are free now."""
+    """Return the lowest port from `first` on that starts `count` consecutive free ports."""
     for start in range(first, 65536 - count + 1):
         if all(port_is_free(port) for port in range(start, start + count)):
             return start
@@ -48,24 +48,24 @@ def free_range(first: int, count: int = 1) -> int:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on this port now."""
+    """Return True if a server can listen on this port now."""
     return _bind_error(host, port) is None
 
 
 def host_address() -> str:
-    """The address by which others reach this machine, as `SLIME_HOST_IP`, its routes or its name say."""
+    """Return the address by which others reach this machine: `SLIME_HOST_IP`, else from its routes."""
     if given := os.environ.get("SLIME_HOST_IP"):
         return given
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for documents: nothing is sent
+            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation; nothing is sent
             return str(probe.getsockname()[0])
         except OSError:  # no route leads out
             return "127.0.0.1"
 
 
 def own_address(url: str) -> str:
-    """The address under which a process at `url` reaches this machine."""
+    """Return the address under which a process at `url` reaches this machine."""
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
@@ -75,19 +75,19 @@ def own_address(url: str) -> str:
 
 
 def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:
-    """`port` itself, if a server can listen on it; otherwise a UserError that names the flag it came from."""
+    """Return `port` if a server can listen on it; otherwise raise a UserError that names the flag it came from."""
     error = _bind_error(host, port)
     if error is None:
         return port
     if error.errno == errno.EADDRINUSE:
-        raise UserError(f"port {port} on {host} is in use: choose another one with {flag}, or stop who listens there")
+        raise UserError(f"port {port} on {host} is in use: choose another one with {flag}, or stop its server")
     raise UserError(f"a server can't listen on {host}:{port} ({error.strerror}): choose another port with {flag}")
 
 
 def loopback_sockets() -> dict[str, str]:
-    """The environment that keeps the sockets of gloo and NCCL on loopback; what the user has set stays.
+    """Return the environment that keeps the sockets of gloo and NCCL on loopback; variables already set stay.
 
-    By themselves they listen where the host's name or the first network card leads, for anybody who reaches it.
+    By default they listen on the interface of the host's name or on the first network card, open to other machines.
     """
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
@@ -96,23 +96,25 @@ def loopback_sockets() -> dict[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of one machine reach a server that binds to this address."""
+    """Return True if a server bound to this address is reachable only from its own machine."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
-    except ValueError:  # a name, or a wildcard as an empty one
+    except ValueError:  # a name, or a wildcard such as an empty one
         return address == "localhost"
 
 
 def sockets_at(address: str) -> dict[str, str]:
-    """The environment that keeps the sockets of gloo and NCCL on the interface with this address; what the user has set
-    stays, and where no interface has it, they choose by themselves."""
+    """Return the environment that keeps the sockets of gloo and NCCL on the interface with this address.
+
+    Variables already set stay; if no interface has the address, gloo and NCCL choose one.
+    """
     found = interface_with(address)
     wanted = {} if found is None else {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": found}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def interface_with(address: str) -> str | None:
-    """The name of this machine's network interface that has the address; None where none has it."""
+    """Return the name of this machine's network interface with the address, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     wanted = socket.inet_pton(family, address)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -122,8 +124,12 @@ def interface_with(address: str) -> str | None:
     try:
         one = first
         while one:
-            if one.contents.address and _ip_of(one.contents.address, family, len(wanted)) == wanted:
-                return os.fsdecode(one.contents.name)
+            if sockaddr := one.contents.address:
+                head = ctypes.string_at(sockaddr, 2)  # has the family: in both bytes, on macOS in the second one
+                found = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
+                offset = 8 if family == socket.AF_INET6 else 4
+                if found == family and ctypes.string_at(sockaddr + offset, len(wanted)) == wanted:
+                    return os.fsdecode(one.contents.name)
             one = one.contents.next
     finally:
         libc.freeifaddrs(first)
@@ -131,7 +137,7 @@ def interface_with(address: str) -> str | None:
 
 
 class _Interface(ctypes.Structure):
-    """The beginning of `struct ifaddrs`, which Linux and macOS have in common."""
+    """The first fields of `struct ifaddrs`, which are the same on Linux and macOS."""
 
 
 _Interface._fields_ = [
@@ -142,16 +148,8 @@ _Interface._fields_ = [
 ]
 
 
-def _ip_of(sockaddr: int, family: int, length: int) -> bytes | None:
-    """The IP of a `struct sockaddr`, if it is of this family, which stands in the first two bytes, or in the second."""
-    head = ctypes.string_at(sockaddr, 2)
-    if (head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)) != family:
-        return None
-    return ctypes.string_at(sockaddr + (8 if family == socket.AF_INET6 else 4), length)
-
-
 def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone."""
+    """Return a socket that listens on this address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

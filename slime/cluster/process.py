@@ -1,8 +1,8 @@
-"""Child processes that die with the driver, on every kind of exit.
+"""Child processes that die with the driver, however it exits.
 
-The invariant: a process started here, and everything it starts itself, is gone a few seconds after the driver is,
-whether the driver returned, raised, was terminated or was killed with SIGKILL. A guard (reaper.py) between the driver
-and the child sees to it; the driver's only duty is to keep the write end of the guard's control pipe to itself.
+Invariant: a process started here, and every process it starts, ends a few seconds after the driver, whether the driver
+returned, raised, was terminated or was killed with SIGKILL. A guard process (reaper.py) between the driver and the
+child ensures it; the driver must only keep the write end of the guard's control pipe to itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Kept = TypeVar("Kept", bound=Process)
 class ChildProcess:
     """One named child: `argv` with stdout and stderr appended to `log_path`.
 
-    `env` is laid over the driver's environment, of which the child gets no secrets but those named in `pass_env`.
+    `env` overrides the driver's environment, of which the child gets no secrets except those named in `pass_env`.
     `pass_fds` keep their numbers in the child; the caller closes its own copies after `start`, so that the other end
-    reads end of file when the child is gone. `dumps_stacks` promises that
-    the child answers SIGQUIT with its stacks; `also` are other names by which waits may speak of it.
+    reads end of file when the child is gone. `dumps_stacks` says that the child writes its stacks to its log on
+    SIGQUIT; `also` are other names that waits may use for it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ChildProcess:
         self._lock = threading.RLock()
 
     def start(self) -> Self:
-        """Start the child; returns self so that starting and keeping it is one expression."""
+        """Start the child; return self, so that starting and keeping it is one expression."""
         if self._popen is not None:
             raise RuntimeError(f"process {self.name} was already started")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,17 +103,19 @@ class ChildProcess:
             self.log_path,
             also=self._also,
             dumps_stacks=self._dumps_stacks,
-            last_word=self._last_word,
+            last_word=lambda: (
+                None if (said := self._said) is None else f"{time.monotonic() - said[1]:.3g} s ago at {said[0]}"
+            ),
         )
         return self
 
     @property
     def pid(self) -> int:
-        """The guard's pid: also the process group, and the root of all processes this child consists of."""
+        """The guard's pid, which is also the process group and the root of the child's process tree."""
         return self._running().pid
 
     def child_pid(self) -> int | None:
-        """The pid of the child itself, which the guard starts; None before it is there and after it has ended."""
+        """Return the pid of the child itself, which the guard starts; None before it starts and after it has ended."""
         if self._popen is None or self.poll() is not None:
             return None
         if self._child_pid is None:
@@ -121,37 +123,32 @@ class ChildProcess:
         return self._child_pid
 
     def state(self) -> str:
-        """One line: name, pid, what the child does now (running, sleeping, stopped, gone), what it said last."""
+        """Return one line: name, pid, state (running, sleeping, stopped, gone), the last progress it reported."""
         return f"{self.name} was not started" if self._known is None else self._known.state()
 
     def said(self, text: str | None) -> None:
-        """What the child has told of its work just now, for whoever asks for its state."""
+        """Record the progress that the child reported just now, for `state`."""
         self._said = None if text is None else (text, time.monotonic())
 
-    def _last_word(self) -> str | None:
-        if (said := self._said) is None:
-            return None
-        return f"{time.monotonic() - said[1]:.3g} s ago at {said[0]}"
-
     def pids(self) -> list[int]:
-        """The pids of the guard, the child and whatever the child started, as far as they are alive now."""
+        """Return the live pids of the guard, the child and the child's descendants."""
         return [] if self.poll() is not None else process_tree(self.pid)
 
     def poll(self) -> int | None:
-        """The exit code (minus the signal number if a signal ended it), or None while the child runs."""
+        """Return the exit code (minus the signal number if a signal ended it), or None while the child runs."""
         with self._lock:
             if self._returncode is None:
                 popen = self._running()
                 if not _has_exited(popen.pid):
                     return None
-                # Not reaped yet, so the group id is still ours: nothing foreign can be hit here.
+                # Not reaped yet, so the group id is still ours and no other process can be killed here.
                 _kill_group(popen.pid)
                 self._returncode = popen.wait()
                 self._close_control()
             return self._returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end; the exit code, or None if the child still runs after `timeout` seconds."""
+        """Wait for the end; return the exit code, or None if the child still runs after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() >= deadline:
@@ -160,42 +157,39 @@ class ChildProcess:
         return code
 
     def terminate(self) -> None:
-        """SIGTERM to the whole group, without waiting for the end."""
+        """Send SIGTERM to the whole group, without waiting for the end."""
         if self._popen is not None and self.poll() is None:
             self._tell_guard(reaper.TERMINATE)
 
     def stop(self, grace_s: float = 5.0) -> int | None:
-        """SIGTERM to the whole group, SIGKILL to what is left after `grace_s`; the exit code. Safe to call again.
+        """Send SIGTERM to the group, and SIGKILL to what is left after `grace_s`; return the exit code. Idempotent.
 
-        A process that not even SIGKILL ends (it hangs in the kernel) is left to its guard; then there is no exit code.
+        A process that survives SIGKILL (it hangs in the kernel) is left to its guard; then the exit code is None.
         """
         if self._popen is None:
             return None
         try:
-            return self._stop(grace_s)
+            for command, patience_s in ((reaper.TERMINATE, grace_s), (reaper.KILL, _KILL_WAIT_S)):
+                if self.poll() is None:
+                    self._tell_guard(command)
+                if (code := self._ended_within(patience_s)) is not None:
+                    return code
+            with self._lock:
+                if self._returncode is None:
+                    _kill_group(self.pid)
+            if (code := self._ended_within(_LAST_WAIT_S)) is None:
+                logger.error("%s (pids %s) did not end within %g s of SIGKILL", self.name, self.pids(), _LAST_WAIT_S)
+            return code
         finally:
             if self._known is not None:
                 forget_process(self._known)
-
-    def _stop(self, grace_s: float) -> int | None:
-        for command, patience_s in ((reaper.TERMINATE, grace_s), (reaper.KILL, _KILL_WAIT_S)):
-            if self.poll() is None:
-                self._tell_guard(command)
-            if (code := self._ended_within(patience_s)) is not None:
-                return code
-        with self._lock:
-            if self._returncode is None:
-                _kill_group(self.pid)
-        if (code := self._ended_within(_LAST_WAIT_S)) is None:
-            logger.error("%s (pids %s) did not end within %g s of SIGKILL", self.name, self.pids(), _LAST_WAIT_S)
-        return code
 
     def _ended_within(self, patience_s: float) -> int | None:
         with waiting(self.name, "to end", timeout_s=patience_s) as wait:
             return self.wait(wait.remaining())
 
     def tail(self, n: int = 20) -> str:
-        """The last n lines of the log, without trailing blanks; empty if there is no log yet."""
+        """Return the last n lines of the log, without trailing blanks; empty if there is no log yet."""
         return log_tail(self.log_path, n)
 
     def __enter__(self) -> Self:
@@ -224,21 +218,21 @@ class ChildProcess:
 
 
 class ProcessSet:
-    """The processes of one run, stopped in the reverse order of their start: on `stop`, on leaving the context, or when
-    the interpreter exits, whichever comes first."""
+    """The processes of one run. They are stopped in reverse start order on `stop`, at the end of the context, or at the
+    interpreter's exit, whichever is first."""
 
     def __init__(self) -> None:
         self._processes: list[Process] = []
 
     def keep(self, process: Kept) -> Kept:
-        """Take over the duty to stop a process that was started."""
+        """Register a started process to be stopped with the set; return it."""
         if not self._processes:
             atexit.register(self.stop)
         self._processes.append(process)
         return process
 
     def drop(self, process: Process, grace_s: float = 5.0) -> None:
-        """Stop what is left of one process, and forget it."""
+        """Stop one process and remove it from the set."""
         process.stop(grace_s)
         self._processes = [kept for kept in self._processes if kept is not process]
 
@@ -249,11 +243,11 @@ class ProcessSet:
         return len(self._processes)
 
     def died(self) -> Process | None:
-        """The first process that has ended, or None while all run."""
+        """Return the first process that has ended, or None while all run."""
         return next((process for process in self._processes if process.poll() is not None), None)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Stop all, last started first; a failure to stop one does not keep the others alive."""
+        """Stop all, last started first; a failure to stop one does not prevent stopping the others."""
         atexit.unregister(self.stop)
         with contextlib.ExitStack() as stack:
             for process in self._processes:
@@ -270,7 +264,7 @@ class ProcessSet:
 
 
 def log_tail(path: Path, n: int) -> str:
-    """The last n lines of a log, without trailing blanks; empty if there is none yet."""
+    """Return the last n lines of a log, without trailing blanks; empty if the file does not exist."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -282,17 +276,17 @@ def log_tail(path: Path, n: int) -> str:
 
 
 def process_tree(root_pid: int) -> list[int]:
-    """`root_pid` and everything below it, as alive now: all processes of a run, seen from its driver."""
+    """Return `root_pid` and its live descendants; from a run's driver, all processes of the run."""
     return [root_pid, *reaper.descendants(root_pid)]
 
 
 def guarded(argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` under a guard, for somebody else to start as our child in a session of its own."""
+    """Return the command that runs `argv` under a guard; other code starts it as our child in its own session."""
     return [sys.executable, "-I", "-S", reaper.__file__, "-", str(os.getpid()), "--", *argv]
 
 
 def _has_exited(pid: int) -> bool:
-    """Whether our child has exited, leaving it a zombie for `Popen.wait` to collect."""
+    """Return True if our child has exited; it stays a zombie until `Popen.wait` reaps it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -1,9 +1,9 @@
-"""A process group beside the default one, joined by processes that started apart: a trainer and the engines.
+"""Joins a torch process group in addition to the default one, for a trainer and engines that start separately.
 
-Invariant: the group has its own store (a TCP store that rank 0 serves at the address given, and at no other) under its
-own prefix, so it shares nothing with the process's default group, which need not exist. Whoever joins by the same
-address, port, name and size is in the same group, as by SGLang's `/init_weights_update_group`. torch has
-no public call for such a group: the two private names that every framework uses for it are used here only.
+Invariant: the group has its own store (a TCP store that rank 0 serves only at the given address) under its own prefix,
+so it shares nothing with the process's default group, which need not exist. Processes that join with the same address,
+port, name and size are in the same group, as with SGLang's `/init_weights_update_group`. torch has no public call for
+such a group; the two private names that every framework uses for it are used only in this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def join_process_group(
     """Wait until all `world_size` processes have joined; rank 0 serves the store on `port`."""
     timeout = timedelta(seconds=timeout_s)
     with waiting(f"the other {world_size - 1} members of group {name}", "to join", timeout_s=timeout_s):
-        # torch's own server listens on all interfaces, and whoever reaches a store can write to it
+        # torch's own server listens on all interfaces, and every client of a store can write to it
         listener = listening_socket(address, port).detach() if rank == 0 else None
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
         group, _ = distributed_c10d._new_process_group_helper(
@@ -41,8 +41,11 @@ def join_process_group(
 
 
 def leave_process_group(group: ProcessGroup, *, is_busy: bool = False) -> None:
-    """Close the connections to the others; of a group that `is_busy` with collectives, NCCL's end in an error, and
-    gloo's hold the thread that waits for them until the others close theirs."""
+    """Close the connections to the other members.
+
+    If the group `is_busy` with collectives, NCCL's end with an error, and gloo's block their waiting thread until the
+    other members close their connections.
+    """
     if is_busy:
         group.abort()
     dist.destroy_process_group(group)

@@ -1,8 +1,8 @@
-"""A run on the nodes of a Ray cluster. The only file that imports Ray.
+"""Runs on the nodes of a Ray cluster. The only file that imports Ray.
 
-Invariant: Ray gives places and carries messages; nothing of a run but one agent per node lives inside it. One placement
-group holds all devices of the run, ordered by node and device; what cannot be had is said before anything waits. The
-driver's own node needs no agent: what runs there are its children, as without Ray.
+Invariant: Ray assigns slots and carries messages; only one agent per node runs inside it. One placement group holds all
+devices of the run, ordered by node and device; a request that the cluster cannot satisfy fails before anything waits.
+The driver's own node needs no agent: its processes are children of the driver, as without Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.cluster.local import LocalNode
 from slime.cluster.node import Node, NodeLost, Placement, Slot
+from slime.cluster.ports import is_loopback
 from slime.cluster.remote.agent import OK, USER_ERROR
 from slime.cluster.remote.files import bring, bring_code
 from slime.cluster.remote.node import NodeSilent, RemoteNode
@@ -40,9 +41,12 @@ from slime.cluster.watchdog import WaitTimeout, expired, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 PACKAGE = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp")
-"""What a node must have beside slime itself, which the run brings."""
+"""Packages that a node must have in addition to slime itself, which the run copies there."""
 ANSWER_S = 120.0
 PLACE_S = 600.0
 SPARE_S = 3.0
@@ -54,8 +58,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Part of the Ray cluster at the address, of `RAY_ADDRESS`, or of this machine; or of the one that the process is
-    part of already, which then stays so."""
+    """Connect to the Ray cluster at the address, at `RAY_ADDRESS`, or of this machine, while the body runs.
+
+    If the process is connected already, it keeps that connection.
+    """
     if ray.is_initialized():
         yield
         return
@@ -72,10 +78,11 @@ def connected(address: str | None) -> Iterator[None]:
         ) from error
     except (RuntimeError, ValueError) as error:
         ray.shutdown()
-        raise UserError(f"{flag} {where}: Ray refuses ({_sentence(error)})") from error
+        reason = " ".join(str(error).split())[:400]  # Ray's message has several lines
+        raise UserError(f"{flag} {where}: Ray refuses ({reason})") from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # the run's own way to end
+            signal.signal(signal.SIGTERM, handler)  # Ray replaced the run's handler
     try:
         yield
     finally:
@@ -83,7 +90,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def ray_nodes() -> list[NodeFacts]:
-    """The nodes that are alive, by address; a name that several have is followed by a piece of the id."""
+    """Return the nodes that are alive, by address; a name shared by several nodes gets a prefix of the id appended."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in alive]
     own = ray.get_runtime_context().get_node_id()
@@ -102,7 +109,7 @@ def ray_nodes() -> list[NodeFacts]:
 
 
 class RayCluster:
-    """Places on the nodes of the Ray cluster that `--ray-address` names."""
+    """The nodes and slots of a run on the Ray cluster that `--ray-address` names."""
 
     def __init__(self, config: Config, *, device: str, trainers: int, rollout: int) -> None:
         self._config = config
@@ -111,9 +118,9 @@ class RayCluster:
         self._remotes: dict[str, RemoteNode] = {}
         self._here: LocalNode | None = None
         self._provided: list[Callable[[RemoteNode], None]] = []
-        """What the nodes were brought, for one that takes the place of another."""
+        """The `provide` calls so far, to repeat for a replacement node."""
         self._bundle_of: list[tuple[Slot, int, int]] = []
-        """Each slot with its bundle of the group and its place in that."""
+        """Each slot with its bundle of the group and its index in that bundle."""
         try:
             self._stack.enter_context(connected(config.ray_address))
             self._facts = {node.id: node for node in ray_nodes()}
@@ -123,8 +130,13 @@ class RayCluster:
             fit(self._bundles, nodes, device)
             self._group = self._make_group()
             self._digest = package_digest(PACKAGE)
-            self._listener, self._token = self._listen()
-            places = self._places()
+            self._token = secrets.token_hex(32)
+            self._listener = Listener(self._facts[self._own_id].address, self._token)
+            self._stack.callback(self._listener.close)
+            where = placement_group_table(self._group)["bundles_to_node_id"]
+            placed = [(bundle, number, self._facts[where[number]]) for number, bundle in enumerate(self._bundles)]
+            # Trainers first, each role sorted by node.
+            places = sorted(placed, key=lambda place: (place[0].role != TRAINER, _by_address(place[2]), place[1]))
             self._reach(places)
             self.placement = self._make_placement(places, rollout)
         except BaseException:
@@ -162,7 +174,7 @@ class RayCluster:
             marker.unlink()
 
     def spare(self, like: Slot) -> Slot | None:
-        """Where Ray has moved the slot's bundle since its node was lost."""
+        """Return the slot where Ray has moved the bundle since its node was lost, or None."""
         bundle, place = next((bundle, place) for slot, bundle, place in self._bundle_of if slot is like)
         if not self._group.wait(SPARE_S):
             return None
@@ -198,12 +210,6 @@ class RayCluster:
                         raise expired(wait, WaitTimeout, f"{wait.sentence()}: other jobs have them")
         return group
 
-    def _places(self) -> list[tuple[Bundle, int, NodeFacts]]:
-        """Each bundle with its number in the group and its node; trainers first, each kind by node."""
-        where = placement_group_table(self._group)["bundles_to_node_id"]
-        placed = [(bundle, number, self._facts[where[number]]) for number, bundle in enumerate(self._bundles)]
-        return sorted(placed, key=lambda place: (place[0].role != TRAINER, _by_address(place[2]), place[1]))
-
     def _make_placement(self, places: Sequence[tuple[Bundle, int, NodeFacts]], rollout: int) -> Placement:
         slots: dict[str, list[Slot]] = {TRAINER: [], ENGINE: []}
         devices = self._devices([number for _, number, _ in places])
@@ -215,7 +221,7 @@ class RayCluster:
         return Placement(tuple(slots[TRAINER]), tuple([*shared, *slots[ENGINE]][:rollout]))
 
     def _devices(self, numbers: Sequence[int]) -> dict[int, Sequence[str | None]]:
-        """The GPUs of bundles, as CUDA_VISIBLE_DEVICES names them there: whoever sits in one is told."""
+        """Return the GPUs of bundles by their names in CUDA_VISIBLE_DEVICES; an actor in each bundle reports them."""
         if self._device != "cuda":
             return {number: [None] * self._bundles[number].count for number in numbers}
         holders = {}
@@ -224,13 +230,13 @@ class RayCluster:
             options = {"num_cpus": 0, "num_gpus": self._bundles[number].count, "scheduling_strategy": strategy}
             holders[number] = ray.remote(device_holder()).options(**options).remote()
         try:
-            told: list[list[str]] = ray.get([holder.ids.remote() for holder in holders.values()], timeout=ANSWER_S)
+            reported: list[list[str]] = ray.get([holder.ids.remote() for holder in holders.values()], timeout=ANSWER_S)
         except (GetTimeoutError, RayError) as error:
-            raise RunFailed(f"Ray does not say which GPUs it gave: {_first_line(error)}") from error
+            raise RunFailed(f"cannot read from Ray which GPUs it assigned: {_first_line(error)}") from error
         finally:
             for holder in holders.values():
                 ray.kill(holder)
-        ordered = [sorted(ids, key=lambda one: (len(one), one)) for ids in told]
+        ordered = [sorted(ids, key=lambda one: (len(one), one)) for ids in reported]
         return dict(zip(holders, ordered, strict=True))
 
     # nodes
@@ -242,12 +248,12 @@ class RayCluster:
         return self._remotes[facts.id]
 
     def _reach(self, places: Sequence[tuple[Bundle, int, NodeFacts]]) -> None:
-        """An agent for every node that is not the driver's; the driver's own listens where they find it."""
+        """Start an agent on every node except the driver's, which listens on an address that the others reach."""
         used = list({facts.id: facts for _, _, facts in places}.values())
         others = [facts for facts in used if facts.id != self._own_id]
         own = self._facts[self._own_id].address
         given = self._config.host
-        self._here = LocalNode(own if others and _is_loopback(given) else given, alone=not others)
+        self._here = LocalNode(own if others and is_loopback(given) else given, alone=not others)
         if others:
             with ThreadPoolExecutor(len(others)) as pool:
                 list(pool.map(self._reach_one, others))
@@ -267,7 +273,7 @@ class RayCluster:
             )
         parent = surveyed["parent"]
         if surveyed["digest"] != self._digest:
-            logger.info("%s has no slime or another one: this one is sent there", facts.name)
+            logger.info("%s has no slime or a different one: sending this one", facts.name)
             parent = _first_answer(facts, actor.unpack.remote(_zipped(PACKAGE), self._digest, PACKAGE.name))
         _first_answer(facts, actor.begin.remote(parent, os.getcwd()))
         agent = RayAgent(facts, actor)
@@ -277,18 +283,11 @@ class RayCluster:
         self._stack.callback(node.close)
         return node
 
-    def _ask(self, node: RemoteNode, method: str, *args: Any) -> Any:
+    def _ask(self, node: RemoteNode, method: str, *args: object) -> Any:
         try:
             return node.call(method, *args, timeout_s=ANSWER_S)
         except NodeLost as error:
             raise RunFailed(str(error)) from error
-
-    def _listen(self) -> tuple[Listener, str]:
-        """Where processes on other nodes find the driver, and the token that they show."""
-        token = secrets.token_hex(32)
-        listener = Listener(self._facts[self._own_id].address, token)
-        self._stack.callback(listener.close)
-        return listener, token
 
     def _provide(self, way: Callable[..., str], paths: Sequence[str], node: RemoteNode) -> None:
         for path in paths:
@@ -304,13 +303,13 @@ class RayCluster:
 
 
 class RayAgent:
-    """The way to the agent of one node."""
+    """Calls the agent of one node, which is a Ray actor."""
 
-    def __init__(self, facts: NodeFacts, actor: Any) -> None:
+    def __init__(self, facts: NodeFacts, actor: ActorHandle) -> None:
         self._name = f"{facts.name} ({facts.address})"
         self._actor = actor
 
-    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
         try:
             kind, value = ray.get(self._actor.call.remote(method, *args), timeout=timeout_s)
         except GetTimeoutError as error:
@@ -325,7 +324,7 @@ class RayAgent:
 
 
 def device_holder() -> type:
-    """A class whose instance sits in a bundle and says which GPUs it has; defined here so that it travels whole."""
+    """Return an actor class that reports the GPUs of its bundle; it is local so that Ray pickles it by value."""
 
     class DeviceHolder:
         def ids(self) -> list[str]:
@@ -336,15 +335,15 @@ def device_holder() -> type:
     return DeviceHolder
 
 
-def _first_answer(facts: NodeFacts, answer: Any) -> Any:
-    """What a node says before it is known to be up."""
+def _first_answer(facts: NodeFacts, answer: object) -> Any:
+    """Wait for the answer of a node that may not be up."""
     try:
         return ray.get(answer, timeout=ANSWER_S)
     except (GetTimeoutError, RayError) as error:
         raise RunFailed(f"the node {facts.name} ({facts.address}) does not answer: {_first_line(error)}") from error
 
 
-def _by_address(facts: NodeFacts) -> tuple[Any, ...]:
+def _by_address(facts: NodeFacts) -> tuple[int, int | str, str]:
     try:
         address = ip_address(facts.address)
         return (address.version, int(address), facts.id)
@@ -352,15 +351,8 @@ def _by_address(facts: NodeFacts) -> tuple[Any, ...]:
         return (9, facts.address, facts.id)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _check_reachable(where: str, flag: str) -> None:
-    """Ray would try for a minute, and say what it lacks in thirty lines."""
+    """Raise a `UserError` for an address that cannot be reached; Ray would try for a minute and print thirty lines."""
     if where == "auto":
         return
     if "://" in where:
@@ -375,7 +367,7 @@ def _check_reachable(where: str, flag: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     except OSError as error:
         raise UserError(
-            f"{flag} {where}: nobody answers there ({error}): start the cluster with `ray start --head`, or correct "
+            f"{flag} {where}: no server answers there ({error}): start the cluster with `ray start --head`, or correct "
             "the address"
         ) from error
 
@@ -383,11 +375,6 @@ def _check_reachable(where: str, flag: str) -> None:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
-
-
-def _sentence(error: BaseException) -> str:
-    """What Ray says in several lines, in one."""
-    return " ".join(str(error).split())[:400]
 
 
 def _zipped(package: Path) -> bytes:

@@ -1,15 +1,16 @@
-"""The small process between the driver and one child: when the driver is gone, so is everything the child started.
+"""Guard process between the driver and one child: ends the child and its descendants when the driver is gone.
 
-Run as `python -I -S reaper.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of a session of its own (`-` in the place
-of the descriptor: there is no control pipe, and what the guard hears are signals). The invariant:
-the guard exits only after every process below it has exited, and it exits as soon as the child has (with the child's
-exit code) or the driver has (however it died). It learns the latter from the end of file on the control pipe, whose
-write end only the driver holds; if a forked copy of the driver still holds that end, from its own parent having
-changed. On Linux the guard is a sub-reaper, so that descendants which left the process group still count as its own,
-and it has a deputy: a fork of it that stands between it and the child and keeps the same watch. Whichever of the two is
-killed, the other ends all that is below them. Elsewhere a killed guard takes its process group along and no more.
+Runs as `python -I -S reaper.py CONTROL_FD DRIVER_PID -- argv...`, as the leader of its own session. With `-` instead of
+the descriptor there is no control pipe, and the guard reacts only to signals.
 
-This file is executed on its own, so it imports nothing but the standard library.
+Invariant: the guard exits only after every process below it has exited. It exits as soon as the child has (with the
+child's exit code) or the driver has (however it died). It detects the driver's end by the end of file on the control
+pipe, whose write end only the driver holds; if a forked copy of the driver still holds that end, by the change of its
+own parent. On Linux the guard is a sub-reaper, so descendants that left the process group still count as its own, and
+it has a deputy: a fork between the guard and the child that keeps the same watch. If one of the two is killed, the
+other ends everything below them. On other systems, killing the guard ends only its process group.
+
+This file is executed as a program, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Keeper:
-    """One child and its descendants, of which none is left when this process exits."""
+    """Supervises one child and its descendants; none of them is left when this process exits."""
 
     def __init__(self, argv: list[str]) -> None:
         self.argv = argv
@@ -57,8 +58,11 @@ class Keeper:
             signal.signal(signum, lambda signum, frame: on_ending())
 
     def _fork(self, run: Callable[[], None]) -> int:
-        """Run a function in a fork, which does not return. The signals that end are held back in it until it lets them
-        through, so that one to the group never meets our handlers in it."""
+        """Run a function in a fork, which does not return.
+
+        Ending signals stay blocked in the fork until it unblocks them, so that a signal to the group never runs our
+        handlers in it.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
         pid = os.fork()
         if pid:
@@ -70,7 +74,7 @@ class Keeper:
             os._exit(EXEC_FAILED)
 
     def _start_child(self, group: int) -> int:
-        """Start the program in process group `group`, to be killed if this process dies."""
+        """Start the program in process group `group`; the kernel kills it if this process dies."""
         keeper_pid = os.getpid()
 
         def execute() -> None:
@@ -90,7 +94,7 @@ class Keeper:
         return self._fork(execute)
 
     def _drop_foreign_fds(self, *own: int) -> None:
-        """Close what was passed on to the child: a channel must read end of file the moment the child is gone."""
+        """Close the descriptors passed to the child: a channel must read end of file as soon as the child is gone."""
         low = 3
         for fd in sorted({self.wakeup_fd, self.wakeup_write_fd, *own}):
             os.closerange(low, fd)
@@ -98,7 +102,7 @@ class Keeper:
         os.closerange(low, resource_limit_of_fds())
 
     def _wait_for_input(self, fds: Sequence[int], timeout_s: float | None) -> set[int]:
-        """Those of `fds` that can be read, once there are some, or a signal came, or the time is over."""
+        """Wait until some of `fds` are readable, a signal arrives or the time is over; return the readable ones."""
         poller = select.poll()  # `select.select` fails with a descriptor above 1,023
         for fd in (self.wakeup_fd, *fds):
             poller.register(fd, select.POLLIN)
@@ -119,7 +123,7 @@ class Keeper:
                 self.child_status = status
 
     def _sweep(self) -> None:
-        """SIGKILL all descendants, again and again until none is left (a dying process may still be forking)."""
+        """Send SIGKILL to all descendants repeatedly until none is left (a dying process may still be forking)."""
         deadline = time.monotonic() + SWEEP_S
         while time.monotonic() < deadline:
             alive = descendants(os.getpid())
@@ -136,8 +140,7 @@ class Keeper:
 
 
 class Guard(Keeper):
-    """The process that the driver started, and the two ways to end what is below it: asked (SIGTERM) and forced
-    (SIGKILL)."""
+    """The process that the driver starts; it ends its descendants on request (SIGTERM) or by force (SIGKILL)."""
 
     def __init__(self, control_fd: int | None, driver_pid: int, argv: list[str]) -> None:
         super().__init__(argv)
@@ -149,7 +152,7 @@ class Guard(Keeper):
         self.kill_at: float | None = None
 
     def run(self) -> int:
-        """Start the child, stay until it or the driver is gone, sweep, and return the child's wait status."""
+        """Start the child, wait until it or the driver is gone, sweep, and return the child's wait status."""
         for fd in self.control_fds:
             os.set_inheritable(fd, False)
         self._catch_signals(lambda: setattr(self, "terminate_asked", True))
@@ -160,7 +163,15 @@ class Guard(Keeper):
             self.child_pid = self._start_child(os.getpgrp())
             self._drop_foreign_fds(*self.control_fds)
         while self.child_status is None:
-            self._wait_for_event()
+            timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
+            for fd in self._wait_for_input([] if self.driver_gone else self.control_fds, timeout):
+                commands = os.read(fd, 64)
+                if not commands:
+                    self._driver_is_gone()
+                if TERMINATE in commands:
+                    self._terminate_group()
+                if KILL in commands:
+                    self.kill_at = time.monotonic()
             self._reap()
             if self.terminate_asked:
                 self._terminate_group()
@@ -172,7 +183,7 @@ class Guard(Keeper):
         return self.child_status if self.child_status is not None else signal.SIGKILL
 
     def _start_deputy(self) -> None:
-        """Have the deputy start the child, and wait until the child is in our group, where signals reach it."""
+        """Start the deputy, which starts the child; wait until the child is in our group, where signals reach it."""
         group = os.getpgrp()
         alive_fd, alive_write_fd = os.pipe()
         started_fd, started_write_fd = os.pipe()
@@ -187,17 +198,6 @@ class Guard(Keeper):
         os.read(started_fd, 1)
         os.close(started_fd)
 
-    def _wait_for_event(self) -> None:
-        timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
-        for fd in self._wait_for_input([] if self.driver_gone else self.control_fds, timeout):
-            commands = os.read(fd, 64)
-            if not commands:
-                self._driver_is_gone()
-            if TERMINATE in commands:
-                self._terminate_group()
-            if KILL in commands:
-                self.kill_at = time.monotonic()
-
     def _driver_is_gone(self) -> None:
         self.driver_gone = True
         self._terminate_group()
@@ -211,9 +211,9 @@ class Guard(Keeper):
 
 
 class Deputy(Keeper):
-    """Stays until the child has ended, or the guard has, of which the end of `alive_fd` tells.
+    """Supervises the child until the child or the guard has ended; `alive_fd` reads end of file when the guard has.
 
-    It stands in a process group of its own, so that it outlives what ends the guard's group.
+    It is in its own process group, so that it survives signals that end the guard's group.
     """
 
     def __init__(self, alive_fd: int, started_fd: int, group: int, argv: list[str]) -> None:
@@ -223,13 +223,13 @@ class Deputy(Keeper):
         self.group = group
 
     def run(self) -> int:
-        """Start the child, watch, sweep, and return the child's wait status."""
+        """Start the child, supervise it, sweep, and return the child's wait status."""
         os.setpgid(0, 0)
         self._catch_signals(lambda: None)
         self.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.child_pid = self._start_child(self.group)
         with contextlib.suppress(OSError):
-            os.setpgid(self.child_pid, self.group)  # the child does so too: whoever comes first
+            os.setpgid(self.child_pid, self.group)  # the child does this too; the first call wins
         os.write(self.started_fd, b"+")
         self._drop_foreign_fds(self.alive_fd)
         while self.child_status is None:
@@ -242,7 +242,7 @@ class Deputy(Keeper):
 
 
 def descendants(root_pid: int) -> list[int]:
-    """The pids below root_pid as /proc shows them now, zombies included; none where there is no /proc."""
+    """Return the pids below `root_pid` in /proc now, zombies included; empty without /proc."""
     children: dict[int, list[int]] = {}
     for pid, parent, _ in process_table():
         children.setdefault(parent, []).append(pid)
@@ -256,19 +256,19 @@ def descendants(root_pid: int) -> list[int]:
 
 
 def guarded_child(guard_pid: int) -> int | None:
-    """The pid of the program that a guard watches over; None before it is there and after it has ended."""
+    """Return the pid of the program that a guard supervises; None before it starts and after it has ended."""
     deputy = first_child(guard_pid)
     return first_child(deputy) if deputy is not None and HAS_SUBREAPERS else deputy
 
 
 def first_child(parent_pid: int) -> int | None:
-    """The child that a process started first, of those that are left."""
+    """Return the oldest child of a process, or None."""
     ages = [(began, pid) for pid, parent, began in process_table() if parent == parent_pid]
     return min(ages)[1] if ages else None
 
 
 def process_table() -> list[tuple[int, int, int]]:
-    """(pid, parent, start time) of every process as /proc shows them now; empty where there is no /proc."""
+    """Return (pid, parent, start time) of every process in /proc now; empty without /proc."""
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except FileNotFoundError:
@@ -285,7 +285,7 @@ def process_table() -> list[tuple[int, int, int]]:
 
 
 def resource_limit_of_fds() -> int:
-    """One more than the highest descriptor open now (falls back to the soft limit where /proc does not tell)."""
+    """Return one more than the highest open descriptor, or the soft limit without /proc."""
     try:
         return max(int(name) for name in os.listdir("/proc/self/fd")) + 1
     except FileNotFoundError:
@@ -293,7 +293,7 @@ def resource_limit_of_fds() -> int:
 
 
 def _load_prctl() -> Callable[[int, int], int]:
-    """The C library's prctl, or a function that does nothing where the system has none."""
+    """Return the C library's prctl, or a function that does nothing on systems without it."""
     if not HAS_SUBREAPERS:
         return lambda option, value: 0
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -301,7 +301,7 @@ def _load_prctl() -> Callable[[int, int], int]:
 
 
 def exit_like(status: int) -> None:
-    """End this process the way the child ended: the same code, or the same signal."""
+    """End this process as the child ended: with the same exit code, or by the same signal."""
     if os.WIFSIGNALED(status):
         signum = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,9 +1,8 @@
-"""Which loop a run uses, and what does not go together with it."""
+"""Asynchronous modes: the loop that a run uses, and the flags that contradict it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from slime.config.config import Config
 from slime.config.flags.rollout import (
@@ -15,22 +14,23 @@ from slime.config.flags.rollout import (
     SYNC,
 )
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 DEFAULT_STALENESS = 2
 
 
 def is_async(config: Config) -> bool:
-    """Whether anything is generated while the trainers work; a staleness of 0 leaves no room for that."""
+    """Return whether generation overlaps with training; a maximum staleness of 0 excludes it."""
     return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
 
 
 def may_be_older(config: Config) -> bool:
-    """Whether a token that is trained on may come from older weights than those that are trained."""
+    """Return whether training may use tokens that were sampled with older weights than the current ones."""
     return is_async(config) or config.partial_rollout or config.update_weights_interval > 1
 
 
 def versions_behind(config: Config) -> int:
-    """How many steps old the weights can be that sampled a token, as far as the flags bound it."""
+    """Return the largest age, in steps, of the weights that sampled a token, as bounded by the flags."""
     unpublished = config.update_weights_interval - 1
     if config.async_mode == ONE_STEP and is_async(config):
         return config.async_buffer_size + unpublished
@@ -43,7 +43,7 @@ def versions_behind(config: Config) -> int:
 
 
 def loop_in_words(config: Config) -> str:
-    """The mode of a resolved config as the plan says it."""
+    """Describe the loop of a resolved config for the plan."""
     interval = config.update_weights_interval
     weights = "every step" if interval == 1 else f"every {interval} steps"
     if not is_async(config):
@@ -59,14 +59,14 @@ def loop_in_words(config: Config) -> str:
 
 
 def mode_of_train_async(config: Config) -> str:
-    """What the asynchronous entry point means where no mode is given: half a loop has nothing to overlap."""
+    """Return the default mode of the asynchronous entry point; a run of half the loop is synchronous."""
     half = config.debug_rollout_only or config.load_debug_rollout_data is not None
     return SYNC if half else ONE_STEP
 
 
 def derive_async(config: Config) -> Config:
-    """The mode, from its flag or from the name of upstream's fully asynchronous rollout function."""
-    changes: dict[str, Any] = {}
+    """Set the mode from its flag or from the name of upstream's fully asynchronous rollout function."""
+    changes: JsonObject = {}
     if config.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION:
         if config.async_mode == SYNC:
             raise UserError("--async-mode sync contradicts the fully asynchronous --rollout-function-path: drop one")
@@ -83,43 +83,42 @@ def derive_async(config: Config) -> Config:
 
 
 def async_contradictions(config: Config) -> Iterator[str]:
-    """Sentences about flags that exclude each other."""
+    """Yield one sentence for each contradiction between flags of the mode."""
     mode, interval, staleness = config.async_mode, config.update_weights_interval, config.max_weight_staleness
     if not is_async(config):
         if staleness is not None and staleness < interval - 1:
             yield (
-                f"--max-weight-staleness {staleness} is less than the {interval - 1} steps that samples get old with "
-                f"--update-weights-interval {interval}: lower one or raise the other"
+                f"--max-weight-staleness {staleness} is less than the age of {interval - 1} steps that samples reach "
+                f"with --update-weights-interval {interval}: lower the interval or raise the staleness"
             )
         if interval > 1 and config.offload_rollout:
             yield (
-                f"--offload-rollout takes the engines' weights away in every step, but --update-weights-interval "
-                f"{interval} sends them only every {interval}: drop one"
+                f"--offload-rollout frees the engines' weights in every step, but --update-weights-interval {interval} "
+                f"sends them only every {interval} steps: drop one"
             )
         return
     if config.offload_rollout:
         yield (
-            f"--offload-rollout takes the engines' memory away during training, when --async-mode {mode} needs them: "
-            "drop one"
+            f"--offload-rollout frees the engines' memory during training, when --async-mode {mode} needs them: drop "
+            "one"
         )
     if config.offload_train:
         yield (
-            f"--offload-train takes the trainers' memory away during rollouts, when --async-mode {mode} needs them: "
-            "drop one"
+            f"--offload-train frees the trainers' memory during rollouts, when --async-mode {mode} needs them: drop one"
         )
     for flag, given in (
         ("--load-debug-rollout-data", config.load_debug_rollout_data is not None),
         ("--debug-rollout-only", config.debug_rollout_only),
     ):
         if given:
-            yield f"{flag} leaves one half of the loop out, so nothing can overlap: drop --async-mode {mode}"
+            yield f"{flag} runs only half of the loop, so nothing can overlap: drop --async-mode {mode}"
     if mode == FULL and config.rollout_function_path not in (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION):
         yield (
             f"--async-mode full generates by itself, but --rollout-function-path {config.rollout_function_path} makes "
             "whole rollouts: use --async-mode one-step"
         )
     if mode == FULL and config.loss_type == "sft_loss":
-        yield "--async-mode full is about sampled responses: supervised training has none, use --async-mode one-step"
+        yield "--async-mode full needs sampled responses, and supervised training has none: use --async-mode one-step"
     if mode == FULL and staleness is not None and staleness < interval:
         yield (
             f"--max-weight-staleness {staleness} is less than --update-weights-interval {interval}: samples would be "
@@ -128,6 +127,6 @@ def async_contradictions(config: Config) -> Iterator[str]:
     needed = config.async_buffer_size + interval - 1
     if mode == ONE_STEP and staleness is not None and staleness < needed:
         yield (
-            f"--max-weight-staleness {staleness} cannot be kept: rollouts that lie ready (--async-buffer-size "
+            f"--max-weight-staleness {staleness} cannot be guaranteed: buffered rollouts (--async-buffer-size "
             f"{config.async_buffer_size}, --update-weights-interval {interval}) are up to {needed} steps old"
         )

@@ -7,39 +7,39 @@ from slime.errors import UserError
 
 
 def num_trainers(config: Config) -> int:
-    """Training processes: each has a part of the model, and samples that it shares with those of its context."""
+    """Return the number of training processes; those of a context-parallel group share their samples."""
     return config.actor_num_nodes * config.actor_num_gpus_per_node
 
 
 def copy_size(config: Config) -> int:
-    """Training processes that share one copy of the model."""
+    """Return the number of training processes that share one copy of the model."""
     return config.fsdp_shard_size or num_trainers(config)
 
 
 def model_parallel_size(config: Config) -> int:
-    """Processes that share their samples where a model is cut by tensor, pipeline and context."""
+    """Return tensor x pipeline x context parallel size: the processes that share their samples."""
     return config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
 
 
 def data_parallel_size(config: Config) -> int:
-    """Shares that a step must fill: one for each replica of the model that the flags describe.
+    """Return the number of data-parallel shares of a step: one for each model replica that the flags describe.
 
-    With FSDP, tensor and pipeline parallelism are only counted: the model is sharded over all processes, and whoever
-    shares no sequences takes samples of its own. A step that has fewer samples leaves some without, which changes no
-    number.
+    With FSDP, tensor and pipeline parallelism are only counted: the model is sharded over all processes, and each
+    process that does not share sequences takes its own samples. A step with fewer samples leaves some processes
+    without samples, which does not change the result.
     """
     return max(1, num_trainers(config) // model_parallel_size(config))
 
 
 def tokens_per_row(config: Config) -> int | None:
-    """Tokens of a micro-batch at most, which the processes of a context share; None where it is cut by samples."""
+    """Return the most tokens of a micro-batch, shared by a context-parallel group; None if it is sized by samples."""
     if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
         return None
     return config.max_tokens_per_gpu * config.context_parallel_size
 
 
 def derive_batch_sizes(config: Config) -> Config:
-    """Global batch size and steps per rollout, whichever is missing, such that the equation holds."""
+    """Fill in the global batch size or the steps per rollout, so that the equation of this module holds."""
     prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
     rollouts = prompts * per_prompt
     left = f"rollout_batch_size {prompts} x n_samples_per_prompt {per_prompt} = {rollouts}"

@@ -1,6 +1,6 @@
-"""Checks across flags and on files: each failure is one sentence with the remedy.
+"""Checks across flags and on files, including those of a live service; each failure is one sentence with the remedy.
 
-They run on a config whose values are derived and in range; the order is cheapest first.
+They run on a config whose values are derived and in range, the cheapest checks first.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.algorithm import algorithm_contradictions, cut_sampling, estimator_of
 from slime.config.async_mode import async_contradictions
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
-from slime.config.fields import FlagSpec
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULL
 from slime.config.initial_weights import check_weight_sources, find_start
@@ -27,18 +25,17 @@ from slime.config.model_folder import dataset_hint
 from slime.config.parallelism import layout_contradictions, sharing_contradictions, uses_megatron
 from slime.config.paths import check_folders
 from slime.errors import UserError
-
-# What a live service implies, and what does not go together with it.
+from slime.storage.json_types import JsonObject
 
 LIVE_GENERATE = "slime.agent.online.service.generate"
 TRAFFIC_BASELINE = "slime.agent.online.service.traffic_baseline"
 
 
 def derive_live(config: Config) -> Config:
-    """Samples are exchanges of clients: no prompt file, one answer a prompt, and the traffic for a baseline."""
+    """Set the flags of a live service: no prompt file, exchanges of clients as samples, the traffic as baseline."""
     if config.live_judge_path is None:
         return config
-    changes: dict[str, Any] = {"disable_rollout_global_dataset": True}
+    changes: JsonObject = {"disable_rollout_global_dataset": True}
     if config.custom_generate_function_path is None:
         changes["custom_generate_function_path"] = LIVE_GENERATE
     if config.custom_reward_post_process_path is None and estimator_of(config).group_relative:
@@ -47,17 +44,17 @@ def derive_live(config: Config) -> Config:
 
 
 def live_contradictions(config: Config) -> Iterator[str]:
-    """Sentences about flags that exclude each other."""
+    """Yield one sentence for each flag that contradicts a live service."""
     if config.live_judge_path is None:
         if config.live_filter_path is not None:
-            yield "--live-filter-path is for a live service: name what judges its answers with --live-judge-path"
+            yield "--live-filter-path needs a live service: name the function that judges with --live-judge-path"
         return
     if config.async_mode != FULL or config.max_weight_staleness == 0:
         yield "--live-judge-path serves clients while it trains: use slime train-async --async-mode full"
     if config.n_samples_per_prompt != 1:
         yield (
-            f"--n-samples-per-prompt {config.n_samples_per_prompt}: a client gets one answer to what it asks, so a "
-            "live service has groups of 1"
+            f"--n-samples-per-prompt {config.n_samples_per_prompt} does not fit a live service, which gives a client "
+            "one answer per request: use groups of 1"
         )
     if config.dynamic_sampling_filter_path == NONZERO_STD_FILTER:
         yield (
@@ -65,30 +62,30 @@ def live_contradictions(config: Config) -> Iterator[str]:
             "have one sample: drop the flag"
         )
     if config.prompt_data is not None:
-        yield "--prompt-data is not read by a live service, whose prompts are what clients ask: drop it"
+        yield "--prompt-data is not read by a live service, whose prompts come from clients: drop it"
 
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
-"""Kinds of files that hold prompts."""
+"""Suffixes of prompt files."""
 
 DUMP_SUFFIXES = (".jsonl", ".pt")
-"""Kinds of files that hold the samples of a rollout."""
+"""Suffixes of files with the samples of a rollout."""
 
 _ADDRESS = re.compile(r"(?:[^\s:]+:|\[[0-9a-fA-F:.]+\]:|:)?[0-9]{1,5}")
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
 
 
 def check_all_there(config: Config) -> None:
-    """What no run can do without is there, or all that is missing is named at once."""
-    missing = [f"{spec.flag} {spec.metavar}" for spec in FLAG_SPECS.values() if _is_missing(config, spec)]
+    """Raise one `UserError` that names all missing required flags, if there are several."""
+    missing = [
+        f"{spec.flag} {spec.metavar}"
+        for spec in FLAG_SPECS.values()
+        if spec.info.required and getattr(config, spec.name) is None
+    ]
     if _lacks_prompts(config):
         missing.append("--prompt-data PATH")
     if len(missing) > 1:
         raise UserError(f"{', '.join(missing[:-1])} and {missing[-1]} are missing: give all of them")
-
-
-def _is_missing(config: Config, spec: FlagSpec) -> bool:
-    return spec.info.required and getattr(config, spec.name) is None
 
 
 def _lacks_prompts(config: Config) -> bool:
@@ -99,7 +96,7 @@ def _lacks_prompts(config: Config) -> bool:
 
 
 def check_flags_fit(config: Config) -> None:
-    """The flags make sense together."""
+    """Raise a `UserError` for the first contradiction between flags."""
     for sentence in _contradictions(config):
         raise UserError(sentence)
     _check_patterns("--freeze-params-name-list", config.freeze_params_name_list)
@@ -116,9 +113,23 @@ def _contradictions(config: Config) -> Iterator[str]:
     yield from live_contradictions(config)
     yield from _algorithm(config)
     yield from lora_contradictions(config)
-    yield from _float8(config)
-    yield from _saving(config)
-    yield from _environment(config)
+    if config.fp8:
+        if config.device == "cpu":
+            yield "--fp8 needs an NVIDIA GPU with units for 8-bit floats, but --device cpu is given: drop one"
+        if config.dtype == "float32":
+            yield "--fp8 needs --dtype bfloat16, but --dtype float32 is given: drop one"
+        if config.lora_rank > 0:
+            yield f"--fp8 is for training all weights, but --lora-rank {config.lora_rank} trains an adapter: drop one"
+    if config.ckpt_keep is not None and config.save is None:
+        yield f"--ckpt-keep {config.ckpt_keep} has no effect without --save DIR"
+    if config.save_hf is not None:
+        try:
+            config.save_hf.format(rollout_id=0)
+        except (KeyError, IndexError, ValueError):
+            yield f"--save-hf {config.save_hf} may hold only the placeholder {{rollout_id}}"
+    for name, value in config.train_env_vars.items():
+        if not name or "=" in name or "\0" in name or not isinstance(value, str | int | float):
+            yield f"--train-env-vars: {name!r} with the value {value!r} is not an environment variable: name and text"
 
 
 def _length_and_data(config: Config) -> Iterator[str]:
@@ -126,14 +137,14 @@ def _length_and_data(config: Config) -> Iterator[str]:
     if _lacks_prompts(config):
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
     if config.num_rollout is None and config.disable_rollout_global_dataset and not replays:
-        yield "--disable-rollout-global-dataset leaves no prompts to pass over: give the run's length, --num-rollout"
+        yield "--disable-rollout-global-dataset leaves no prompts to count epochs: set the run's length, --num-rollout"
     if config.over_sampling_batch_size < config.rollout_batch_size:
         yield (
             f"--over-sampling-batch-size {config.over_sampling_batch_size} is less than --rollout-batch-size "
             f"{config.rollout_batch_size}"
         )
     if config.mask_offpolicy_in_partial_rollout and not config.partial_rollout:
-        yield "--mask-offpolicy-in-partial-rollout is about continued responses: add --partial-rollout"
+        yield "--mask-offpolicy-in-partial-rollout applies to continued responses: add --partial-rollout"
     if config.debug_rollout_only and config.debug_train_only:
         yield "--debug-rollout-only and --debug-train-only leave nothing to run: keep one"
     generates = config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and not config.custom_generate_function_path
@@ -157,24 +168,20 @@ def _placement(config: Config) -> Iterator[str]:
     asks_engines = config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION and not config.debug_train_only
     if asks_engines and not has_engines:
         yield (
-            "--rollout-num-gpus 0 leaves nobody to generate responses: give at least one, or name engines that run "
-            "already with --rollout-external-engine-addrs"
+            "--rollout-num-gpus 0 leaves no rollout engines: set at least 1, or name running engines with "
+            "--rollout-external-engine-addrs"
         )
-    yield from _door(config, has_engines)
-
-
-def _door(config: Config, has_engines: bool) -> Iterator[str]:
     address = config.fleet_address
     if address is None:
         return
     if not _ADDRESS.fullmatch(address):
-        yield f"--fleet-address {address}: give HOST:PORT, or PORT for loopback alone"
+        yield f"--fleet-address {address} is not an address: give HOST:PORT, or PORT to listen on loopback"
     if not has_engines or config.debug_train_only:
-        yield f"--fleet-address {address}: nothing is generated in this run, so that no engine can help it"
+        yield f"--fleet-address {address} accepts engines, but this run generates nothing: drop it"
     if config.offload_rollout:
         yield (
-            "--fleet-address does not go with --offload-rollout: engines of other machines have no reason to give "
-            "their memory back; drop one of them"
+            "--fleet-address cannot be combined with --offload-rollout: engines on other machines have no reason to "
+            "free their memory; drop one"
         )
 
 
@@ -184,19 +191,13 @@ def _algorithm(config: Config) -> Iterator[str]:
     if cut is not None and not config.allow_biased_sampling:
         yield (
             f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their log-probs over all of "
-            "it, which biases the gradient: leave it out, or accept that with --allow-biased-sampling"
+            "it, which biases the gradient: drop that, or accept the bias with --allow-biased-sampling"
         )
     if config.rm_type is not None and config.rm_type.removeprefix("boxed_") == "remote_rm" and config.rm_url is None:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
-    yield from _moments(config)
-    yield from sharing_contradictions(config)
-    yield from _schedule(config)
-
-
-def _moments(config: Config) -> Iterator[str]:
-    asked = [
+    moment_flags = [
         flag
         for flag, given in (
             ("--exp-avg-dtype", config.exp_avg_dtype != "fp32"),
@@ -205,33 +206,24 @@ def _moments(config: Config) -> Iterator[str]:
         )
         if given
     ]
-    if config.use_stateless_adam and asked:
-        yield f"{asked[0]} is about moments, and --use-stateless-adam keeps none: leave out one of the two"
-
-
-def _float8(config: Config) -> Iterator[str]:
-    if not config.fp8:
-        return
-    if config.device == "cpu":
-        yield "--fp8 needs an NVIDIA GPU with units for 8-bit floats, and --device cpu trains on none: drop one"
-    if config.dtype == "float32":
-        yield "--fp8 goes with --dtype bfloat16, and --dtype float32 was given: drop one"
-    if config.lora_rank > 0:
-        yield f"--fp8 is for training all weights, and --lora-rank {config.lora_rank} trains an adapter: drop one"
+    if config.use_stateless_adam and moment_flags:
+        yield f"{moment_flags[0]} applies to Adam's moments, and --use-stateless-adam keeps none: drop one"
+    yield from sharing_contradictions(config)
+    yield from _schedule(config)
 
 
 def _schedule(config: Config) -> Iterator[str]:
     if config.lr_decay_style != "constant" and config.min_lr > config.lr:
-        yield f"--min-lr {config.min_lr} is larger than --lr {config.lr}: a decay goes down"
+        yield f"--min-lr {config.min_lr} is larger than --lr {config.lr}, where the decay starts: lower it"
     if config.lr_decay_iters is not None and config.lr_warmup_iters >= config.lr_decay_iters:
         yield f"--lr-warmup-iters {config.lr_warmup_iters} must be less than --lr-decay-iters {config.lr_decay_iters}"
     if config.lr_decay_iters is not None and config.lr_decay_samples is not None:
-        yield "--lr-decay-iters and --lr-decay-samples are two lengths of one decay: keep one"
+        yield "--lr-decay-iters and --lr-decay-samples both set the length of the decay: keep one"
     warmups = (config.lr_warmup_iters, config.lr_warmup_samples, config.lr_warmup_fraction)
     if sum(map(bool, warmups)) > 1:
-        yield "--lr-warmup-iters, --lr-warmup-samples and --lr-warmup-fraction are lengths of one warm-up: keep one"
+        yield "--lr-warmup-iters, --lr-warmup-samples and --lr-warmup-fraction all set the warm-up's length: keep one"
     if config.lr_warmup_init > config.lr:
-        yield f"--lr-warmup-init {config.lr_warmup_init} is larger than --lr {config.lr}: a warm-up goes up"
+        yield f"--lr-warmup-init {config.lr_warmup_init} is larger than --lr {config.lr}, where warm-up ends: lower it"
     if config.lr_decay_style == "WSD" and config.lr_wsd_decay_iters is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of the decay at its end"
     if config.lr_decay_style != "WSD" and config.lr_wsd_decay_iters is not None:
@@ -247,22 +239,6 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay"
 
 
-def _saving(config: Config) -> Iterator[str]:
-    if config.ckpt_keep is not None and config.save is None:
-        yield f"--ckpt-keep {config.ckpt_keep} has no effect without --save DIR"
-    if config.save_hf is not None:
-        try:
-            config.save_hf.format(rollout_id=0)
-        except (KeyError, IndexError, ValueError):
-            yield f"--save-hf {config.save_hf} may hold only the placeholder {{rollout_id}}"
-
-
-def _environment(config: Config) -> Iterator[str]:
-    for name, value in config.train_env_vars.items():
-        if not name or "=" in name or "\0" in name or not isinstance(value, str | int | float):
-            yield f"--train-env-vars: {name!r} with the value {value!r} is no environment variable: a name and a text"
-
-
 def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
     for pattern in patterns or ():
         try:
@@ -272,7 +248,7 @@ def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
 
 
 def check_files(config: Config) -> None:
-    """What the run reads exists and can be read; what it writes can be written."""
+    """Raise a `UserError` for the first file or folder that the run could not read or write."""
     check_weight_sources(config)
     check_adapter(config)
     replays = config.load_debug_rollout_data is not None
@@ -285,22 +261,6 @@ def check_files(config: Config) -> None:
         for dataset in eval_datasets(config):
             is_ours = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
             _check_data_file(dataset.path, dataset.origin, is_ours=is_ours)
-    _check_dump_files(config)
-    check_folders(config)
-
-
-def check_trackers(config: Config) -> None:
-    """The packages that metrics are to be shown with are installed."""
-    if config.use_wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("--use-wandb needs the package wandb, which is not installed: pip install wandb, or drop it")
-    if config.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard, or turn "
-            "it off with --no-use-tensorboard"
-        )
-
-
-def _check_dump_files(config: Config) -> None:
     for flag, template in (
         ("--save-debug-rollout-data", config.save_debug_rollout_data),
         ("--load-debug-rollout-data", config.load_debug_rollout_data),
@@ -317,10 +277,22 @@ def _check_dump_files(config: Config) -> None:
             raise UserError(f"{flag} {template} has no {{rollout_id}}: every rollout would overwrite the one before")
         if flag == "--load-debug-rollout-data" and config.load is None and not first.is_file():
             raise UserError(f"{flag}: there is no dump {first}")
+    check_folders(config)
+
+
+def check_trackers(config: Config) -> None:
+    """Raise a `UserError` if the package of a requested tracker is not installed."""
+    if config.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("--use-wandb needs the package wandb, which is not installed: pip install wandb, or drop it")
+    if config.use_tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(
+            "--use-tensorboard needs the package tensorboard, which is not installed: pip install tensorboard, or turn "
+            "it off with --no-use-tensorboard"
+        )
 
 
 def _check_data_file(data: str, flag: str, *, is_ours: bool) -> None:
-    """The file exists, and has a format that we read where no function of the user reads it."""
+    """Raise a `UserError` unless the file can be read; `is_ours`: its format must be one of `DATA_SUFFIXES`."""
     match = _SLICE.fullmatch(data)
     path = Path(match["path"] if match else data)
     if not path.exists():
@@ -335,30 +307,26 @@ def _check_data_file(data: str, flag: str, *, is_ours: bool) -> None:
 
 
 def check_numbers_stay(config: Config) -> None:
-    """Megatron's flags that change what is computed have values with which they do not, or are refused."""
+    """Refuse Megatron's flags that would change the computation, and settings that Megatron's trainer does not have."""
     if uses_megatron(config):
-        _check_settings(config)
+        for flag, why in REFUSED_BY_MEGATRON.items():
+            if config.carried.get(flag.replace("-", "_")):
+                raise UserError(f"--{flag} is not supported: {why}")
+        spec = config.carried.get("spec")
+        if spec and not str(spec[0]).startswith(("slime_plugins.", "megatron.")):  # upstream's layers exist here
+            raise UserError(
+                f"--spec {' '.join(spec)} is not supported: slime has the layers of every family; build a stage of "
+                "your own with --custom-model-provider-path"
+            )
+        for name, value in given_settings(config.carried).items():
+            known, words = CHOICES.get(name), value if isinstance(value, list) else [value]
+            wrong = [word for word in words if known is not None and word not in known]
+            if known and wrong:
+                raise UserError(f"--{name.replace('_', '-')} {wrong[0]} is none of {', '.join(known)}")
     for flag, (neutral, why) in NEUTRAL.items():
         value = config.carried.get(flag.replace("-", "_"))
         if value is None or value is False or value in neutral:
             continue
         if flag == "finetune" and not find_start(config).resumes:
             continue
-        raise UserError(f"--{flag}{'' if value is True else f' {value}'} is not taken: {why}")
-
-
-def _check_settings(config: Config) -> None:
-    for flag, why in REFUSED_BY_MEGATRON.items():
-        if config.carried.get(flag.replace("-", "_")):
-            raise UserError(f"--{flag} is not taken: {why}")
-    spec = config.carried.get("spec")
-    if spec and not str(spec[0]).startswith(("slime_plugins.", "megatron.")):  # upstream's own, whose layers are here
-        raise UserError(
-            f"--spec {' '.join(spec)} is not taken: slime has the layers of every family; make a stage of your own "
-            "with --custom-model-provider-path"
-        )
-    for name, value in given_settings(config.carried).items():
-        known, words = CHOICES.get(name), value if isinstance(value, list) else [value]
-        wrong = [word for word in words if known is not None and word not in known]
-        if known and wrong:
-            raise UserError(f"--{name.replace('_', '-')} {wrong[0]} is none of {', '.join(known)}")
+        raise UserError(f"--{flag}{'' if value is True else f' {value}'} is not supported: {why}")

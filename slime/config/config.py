@@ -1,7 +1,8 @@
 """The one configuration object: flat, frozen, typed; each field is one flag.
 
-Invariant: `Config.from_dict(config.to_dict()) == config`, and everything that is not a field lives in `carried`,
-from where attribute access finds it.
+Invariant: `Config.from_dict(config.to_dict()) == config`, and everything that is not a field is in `carried`, where
+attribute access finds it. Configs are saved to and read from TOML or YAML files with the names of the flags.
+Invariant: `load_config` returns the config that `save_config` wrote, carried flags included.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from slime.config.flags.rollout import AsyncFlags, RewardFlags, RolloutFlags
 from slime.config.flags.upstream import UpstreamFlags
 from slime.config.plugins.args import Overlay
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 GROUPS: tuple[type, ...] = (
     ModelFlags,
@@ -82,17 +83,17 @@ class Config(
     DebugFlags,
     UpstreamFlags,
 ):
-    """Everything a run is told. Plugins get a writable view of it as `args` and read `args.<flag_name>`."""
+    """All settings of a run. Plugins get a writable view of it as `args` and read `args.<flag_name>`."""
 
-    carried: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Flags handed through to others: sglang_*, router_*, Megatron's, and the user's own."""
+    carried: JsonObject = dataclasses.field(default_factory=dict)
+    """Flags passed through to other programs: sglang_*, router_*, Megatron's, and the user's own."""
 
     overlay: Overlay = dataclasses.field(default_factory=Overlay, compare=False, repr=False)
-    """What plugins see and write (`slime.config.plugins.view`): shared by all copies, read by no part of the run."""
+    """The `args` of plugins (`slime.config.plugins.view`): shared by all copies, not read by the run itself."""
 
-    if not TYPE_CHECKING:  # for the type checker an attribute that is no field stays an error
+    if not TYPE_CHECKING:  # type checkers still report attributes that are not fields
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             carried = self.__dict__.get("carried", {})
             if name in carried:
                 return carried[name]
@@ -104,18 +105,18 @@ class Config(
         return hash(json.dumps(self.to_dict(), sort_keys=True))
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed; nothing is derived or checked again."""
+        """Return a copy with some fields changed; nothing is derived or checked again."""
         return dataclasses.replace(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields but secrets as plain JSON values, in the order of the groups."""
+    def to_dict(self) -> JsonObject:
+        """Return all fields except secrets as plain JSON values, in the order of the groups."""
         plain = {spec.name: _plain(getattr(self, spec.name)) for spec in FLAG_SPECS.values() if not spec.info.secret}
         return {**plain, "carried": _plain(self.carried)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """The inverse of `to_dict`; unknown names and wrong types are refused."""
-        fields: dict[str, Any] = {}
+    def from_dict(cls, values: JsonMapping) -> Config:
+        """Build a config from the dict of `to_dict`; unknown names and wrong types are refused."""
+        fields: JsonObject = {}
         unknown: list[str] = []
         for name, value in values.items():
             if name == "carried":
@@ -123,21 +124,17 @@ class Config(
             elif name in FLAG_SPECS:
                 fields[name] = None if value is None else coerce(FLAG_SPECS[name], value, where=name)
             else:
-                unknown.append(_unknown(name))
+                sentence = refusal(name.replace("_", "-")) or foreign_hint(name, shown=name)
+                if sentence is None:
+                    unknown.append(f"unknown config key {name}{did_you_mean(name, FLAG_SPECS)}")
+                else:
+                    unknown.append(in_python(sentence))
         if unknown:
             raise UserError(one_message(unknown, "keys"))
         return cls(**fields)
 
 
-def _unknown(name: str) -> str:
-    """The sentence for a keyword that is no field, with the same help as a flag of that name gets."""
-    sentence = refusal(name.replace("_", "-")) or foreign_hint(name, shown=name)
-    if sentence is not None:
-        return in_python(sentence)
-    return f"unknown config key {name}{did_you_mean(name, FLAG_SPECS)}"
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -149,16 +146,12 @@ FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in GROUPS for spec 
 """Every flag by field name, in the order of the groups."""
 
 
-# Configs in files: TOML or YAML with the names of the flags.
-#
-# Invariant: `load_config(save_config(config)) == config`, carried flags included.
-
 RESOLVED = "# The resolved config of a run; "
-"""How a config begins that a run wrote."""
+"""Start of a config file that a run wrote."""
 
 
-def read_config_file(path: str, *, what: str = "--config") -> dict[str, Any]:
-    """The top-level mapping of a TOML (.toml) or YAML (.yaml, .yml, .json) file."""
+def read_config_file(path: str, *, what: str = "--config") -> JsonObject:
+    """Read the top-level mapping of a TOML (.toml) or YAML (.yaml, .yml, .json) file."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
@@ -179,11 +172,11 @@ def read_config_file(path: str, *, what: str = "--config") -> dict[str, Any]:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the config as YAML that `--config` reads back to the identical object."""
+    """Write the config as YAML; `--config` reads the same config from it."""
     text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=120)
     Path(path).write_text(f"{RESOLVED}start it again with --config {path}\n{text}", encoding="utf-8")
 
 
 def load_config(path: str | Path) -> Config:
-    """The config that `save_config` wrote."""
+    """Read a config that `save_config` wrote."""
     return Config.from_dict(read_config_file(str(path), what="config file"))

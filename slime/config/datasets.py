@@ -1,13 +1,21 @@
-"""Files that list datasets, each with values of its own: what `--eval-config` and `--prompt-config` have in common.
+"""Dataset files of `--eval-config` and `--prompt-config`, and the datasets that flags and files define.
 
-Invariant: what comes out has a name, a path and only known keys, each of the right kind and in range; anything else is
-a `UserError` that says where. A file looks like this, with `eval` or `train` as the section (a mapping from names to
-datasets will do for the list; TOML and JSON likewise); one file may have both sections:
+Invariant: each dataset read from a file has a name, a path and only known keys, each of the right type and in range;
+anything else is a `UserError` that names the place. A file is YAML, TOML or JSON with a section `eval`, a section
+`train`, or both; `datasets` is a list, or a mapping from names to datasets. Weights are relative shares of the prompts:
 
     eval:
-      defaults: {rm_type: math}
+      defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
       datasets:
-        - {name: aime, path: aime.jsonl, max_response_len: 4096}
+        - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
+    train:
+      defaults: {label_key: answer}
+      datasets:
+        - {name: math, path: math.jsonl, weight: 2, rm_type: math}
+        - {name: chat, path: chat.jsonl, custom_rm_path: judge.py:score, max_response_len: 512}
+
+Precedence for each value of a dataset: its own entry, the file's `defaults`, the `--eval-*` flag (evaluation only), the
+rollout's flag. Datasets of `--eval-prompt-data` are configured by flags only.
 """
 
 from __future__ import annotations
@@ -15,66 +23,62 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from slime.config.config import Config, read_config_file
 from slime.config.fields import Check, above, at_least, between, did_you_mean, minus_one_or_at_least
 from slime.config.flags.data import OUR_DATA_SOURCES
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, known_rm_type
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _SECTIONS = ("eval", "train")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a value in the file must be."""
+    """The rule for one value in a dataset file: its type, and a check of its range."""
 
     kind: str
-    fits: Callable[[Any], bool]
+    fits: Callable[[object], bool]
     check: Check | None = None
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One dataset of a file: its own values over the file's defaults."""
+    """One dataset of a file, with its own values over the file's defaults."""
 
     name: str
     path: str
     origin: str
-    """Where it was named, for error messages."""
-    values: dict[str, Any]
+    """The flag, file and dataset name, for error messages."""
+    values: JsonObject
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(fits(item) for item in value)
 
 
 def text(check: Check | None = None) -> Entry:
-    """A text, perhaps one of some."""
+    """Return the rule for a text, with an optional check."""
     return Entry("text", _is_text, check)
 
 
 def integer(check: Check) -> Entry:
-    """A whole number in a range."""
+    """Return the rule for a whole number in a range."""
     return Entry("an integer", _is_integer, check)
 
 
 def number(check: Check) -> Entry:
-    """A number in a range."""
-    return Entry("a number", _is_number, check)
+    """Return the rule for a number in a range."""
+    return Entry("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), check)
 
 
 SWITCH = Entry("true or false", lambda value: isinstance(value, bool))
@@ -98,13 +102,13 @@ READING: dict[str, Entry] = {
     "stop_token_ids": Entry("a list of integers", _list_of(_is_integer)),
     "metadata_overrides": MAPPING,
 }
-"""How prompts are read and judged, and where answers end: keys of every such file."""
+"""Keys of training and evaluation datasets: how prompts are read and scored, and where responses end."""
 
 
 def read_datasets(
     path: str, *, flag: str, section: str, known: Mapping[str, Entry], elsewhere: Mapping[str, str] | None = None
 ) -> list[Listed]:
-    """The datasets of a section; `elsewhere` says of keys that are not `known` what to use instead."""
+    """Read the datasets of a section; `elsewhere` maps keys that are not `known` to what to use instead."""
     where = f"{flag} {path}"
     content = read_config_file(path, what=flag)
     content = _mapping(content.get(section, content), f"{where}: {section}")
@@ -129,14 +133,14 @@ def read_datasets(
 
 
 def refuse_twins(names: Sequence[str], where: str) -> None:
-    """Each dataset has its own name."""
+    """Raise a `UserError` if two datasets have the same name."""
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{where} has two datasets named {name}: give each its own name")
 
 
-def _named(datasets: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and entries of each dataset, from either form."""
+def _named(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
+    """Yield name and entries of each dataset, from a list or a mapping."""
     if isinstance(datasets, dict):
         for name, entries in datasets.items():
             yield str(name), {"path": entries} if _is_text(entries) else _mapping(entries, f"{where}: {name}")
@@ -153,12 +157,12 @@ def _named(datasets: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class _Checked:
-    """The entries that have a value, each of the right kind and in range."""
+    """Checks entries for unknown keys, types and ranges, and returns the entries that are not null."""
 
     known: Mapping[str, Entry]
     elsewhere: Mapping[str, str]
 
-    def __call__(self, entries: dict[str, Any], where: str) -> dict[str, Any]:
+    def __call__(self, entries: JsonObject, where: str) -> JsonObject:
         for key in entries:
             if key in self.elsewhere:
                 raise UserError(f"{where}: {key} {self.elsewhere[key]}")
@@ -166,7 +170,7 @@ class _Checked:
         given = {key: value for key, value in entries.items() if value is not None}
         for key, value in given.items():
             if key not in self.known:
-                raise UserError(f"{where}: {key} belongs to a dataset of its own")
+                raise UserError(f"{where}: {key} belongs in the entry of a single dataset")
             entry = self.known[key]
             if not entry.fits(value):
                 raise UserError(f"{where}: {key} must be {entry.kind}, not {value!r:.80}")
@@ -176,50 +180,38 @@ class _Checked:
         return given
 
 
-def _refuse_unknown(entries: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+def _refuse_unknown(entries: JsonObject, known: tuple[str, ...], where: str) -> None:
     for key in entries:
         if key not in known:
             raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), known)}")
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def _mapping(value: object, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be a mapping, not {value!r:.80}")
     return value
 
 
-# The datasets of an evaluation: `--eval-prompt-data` and the file of `--eval-config` as one list.
-#
-# Precedence for each value of a dataset in the file: its own entry, the file's `defaults`, the `--eval-*` flag, the
-# rollout's flag. Datasets of `--eval-prompt-data` know only the flags. The file looks like this (a mapping from names
-# to datasets will do for the list; TOML and JSON likewise):
-#
-#     eval:
-#       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
-#       datasets:
-#         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
-
-
 @dataclass(frozen=True)
 class EvalDataset:
-    """One dataset, with every value it is evaluated with; a plugin that makes one by hand leaves out what it likes.
+    """One evaluation dataset with all its settings; plugins may build one and omit any setting.
 
-    Sampling parameters that are None are the rollout's.
+    Sampling parameters that are None are those of the rollout.
     """
 
     name: str
     path: str
     _: KW_ONLY
     origin: str = "a plugin"
-    """Where it was named, for error messages."""
+    """The flag or file that names it, for error messages."""
     input_key: str | None = None
-    """None: `input`, else the only usual one that the file has."""
+    """None: `input`, else the only usual column name that the file has."""
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
     prompt_suffix: str | None = None
     apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: JsonObject = field(default_factory=dict)
     max_prompt_len: int | None = None
     n_samples_per_eval_prompt: int = 1
     temperature: float | None = None
@@ -235,21 +227,21 @@ class EvalDataset:
     rm_type: str | None = None
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    metadata_overrides: JsonObject = field(default_factory=dict)
 
     @property
-    def cache_key(self) -> tuple[Any, ...]:
-        """What the prompts depend on."""
+    def cache_key(self) -> tuple[object, ...]:
+        """The settings that determine the prompts."""
         template = (self.prompt_suffix, self.apply_chat_template, repr(self.apply_chat_template_kwargs))
         return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key, *template)
 
-    def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """A prompt's metadata with this dataset's entries over it."""
+    def inject_metadata(self, sample_metadata: JsonObject | None) -> JsonObject:
+        """Return a prompt's metadata, overridden by this dataset's entries."""
         own = {} if self.rm_type is None else {"rm_type": self.rm_type}
         return {**(sample_metadata or {}), **own, **self.metadata_overrides}
 
-    def sampling_params(self, base: dict[str, Any]) -> dict[str, Any]:
-        """The rollout's sampling parameters with this dataset's values over them."""
+    def sampling_params(self, base: JsonObject) -> JsonObject:
+        """Return the rollout's sampling parameters, overridden by this dataset's values."""
         own = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -264,8 +256,8 @@ class EvalDataset:
             "skip_special_tokens": self.skip_special_tokens,
             "no_stop_trim": self.no_stop_trim,
         }
-        unsaid = {"stop": None, "stop_token_ids": None}
-        return {**unsaid, **base, **always, **{name: value for name, value in own.items() if value is not None}}
+        defaults = {"stop": None, "stop_token_ids": None}
+        return {**defaults, **base, **always, **{name: value for name, value in own.items() if value is not None}}
 
 
 _ENTRIES: dict[str, Entry] = {
@@ -281,26 +273,13 @@ _ENTRIES: dict[str, Entry] = {
 
 
 def evaluates(config: Config) -> bool:
-    """Whether there is anything to evaluate on."""
+    """Return whether the run has evaluation datasets."""
     return bool(config.eval_prompt_data) or config.eval_config is not None
 
 
 def eval_datasets(config: Config) -> list[EvalDataset]:
-    """All datasets of a config with derived values; a `UserError` for what is wrong with the file."""
-    flags = _flag_values(config)
-    datasets = [
-        EvalDataset(name=name, path=path, origin=f"--eval-prompt-data {name}", **flags)
-        for name, path in config.eval_prompt_data
-    ]
-    if config.eval_config is not None:
-        datasets += _from_file(config.eval_config, flags)
-    flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
-    refuse_twins([dataset.name for dataset in datasets], flag)
-    return datasets
-
-
-def _flag_values(config: Config) -> dict[str, Any]:
-    return {
+    """Return all evaluation datasets of a config with derived values; raise a `UserError` for a wrong file."""
+    flags: JsonObject = {
         "input_key": config.eval_input_key or config.input_key,
         "label_key": config.eval_label_key or config.label_key,
         "metadata_key": config.metadata_key,
@@ -319,45 +298,41 @@ def _flag_values(config: Config) -> dict[str, Any]:
         "stop_token_ids": config.rollout_stop_token_ids,
         "skip_special_tokens": bool(config.rollout_skip_special_tokens),
     }
+    datasets = [
+        EvalDataset(name=name, path=path, origin=f"--eval-prompt-data {name}", **flags)
+        for name, path in config.eval_prompt_data
+    ]
+    if config.eval_config is not None:
+        found = read_datasets(config.eval_config, flag="--eval-config", section="eval", known=_ENTRIES)
+        datasets += [
+            EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found
+        ]
+    flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
+    refuse_twins([dataset.name for dataset in datasets], flag)
+    return datasets
 
-
-def _from_file(path: str, flags: dict[str, Any]) -> list[EvalDataset]:
-    found = read_datasets(path, flag="--eval-config", section="eval", known=_ENTRIES)
-    return [EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found]
-
-
-# The datasets that training draws its prompts from: the file of `--prompt-config` as a list.
-#
-# Precedence for each value of a dataset: its own entry, the file's `defaults`, the rollout's flag. The file looks like
-# this (other forms: `slime.config.datasets`); weights are shares of the prompts, in relation to one another:
-#
-#     train:
-#       defaults: {label_key: answer}
-#       datasets:
-#         - {name: math, path: math.jsonl, weight: 2, rm_type: math}
-#         - {name: chat, path: chat.jsonl, custom_rm_path: judge.py:score, max_response_len: 512}
 
 FLAG = "--prompt-config"
 
 
 @dataclass(frozen=True)
 class TrainDataset:
-    """One dataset with all that its prompts are read, sampled and judged with; None is what the flags say."""
+    """One training dataset with its settings for reading, sampling and scoring; None: the value of the flag."""
 
     name: str
     path: str
     _: KW_ONLY
     origin: str = "a plugin"
-    """Where it was named, for error messages."""
+    """The flag or file that names it, for error messages."""
     weight: float = 1.0
     input_key: str | None = None
-    """None: `input`, else the only usual one that the file has."""
+    """None: `input`, else the only usual column name that the file has."""
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
     prompt_suffix: str | None = None
     apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: JsonObject = field(default_factory=dict)
     max_prompt_len: int | None = None
     max_response_len: int | None = None
     min_new_tokens: int | None = None
@@ -366,11 +341,11 @@ class TrainDataset:
     rm_type: str | None = None
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    metadata_overrides: JsonObject = field(default_factory=dict)
 
     @property
-    def sampling_params(self) -> dict[str, Any]:
-        """What goes over the rollout's sampling parameters."""
+    def sampling_params(self) -> JsonObject:
+        """The overrides of the rollout's sampling parameters."""
         own = {
             "max_new_tokens": self.max_response_len,
             "min_new_tokens": self.min_new_tokens,
@@ -380,11 +355,10 @@ class TrainDataset:
         return {name: value for name, value in own.items() if value is not None}
 
 
-def _share(value: float) -> str | None:
-    return None if math.isfinite(value) and value > 0 else "must be a number greater than 0"
-
-
-_TRAIN_ENTRIES: dict[str, Entry] = {**READING, "weight": number(_share)}
+_TRAIN_ENTRIES: dict[str, Entry] = {
+    **READING,
+    "weight": number(lambda value: None if math.isfinite(value) and value > 0 else "must be a number greater than 0"),
+}
 _SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
 _ELSEWHERE = {
     "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
@@ -396,7 +370,7 @@ _ELSEWHERE = {
 
 
 def train_datasets(config: Config) -> list[TrainDataset]:
-    """The datasets of `--prompt-config`, none without it; a `UserError` for what is wrong with the file."""
+    """Return the datasets of `--prompt-config`, none without it; raise a `UserError` for a wrong file."""
     if config.prompt_config is None:
         return []
     found = read_datasets(config.prompt_config, flag=FLAG, section="train", known=_TRAIN_ENTRIES, elsewhere=_ELSEWHERE)
@@ -406,50 +380,50 @@ def train_datasets(config: Config) -> list[TrainDataset]:
 
 
 def all_datasets(config: Config) -> list[TrainDataset | EvalDataset]:
-    """What is trained on and what is evaluated on, of files and flags that list datasets."""
+    """Return the training and evaluation datasets that files and flags list."""
     return [*train_datasets(config), *eval_datasets(config)]
 
 
 def prompt_files(config: Config) -> list[str]:
-    """All files that prompts to train on come from."""
+    """Return all files with training prompts."""
     if config.prompt_config is not None:
         return [dataset.path for dataset in train_datasets(config)]
     return [] if config.prompt_data is None else [config.prompt_data]
 
 
 def reads_prompts(config: Config) -> bool:
-    """Whether a data source of ours reads the files of prompts to train on."""
+    """Return whether one of slime's data sources reads the training prompts."""
     own_source = config.disable_rollout_global_dataset or config.data_source_path not in OUR_DATA_SOURCES
     return not own_source and config.load_debug_rollout_data is None
 
 
 def mixture_contradictions(config: Config) -> Iterator[str]:
-    """Sentences about flags that do not go together with `--prompt-config`."""
+    """Yield one sentence for each flag that contradicts `--prompt-config`."""
     if config.prompt_config is None:
         return
     if config.prompt_data is not None:
-        yield f"--prompt-data and {FLAG} both name prompts: make the former a dataset of the latter's file, and drop it"
+        yield f"--prompt-data and {FLAG} both name prompts: list the prompt file in {FLAG}, and drop --prompt-data"
     if config.disable_rollout_global_dataset:
-        yield f"--disable-rollout-global-dataset reads no prompts, {FLAG} names some: drop one of them"
+        yield f"--disable-rollout-global-dataset reads no prompts, but {FLAG} names some: drop one of them"
     if config.live_judge_path is not None:
-        yield f"{FLAG} is not read by a live service, whose prompts are what clients ask: drop it"
+        yield f"{FLAG} is not read by a live service, whose prompts come from clients: drop it"
     most = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
     for dataset in train_datasets(config):
         limit = dataset.max_response_len
         if limit is not None and limit > most:
             yield (
-                f"{dataset.origin}: max_response_len {limit} is more than --rollout-max-response-len {most}, which is "
-                "the most for all datasets: raise that"
+                f"{dataset.origin}: max_response_len {limit} is more than --rollout-max-response-len {most}, the "
+                "limit of all datasets: raise that limit"
             )
         if limit is not None and config.overlong_buffer_len:
             yield (
                 f"{dataset.origin}: max_response_len cannot be used with --overlong-buffer-len, whose penalty begins "
-                "at a length that is the same for all: drop one of them"
+                "at one length for all datasets: drop one of them"
             )
 
 
-def reading_flags(config: Config) -> dict[str, Any]:
-    """How the flags have prompts read, where a dataset says nothing else."""
+def reading_flags(config: Config) -> JsonObject:
+    """Return the flags' values for reading prompts, which datasets override."""
     return {
         "input_key": config.input_key,
         "label_key": config.label_key,

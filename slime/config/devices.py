@@ -1,4 +1,4 @@
-"""How many NVIDIA GPUs this process may use, found out without importing torch."""
+"""Count NVIDIA GPUs and their memory without importing torch, and parse `--plan-cluster` (`8x8x80`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def nvidia_gpu_count() -> int:
-    """GPUs of the machine, restricted by CUDA_VISIBLE_DEVICES."""
+    """Count the GPUs of the machine, restricted by CUDA_VISIBLE_DEVICES."""
     installed = _installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or installed == 0:
@@ -39,7 +39,7 @@ def _installed_gpus() -> int:
 
 
 def nvidia_gpu_memory() -> int | None:
-    """Bytes of memory of the smallest GPU, or None where that cannot be found out."""
+    """Return the memory of the smallest GPU in bytes, or None if it is unknown."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -52,13 +52,13 @@ def nvidia_gpu_memory() -> int | None:
     return min(sizes) * 2**20 if sizes and listing.returncode == 0 else None
 
 
-# A cluster that a plan is made for and that is not here: `--plan-cluster 8x8x80`.
-
 _WRITTEN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class PlannedCluster:
+    """The cluster of `--plan-cluster`, which does not have to exist."""
+
     nodes: int
     gpus_per_node: int
     gpu_memory: int
@@ -66,9 +66,9 @@ class PlannedCluster:
 
     @classmethod
     def parse(cls, text: str) -> PlannedCluster:
-        """Nodes, GPUs of each, and GiB of each GPU, with an x between them."""
+        """Parse nodes, GPUs per node and GiB per GPU, separated by x."""
         match = _WRITTEN.fullmatch(text)
-        assert match is not None, "checked when the flags were"
+        assert match is not None, "checked with the flags"
         nodes, gpus, gib = map(int, match.groups())
         return cls(nodes, gpus, gib * 2**30)
 
@@ -81,5 +81,5 @@ class PlannedCluster:
 
 
 def cluster_complaint(text: str) -> str | None:
-    """What is wrong with the value of --plan-cluster."""
-    return None if _WRITTEN.fullmatch(text) else "is nodes, GPUs of each and GiB of each GPU, such as 8x8x80"
+    """Check a value of --plan-cluster; return the rest of an error sentence, or None."""
+    return None if _WRITTEN.fullmatch(text) else "must be nodes, GPUs per node and GiB per GPU, such as 8x8x80"

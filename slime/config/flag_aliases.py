@@ -1,7 +1,7 @@
-"""Settings of TRL, verl, prime-rl, OpenRLHF and other versions of slime by their names there, with their names here.
+"""Flags of TRL, verl, prime-rl, OpenRLHF and other versions of slime, with their names here; and refused flags.
 
-Invariant: every flag that a remedy names exists. A remedy that begins with a flag is its name here; any other is a
-sentence of its own.
+Invariant: every flag that a remedy names exists. A remedy that begins with a flag is the name of the setting here; any
+other remedy is a complete sentence. `REFUSED` has the flags of upstream slime that this version does not support.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from slime.config.megatron_flags import REFUSED_FIELDS
 
 _QUANTISED = "training on quantised weights is not in this version: drop it"
-_SERVED = "a reward model is asked over HTTP: serve it and give --rm-type remote_rm --rm-url URL"
+_SERVED = "reward models are called over HTTP: serve it and give --rm-type remote_rm --rm-url URL"
 _STEP = "samples of one optimizer step are --global-batch-size"
-_SHARDED = "the trainers shard the model among themselves, --actor-num-gpus-per-node says how many: drop it"
+_SHARDED = "the model is sharded across the trainers, --actor-num-gpus-per-node sets their number: drop it"
 
 _TRL = {
     "model-name-or-path": "--hf-checkpoint",
@@ -68,7 +68,7 @@ _TRL = {
     "load-in-8bit": _QUANTISED,
     "use-peft": "--lora-rank, which is enough",
     "lora-r": "--lora-rank",
-    "lora-dropout": "nothing is dropped out in training: drop it",
+    "lora-dropout": "there is no dropout in training: drop it",
 }
 
 _OPENRLHF = {
@@ -188,11 +188,11 @@ _EARLIER_SLIME = {
     "update-weights-bucket-size": "--update-weight-buffer-size",
     "rollout-external": "--rollout-external-engine-addrs, which is enough",
     "use-slime-router": "--rollout-router builtin",
-    "megatron-to-hf-mode": "weights always pass as Hugging Face tensors: drop it",
+    "megatron-to-hf-mode": "weights are always sent as Hugging Face tensors: drop it",
     "train-memory-margin-bytes": "no memory is kept free for others: drop it",
     "enable-weights-backuper": "trainers keep their weights on the device: drop it",
     "disable-weights-backuper": "trainers keep their weights on the device: drop it",
-    "use-dynamic-global-batch-size": "a step takes --global-batch-size rollouts, whatever they fan out into: drop it",
+    "use-dynamic-global-batch-size": "a step takes --global-batch-size rollouts of any number of samples: drop it",
     "qkv-format": "samples are packed into rows: drop it",
 }
 
@@ -203,14 +203,14 @@ FOREIGN_FLAGS: dict[str, tuple[str, str]] = {
     **{name: ("OpenRLHF", remedy) for name, remedy in _OPENRLHF.items()},
     **{name: ("TRL", remedy) for name, remedy in _TRL.items()},
 }
-"""Name there, with dashes -> whose it is and the remedy here."""
+"""Foreign name, with dashes -> its library and the remedy here."""
 
 _SETTING = re.compile(r"\+{0,2}(?P<name>[a-z][\w.]*\.\w+)=")
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 
 
 def foreign_hint(name: str, shown: str | None = None) -> str | None:
-    """The sentence for a flag (without the dashes in front) that another library has, or None."""
+    """Return the sentence for another library's flag, given without its leading dashes, or None."""
     key, shown = name.replace("_", "-"), shown or f"--{name}"
     if key not in FOREIGN_FLAGS:
         return None
@@ -219,18 +219,15 @@ def foreign_hint(name: str, shown: str | None = None) -> str | None:
 
 
 def foreign_setting(word: str) -> str | None:
-    """The sentence for a word like `data.train_files=x`, which is how verl is told a setting, or None."""
+    """Return the sentence for a setting in verl's form, such as `data.train_files=x`, or None."""
     match = _SETTING.match(word)
     return None if match is None else foreign_hint(match["name"], shown=match["name"])
 
 
 def in_python(sentence: str) -> str:
-    """The sentence with flags as the keywords that `slime.run` takes."""
+    """Replace the flags in a sentence by the keywords of `slime.run`."""
     return _FLAG.sub(lambda match: match[1].replace("-", "_"), sentence)
 
-
-# Flags that slime has elsewhere and this version does not: refused by name with the reason, so that nobody believes
-# they work.
 
 _DEEPGEMM = "it chooses kernels of the Megatron trainer, and the trainer is FSDP: drop the flag"
 
@@ -247,11 +244,11 @@ REFUSED: dict[str, str] = {
     "sglang-custom-pull-weights-pre-read-hook": "engines read weights without a hook: use "
     "--custom-update-weight-post-write-path on the side that writes them",
 }
-"""Name without the dashes in front -> why, and what to do instead. Whatever is a field of the config or a Megatron flag
-is looked up before this."""
+"""Name without leading dashes -> the reason, and what to do instead. Config fields and Megatron flags have precedence
+over this table."""
 
 
 def refusal(flag: str) -> str | None:
-    """The sentence for a known slime flag that cannot be used here, or None."""
+    """Return the sentence for a known slime flag that is not supported here, or None."""
     why = REFUSED.get(flag) or REFUSED_FIELDS.get(flag) or REFUSED_FIELDS.get(flag.removeprefix("no-"))
-    return None if why is None else f"--{flag} is not taken: {why}"
+    return None if why is None else f"--{flag} is not supported: {why}"

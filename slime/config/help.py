@@ -1,4 +1,9 @@
-"""The help text: all flags by group, with type, default and meaning."""
+"""Help text, flag tables in Markdown, and the search for flags by words.
+
+Invariant: every word of a search is in the name, the help or the group of each flag that is shown. slime's own flags
+come first, and among them the flags with the words in their names. Flags that this version does not support are shown
+with their error message.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +33,22 @@ _USAGE = """\
 usage: slime train [--config FILE] --FLAG VALUE ...
 
 Trains a language model by reinforcement learning. Switches take no value; --no-<switch> turns one off.
---sglang-*, --router-* and Megatron-LM flags are carried through to whoever reads them.
+--sglang-*, --router-* and Megatron-LM flags are passed through to the programs that read them.
 """
 
 FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
-    ("--config", "FILE", "TOML or YAML file with the same names; the command line wins; may be repeated"),
+    ("--config", "FILE", "TOML or YAML file with the same names; the command line has precedence; may be repeated"),
     (
         "--custom-config-path",
         "FILE",
-        "YAML file that sets flags, over the command line, and your own values, which plugins read as args.<name>",
+        "YAML file that sets flags, with precedence over the command line, and values that plugins read as args.<name>",
     ),
     ("--help", "", "show this text"),
 )
 
 
 def format_help(width: int | None = None) -> str:
-    """The whole help text, wrapped to the terminal."""
+    """Return the complete help text, wrapped to the terminal."""
     width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
     blocks = [_USAGE]
     group = None
@@ -58,17 +63,17 @@ def format_help(width: int | None = None) -> str:
 
 
 def description(spec: FlagSpec) -> str:
-    """Meaning and default in one line."""
+    """Return meaning and default of a flag in one line."""
     return f"{meaning(spec)} ({default_text(spec)})" if default_text(spec) else meaning(spec)
 
 
 def meaning(spec: FlagSpec) -> str:
-    """What the flag is for, and why it has no effect if it has none."""
+    """Return the help of a flag, with the reason if it has no effect."""
     return spec.info.help if spec.info.no_effect is None else f"{spec.info.help}; without effect: {spec.info.no_effect}"
 
 
 def default_text(spec: FlagSpec) -> str:
-    """What the value is when the flag is not given."""
+    """Return the default of a flag for its help text."""
     if spec.info.required:
         return "required"
     if spec.info.derived:
@@ -81,7 +86,7 @@ def default_text(spec: FlagSpec) -> str:
 
 
 def entry(head: str, text: str, width: int) -> str:
-    """One flag: its name at the left, its text at the right of it or below."""
+    """Format one flag: its name at the left, its text to the right or below."""
     indent = 34
     lines = textwrap.wrap(text, max(width - indent, 30))
     head = f"  {head}"
@@ -92,8 +97,6 @@ def entry(head: str, text: str, width: int) -> str:
         first = head + "\n"
     return first + "".join(" " * indent + line + "\n" for line in lines)
 
-
-# The flag table of the documentation, made from the flags themselves.
 
 _INTRO = """\
 # Flags
@@ -106,46 +109,30 @@ first: defaults, `--config` files, the command line, `--custom-config-path` file
 
 
 def format_markdown() -> str:
-    """All flags as Markdown tables, one per group."""
+    """Return all flags as Markdown tables, one per group."""
     lines = [_INTRO]
     group = None
     for spec in FLAG_SPECS.values():
         if spec.group != group:
             group = spec.group
             lines.append(f"## {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|")
-        if _is_last_of_group(spec):
-            lines.append(_row(spec) + "\n")
-        else:
-            lines.append(_row(spec))
+        is_last = [other for other in FLAG_SPECS.values() if other.group == spec.group][-1] is spec
+        default = default_text(spec).removeprefix("default: ")
+        cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(meaning(spec)))
+        lines.append("| " + " | ".join(cells) + " |" + ("\n" if is_last else ""))
     lines.append("## Files and help\n\n| flag | value | meaning |\n|---|---|---|")
     lines += [f"| `{name}` | {metavar} | {text} |" for name, metavar, text in FILE_FLAGS]
     return "\n".join(lines) + "\n"
-
-
-def _is_last_of_group(spec: FlagSpec) -> bool:
-    return [other for other in FLAG_SPECS.values() if other.group == spec.group][-1] is spec
-
-
-def _row(spec: FlagSpec) -> str:
-    default = default_text(spec).removeprefix("default: ")
-    cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(meaning(spec)))
-    return "| " + " | ".join(cells) + " |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-# Finding flags by words: ours, those carried through to others, those that are refused, and other libraries' names.
-#
-# Invariant: every word that is asked for is in the name, the help or the group of all that is shown. Ours come first,
-# and of them those that have the words in their names. What this version does not take is shown with the sentence that
-# it would be refused with.
-
 _CARRIED = "Megatron-LM's, carried through under their names"
-_REFUSED = "slime's elsewhere, refused in this version"
-_FOREIGN = "Of TRL, verl and OpenRLHF, with their names here"
-_SGLANG = "SGLang's, carried through to the installed version, which they are checked against"
+_REFUSED = "Upstream slime's, not supported in this version"
+_FOREIGN = "Flags of TRL, verl and OpenRLHF, with their names here"
+_SGLANG = "SGLang's, carried through and checked against the installed version"
 _OTHERS = (_SGLANG, _CARRIED, _REFUSED, _FOREIGN)
 _PREFIXES = (
     ("sglang-*", "any option of SGLang's server: --sglang-mem-fraction-static 0.8 is its --mem-fraction-static"),
@@ -156,31 +143,31 @@ _VALUES = {SWITCH: "", INT: "N", FLOAT: "X", NUMBER: "X", TEXT: "VALUE", TEXTS: 
 
 @dataclass(frozen=True)
 class Found:
-    """One flag as it is shown, and the text it is found by."""
+    """One flag of a search result, and the text that is searched."""
 
     section: str
     name: str
-    """Without the dashes in front."""
+    """Without leading dashes."""
     head: str
     text: str
     known_as: str
 
     def has(self, words: Iterable[str]) -> bool:
-        """Whether all words are in its text."""
+        """Return whether all words are in the searched text."""
         return all(word in self.known_as for word in words)
 
 
 def search_flags(words: Sequence[str], decided: Mapping[str, str] | None = None, width: int | None = None) -> str:
-    """The flags that have all `words`, as help; `decided` are SGLang's options that a flag of ours decides.
+    """Return the help of all flags that match all `words`; `decided` maps SGLang's options to the flags that set them.
 
-    A `UserError` when there is none, with the nearest word that there is.
+    Raises a `UserError` with the nearest known word if no flag matches.
     """
-    asked = [_plain(word) for word in words]
+    query = [_plain(word) for word in words]
     known = list(_all(decided or {}))
-    found = [flag for flag in known if flag.has(asked)]
+    found = [flag for flag in known if flag.has(query)]
     if not found:
-        raise UserError(_nothing(asked, known))
-    found.sort(key=lambda flag: (flag.section in _OTHERS, not all(word in flag.name for word in asked)))
+        raise UserError(_nothing(query, known))
+    found.sort(key=lambda flag: (flag.section in _OTHERS, not all(word in flag.name for word in query)))
     sections: dict[str, list[Found]] = {}
     for flag in found:
         sections.setdefault(flag.section, []).append(flag)
@@ -219,15 +206,15 @@ def _found(section: str, names: str, head: str, text: str) -> Found:
 
 
 def _plain(word: str) -> str:
-    """As it is searched for: `--Rollout_Batch_Size` is `rollout-batch-size`."""
+    """Normalise a word for the search: `--Rollout_Batch_Size` becomes `rollout-batch-size`."""
     return word.lower().removeprefix("--").replace("_", "-")
 
 
-def _nothing(asked: Sequence[str], known: Sequence[Found]) -> str:
+def _nothing(query: Sequence[str], known: Sequence[Found]) -> str:
     vocabulary = {word for flag in known for word in re.findall(r"[a-z0-9][a-z0-9.-]+", flag.known_as)}
-    for word in asked:
+    for word in query:
         if not any(flag.has([word]) for flag in known):
             match = nearest(word, sorted(vocabulary))
             hint = f": did you mean {match}?" if match else " (slime flags lists all)"
             return f"no flag has {word!r} in its name, help or group{hint}"
-    return f"no flag has all of {', '.join(map(repr, asked))}: search with fewer words"
+    return f"no flag has all of {', '.join(map(repr, query))}: search with fewer words"

@@ -1,12 +1,11 @@
-"""Which of the flags that were given change nothing in this run, and why.
+"""Flags that are given but have no effect in this run, with the reasons.
 
-Invariant: a flag that is named here cannot change the result. One that can is used or refused.
+Invariant: a flag that is named here cannot change the result. A flag that can is used or refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.fields import flag_name, specs_of_group
@@ -26,11 +25,11 @@ from slime.config.megatron_flags import (
 from slime.config.parallelism import uses_megatron, uses_transformer_engine
 
 _ALSO_OF_FSDP = ("recompute_granularity", "use_distributed_optimizer", *HOOKS)
-"""Megatron's flags that FSDP goes by, does anyway, or refuses."""
+"""Megatron's flags that FSDP uses, implies or refuses."""
 
 
 def flags_without_effect(config: Config) -> list[str]:
-    """A sentence for each reason that flags have no effect for."""
+    """Return one sentence for each reason why given flags have no effect."""
     reasons: dict[str, list[str]] = {}
     own_function = config.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     for spec in FLAG_SPECS.values():
@@ -38,12 +37,20 @@ def flags_without_effect(config: Config) -> list[str]:
         if spec.info.no_effect is None or value == spec.default or value is False:
             continue
         if not (own_function and spec.name in BUFFER_FLAGS):
-            shown = spec.flag if spec.kind == "bool" else f"{spec.flag} {_words(value)}"
+            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            shown = spec.flag if spec.kind == "bool" else f"{spec.flag} {words}"
             reasons.setdefault(spec.info.no_effect, []).append(shown)
     sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
     given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
     if uses_megatron(config):
-        sentences += _beside_megatron(given)
+        others = [
+            name for name, role in given.items() if role == OTHERS and name.replace("_", "-") not in DONE_BY_MEGATRON
+        ]
+        if others:
+            sentences.append(
+                "slime handles files, logs, initial weights and log-probs itself, so these flags have no effect: "
+                + flag_list(others)
+            )
     else:
         layout = [
             spec.name
@@ -55,23 +62,18 @@ def flags_without_effect(config: Config) -> list[str]:
         if layout or speed:
             sentences.append(
                 f"Megatron flags without effect on the FSDP trainer: {flag_list([*layout, *speed])}"
-                " (--train-backend megatron goes by them; fsdp is the default here)"
+                " (--train-backend megatron uses them; fsdp is the default here)"
             )
     shape = [name for name, role in given.items() if role == SHAPE]
     if shape:
-        sentences.append(f"the model is what its config.json says, of which these only speak: {flag_list(shape)}")
+        sentences.append(
+            f"the model is built from its config.json, with which these flags are only compared: {flag_list(shape)}"
+        )
     return sentences
 
 
-def _beside_megatron(given: dict[str, str | None]) -> list[str]:
-    others = [name for name, role in given.items() if role == OTHERS and name.replace("_", "-") not in DONE_BY_MEGATRON]
-    if not others:
-        return []
-    return [f"files, logs, first weights and log-probs are slime's own matter, so nothing goes by {flag_list(others)}"]
-
-
 def unused_by_layers(config: Config, device: str) -> list[str]:
-    """A sentence about flags of kernels that the layers of this run do not have."""
+    """Return a sentence about kernel flags that the layers of this run do not use."""
     if not uses_megatron(config):
         return []
     has_engine, on_gpu = uses_transformer_engine(config, device), device == "cuda"
@@ -81,13 +83,9 @@ def unused_by_layers(config: Config, device: str) -> list[str]:
     if not given:
         return []
     where = "on a GPU without Transformer Engine" if on_gpu else "on a CPU"
-    return [f"layers are plain torch {where}, so nothing goes by {flag_list(given)}"]
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [f"layers are plain torch {where}, so these flags have no effect: {flag_list(given)}"]
 
 
 def flag_list(names: Sequence[str]) -> str:
-    """The names of fields as flags, for a sentence."""
+    """Return field names as a list of flags for a sentence."""
     return ", ".join(flag_name(name) for name in names)

@@ -1,8 +1,8 @@
-"""Where the weights of a run come from: a checkpoint or model at `--load`, else `--ref-load`, else `--hf-checkpoint`.
+"""Initial weights of a run: a checkpoint or model at `--load`, else `--ref-load`, else `--hf-checkpoint`.
 
-Invariant: every folder that a run reads weights from is looked at before anything starts, as the kind of folder that
-it is: a model folder, or a checkpoint with whole files. Config and tokenizer are always those of `--hf-checkpoint`, so
-the policy's weights are of a model of that shape.
+Invariant: every folder that a run reads weights from is checked before anything starts: it is a model folder, or a
+checkpoint with complete files. Config and tokenizer are always those of `--hf-checkpoint`, so the policy's weights
+must have the shape of that model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.config import Config
@@ -26,13 +25,17 @@ from slime.config.model_folder import (
     read_latest,
 )
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _META = "meta.json"
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint, another model folder, Megatron's weights, or (all None) `--hf-checkpoint`; `flag` names it."""
+    """Initial weights: a checkpoint, another model folder, Megatron's weights, or (all None) `--hf-checkpoint`.
+
+    `flag` names the source.
+    """
 
     checkpoint: Path | None = None
     hf_folder: Path | None = None
@@ -42,19 +45,19 @@ class Start:
 
     @property
     def folder(self) -> Path | None:
-        """Whatever it is that is read; None for `--hf-checkpoint`."""
+        """Return the folder that is read; None for `--hf-checkpoint`."""
         return self.checkpoint or self.hf_folder or self.megatron
 
     @property
     def resumes(self) -> bool:
-        """Whether optimizer, counters and random state go on too; a reference gives nothing but its weights."""
+        """Return whether optimizer, counters and random state are also restored; `--ref-load` gives only weights."""
         return self.checkpoint is not None and self.flag != "--ref-load"
 
 
 def from_its_folder(config: Config) -> Config:
-    """A run that loads one `iter_<n>` of a folder of checkpoints loads that folder with `--ckpt-step <n>`.
+    """Replace a `--load` of one `iter_<n>` in a folder of checkpoints by that folder with `--ckpt-step <n>`.
 
-    The data position, the rollouts that wait for training and the critic's checkpoints lie beside the iteration.
+    The data position, the rollouts not yet trained on and the critic's checkpoints are next to the iteration.
     """
     one = None if config.load is None or config.ckpt_step is not None else Path(config.load)
     number = None if one is None else re.fullmatch(r"iter_(\d+)", one.name)
@@ -64,7 +67,7 @@ def from_its_folder(config: Config) -> Config:
 
 
 def find_start(config: Config, flag: str = "--load") -> Start:
-    """Where the policy starts: from what lies at `--load`, and if that is nothing yet as its reference does."""
+    """Return the initial weights of the policy: those at `--load`, or those of the reference if there are none."""
     if config.load is None:
         return find_reference(config)
     found = _read_folder(config.load, flag, config.ckpt_step)
@@ -72,7 +75,7 @@ def find_start(config: Config, flag: str = "--load") -> Start:
 
 
 def find_reference(config: Config) -> Start:
-    """Where the reference comes from, which a policy without checkpoint starts from too."""
+    """Return the weights of the reference, which also are the initial weights of a policy without checkpoint."""
     if config.ref_load is None:
         return Start()
     found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step)
@@ -80,7 +83,7 @@ def find_reference(config: Config) -> Start:
 
 
 def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
-    """A folder of checkpoints, one checkpoint, or a Hugging Face folder; None when there is nothing of the kind."""
+    """Find a folder of checkpoints, one checkpoint, or a Hugging Face folder; None if `folder` is none of these."""
     path = Path(folder)
     megatron = megatron_to_read(path, f"{flag} {folder}", step)
     if megatron is not None:
@@ -92,11 +95,11 @@ def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
         if chosen is None:
             named = f"{flag} {folder} has no iteration {step}"
             if step is None:
-                named = f"{path / LATEST} names iteration {text!r}, which is not there"
+                named = f"{path / LATEST} names iteration {text!r}, which does not exist"
             raise UserError(f"{named}: choose another {flag if step is None else 'one'}")
         return Start(checkpoint=chosen, flag=flag)
     if step is not None and path.is_dir():
-        raise UserError(f"{flag} {folder} is no folder of checkpoints to pick iteration {step} from: drop the step")
+        raise UserError(f"{flag} {folder} is not a folder of checkpoints to pick iteration {step} from: drop the step")
     if (path / _META).is_file():
         return Start(checkpoint=path, flag=flag)
     if (path / "config.json").is_file():
@@ -105,7 +108,7 @@ def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
 
 
 def base_of(config: Config, start: Start) -> Start:
-    """What an adapter is trained beside: where the run began, which a checkpoint that it resumes from names."""
+    """Return the frozen base weights of an adapter; a checkpoint that the run resumes from names them."""
     if not start.resumes or start.checkpoint is None:
         return start
     named = Path(str((adapter_of(start.checkpoint) or {}).get("base")))
@@ -117,12 +120,12 @@ def base_of(config: Config, start: Start) -> Start:
 
 
 def base_path(config: Config, base: Start) -> Path:
-    """The folder that a checkpoint of an adapter names as its base."""
+    """Return the folder that a checkpoint of an adapter names as its base."""
     return Path(base.folder or config.hf_checkpoint).resolve()
 
 
-def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
-    """Rank, alpha, targets and base of the adapter that a checkpoint holds; None for one of all weights."""
+def adapter_of(checkpoint: Path) -> JsonObject | None:
+    """Read rank, alpha, targets and base of a checkpoint's adapter; None if the checkpoint has all weights."""
     try:
         found = json.loads((checkpoint / _META).read_text()).get("lora")
     except (OSError, ValueError, AttributeError) as error:
@@ -131,16 +134,17 @@ def adapter_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def iteration(root: Path, number: int) -> Path | None:
-    """The checkpoint of a number; where it was put aside, if a run was killed while it replaced it."""
+    """Find the checkpoint with a number, also under the backup name left by a run killed while replacing it."""
     folder = root / f"iter_{number:07d}"
     found = [folder, *sorted(root.glob(f".{folder.name}.old-*"))]
     return next((path for path in found if (path / _META).is_file()), None)
 
 
 def find_critic_start(config: Config) -> Start:
-    """Where the critic starts: from its checkpoint of the rollout that the policy's is of, whatever it saved since.
+    """Return the initial weights of the critic: its checkpoint of the same rollout as the policy's.
 
-    A run that ended between the two checkpoints of a rollout leaves the critic's without the policy's.
+    Later checkpoints of the critic are ignored: a run that ends between the two checkpoints of a rollout leaves the
+    critic's without the policy's.
     """
     critic = critic_flags(config)
     if critic.load is None:
@@ -158,7 +162,7 @@ def find_critic_start(config: Config) -> Start:
 
 
 def reads_reference(config: Config) -> bool:
-    """Whether anything is read from `--ref-load`: a reference is needed, or the policy starts from there."""
+    """Return whether `--ref-load` is read: for the reference, or as initial weights of policy or critic."""
     if config.ref_load is None or config.debug_rollout_only:
         return False
     return needs_reference(config) or _found_nothing(config) or (has_critic(config) and _critic_reads(config))
@@ -174,28 +178,28 @@ def _found_nothing(config: Config) -> bool:
 
 
 def start_in_words(config: Config) -> str:
-    """Which folder the policy starts from, with the flag that names it."""
+    """Describe the initial weights of the policy: the flag and its folder."""
     start = find_start(config)
     only_weights = start.megatron is not None or (start.checkpoint is not None and not start.resumes)
     return f"{start.flag} {start.folder or config.hf_checkpoint}" + (", weights only" if only_weights else "")
 
 
 def reference_in_words(config: Config) -> str:
-    """Which folder the reference is read from, with the flag that names it."""
+    """Describe the weights of the reference: the flag and its folder."""
     reference = find_reference(config)
     return f"{reference.flag} {reference.folder or config.hf_checkpoint}"
 
 
 def start_notes(config: Config) -> Iterator[str]:
-    """What somebody who gave `--load` or `--ref-load` may not expect."""
+    """Yield notes about `--load` and `--ref-load` whose effect may be unexpected."""
     if config.debug_rollout_only:
         return
     if config.load is not None and not continues_itself(config) and _found_nothing(config):
         yield f"--load {config.load} has no checkpoint: the actor starts from {start_in_words(config)}"
     if find_start(config).megatron is not None and config.load is not None and not _found_nothing(config):
         yield (
-            f"--load {config.load} is a Megatron checkpoint: its weights are read; the optimizer starts anew, and "
-            "rollouts count from 0"
+            f"--load {config.load} is a Megatron checkpoint: only its weights are read; the optimizer starts fresh "
+            "and rollouts count from 0"
         )
     if config.ref_load is not None and not reads_reference(config):
         yield (
@@ -205,7 +209,7 @@ def start_notes(config: Config) -> Iterator[str]:
 
 
 def model_folders(config: Config) -> dict[str, str]:
-    """Every model folder that a run loads, under the flag that names it; one that two flags name only once."""
+    """Return flag and path of every model folder that a run loads; a folder that two flags name appears once."""
     found = {"--hf-checkpoint": config.hf_checkpoint}
     given = {"--opd-teacher-load": config.opd_teacher_load}
     if reads_reference(config):
@@ -227,7 +231,7 @@ def _hf_folder(start: Start) -> str | None:
 
 
 def resumes_at(config: Config) -> int:
-    """The first rollout that a run with this `--load` has still to do; 0 when nothing was trained there."""
+    """Return the first rollout of a run with this `--load`; 0 if it does not resume."""
     start = find_start(config)
     if start.checkpoint is None or not start.resumes:
         return 0
@@ -238,7 +242,7 @@ def resumes_at(config: Config) -> int:
 
 
 def continues_itself(config: Config) -> bool:
-    """Whether the same command, given again, goes on from its own last checkpoint."""
+    """Return whether the same command, run again, resumes from its own last checkpoint."""
     if config.load is None or config.save is None:
         return False
     return Path(config.load).absolute() == Path(config.save).absolute()
@@ -254,7 +258,7 @@ def check_weight_sources(config: Config) -> None:
     ):
         if step is not None and folder is None:
             named = "--ckpt-step" if flag == "--load" else "--ref-ckpt-step"
-            raise UserError(f"{named} {step} picks a checkpoint of {flag}: give it, or drop {named}")
+            raise UserError(f"{named} {step} selects a checkpoint of {flag}: give {flag}, or drop {named}")
     for flag, folder in model_folders(config).items():
         check_model_folder(folder, flag, weights=not only_described)
     if config.debug_rollout_only:
@@ -263,19 +267,25 @@ def check_weight_sources(config: Config) -> None:
     if reads_reference(config):
         _check_reference(config)
     if has_critic(config):
-        _check_critic_load(config)
+        load = config.critic_load
+        if (  # only a folder that follows from --load or --save may be missing
+            load is not None
+            and not Path(load).is_dir()
+            and load != config.critic_save
+            and (config.load is None or Path(load) != Path(config.load) / "critic")
+        ):
+            raise UserError(f"--critic-load: there is no folder {load}")
         _check_start(critic_flags(config), find_critic_start(config))
 
 
 def _check_reference(config: Config) -> None:
-    """A checkpoint is whole; a folder that the policy does not start from may be of another shape, not vocabulary."""
+    """Check the reference: a checkpoint must be complete; a model folder may differ in shape, but not in vocabulary."""
     reference = find_reference(config)
     if reference.checkpoint is not None:
         check_checkpoint(reference.checkpoint, "--ref-load")
         if adapter_of(reference.checkpoint) is not None:
             raise UserError(
-                f"--ref-load {reference.checkpoint} holds an adapter, not all weights: make a model folder of it with "
-                "slime convert"
+                f"--ref-load {reference.checkpoint} holds an adapter, not all weights: convert it with slime convert"
             )
         if has_critic(config) and _critic_reads(config):
             raise UserError(
@@ -284,15 +294,6 @@ def _check_reference(config: Config) -> None:
             )
     elif reference.hf_folder is not None:
         check_same_shape(reference.hf_folder, "--ref-load", config.hf_checkpoint, only=("vocab_size",))
-
-
-def _check_critic_load(config: Config) -> None:
-    """Only a folder that follows from --load or --save may still have to be made."""
-    load = config.critic_load
-    if load is None or Path(load).is_dir() or load == config.critic_save:
-        return
-    if config.load is None or Path(load) != Path(config.load) / "critic":
-        raise UserError(f"--critic-load: there is no folder {load}")
 
 
 def _check_start(config: Config, start: Start) -> None:
@@ -307,12 +308,12 @@ def _check_start(config: Config, start: Start) -> None:
 
 
 def _check_same_adapter(config: Config, start: Start) -> None:
-    """A run with LoRA resumes from a checkpoint of the same adapter, one without from a checkpoint of all weights."""
+    """Check that LoRA resumes from a checkpoint of the same adapter, and full training from one of all weights."""
     assert start.checkpoint is not None
     saved, flag = adapter_of(start.checkpoint), f"{start.flag} {start.checkpoint}"
     if saved is None and config.lora_rank:
         raise UserError(
-            f"{flag} holds all weights and no adapter: give it with --ref-load to train one beside them, or drop "
+            f"{flag} holds all weights and no adapter: give it as --ref-load to train an adapter on them, or drop "
             "--lora-rank"
         )
     if saved is None:
@@ -320,30 +321,24 @@ def _check_same_adapter(config: Config, start: Start) -> None:
     theirs = f"--lora-rank {saved.get('rank')} --lora-alpha {saved.get('alpha'):g}"
     theirs += f" --lora-target-modules {' '.join(saved.get('targets') or ())}"
     if not config.lora_rank:
-        raise UserError(
-            f"{flag} holds an adapter, not all weights: add {theirs}, or make a model folder of it with slime convert"
-        )
+        raise UserError(f"{flag} holds an adapter, not all weights: add {theirs}, or convert it with slime convert")
     ours = (config.lora_rank, config.lora_alpha, sorted(config.lora_target_modules or ()))
     if ours != (saved.get("rank"), saved.get("alpha"), sorted(saved.get("targets") or ())):
-        raise UserError(f"{flag} holds another adapter than the flags ask for: resume with {theirs}")
+        raise UserError(f"{flag} holds another adapter than the flags describe: resume with {theirs}")
 
 
 def check_checkpoint(checkpoint: Path, flag: str) -> None:
-    """Raise a `UserError` unless the weight files of a checkpoint are there and whole."""
+    """Raise a `UserError` unless all weight files of a checkpoint exist and are complete."""
     files = sorted(checkpoint.glob("*.safetensors"))
     if not any(file.name.startswith("model-") for file in files):
         raise UserError(f"{flag}: checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     for file in files:
         read_header(file, flag)
-    missing = sorted(_named_files(checkpoint) - {file.name for file in files})
+    try:  # checkpoints of the first format do not name their files
+        named_files = set(json.loads((checkpoint / _META).read_text()).get("files", ()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    missing = sorted(named_files - {file.name for file in files})
     if missing:
         named = f"{len(missing)} of its files, {missing[0]} first"
         raise UserError(f"{flag}: checkpoint {checkpoint} lacks {named}: choose another one")
-
-
-def _named_files(checkpoint: Path) -> set[str]:
-    """The parts that a checkpoint consists of; those of the first format are not named."""
-    try:
-        return set(json.loads((checkpoint / _META).read_text()).get("files", ()))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error

@@ -1,7 +1,7 @@
-"""What the LoRA flags imply for each other, and the adapter folder that they may be taken from.
+"""LoRA flags: derived values, contradictions, and the adapter folder of `--lora-load`.
 
-Invariant: after `take_from_adapter` and `derive_lora`, a run with `--lora-rank` above 0 has its alpha and its targets,
-and they are those of `--lora-load` where that is given.
+Invariant: after `take_from_adapter` and `derive_lora`, a run with `--lora-rank` above 0 has alpha and targets, which
+are those of `--lora-load` if that is given.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from slime.config.config import Config
 from slime.config.initial_weights import base_of, base_path, find_reference, find_start
 from slime.config.model_folder import read_header
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "use_dora": (None, False),
@@ -35,23 +35,23 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None, []),
     "exclude_modules": (None, []),
 }
-"""What PEFT can do beyond two matrices for each target, with the values that ask for none of it."""
+"""PEFT's options beyond two matrices per target, with the values that turn them off."""
 
 
 def uses_lora(config: Config) -> bool:
-    """Whether adapters are trained in the place of all weights."""
+    """Return whether adapters are trained instead of all weights."""
     return config.lora_rank > 0
 
 
 def reference_is_base(config: Config) -> bool:
-    """Whether the reference is what an adapter is trained beside, and so no model of its own."""
+    """Return whether the reference is the base model of the adapter, so that it needs no model of its own."""
     if not uses_lora(config):
         return False
     return base_path(config, find_reference(config)) == base_path(config, base_of(config, find_start(config)))
 
 
 def take_from_adapter(config: Config) -> Config:
-    """Rank, alpha and targets of `--lora-load` for what was not given; what was given otherwise is refused."""
+    """Fill in rank, alpha and targets from `--lora-load`; flags that contradict it are refused."""
     folder = config.lora_load
     if folder is None:
         return config
@@ -67,15 +67,15 @@ def take_from_adapter(config: Config) -> Config:
         if given and (sorted(given) if isinstance(given, list) else given) != value:
             shown = " ".join(given) if isinstance(given, list) else f"{given:g}"
             flag, theirs = f"--{name.replace('_', '-')}", " ".join(value) if isinstance(value, list) else f"{value:g}"
-            raise UserError(f"{flag} {shown} is not that of --lora-load {folder}, which is {theirs}: drop {flag}")
+            raise UserError(f"{flag} {shown} contradicts --lora-load {folder}, which has {theirs}: drop {flag}")
     return config.replace(**found)
 
 
-def read_adapter_config(folder: Path, flag: str) -> dict[str, Any]:
-    """The adapter_config.json of a folder with plain LoRA matrices; what PEFT has beyond them is refused."""
+def read_adapter_config(folder: Path, flag: str) -> JsonObject:
+    """Read the adapter_config.json of a folder with plain LoRA matrices; PEFT's other options are refused."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"{flag} {folder} has no {CONFIG_FILE}: it takes a folder of an adapter as PEFT saves it")
+        raise UserError(f"{flag} {folder} has no {CONFIG_FILE}: give an adapter folder as PEFT saves it")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
@@ -95,7 +95,7 @@ def read_adapter_config(folder: Path, flag: str) -> dict[str, Any]:
 
 
 def derive_lora(config: Config) -> Config:
-    """Alpha and targets where nobody named them."""
+    """Fill in alpha and targets where they are not given."""
     if not uses_lora(config):
         return config
     alpha = 2.0 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
@@ -103,12 +103,12 @@ def derive_lora(config: Config) -> Config:
 
 
 def lora_contradictions(config: Config) -> Iterator[str]:
-    """One sentence for each pair of flags that cannot both be meant."""
+    """Yield one sentence for each contradiction between LoRA flags."""
     if uses_lora(config):
         if config.ref_update_decay:
             yield (
-                "--ref-update-decay averages whole weights, and with LoRA the reference is an adapter, whose averages "
-                "are none of its rank: drop it"
+                "--ref-update-decay averages whole weights, but with LoRA the reference is an adapter, whose averages "
+                "do not have its rank: drop it"
             )
         return
     for flag, given in (
@@ -117,11 +117,11 @@ def lora_contradictions(config: Config) -> Iterator[str]:
         ("--lora-sync adapter", config.lora_sync == "adapter"),
     ):
         if given:
-            yield f"{flag} is about LoRA: add --lora-rank, or drop it"
+            yield f"{flag} needs LoRA: add --lora-rank, or drop it"
 
 
 def check_adapter(config: Config) -> None:
-    """The adapter to start from is whole, and engines that get adapters alone have the weights they are added to."""
+    """Check that the adapter of `--lora-load` is complete, and that engines have the base weights of adapters."""
     if config.lora_load is not None:
         weights = Path(config.lora_load) / WEIGHTS_FILE
         if not weights.is_file():
@@ -133,5 +133,5 @@ def check_adapter(config: Config) -> None:
         if folder is not None and Path(folder).resolve() != Path(config.hf_checkpoint).resolve():
             raise UserError(
                 f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {config.hf_checkpoint}, but the "
-                f"adapter is trained beside those of {base.flag} {folder}: use --lora-sync merged, or one folder"
+                f"adapter is trained on those of {base.flag} {folder}: use --lora-sync merged, or one folder"
             )

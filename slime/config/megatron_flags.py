@@ -1,23 +1,21 @@
-"""The fields of Megatron's classes of settings as flags of their names, beside the flags that Megatron-LM has for them.
+"""Tables of Megatron-LM's flags and of the fields of Megatron-Core's config classes, and what each does here.
 
-Every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig is one of these, and a test holds
-the table to the classes: a flag of the config; a flag of Megatron-LM (`slime.config.megatron_flags`), of which SPEED
-reaches its class as it was given; a flag of `FIELD_FLAGS`, which does too; one of `REFUSED_FIELDS`, with the reason; or
-`MADE`, which no text can say. What reaches a class changes speed, memory or rounding, never what is learned.
+Megatron-LM flags that existing slime scripts pass are parsed with their type and carried through under their name. Each
+belongs to one of four classes, and none is ignored silently. SHAPE: the shape of the model; the trainer reads it from
+the Hugging Face config, and a flag with another number is refused (`megatron_model_flags`). NUMBERS: the flag changes
+the computation; only the values in `NEUTRAL`, which have no effect here, are accepted. SPEED: kernels and their
+rounding, which cannot change what is learned; Megatron gets them, and with FSDP plan and run report the given ones.
+OTHERS: tasks that slime handles itself with both backends, such as files and logs; the given ones are reported.
+
+Invariant: every field of TransformerConfig, OptimizerConfig and DistributedDataParallelConfig is one of these, and a
+test compares the tables with the classes: a flag of the config; a flag of Megatron-LM, of which SPEED is passed to its
+class as given; a flag of `FIELD_FLAGS`, which is too; one of `REFUSED_FIELDS`, with the reason; or one of `MADE`, which
+cannot be written as text. Values passed to the classes change speed, memory or rounding, never what is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-# Megatron-LM flags that existing slime scripts pass: read with their type and carried through under their name.
-#
-# Each is of one of four classes, and none is ignored in silence. SHAPE: what the model is; the trainer takes that from
-# the Hugging Face config, and a flag that says another number is refused (`shape_flags`). NUMBERS: it changes what is
-# computed; only the values in `NEUTRAL`, with which it changes nothing here, are taken. SPEED: kernels and their
-# rounding, which cannot change what is learned: Megatron gets them; with FSDP plan and run name those that were given.
-# OTHERS: what slime does in its own way with both, such as files and logs; those that were given are named.
+from slime.storage.json_types import JsonMapping, JsonObject
 
 SWITCH, INT, FLOAT, NUMBER, TEXT, TEXTS = "switch", "int", "float", "number", "text", "texts"
 SHAPE, NUMBERS, SPEED, OTHERS = "shape", "numbers", "speed", "others"
@@ -96,21 +94,21 @@ _TABLE: dict[tuple[str, str], str] = {
 }  # fmt: skip
 
 MEGATRON_FLAGS: dict[str, str] = {name: kind for (_, kind), names in _TABLE.items() for name in names.split()}
-"""Flag (without dashes in front) -> kind of value."""
+"""Flag (without leading dashes) -> type of value."""
 MEGATRON_CLASSES: dict[str, str] = {name: role for (role, _), names in _TABLE.items() for name in names.split()}
 """Flag -> SHAPE, NUMBERS, SPEED or OTHERS."""
 
 _HALF_PRECISION = "training computes in float32 or bfloat16, --dtype chooses: drop it"
 _STATE = "gradients and master weights are float32: give fp32, or drop it"
-_ROUTER = "experts are trained by the loss alone: give 0, or drop it"
+_ROUTER = "there is no auxiliary loss for experts: give 0, or drop it"
 _TOKENS = "no token of an expert is dropped: drop it"
 
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "attention-dropout": ((0,), "there is no dropout in training: give 0, or drop it"),
     "hidden-dropout": ((0,), "there is no dropout in training: give 0, or drop it"),
     "moe-aux-loss-coeff": ((0,), _ROUTER),
     "moe-z-loss-coeff": ((0,), _ROUTER),
-    "moe-router-bias-update-rate": ((0,), "the biases of experts stay as they are: give 0, or drop it"),
+    "moe-router-bias-update-rate": ((0,), "expert biases are not updated: give 0, or drop it"),
     "moe-router-load-balancing-type": (
         ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
         "tokens go to the experts that score best: give none, or drop it",
@@ -121,7 +119,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe-input-jitter-eps": ((0,), "routers see their inputs without noise: give 0, or drop it"),
     "rotary-seq-len-interpolation-factor": (
         (1,),
-        "positions are what the model's config.json says: write its rope scaling there, and drop it",
+        "positions are encoded as in the model's config.json: set its rope scaling there, and drop it",
     ),
     "fp16": ((), _HALF_PRECISION),
     "fp8-format": ((), _HALF_PRECISION),
@@ -131,11 +129,11 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use-checkpoint-opt-param-scheduler": ((), "learning rate and weight decay are those of the flags: drop it"),
     "finetune": (
         (),
-        "--load goes on with a run; to start anew from its weights name its folder with --ref-load instead",
+        "--load resumes a run; to start fresh from its weights, give its folder as --ref-load instead",
     ),
 }
-"""Of each flag that changes numbers: the values that change nothing here, and why others are refused. `finetune` is
-taken where there is no checkpoint to go on from."""
+"""Flag that changes the computation -> the values that have no effect here, and why others are refused. `finetune` is
+accepted if there is no checkpoint to resume from."""
 
 _MOMENT_STORAGE = "moments are float32 on the device of the weights: drop it, or use --train-backend fsdp"
 
@@ -145,13 +143,13 @@ REFUSED_BY_MEGATRON: dict[str, str] = {
     "optimizer-offload-fraction": _MOMENT_STORAGE,
     "moe-use-legacy-grouped-gemm": "megatron-core 0.16 is about to drop it: drop the flag",
     "moe-router-padding-for-fp8": _HALF_PRECISION,
-    "moe-extended-tp": "megatron-core has it no more: give --expert-tensor-parallel-size",
-    "use-tp-pp-dp-mapping": "processes are numbered by tensor, context, data and pipeline, in this order: drop it",
+    "moe-extended-tp": "megatron-core has removed it: give --expert-tensor-parallel-size",
+    "use-tp-pp-dp-mapping": "ranks are ordered by tensor, context, data and pipeline: drop it",
 }
-"""Flags that FSDP has no use for and Megatron cannot go by."""
+"""Flags that FSDP ignores and Megatron does not support here."""
 
 DONE_BY_MEGATRON = ("bf16", "accumulate-allreduce-grads-in-fp32", "variable-seq-lengths")
-"""What is so anyway, or asked for elsewhere: nothing needs to be said about it."""
+"""Flags that are always on, or set by other flags: their effect is not reported."""
 
 
 _SETTABLE: dict[str, str] = {
@@ -186,14 +184,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "moe_router_dtype": ("fp32", "fp64"),
     "cp_comm_type": ("p2p", "all_gather", "a2a"),
 }
-"""Of fields that take a few words: these."""
+"""Field -> its allowed values."""
 
 FIELD_FLAGS: dict[str, str] = {
     name.replace("_", "-"): kind for kind, names in _SETTABLE.items() for name in names.split()
 }
-"""Flag -> kind of value, of the fields that Megatron-LM has no flag of the same name for."""
+"""Flag -> type of value, for the fields that have no Megatron-LM flag of the same name."""
 
-_OTHERWISE: dict[str, tuple[str, Any]] = {
+_OTHERWISE: dict[str, tuple[str, bool]] = {
     "no-rope-fusion": ("apply_rope_fusion", False),
     "no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "no-masked-softmax-fusion": ("masked_softmax_fusion", False),
@@ -202,23 +200,23 @@ _OTHERWISE: dict[str, tuple[str, Any]] = {
     "no-bias-dropout-fusion": ("bias_dropout_fusion", False),
     "no-persist-layer-norm": ("persist_layer_norm", False),
 }
-"""Flags of Megatron-LM that say a field in other words."""
+"""Flags of Megatron-LM that set a field of another name: flag -> (field, value)."""
 
 _QUANTISED = "training computes in float32 or bfloat16, --dtype chooses: drop it"
-_MODEL = "the model is what its config.json says: drop it"
-_GRAPHS = "rows have another length each time, which a CUDA graph cannot have: drop it"
+_MODEL = "the model is defined by its config.json: drop it"
+_GRAPHS = "row lengths vary, which CUDA graphs do not support: drop it"
 _ENGINES = "engines generate, trainers never do: drop it"
 _SHARDED = "Megatron's own FSDP is not used: --train-backend fsdp shards the model over all processes"
 _ADAM = "the optimizer is AdamW: drop it"
 _SUMMED = "gradients are summed in float32 over all samples, and every token has its final weight: drop it"
 _MOMENTS = "moments are float32 on the device of the weights: drop it"
-_HALF = "losses are not scaled, in float32 or bfloat16: drop it"
+_HALF = "losses are not scaled in float32 or bfloat16: drop it"
 _CLIPPED = "attention is not clipped: drop it"
 _PREDICTS = "layers that predict several tokens at once are not trained: drop it"
-_MTP = "gradients of the output layer come out of chunks of log-probs, and nothing of them is deferred: drop it"
-_CUT = "a sequence is cut evenly over --context-parallel-size processes: drop it"
-_FINITE = "a norm of the gradients that is not finite is found out anyway: drop it"
-_PACKED = "rows hold several sequences, which it cannot take: drop it"
+_MTP = "gradients of the output layer are computed with the chunks of log-probs, not deferred: drop it"
+_CUT = "sequences are split evenly over --context-parallel-size processes: drop it"
+_FINITE = "a non-finite gradient norm is always detected: drop it"
+_PACKED = "rows hold several sequences, which it does not support: drop it"
 _RATE = "all weights have one learning rate, --lr and --min-lr: drop it"
 
 _REFUSED_BY_REASON: dict[str, str] = {
@@ -280,7 +278,7 @@ _REFUSED_BY_REASON: dict[str, str] = {
 REFUSED_FIELDS: dict[str, str] = {
     name.replace("_", "-"): why for why, names in _REFUSED_BY_REASON.items() for name in names.split()
 }
-"""Flag -> why it is not taken, and what to do."""
+"""Flag -> why it is not supported, and what to do."""
 
 MADE = (
     "params_dtype", "pipeline_dtype", "autocast_dtype", "timers", "finalize_model_grads_func", "grad_scale_func",
@@ -288,7 +286,7 @@ MADE = (
     "activation_func", "init_method", "output_layer_init_method", "embedding_init_method",
     "init_model_with_meta_device", "test_mode", "quant_recipe",
 )  # fmt: skip
-"""Fields that hold functions, dtypes and the like: the trainer makes them, and no flag has their names."""
+"""Fields that hold functions, dtypes and similar objects: the trainer sets them, and they have no flags."""
 
 
 _ENGINE_FIELDS = """
@@ -301,23 +299,23 @@ _ENGINE_FIELDS = """
     tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
     """
 OF_TRANSFORMER_ENGINE = frozenset(_ENGINE_FIELDS.split())
-"""Fields about kernels of Transformer Engine's layers: plain torch has no use for them, and gets none of them."""
+"""Fields for kernels of Transformer Engine's layers, which layers of plain torch do not get."""
 _GPU_FIELDS = """
     nccl_ub disable_symmetric_registration fine_grained_activation_offloading offload_modules
     min_offloaded_tensor_size pin_cpu_grads pin_cpu_params
     """
 OF_GPUS = frozenset(_GPU_FIELDS.split())
-"""Fields that a CPU has no use for."""
+"""Fields without effect on a CPU."""
 
 
 def unused_fields(*, transformer_engine: bool, on_gpu: bool) -> frozenset[str]:
-    """Fields that change nothing where layers are not Transformer Engine's, or where there is no GPU."""
+    """Return the fields without effect if layers are not Transformer Engine's, or if there is no GPU."""
     return (frozenset() if transformer_engine else OF_TRANSFORMER_ENGINE) | (frozenset() if on_gpu else OF_GPUS)
 
 
-def given_settings(carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Megatron's classes, with the values that flags beyond those of the config gave them."""
-    found: dict[str, Any] = {}
+def given_settings(carried: JsonMapping) -> JsonObject:
+    """Return the fields of Megatron's config classes that carried flags set, with their values."""
+    found: JsonObject = {}
     for name, value in carried.items():
         flag = name.replace("_", "-")
         if flag in _OTHERWISE:

@@ -1,7 +1,7 @@
-"""Megatron's model flags must agree with the Hugging Face config, which is what the model is built from.
+"""Checks that Megatron's model flags agree with the Hugging Face config that the model is built from.
 
-Invariant: a flag that says another number than config.json does is refused with both; what config.json does not say is
-not compared.
+Invariant: a flag whose number differs from config.json is refused with both numbers; values that config.json does not
+have are not compared.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from slime.config.config import Config
 from slime.config.fields import flag_name
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 COMPARED: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -49,16 +49,16 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "rotary_scaling_factor": ("factor",),
     "rope_scaling_factor": ("factor",),
 }
-"""Megatron's names of what config.json says."""
+"""Megatron's name -> the names in config.json."""
 
 _PADDED = {"vocab_size": ("vocab_size",), "max_position_embeddings": ("max_position_embeddings",)}
-"""Not compared: Megatron pads vocabularies, and positions are rotated, so that the longest sequence changes nothing."""
+"""Not compared: Megatron pads vocabularies, and with rotary positions the longest sequence has no effect."""
 
 _ONLY_NAMES_WITH_LATENT_ATTENTION = ("head_dim", "num_key_value_heads")
 
 
 def check_shape_flags(config: Config) -> None:
-    """Raise UserError with both numbers when a carried shape flag contradicts the model folder."""
+    """Raise a `UserError` with both numbers if a carried shape flag contradicts the model folder."""
     compared = (*COMPARED, "untie_embeddings_and_output_weights")
     given = {name: config.carried[name] for name in compared if name in config.carried}
     if not given:
@@ -83,17 +83,17 @@ def check_shape_flags(config: Config) -> None:
 
 
 def check_has_routers(config: Config) -> None:
-    """A run that repeats what routers chose has a model with routers."""
+    """Raise a `UserError` if routing replay is on and the model has no routers."""
     if not config.use_routing_replay:
         return
     file = Path(config.hf_checkpoint) / "config.json"
     if _first_number(read_model_config(file), COMPARED["num_experts"])[1] is None:
         flag = "--use-rollout-routing-replay" if config.use_rollout_routing_replay else "--use-routing-replay"
-        raise UserError(f"{flag} repeats which experts routers chose, and the model of {file} has none: drop the flag")
+        raise UserError(f"{flag} repeats the choices of routers, but the model of {file} has none: drop the flag")
 
 
 def shape_of(file: Path) -> dict[str, float]:
-    """What a config.json says about the model, in Megatron's names."""
+    """Read the shape of a model from its config.json, under Megatron's names."""
     model = read_model_config(file)
     found = {
         name: _first_number({**model, **_rotary(model)}, keys)[1] for name, keys in {**COMPARED, **_PADDED}.items()
@@ -101,17 +101,17 @@ def shape_of(file: Path) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rotary(model: dict[str, Any]) -> dict[str, Any]:
-    """What newer config files say about positions in an entry of its own."""
-    found: dict[str, Any] = {}
+def _rotary(model: JsonObject) -> JsonObject:
+    """Return the rotary settings that newer config files keep in a nested entry."""
+    found: JsonObject = {}
     for entry in (model.get("rope_scaling"), model.get("rope_parameters")):
         if isinstance(entry, dict):
             found |= {name: entry[name] for name in ("rope_theta", "partial_rotary_factor", "factor") if name in entry}
     return found
 
 
-def read_model_config(file: Path) -> dict[str, Any]:
-    """config.json of a model folder; of a multimodal one the part about text."""
+def read_model_config(file: Path) -> JsonObject:
+    """Read config.json of a model folder; of a multimodal model only the part about text."""
     try:
         model = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -126,7 +126,7 @@ def read_model_config(file: Path) -> dict[str, Any]:
     return text if isinstance(text, dict) else model
 
 
-def _first_number(model: dict[str, Any], names: tuple[str, ...]) -> tuple[str, float | None]:
+def _first_number(model: JsonObject, names: tuple[str, ...]) -> tuple[str, float | None]:
     for name in names:
         if isinstance(model.get(name), int | float) and not isinstance(model[name], bool):
             return name, model[name]

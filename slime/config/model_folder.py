@@ -1,7 +1,15 @@
-"""Whether a path is a model folder to train from, and what to do with the things that are often given instead.
+"""Checks that a path is a complete model folder, with remedies for what is often given instead.
 
-Invariant: a folder that passes has a config.json that names a model type, and (unless only its config is wanted)
-complete weights. Nothing is imported or loaded for it.
+Invariant: a folder that passes has a config.json with a model type, and (unless only its config is needed) complete
+weights: every file that its index names, each as long as its header says and with every tensor that the index lists
+for it. Only headers and file lengths are read, so the check takes milliseconds for a model of any size, and nothing is
+imported for it.
+
+Megatron's checkpoints are recognised by the files in a folder; nothing in them is opened here, as their index is
+pickled. `slime.models.torch_dist` reads the weights of torch_dist checkpoints:
+
+    <folder>/latest_checkpointed_iteration.txt   a number, or `release`
+             iter_0000100/ or release/           .metadata and *.distcp (torch_dist), or mp_rank_* (torch)
 """
 
 from __future__ import annotations
@@ -13,16 +21,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.config.fields import nearest
 from slime.config.megatron_model_flags import read_model_config
 from slime.errors import UserError
-
-# Whether the weights of a folder are all there, told from their headers and lengths.
-#
-# Invariant: a folder that passes has every file that its index names, each as long as its header says and with every
-# tensor that the index finds in it. No weight is read, so the check takes milliseconds for a model of any size.
+from slime.storage.json_types import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,10 +34,10 @@ _LONGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_weights(folder: Path, flag: str) -> dict[str, dict[str, Any]]:
-    """The header entries of all tensors by name; a `UserError` unless the safetensors weights of a folder are complete.
+def check_weights(folder: Path, flag: str) -> dict[str, JsonObject]:
+    """Return the header entries of all tensors by name; raise a `UserError` unless the weights are complete.
 
-    A single file goes before an index, as it does in transformers.
+    A single file has precedence over an index, as in transformers.
     """
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE, flag)
@@ -42,12 +45,12 @@ def check_weights(folder: Path, flag: str) -> dict[str, dict[str, Any]]:
         return _check_index(folder / INDEX, flag)
     if any(folder.glob("*.safetensors")):
         names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
-        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that says what lies where: {AGAIN}")
+        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that lists their tensors: {AGAIN}")
     raise UserError(f"{flag} {folder} has no weights: {_remedy(folder)}")
 
 
-def read_header(file: Path, flag: str) -> dict[str, Any]:
-    """The tensors of a safetensors file by name; a `UserError` when it is cut off or no such file."""
+def read_header(file: Path, flag: str) -> JsonObject:
+    """Return the tensors of a safetensors file by name; raise a `UserError` if it is truncated or not such a file."""
     try:
         with file.open("rb") as opened:
             start = opened.read(8)
@@ -62,7 +65,7 @@ def read_header(file: Path, flag: str) -> dict[str, Any]:
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise UserError(f"{flag}: {file} is no safetensors file, or only the beginning of one: {AGAIN}")
+        raise UserError(f"{flag}: {file} is not a safetensors file, or is truncated: {AGAIN}")
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
         wanted = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
@@ -73,12 +76,12 @@ def read_header(file: Path, flag: str) -> dict[str, Any]:
     return tensors
 
 
-def _check_index(index: Path, flag: str) -> dict[str, dict[str, Any]]:
+def _check_index(index: Path, flag: str) -> dict[str, JsonObject]:
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: index.parent / file for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{flag}: {index} is no index of weights ({type(error).__name__}): {AGAIN}") from error
+        raise UserError(f"{flag}: {index} is not an index of weights ({type(error).__name__}): {AGAIN}") from error
     absent = sorted({file.name for file in files.values() if not file.exists()})
     if absent:
         of = f"{len(absent)} of {len(set(files.values()))} weight files"
@@ -86,7 +89,7 @@ def _check_index(index: Path, flag: str) -> dict[str, dict[str, Any]]:
     found = {file: read_header(file, flag) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in found[file]:
-            raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} finds in it: {AGAIN}")
+            raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} lists in it: {AGAIN}")
     return {name: found[file][name] for name, file in files.items()}
 
 
@@ -99,7 +102,7 @@ def _remedy(folder: Path) -> str:
 
 
 def conversion(folder: Path) -> str:
-    """A command that makes a safetensors folder of one with .bin files."""
+    """Return a command that converts a folder with .bin files to safetensors."""
     target = f"{folder.absolute()}-safetensors"
     return (
         'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
@@ -107,23 +110,15 @@ def conversion(folder: Path) -> str:
     )
 
 
-# Megatron's checkpoints, told by what lies in a folder: a run says what it was given instead of half reading it.
-#
-#     <folder>/latest_checkpointed_iteration.txt   a number, or `release`
-#              iter_0000100/ or release/           .metadata and *.distcp (torch_dist), or mp_rank_* (torch)
-#
-# Of torch_dist checkpoints weights are read (`slime.models.torch_dist`); here nothing is opened, their index is
-# pickled.
-
 LATEST = "latest_checkpointed_iteration.txt"
-"""Names the newest checkpoint of a folder, in Megatron and here."""
+"""File that names the newest checkpoint of a folder, in Megatron and here."""
 _RELEASE = "release"
 _INDEX = ".metadata"
 _KINDS = {"torch_dist": ("*.distcp", "common.pt"), "torch": ("mp_rank_*",)}
 
 
 def read_latest(folder: Path) -> str | None:
-    """What a folder's file about the newest checkpoint says; None where there is no such file."""
+    """Read the name of a folder's newest checkpoint; None if the folder has no such file."""
     file = folder / LATEST
     if not file.is_file():
         return None
@@ -135,7 +130,7 @@ def read_latest(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """One of Megatron's checkpoints; its kind is None where nothing but its name says so."""
+    """A Megatron checkpoint; its kind is None if only its name identifies it."""
 
     path: Path
     kind: str | None
@@ -145,7 +140,7 @@ class MegatronCheckpoint:
 
 
 def find_megatron(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
-    """The Megatron checkpoint that a folder is, or the one it names as its newest (or `step`); None for others."""
+    """Find the Megatron checkpoint in a folder: the folder itself, its newest or that of `step`; else None."""
     if not folder.is_dir():
         return None
     latest = read_latest(folder)
@@ -156,23 +151,23 @@ def find_megatron(folder: Path, step: int | None = None) -> MegatronCheckpoint |
     if step is not None:
         name = f"iter_{step:07d}"
     kind = _kind(folder / name)
-    if kind is None and latest != _RELEASE:  # which no other program writes
+    if kind is None and latest != _RELEASE:  # only Megatron writes `release`
         return None
     return MegatronCheckpoint(folder / name, kind)
 
 
 def megatron_to_read(folder: Path, what: str, step: int | None = None) -> Path | None:
-    """The torch_dist checkpoint in a folder; None where there is none of Megatron's. `what` names the folder."""
+    """Return the torch_dist checkpoint in a folder, None without a Megatron checkpoint; `what` is the folder's flag."""
     found = find_megatron(folder, step)
     if found is None:
         return None
     if found.kind == "torch":
         raise UserError(
-            f"{what} is a Megatron checkpoint ({found}) of pickled objects, which are never opened here: have Megatron "
-            "make a torch_dist one of it (--ckpt-convert-format torch_dist)"
+            f"{what} is a Megatron checkpoint ({found}) of pickled objects, which are never opened here: convert it "
+            "with Megatron to torch_dist (--ckpt-convert-format torch_dist)"
         )
     if not (found.path / _INDEX).is_file():
-        raise UserError(f"{what} is a Megatron checkpoint ({found}) without {_INDEX}: it is not whole, copy it again")
+        raise UserError(f"{what} is a Megatron checkpoint ({found}) without {_INDEX}: it is incomplete, copy it again")
     return found.path
 
 
@@ -181,8 +176,8 @@ def refuse_megatron(folder: str, flag: str) -> None:
     found = find_megatron(Path(folder))
     if found is not None:
         raise UserError(
-            f"{flag} {folder} is a Megatron checkpoint ({found}), but a Hugging Face folder is needed: make one of it "
-            "with slime convert, or give it with --load or --ref-load"
+            f"{flag} {folder} is a Megatron checkpoint ({found}), but a Hugging Face folder is needed: convert it "
+            "with slime convert, or give it as --load or --ref-load"
         )
 
 
@@ -227,11 +222,11 @@ _SHAPE = (
     "rms_norm_eps",
     "hidden_act",
 )
-"""What two configs must agree on for the weights of one to compute the same as the other's model."""
+"""Keys of config.json that must be equal for the weights of one model to fit another's config."""
 
 _NAMES = frozenset(_SHAPE) | {"architectures", "max_position_embeddings", "torch_dtype", "dtype", "quantization_config"}
 _MISSPELT = 0.9
-"""How like such a name an unknown key of config.json must be to count as a misspelling of it."""
+"""Similarity to a known name from which an unknown key of config.json counts as a misspelling."""
 
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -255,7 +250,7 @@ LLAMA_LIKE = (
     "qwen3_moe",
     "smollm3",
 )
-"""Families whose layers have the names and sizes below."""
+"""Families whose layers have the names and sizes of `_ROWS`."""
 _ROWS = {
     "self_attn.q_proj.weight": ("num_attention_heads", "head_dim"),
     "self_attn.k_proj.weight": ("num_key_value_heads", "head_dim"),
@@ -263,21 +258,25 @@ _ROWS = {
     "mlp.gate_proj.weight": ("intermediate_size",),
 }
 _OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "qwen3")
-"""Without `head_dim` their heads do not share `hidden_size`."""
+"""Families whose default head size is not hidden_size / num_attention_heads."""
 _LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\.")
 
 
 def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
-    """Raise a `UserError` unless `folder` is a Hugging Face model folder, with its weights where they are wanted."""
+    """Raise a `UserError` unless `folder` is a Hugging Face model folder, with complete weights if `weights`."""
     path = Path(folder)
     if not path.exists():
         raise UserError(f"there is no model folder {folder}: {_absent(folder, flag)}")
     if path.suffix == ".gguf":
         raise UserError(f"{flag} {folder} is a GGUF file, {_GGUF}")
     if not path.is_dir():
-        raise UserError(f"{flag} {folder} is a file: it takes a model folder")
+        raise UserError(f"{flag} {folder} is a file, but a model folder is needed")
     if (path / "adapter_config.json").exists():
-        raise UserError(f"{flag} {folder} holds a LoRA adapter{_base_of(path)}: {_MERGE}")
+        try:
+            of_base = f" of {json.loads((path / 'adapter_config.json').read_text('utf-8'))['base_model_name_or_path']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            of_base = ""
+        raise UserError(f"{flag} {folder} holds a LoRA adapter{of_base}: {_MERGE}")
     if not (path / "config.json").exists():
         refuse_megatron(folder, flag)
         raise UserError(f"model folder {folder} has no config.json: {_without_config(path, flag)}")
@@ -285,17 +284,17 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     for name in config.keys() - _NAMES:
         meant = nearest(name, _NAMES - config.keys(), cutoff=_MISSPELT)
         if meant is not None:
-            raise UserError(f"{path / 'config.json'} has {name} and no {meant}: correct the spelling")
+            raise UserError(f"{path / 'config.json'} has {name} but not {meant}: correct the spelling")
     if "model_type" not in config:
         raise UserError(f"{path / 'config.json'} has no model_type: it does not describe a Hugging Face model")
     if weights:
         _check_sizes(path, config, check_weights(path, flag))
 
 
-def _check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> None:
-    """Raise a `UserError` where config.json contradicts the embedding or the number of layers in the weights.
+def _check_sizes(folder: Path, config: JsonObject, tensors: dict[str, JsonObject]) -> None:
+    """Raise a `UserError` if config.json contradicts the embedding or the number of layers in the weights.
 
-    Of families with Llama's layers their heads and feed-forward too; loading compares the shapes of all tensors.
+    For families with Llama's layers, attention heads and feed-forward are also compared; loading compares all shapes.
     """
     text = config.get("text_config")
     facts = {**text, **config} if isinstance(text, dict) else config
@@ -319,7 +318,7 @@ def _check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, dict[s
         _check_layers(folder, own, tensors)
 
 
-def _check_layers(folder: Path, facts: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> None:
+def _check_layers(folder: Path, facts: JsonObject, tensors: dict[str, JsonObject]) -> None:
     for name, entry in tensors.items():
         match = _LAYER.match(name)
         keys = _ROWS.get(name[match.end() :], ()) if match is not None else ()
@@ -331,12 +330,12 @@ def _check_layers(folder: Path, facts: dict[str, Any], tensors: dict[str, dict[s
         if found != wanted:
             which = ", ".join(f"{key} {size}" for key, size in sizes.items())
             raise UserError(
-                f"{name} in {folder} has shape {found}, but its config.json asks for {wanted} ({which}): correct it, "
+                f"{name} in {folder} has shape {found}, but its config.json requires {wanted} ({which}): correct it, "
                 "or take config and weights of the same model"
             )
 
 
-def _size(facts: dict[str, Any], key: str) -> int | None:
+def _size(facts: JsonObject, key: str) -> int | None:
     size, hidden, heads = facts.get(key), facts.get("hidden_size"), facts.get("num_attention_heads")
     if size is None and key == "head_dim" and facts["model_type"] not in _OWN_HEAD_DIM:
         return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
@@ -344,28 +343,28 @@ def _size(facts: dict[str, Any], key: str) -> int | None:
 
 
 def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:
-    """Raise a `UserError` where the weights of `folder` would make another model than `--hf-checkpoint` describes."""
+    """Raise a `UserError` if the weights of `folder` do not fit the model of `--hf-checkpoint`."""
     theirs, ours = _facts(folder), _facts(Path(hf_checkpoint))
     for name in only:
         if name in theirs and name in ours and theirs[name] != ours[name]:
             raise UserError(
                 f"{flag} {folder} has {name} {theirs[name]}, but --hf-checkpoint {hf_checkpoint}, whose config and "
-                f"tokenizer the engines have, has {ours[name]}: give two folders of the same model"
+                f"tokenizer the engines use, has {ours[name]}: give two folders of the same model"
             )
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    """config.json, with what each version of transformers calls the rotary frequencies by one name; nulls left out."""
+def _facts(folder: Path) -> JsonObject:
+    """Read config.json with rotary settings of all transformers versions under the same names, without nulls."""
     facts = read_model_config(folder / "config.json")
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
-    if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # else by kind of layer
+    if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):  # not per layer type
         kind = rope.get("rope_type") or rope.get("type") or "default"
         base = rope.get("rope_theta", facts.get("rope_theta"))
         facts = {**facts, "rope_theta": base, "rope_type": kind, "rope_factor": rope.get("factor", 1.0)}
     return {name: value for name, value in facts.items() if value is not None}
 
 
-_GGUF = "a format for inference: take the folder of the model that it was made from, with config.json and safetensors"
+_GGUF = "a format for inference: give the folder of the original model, with config.json and safetensors"
 _MERGE = (
     "give its base model, and the adapter with --lora-load to train it further; or merge the two (peft: "
     "model.merge_and_unload().save_pretrained(DIR)) and give that folder"
@@ -381,7 +380,7 @@ def _absent(folder: str, flag: str) -> str:
 
 
 def dataset_hint(path: str, flag: str) -> str:
-    """The end of the sentence for a data file that does not exist, if it may be the name of a dataset on the hub."""
+    """Return the end of the sentence for a missing data file, if it may be the name of a dataset on the hub."""
     if "/" not in path or not _HUB_NAME.fullmatch(path) or Path(path).suffix:
         return ""
     target = f"data/{path.rpartition('/')[2]}"
@@ -397,11 +396,3 @@ def _without_config(path: Path, flag: str) -> str:
     if any((path / name).exists() for name in _CHECKPOINTS):
         return f"it holds checkpoints of a run, {flag} takes a Hugging Face model folder such as --save-hf writes"
     return f"{flag} takes a Hugging Face model folder"
-
-
-def _base_of(folder: Path) -> str:
-    try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return f" of {base}"

@@ -1,6 +1,6 @@
-"""How the training processes are cut into groups, and which of these flags contradict each other.
+"""Layout of the training processes: parallel sizes, contradictions between layout flags, and `--share-prompts`.
 
-Arithmetic over flags alone: what the model has to say about a layout (heads, layers, experts) is asked in the plan.
+Only flags are used here; the plan checks a layout against the model (heads, layers, experts).
 Invariant: with Megatron, `tensor x pipeline x context x data` is the number of training processes.
 """
 
@@ -16,19 +16,19 @@ from slime.config.fields import flag_name
 from slime.config.flags.megatron import HOOKS, RECOMPUTED_MODULES
 
 _FSDP_BUILDS = {
-    "custom_model_provider_path": "models are built by transformers from the model folder: put the code into the "
+    "custom_model_provider_path": "transformers builds the model from its folder: put the code into the "
     "folder and give --trust-remote-code, or train with --train-backend megatron",
 }
 _INSIDE = "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
 
 
 def uses_megatron(config: Config) -> bool:
-    """Whether Megatron-Core trains."""
+    """Return whether the training backend is Megatron-Core."""
     return config.train_backend == "megatron"
 
 
 def virtual_stages(config: Config, num_layers: int) -> int:
-    """Stages of one process of the pipeline; more than one where they are interleaved."""
+    """Return the number of stages per pipeline rank; more than one if they are interleaved."""
     if config.pipeline_model_parallel_layout is not None:
         return written_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
     if config.num_virtual_stages_per_pipeline_rank is not None:
@@ -40,45 +40,47 @@ def virtual_stages(config: Config, num_layers: int) -> int:
 
 
 def written_stages(text: str) -> int:
-    """Stages of a layout that is written out: `Et*3|(tt|)*2tL` has three bars between four of them."""
+    """Count the stages of a written layout: `Et*3|(tt|)*2tL` has three bars between four stages."""
     return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
 
 
 def expert_tensor_size(config: Config) -> int:
-    """Processes that share each matrix of an expert."""
+    """Return the number of processes that share each matrix of an expert."""
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
 
 def uses_transformer_engine(config: Config, device: str) -> bool:
-    """Whether Megatron's layers are Transformer Engine's; they are plain torch otherwise."""
+    """Return whether Megatron uses Transformer Engine's layers instead of plain torch."""
     if config.transformer_impl is not None:
         return config.transformer_impl == "transformer_engine"
     return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 def layout_contradictions(config: Config) -> Iterator[str]:
-    """One sentence for each layout that cannot be, whatever the model is."""
+    """Yield one sentence for each contradiction in the layout that does not depend on the model."""
     if uses_megatron(config):
         yield from _processes(config)
         yield from _pipeline(config)
         yield from _recompute(config)
-        yield from _offload(config)
+        if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
+            yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs are offloaded"
         yield from _only_of_fsdp(config)
-        yield from _installed(config)
+        if config.plan_cluster is None and importlib.util.find_spec("megatron") is None:
+            yield "--train-backend megatron needs Megatron-Core, which is not installed: pip install 'slime[megatron]'"
         return
     for name in HOOKS:
         if getattr(config, name) is not None:
-            yield f"{flag_name(name)} is not taken: {_FSDP_BUILDS.get(name, _INSIDE)}"
+            yield f"{flag_name(name)} is not supported: {_FSDP_BUILDS.get(name, _INSIDE)}"
     trainers, sharing = num_trainers(config), copy_size(config)
     if trainers % sharing:
         yield (
-            f"--fsdp-shard-size {sharing} does not divide {_are(config)}: copies of the model have equally many "
-            "processes each"
+            f"--fsdp-shard-size {sharing} does not divide {_are(config)}: each copy of the model needs the same "
+            "number of processes"
         )
     if trainers % config.context_parallel_size:
         yield (
-            f"--context-parallel-size {config.context_parallel_size} does not divide {_are(config)}: as many processes "
-            "share each sequence"
+            f"--context-parallel-size {config.context_parallel_size} does not divide {_are(config)}: that many "
+            "processes share each sequence"
         )
 
 
@@ -96,14 +98,14 @@ def _processes(config: Config) -> Iterator[str]:
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
             f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide {_are(config)}: "
-            "every copy of the model needs as many"
+            "every copy of the model needs that many"
         )
     expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)
     if trainers % (expert_tensor * expert * pipeline):
         yield (
             f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert} x "
             f"--pipeline-model-parallel-size {pipeline} = {expert_tensor * expert * pipeline}, which does not divide "
-            f"{_are(config)}: every copy of the experts needs as many"
+            f"{_are(config)}: every copy of the experts needs that many"
         )
 
 
@@ -115,12 +117,12 @@ def _pipeline(config: Config) -> Iterator[str]:
         if getattr(config, name) is not None
     ]
     if len(ways) == 2:
-        yield f"{ways[0]} and {ways[1]} are two ways to say the same: keep one"
+        yield f"{ways[0]} and {ways[1]} both set the stages per process: keep one"
     if ways and size == 1:
-        yield f"{ways[0]} cuts the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
+        yield f"{ways[0]} splits the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
     if config.microbatch_group_size_per_virtual_pipeline_stage is not None and not ways:
         yield (
-            "--microbatch-group-size-per-virtual-pipeline-stage is about interleaved stages: add "
+            "--microbatch-group-size-per-virtual-pipeline-stage applies to interleaved stages: add "
             "--num-virtual-stages-per-pipeline-rank, or drop it"
         )
     uneven = [
@@ -134,7 +136,7 @@ def _pipeline(config: Config) -> Iterator[str]:
         if getattr(config, name)
     ]
     if uneven and size == 1:
-        yield f"{uneven[0]} is about the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
+        yield f"{uneven[0]} applies to the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
     written = config.pipeline_model_parallel_layout
     if written is not None and written_stages(written) % size:
         yield (
@@ -142,7 +144,7 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"--pipeline-model-parallel-size {size} does not divide"
         )
     if written is not None and (uneven or ways):
-        yield f"--pipeline-model-parallel-layout says all of {(uneven + ways)[0]} already: keep one"
+        yield f"--pipeline-model-parallel-layout already includes {(uneven + ways)[0]}: keep one"
 
 
 def _recompute(config: Config) -> Iterator[str]:
@@ -152,18 +154,13 @@ def _recompute(config: Config) -> Iterator[str]:
     if config.recompute_granularity != "full" and config.recompute_method is not None:
         yield f"--recompute-method {config.recompute_method} needs --recompute-granularity full"
     if config.recompute_method is not None and config.recompute_num_layers is None:
-        yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, the layers it counts"
+        yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, its number of layers"
     if config.recompute_granularity == "full" and config.recompute_modules:
         yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
 
 
-def _offload(config: Config) -> Iterator[str]:
-    if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
-        yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs leave the GPU"
-
-
 def _only_of_fsdp(config: Config) -> Iterator[str]:
-    """What the other backend alone has: each would change numbers or memory."""
+    """Yield one sentence for each flag that only FSDP supports and that would change numbers or memory."""
     for flag, given in (
         (f"--fsdp-shard-size {config.fsdp_shard_size}", config.fsdp_shard_size is not None),
         ("--fsdp-cpu-offload", config.fsdp_cpu_offload),
@@ -177,21 +174,13 @@ def _only_of_fsdp(config: Config) -> Iterator[str]:
         ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
     ):
         if given:
-            yield f"{flag} is a matter of FSDP alone, and Megatron trains: drop it, or use --train-backend fsdp"
-
-
-def _installed(config: Config) -> Iterator[str]:
-    if config.plan_cluster is None and importlib.util.find_spec("megatron") is None:
-        yield "--train-backend megatron needs Megatron-Core, which is not installed: pip install 'slime[megatron]'"
-
-
-# Whether the trainer computes what samples begin with in common once, `--share-prompts`.
+            yield f"{flag} works only with FSDP, but Megatron trains: drop it, or use --train-backend fsdp"
 
 
 def shares_prompts(config: Config) -> bool:
-    """Whether rows say which of their tokens are the same.
+    """Return whether the trainer computes shared prompt tokens of a row once (`--share-prompts`).
 
-    Unless it was asked for, a model that cannot use it, since more than attention mixes tokens there, does not.
+    Without the flag, models in which more than attention mixes tokens do not use it.
     """
     if config.share_prompts is not None:
         return config.share_prompts
@@ -199,18 +188,18 @@ def shares_prompts(config: Config) -> bool:
 
 
 def sharing_contradictions(config: Config) -> Iterator[str]:
-    """What contradicts the flag where it was given."""
+    """Yield one sentence for each flag that contradicts a given `--share-prompts`."""
     return _obstacles(config) if config.share_prompts else iter(())
 
 
 def _obstacles(config: Config) -> Iterator[str]:
     if config.context_parallel_size > 1:
         yield (
-            f"--share-prompts does not go with --context-parallel-size {config.context_parallel_size}: ranks that "
-            "share a row take equal parts of all its tokens; drop one"
+            f"--share-prompts cannot be combined with --context-parallel-size {config.context_parallel_size}: ranks "
+            "that share a row take equal parts of all its tokens; drop one"
         )
     if config.use_routing_replay:
         yield (
-            "--share-prompts does not go with routing replay: the copies of a prompt may have gone to other experts; "
-            "drop one"
+            "--share-prompts cannot be combined with routing replay: the copies of a prompt may have used other "
+            "experts; drop one"
         )

@@ -1,9 +1,9 @@
-"""From words on the command line to a Config.
+"""Parser of command lines, config files and keyword arguments into a `Config`.
 
-Invariant: every word is accounted for. A flag is a field, a carried-through one (sglang-*, router-*, Megatron's, the
-user's own), a known one this version lacks, or an error that suggests the nearest name. Precedence, lowest first:
-defaults, --config files in order, the command line, --custom-config-path files in order, which also hold the user's own
-entries.
+Invariant: no word is ignored. A flag is a config field, a carried-through flag (sglang-*, router-*, Megatron's, the
+user's own), a known flag that this version does not support, or an error that suggests the nearest name. Precedence,
+lowest first: defaults, --config files in order, the command line, --custom-config-path files in order, which also hold
+the user's own entries.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from slime.config.megatron_flags import (
 )
 from slime.config.resolve import resolve
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
 _FLAG = re.compile(r"--[A-Za-z]")
 _CARRIED_PREFIXES = ("sglang-", "router-")
 FOR_PLUGINS = ("max-turns",)
-"""Flags that only plugins read: a driver of the user's may declare them as its own."""
+"""Flags that only plugins read: a custom driver may declare them itself."""
 _FILE_FLAGS = tuple(name[2:] for name, metavar, _ in FILE_FLAGS if metavar)
 
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:
-    """One flag as it was written, with the words that belong to it."""
+    """One flag of a command line, with its words."""
 
     name: str
-    """Without the dashes in front, words joined by dashes; a setting as other libraries have it, as it is written."""
+    """Without leading dashes, parts joined by dashes; settings in the form of other libraries are not changed."""
     words: tuple[str, ...]
 
     @property
@@ -57,21 +58,27 @@ class Occurrence:
 
 
 def parse_args(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
-    """The resolved and checked config of a command line (default: sys.argv[1:])."""
+    """Parse, resolve and check a command line (default: sys.argv[1:])."""
     return resolve(parse_flags(argv, add_custom_arguments))
 
 
 def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
-    """The config as written, before anything is derived or checked."""
+    """Parse a command line into a config; nothing is derived or checked."""
     occurrences = scan(sys.argv[1:] if argv is None else argv)
-    custom = _custom_parser(add_custom_arguments)
+    custom: _CustomParser | None = None
+    if add_custom_arguments is not None:
+        custom = _CustomParser()
+        add_custom_arguments(custom)
+        for name in custom.names:
+            if name in _BY_FLAG and name not in FOR_PLUGINS:
+                raise UserError(f"custom flag --{name} already exists in slime: give it another name")
     if any(occurrence.name == "help" for occurrence in occurrences):
         print(format_help(), end="")
         if custom is not None:
             print(f"\nFlags of this driver\n{custom.format_help()}", end="")
         raise SystemExit(0)
-    values: dict[str, Any] = {}
-    carried: dict[str, Any] = {}
+    values: JsonObject = {}
+    carried: JsonObject = {}
     for occurrence in occurrences:
         if occurrence.name == "config":
             _take_file(_single_word(occurrence), values, carried, what="--config", custom=custom)
@@ -82,29 +89,29 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
     return Config(**values, carried=carried)
 
 
-def config_of_settings(settings: Mapping[str, Any], origin: str, argv: Sequence[str] = ()) -> Config:
-    """The config as written, of `settings` in the place of a --config file `origin`, and a command line."""
-    values: dict[str, Any] = {}
-    carried: dict[str, Any] = {}
+def config_of_settings(settings: JsonMapping, origin: str, argv: Sequence[str] = ()) -> Config:
+    """Build a config from `settings`, instead of a --config file `origin`, and a command line; nothing is derived."""
+    values: JsonObject = {}
+    carried: JsonObject = {}
     _take_settings(settings, origin, values, carried)
     occurrences = scan(argv)
     for occurrence in occurrences:
         if occurrence.name in (*_FILE_FLAGS, "help"):
-            raise UserError(f"{occurrence.shown} does not go with {origin}: write what it says into that file")
+            raise UserError(f"{occurrence.shown} cannot be combined with {origin}: put its content into that file")
     _take_command_line(occurrences, None, values, carried)
     return Config(**values, carried=carried)
 
 
-def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
-    """The config that these keywords mean, as `parse_flags` has it of a command line."""
+def config_of_keywords(keywords: JsonMapping) -> Config:
+    """Build a config from keyword arguments; like `parse_flags`, it derives and checks nothing."""
     given = dict(keywords)
     files, custom_file = given.pop("config", None) or (), given.pop("custom_config_path", None)
-    values: dict[str, Any] = {}
-    carried: dict[str, Any] = {}
+    values: JsonObject = {}
+    carried: JsonObject = {}
     for file in [files] if isinstance(files, str | os.PathLike) else files:
         _take_file(os.fspath(file), values, carried, what="config")
     carried |= given.pop("carried", None) or {}
-    named: dict[str, Any] = {}
+    named: JsonObject = {}
     for name, value in given.items():
         flag = name.replace("_", "-")
         if flag in _BY_FLAG:
@@ -116,13 +123,13 @@ def config_of_keywords(keywords: Mapping[str, Any]) -> Config:
     config = Config.from_dict({**values, **named, "carried": carried})
     if custom_file is None:
         return config
-    over: dict[str, Any] = {}
+    over: JsonObject = {}
     _take_custom_file(os.fspath(custom_file), over, carried)
     return config.replace(**over, carried=carried)
 
 
 def scan(argv: Sequence[str]) -> list[Occurrence]:
-    """Cut a command line into flags and their words; `--flag=value` and `--flag value` mean the same."""
+    """Split a command line into flags and their words; `--flag=value` and `--flag value` are equivalent."""
     occurrences: list[Occurrence] = []
     for word in argv:
         if word in ("-h", "--help"):
@@ -143,10 +150,10 @@ def scan(argv: Sequence[str]) -> list[Occurrence]:
 def _take_command_line(
     occurrences: Iterable[Occurrence],
     custom: _CustomParser | None,
-    values: dict[str, Any],
-    carried: dict[str, Any],
+    values: JsonObject,
+    carried: JsonObject,
 ) -> None:
-    repeated: dict[str, list[Any]] = {}
+    repeated: dict[str, list[object]] = {}
     custom_words: list[str] = []
     unknown: list[str] = []
     for occurrence in occurrences:
@@ -159,7 +166,11 @@ def _take_command_line(
                 repeated.setdefault(spec.name, []).extend(value)
                 value = repeated[spec.name]
             values[spec.name] = value
-        elif _turns_field_off(occurrence.name):
+        elif (
+            occurrence.name.startswith("no-")
+            and occurrence.name not in MEGATRON_FLAGS
+            and FIELD_FLAGS.get(occurrence.name[3:]) == SWITCH
+        ):
             carried[occurrence.name[3:].replace("-", "_")] = not _megatron_value(occurrence, SWITCH)
         elif _is_carried(occurrence.name):
             carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence)
@@ -175,7 +186,7 @@ def _take_command_line(
 
 
 def _field(name: str) -> tuple[FlagSpec | None, bool]:
-    """The field a flag sets, and whether it is written as --no-<switch>."""
+    """Return the spec of a flag, None for other names, and whether it is written as --no-<switch>."""
     spec = _BY_FLAG.get(name)
     if spec is None and name.startswith("no-"):
         positive = _BY_FLAG.get(name[3:])
@@ -195,7 +206,7 @@ def _field_value(spec: FlagSpec, occurrence: Occurrence, negated: bool) -> Any:
     return parse_text(spec, occurrence.words, occurrence.shown)
 
 
-def _carried_value(occurrence: Occurrence) -> Any:
+def _carried_value(occurrence: Occurrence) -> object:
     kind = _megatron_kind(occurrence.name)
     if kind is not None:
         return _megatron_value(occurrence, kind)
@@ -205,15 +216,11 @@ def _carried_value(occurrence: Occurrence) -> Any:
     return guesses[0] if len(guesses) == 1 else guesses
 
 
-def _turns_field_off(flag: str) -> bool:
-    return flag.startswith("no-") and flag not in MEGATRON_FLAGS and FIELD_FLAGS.get(flag[3:]) == SWITCH
-
-
 def _megatron_kind(flag: str) -> str | None:
     return MEGATRON_FLAGS.get(flag) or FIELD_FLAGS.get(flag)
 
 
-def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
+def _megatron_value(occurrence: Occurrence, kind: str) -> object:
     words = occurrence.words
     if kind == SWITCH:
         return True if not words else _unexpected(occurrence, words[0])
@@ -232,7 +239,7 @@ def _megatron_value(occurrence: Occurrence, kind: str) -> Any:
 
 
 def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
-    """The sentence for a flag nobody here knows: its name here, or the nearest one that somebody does know."""
+    """Return the sentence for an unknown flag: its name here if another library has it, else the nearest name."""
     hint = foreign_hint(name)
     if hint is not None:
         return hint
@@ -244,8 +251,8 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
 
 def _take_file(
     path: str,
-    values: dict[str, Any],
-    carried: dict[str, Any],
+    values: JsonObject,
+    carried: JsonObject,
     *,
     what: str,
     custom: _CustomParser | None = None,
@@ -254,10 +261,10 @@ def _take_file(
 
 
 def _take_settings(
-    settings: Mapping[str, Any],
+    settings: JsonMapping,
     path: str,
-    values: dict[str, Any],
-    carried: dict[str, Any],
+    values: JsonObject,
+    carried: JsonObject,
     custom: _CustomParser | None = None,
 ) -> None:
     own_flags = custom.names if custom is not None else {}
@@ -267,62 +274,59 @@ def _take_settings(
         spec = _BY_FLAG.get(flag)
         where = f"{key} in {path}"
         if key == "carried" and isinstance(value, Mapping):
-            _take_carried(plain_value(value, where), where, values, carried)
+            for name, saved in plain_value(value, where).items():
+                field = FLAG_SPECS.get(name)
+                if field is None:
+                    carried[name] = saved
+                elif saved is not None:  # a carried flag that has become a field since the config was saved
+                    values[name] = coerce(field, saved, f"{name} of {where}")
         elif spec is not None:
             if value is not None:
                 values[spec.name] = coerce(spec, value, where)
         elif flag in own_flags or _is_carried(flag):
             carried[flag.replace("-", "_")] = plain_value(value, where)
         else:
-            unknown.append(_unknown_key(key, flag, path))
+            sentence = refusal(flag) or foreign_hint(flag, shown=key)
+            if sentence is None:
+                unknown.append(f"unknown key {key} in {path}{did_you_mean(key.replace('-', '_'), FLAG_SPECS)}")
+            else:
+                unknown.append(f"{path}: {sentence}")
     if unknown:
         raise UserError(one_message(unknown, "keys"))
 
 
-def _take_carried(saved: Mapping[str, Any], where: str, values: dict[str, Any], carried: dict[str, Any]) -> None:
-    """What a saved config carried; a flag that has become a field since then sets it."""
-    for name, value in saved.items():
-        spec = FLAG_SPECS.get(name)
-        if spec is None:
-            carried[name] = value
-        elif value is not None:
-            values[name] = coerce(spec, value, f"{name} of {where}")
-
-
-def _take_custom_file(path: str, values: dict[str, Any], carried: dict[str, Any]) -> None:
-    """Every entry is set: on the flag of its name, over whatever else says, or for plugins to read as `args.<name>`."""
+def _take_custom_file(path: str, values: JsonObject, carried: JsonObject) -> None:
+    """Apply a --custom-config-path file: entries override flags, or become `args.<name>` for plugins."""
     carried["custom_config_path"] = path
     for key, value in read_config_file(path, what="--custom-config-path").items():
         flag, name, where = key.replace("_", "-"), key.replace("-", "_"), f"{key} in {path}"
         spec = _BY_FLAG.get(flag)
         if spec is not None:
-            values[spec.name] = None if value is None else _in_range(spec, coerce(spec, value, where), where)
+            if value is not None:
+                value = coerce(spec, value, where)
+                complaint = spec.info.check(value) if spec.info.check else None
+                if complaint:
+                    raise UserError(f"{where} {complaint}, not {value}")
+            values[spec.name] = value
             if value is None and spec.default is not None:
                 raise UserError(f"{where} must have a value: drop the key for the default")
         elif (sentence := refusal(flag)) is not None:
             raise UserError(f"{path}: {sentence}")
         elif hasattr(Config, name) or flag in _FILE_FLAGS:
-            raise UserError(f"{where} is taken: args.{name} has a meaning already, rename the key")
+            raise UserError(f"{where} is reserved: args.{name} already has a meaning, rename the key")
         else:
             carried[name] = plain_value(value, where)
 
 
-def _in_range(spec: FlagSpec, value: Any, where: str) -> Any:
-    complaint = spec.info.check(value) if spec.info.check else None
-    if complaint:
-        raise UserError(f"{where} {complaint}, not {value}")
-    return value
-
-
-def flags_of_custom_file(path: str) -> dict[str, Any]:
-    """The entries of such a file that set flags, by flag, as they may be shown."""
+def flags_of_custom_file(path: str) -> JsonObject:
+    """Return the entries of a --custom-config-path file that set flags, with secrets masked."""
     entries = read_config_file(path, what="--custom-config-path").items()
     named = ((_BY_FLAG.get(key.replace("_", "-")), value) for key, value in entries)
     return {spec.flag: "(not shown)" if spec.info.secret else value for spec, value in named if spec is not None}
 
 
 def near_flags_of_custom_file(path: str) -> dict[str, str]:
-    """The entries of such a file that are no flags but spelled almost like one, with its name."""
+    """Return the entries of a --custom-config-path file that are almost spelled like a flag, with its name."""
     own = [key.replace("-", "_") for key in read_config_file(path, what="--custom-config-path")]
     near = {key: nearest(key, FLAG_SPECS, cutoff=0.9) for key in own if key.replace("_", "-") not in _BY_FLAG}
     return {key: match for key, match in near.items() if match is not None}
@@ -330,13 +334,6 @@ def near_flags_of_custom_file(path: str) -> dict[str, str]:
 
 def _is_carried(flag: str) -> bool:
     return _megatron_kind(flag) is not None or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
-
-
-def _unknown_key(key: str, flag: str, path: str) -> str:
-    sentence = refusal(flag) or foreign_hint(flag, shown=key)
-    if sentence is not None:
-        return f"{path}: {sentence}"
-    return f"unknown key {key} in {path}{did_you_mean(key.replace('-', '_'), FLAG_SPECS)}"
 
 
 def _single_word(occurrence: Occurrence) -> str:
@@ -352,7 +349,7 @@ def _unexpected(occurrence: Occurrence, word: str) -> NoReturn:
 
 
 class _CustomParser(argparse.ArgumentParser):
-    """The flags of a user's own driver; its defaults and values end up in `carried`."""
+    """Parser of the flags of a custom driver; their defaults and values are put into `carried`."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -367,8 +364,8 @@ class _CustomParser(argparse.ArgumentParser):
     def spelling(self, name: str) -> str:
         return self.names[name]
 
-    def parse(self, words: Sequence[str], *, from_files: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the custom flags; those read from files take the place of their defaults."""
+    def parse(self, words: Sequence[str], *, from_files: JsonMapping) -> JsonObject:
+        """Parse the custom flags; values from files replace their defaults."""
         own = {action.dest for action in self._actions}
         self.set_defaults(**{name: value for name, value in from_files.items() if name in own})
         found = vars(self.parse_args(list(words)))
@@ -376,17 +373,6 @@ class _CustomParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"custom flags: {message}")
-
-
-def _custom_parser(add_custom_arguments: AddCustomArguments | None) -> _CustomParser | None:
-    if add_custom_arguments is None:
-        return None
-    parser = _CustomParser()
-    add_custom_arguments(parser)
-    for name in parser.names:
-        if name in _BY_FLAG and name not in FOR_PLUGINS:
-            raise UserError(f"custom flag --{name} exists already in slime: give it another name")
-    return parser
 
 
 _BY_FLAG: dict[str, FlagSpec] = {

@@ -1,9 +1,11 @@
-"""What a run reads stays as it is, what it writes can be written: both are made sure of before anything starts.
+"""Checks, before anything starts, that a run overwrites no foreign files and can write to its folders.
 
-Nothing is written into a model folder that is read. A folder that is replaced as a whole (`--save-hf`, the local copy
-for deltas) takes nothing along that no run wrote. What is there already under a name that the run will write carries
-the mark of a run (`slime.storage.files`). Writing is tried, with a file that is removed again: permissions alone say nothing
-about read-only mounts, full disks and root.
+Invariant: nothing is written into a model folder that is read. A folder that is replaced as a whole (`--save-hf`, the
+local copy for deltas) contains nothing that no run wrote. Existing files under a name that the run will write carry the
+mark of a run (`slime.storage.files`). Write access is tested with a probe file: permissions alone do not account for
+read-only mounts, full disks and root.
+
+`RolloutPath` is a path of which a run writes one per rollout: its placeholder `{rollout_id}` is filled in.
 """
 
 from __future__ import annotations
@@ -24,14 +26,12 @@ from slime.config.model_folder import LATEST
 from slime.errors import UserError
 from slime.storage.files import is_checkpoint, is_dump, is_marked, not_from_a_run
 
-# Paths of which a run makes one per rollout: `{rollout_id}` in them is filled in.
-
 
 @dataclass(frozen=True)
 class RolloutPath:
-    """A path, with or without the placeholder; links in the part before it are followed.
+    """A path with or without the placeholder; links in the part before it are followed.
 
-    `named` are other words than a number that may stand in the placeholder's place, in front of one.
+    `named` is a prefix of the number that the placeholder may also be replaced by.
     """
 
     template: str
@@ -39,24 +39,24 @@ class RolloutPath:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is the same for every rollout."""
+        """Return whether the path is the same for every rollout."""
         return all(field is None for _, field, _, _ in Formatter().parse(self.template))
 
     @property
     def real(self) -> str:
-        """The template as an absolute one, without links up to the part that has the placeholder."""
+        """Return the template as an absolute path, with links resolved up to the part with the placeholder."""
         fixed, rest = self._split()
         return os.path.join(os.path.realpath(fixed), rest) if rest else os.path.realpath(fixed)
 
     @property
     def fixed_folder(self) -> Path:
-        """The folder that all of these paths are in."""
+        """Return the folder that contains all of these paths."""
         fixed, rest = self._split()
         real = Path(os.path.realpath(fixed))
         return real if rest else real.parent
 
     def rollout_of(self, path: Path) -> int | None:
-        """The rollout whose path this would be; 0 for a path that is every rollout's."""
+        """Return the rollout that `path` belongs to, None for other paths; 0 if all rollouts share the path."""
         fixed, rest = self._split()
         folder = os.path.realpath(fixed)
         if not rest:
@@ -64,12 +64,16 @@ class RolloutPath:
         inner = os.path.relpath(path, folder)
         for number in re.findall(r"\d+", inner):
             for word in (int(number), f"{self.named}{int(number)}"):
-                if self._filled(rest, word) == inner:
+                try:
+                    filled = rest.format(rollout_id=word)
+                except ValueError:  # a format for numbers only
+                    continue
+                if filled == inner:
                     return int(number)
         return None
 
     def present(self) -> Iterator[tuple[int, Path]]:
-        """Those that exist, with their rollouts."""
+        """Yield the existing paths with their rollouts."""
         fixed, rest = self._split()
         names = "".join(glob.escape(text) + "*" * (field is not None) for text, field, _, _ in Formatter().parse(rest))
         pattern = os.path.join(glob.escape(os.path.realpath(fixed)), names) if rest else glob.escape(self.real)
@@ -79,28 +83,22 @@ class RolloutPath:
                 yield rollout_id, Path(name)
 
     def folders_on_the_way(self) -> Iterator[Path]:
-        """The existing folders that the paths lead through from where they part, and they themselves."""
+        """Yield the existing paths, and the existing folders on them from the first placeholder on."""
         for template in (self.template, *map(str, Path(self.template).parents)):
             path = RolloutPath(template)
             if not path.is_one or template == self.template:
                 yield from (Path(os.path.realpath(found)) for _, found in path.present())
 
     def _split(self) -> tuple[str, str]:
-        """The folders before the first part with the placeholder, and the rest (nothing, where there is none)."""
+        """Split into the folders before the first part with the placeholder, and the rest (may be empty)."""
         parts = Path(os.path.abspath(self.template)).parts
         first = next((i for i, part in enumerate(parts) if not RolloutPath(part).is_one), len(parts))
         before = "".join(text for text, _, _, _ in Formatter().parse(os.path.join(*parts[:first])))
         return before, os.path.join(*parts[first:]) if first < len(parts) else ""
 
-    def _filled(self, template: str, word: int | str) -> str | None:
-        try:
-            return template.format(rollout_id=word)
-        except ValueError:  # a format that is for numbers alone
-            return None
-
 
 LOCAL_FILES = ".weight_sync/files.json"
-"""Says which files of a folder are a local copy that deltas are applied to."""
+"""Lists the files of a local weight copy that deltas are applied to."""
 _PROBE_BYTES = 4096
 _RUN_FILES = ("metrics.jsonl", "completions.jsonl", "reward.png", "loss.png")
 _RUN_LOCK = ".lock"
@@ -108,7 +106,7 @@ _RUN_LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Place:
-    """A path that a flag names; a folder `is_replaced` when its old content goes as a whole."""
+    """A path and the flag that names it; `is_replaced`: all old content of the folder is removed."""
 
     flag: str
     path: str
@@ -123,17 +121,19 @@ class Place:
 
 
 def check_folders(config: Config) -> None:
-    """Refuse paths with which a run would overwrite or delete what is not its own, or that it cannot write."""
+    """Raise a `UserError` for paths where the run would overwrite foreign files, or that it cannot write."""
     for sentence in _collisions(config):
         raise UserError(sentence)
     for sentence in _strangers(config):
         raise UserError(sentence)
-    _check_tensorboard_names(config)
+    for flag, name in (
+        ("--tb-project-name", config.tb_project_name),
+        ("--tb-experiment-name", config.tb_experiment_name),
+    ):
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            raise UserError(f"{flag} {name} is outside the run folder: give the name of a folder in it")
     for place in _written(config):
         _try_writing(place)
-
-
-# what is read, what is written
 
 
 def _models_read(config: Config) -> Iterator[Place]:
@@ -151,7 +151,7 @@ def _models_read(config: Config) -> Iterator[Place]:
 
 
 def _is_one_model(folder: str | None) -> bool:
-    """A model folder or a single checkpoint; not a folder of checkpoints, to which a run may add its own."""
+    """Return whether `folder` is a model or a single checkpoint, not a folder to which a run may add checkpoints."""
     if folder is None or Path(folder, LATEST).is_file():
         return False
     return any(Path(folder, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
@@ -193,9 +193,6 @@ def _parent(template: str | None) -> str | None:
     return None if template is None else str(Path(template).parent)
 
 
-# collisions of flags
-
-
 def _collisions(config: Config) -> Iterator[str]:
     models, written = list(_models_read(config)), _written(config)
     others = [*_other_things_read(config)]
@@ -208,7 +205,7 @@ def _collisions(config: Config) -> Iterator[str]:
                 yield f"{place} is replaced as a whole, and {other} with it: choose another folder"
     checkpoints = [os.path.realpath(path) for path in (config.save, config.critic_save) if path is not None]
     if len(checkpoints) > len(set(checkpoints)):
-        yield f"--critic-save and --save are both {config.save}: their checkpoints would overwrite one another"
+        yield f"--critic-save and --save are both {config.save}: their checkpoints would overwrite each other"
     writes_versions = config.update_weight_transport == "disk" or config.update_weight_mode == "delta"
     for model in models if writes_versions else ():
         if model.real.parent == _version_root(config) and model.real.name.startswith("weight_v"):
@@ -216,10 +213,10 @@ def _collisions(config: Config) -> Iterator[str]:
 
 
 def _overwrites(place: Place, model: Place) -> bool:
-    """A model folder is no place for a run; one that replaces folders may not touch what is in it either."""
+    """Return whether `place` is the model folder or, if it is replaced as a whole, is inside it."""
     path = RolloutPath(place.path)
     if place.flag.startswith("--save-debug"):
-        return False  # single files, which are looked at one by one
+        return False  # single files, which are checked one by one
     if not place.is_replaced:
         return place.real == model.real
     reached = [path.fixed_folder, *path.folders_on_the_way()]
@@ -227,7 +224,7 @@ def _overwrites(place: Place, model: Place) -> bool:
 
 
 def _takes_along(place: Place, other: Place) -> bool:
-    """Whether replacing `place` removes `other`."""
+    """Return whether replacing `place` removes `other`."""
     path, inner = RolloutPath(place.path), RolloutPath(other.path)
     folder = Path(inner.real) if inner.is_one else inner.fixed_folder
     linked = {Path(os.path.realpath(found)) for _, found in path.present()}
@@ -238,15 +235,25 @@ def _is_within(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
 
 
-# what is there already and is not a run's
-
-
 def _strangers(config: Config) -> Iterator[str]:
     yield from _strange_exports(config)
     yield from _strange_checkpoints(config)
-    yield from _strange_versions(config)
+    for version in sorted(_version_root(config).glob("weight_v*")):
+        if version.name[8:].isdigit() and not is_marked(version):
+            yield (
+                f"{version} is named like a version of the weights, but no run wrote it: choose another "
+                "--update-weight-disk-dir, or move it away"
+            )
     yield from _strange_dumps(config)
-    yield from _strange_run_folder(config)
+    folder = Path(config.output_dir)
+    written = folder / "config.yaml"
+    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
+    if written.exists() and not by_a_run:
+        yield f"--output-dir {folder} has a config.yaml that no run wrote and this one would overwrite: choose another"
+    if not by_a_run and not (folder / _RUN_LOCK).exists():
+        for name in _RUN_FILES:
+            if (folder / name).exists():
+                yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"
 
 
 def _strange_exports(config: Config) -> Iterator[str]:
@@ -258,12 +265,13 @@ def _strange_exports(config: Config) -> Iterator[str]:
                 yield f"--save-hf {config.save_hf} is a file, but a folder is needed: {folder}"
             elif (name := not_from_a_run(Path(os.path.realpath(folder)))) is not None:
                 yield (
-                    f"--save-hf {config.save_hf} would replace {folder}, which holds what no run saved there ({name}): "
+                    f"--save-hf {config.save_hf} would replace {folder}, which holds what no run saved ({name}): "
                     "choose another folder, or move that away"
                 )
     local = config.update_weight_local_checkpoint_dir
-    if local is not None and _has_something(Path(local)) and not Path(local, LOCAL_FILES).is_file():
-        yield f"--update-weight-local-checkpoint-dir {local} holds what no run wrote there: name an empty folder"
+    has_files = local is not None and Path(local).is_dir() and any(Path(local).iterdir())
+    if local is not None and has_files and not Path(local, LOCAL_FILES).is_file():
+        yield f"--update-weight-local-checkpoint-dir {local} holds files that no run wrote: name an empty folder"
 
 
 def _strange_checkpoints(config: Config) -> Iterator[str]:
@@ -274,28 +282,19 @@ def _strange_checkpoints(config: Config) -> Iterator[str]:
         strange = next((path for path in found if not is_checkpoint(path)), None)
         if strange is not None:
             yield (
-                f"{flag} {folder} has a checkpoint that this slime did not write, or that something was added to "
+                f"{flag} {folder} has a checkpoint that this slime did not write, or to which files were added "
                 f"({strange.name}): choose another folder"
             )
         continues = load is not None and _is_within(Path(os.path.realpath(load)), Path(os.path.realpath(folder)))
         if flag == "--save" and found and not continues and not config.debug_rollout_only:
             yield (
                 f"--save {folder} holds the checkpoints of an earlier run (up to {found[-1].name}), which this one "
-                f"would overwrite: add --load {folder} to go on from them, or choose another folder"
+                f"would overwrite: add --load {folder} to resume from them, or choose another folder"
             )
 
 
 def _version_root(config: Config) -> Path:
     return Path(os.path.realpath(config.update_weight_disk_dir or Path(config.output_dir) / "weights"))
-
-
-def _strange_versions(config: Config) -> Iterator[str]:
-    for folder in sorted(_version_root(config).glob("weight_v*")):
-        if folder.name[8:].isdigit() and not is_marked(folder):
-            yield (
-                f"{folder} is named like a version of the weights, but no run wrote it: choose another "
-                "--update-weight-disk-dir, or move it away"
-            )
 
 
 def _strange_dumps(config: Config) -> Iterator[str]:
@@ -308,7 +307,7 @@ def _strange_dumps(config: Config) -> Iterator[str]:
             continue
         loaded = config.load_debug_rollout_data
         if loaded is not None and os.path.realpath(loaded) == os.path.realpath(template):
-            yield f"{flag} and --load-debug-rollout-data are both {template}: a dump would be written over itself"
+            yield f"{flag} and --load-debug-rollout-data are both {template}: the dump would overwrite itself"
         for _, path in RolloutPath(template, named="eval_").present():
             if Path(os.path.realpath(path)) in read:
                 yield f"{flag} {template} would overwrite {read[Path(os.path.realpath(path))]}: choose another name"
@@ -316,30 +315,8 @@ def _strange_dumps(config: Config) -> Iterator[str]:
                 yield f"{flag} {template} would overwrite {path}, which no run wrote: choose another name"
 
 
-def _strange_run_folder(config: Config) -> Iterator[str]:
-    folder = Path(config.output_dir)
-    written = folder / "config.yaml"
-    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
-    if written.exists() and not by_a_run:
-        yield f"--output-dir {folder} has a config.yaml that no run wrote and this one would overwrite: choose another"
-    if not by_a_run and not (folder / _RUN_LOCK).exists():
-        for name in _RUN_FILES:
-            if (folder / name).exists():
-                yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"
-
-
-def _check_tensorboard_names(config: Config) -> None:
-    named = {"--tb-project-name": config.tb_project_name, "--tb-experiment-name": config.tb_experiment_name}
-    for flag, name in named.items():
-        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
-            raise UserError(f"{flag} {name} leads out of the run folder: it is the name of a folder in it")
-
-
-# writing
-
-
 def _try_writing(place: Place) -> None:
-    """Write and remove a file where the place is, or where it will be made."""
+    """Write and remove a probe file at the path, or in the folder where it will be created."""
     path = RolloutPath(place.path)
     folder = path.fixed_folder if place.is_replaced or not path.is_one else Path(path.real)
     if path.is_one and os.path.lexists(path.real) and not os.path.isdir(path.real):
@@ -347,7 +324,7 @@ def _try_writing(place: Place) -> None:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"{place} cannot be made: {folder} is a file")
+        raise UserError(f"{place} cannot be created: {folder} is a file")
     probe = folder / f".slime-probe-{uuid.uuid4().hex}"
     try:
         probe.mkdir()
@@ -357,7 +334,3 @@ def _try_writing(place: Place) -> None:
             shutil.rmtree(probe, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{place} cannot be written ({error.strerror} in {folder}): choose another folder") from error
-
-
-def _has_something(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())

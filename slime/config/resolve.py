@@ -1,6 +1,6 @@
-"""Fill in what follows from what was given, then check everything.
+"""Derivation of missing values and the complete check of a config.
 
-Invariant: `resolve` is idempotent, and a config that leaves it holds no None in a field whose annotation has no None.
+Invariant: `resolve` is idempotent, and a config that it returns has no None in a field whose annotation excludes None.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.async_mode import derive_async, is_async
@@ -33,15 +32,16 @@ from slime.config.megatron_model_flags import check_has_routers, check_shape_fla
 from slime.config.parallelism import uses_megatron
 from slime.config.plugins.view import check_plugins, with_own_overlay
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _log = logging.getLogger(__name__)
 
 INDEXER = r"\.indexer\."
-"""In the names of the parameters that choose what sparse attention looks at."""
+"""Pattern in the parameter names of the indexers of sparse attention."""
 
 
 def resolve(config: Config) -> Config:
-    """The config a run works with; raises UserError when the flags do not make a run."""
+    """Return the config that a run uses; raise a `UserError` if the flags are wrong or contradict each other."""
     check_all_there(config)
     config = with_own_overlay(_checked_values(config))
     config = take_from_adapter(from_its_folder(config.replace(**role_overrides(config, "actor"))))
@@ -59,7 +59,7 @@ def resolve(config: Config) -> Config:
 
 
 def derive(config: Config) -> Config:
-    """Fill in derived values only; nothing outside the config is looked at but the presence of a GPU."""
+    """Fill in derived values; outside the config, only the presence of a GPU is looked up."""
     for step in (
         _derive_modes,
         _derive_evaluation_alone,
@@ -78,8 +78,8 @@ def derive(config: Config) -> Config:
 
 
 def _checked_values(config: Config) -> Config:
-    """Every value has its field's type and lies in its range, also when the config was made in Python."""
-    values: dict[str, Any] = {}
+    """Convert every value to its field's type and check its range, also for configs made in Python."""
+    values: JsonObject = {}
     for spec in FLAG_SPECS.values():
         value = getattr(config, spec.name)
         if value is None:
@@ -97,7 +97,7 @@ def _checked_values(config: Config) -> Config:
 
 
 def _derive_modes(config: Config) -> Config:
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     run_dir = config.output_dir or config.save or str(Path("outputs") / time.strftime("%Y%m%d-%H%M%S"))
     changes["output_dir"] = run_dir
     if config.save_interval is not None and config.save is None and config.save_hf is None:
@@ -114,10 +114,10 @@ def _derive_modes(config: Config) -> Config:
 
 
 def _derive_evaluation_alone(config: Config) -> Config:
-    """Without steps no prompts are needed, and no trainer where engines read the same weights by themselves."""
+    """Drop prompts for a run without steps, and trainers if the engines can read the same weights themselves."""
     if config.num_rollout != 0:
         return config
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     if config.prompt_data is None and config.prompt_config is None and config.data_source_path == DEFAULT_DATA_SOURCE:
         changes["disable_rollout_global_dataset"] = True
     made_by_a_trainer = config.load or config.ref_load or config.lora_load or config.check_weight_update_equal
@@ -165,7 +165,7 @@ def _derive_eval(config: Config) -> Config:
 
 
 def _derive_rest(config: Config) -> Config:
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     if config.over_sampling_batch_size is None:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
     if config.fleet_address is not None:
@@ -177,9 +177,9 @@ def _derive_rest(config: Config) -> Config:
     if config.carried.get("bf16") and config.dtype == "auto":
         changes["dtype"] = "bfloat16"
     if config.recompute_granularity is not None:
-        changes["recompute_activations"] = True  # Megatron's way to ask for the same
+        changes["recompute_activations"] = True  # Megatron's flag for the same
     elif config.recompute_activations and uses_megatron(config):
         changes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if config.moe_token_dispatcher_type == "allgather":
-        changes["moe_token_dispatcher_type"] = "alltoall"  # as upstream
+        changes["moe_token_dispatcher_type"] = "alltoall"  # as in upstream slime
     return config.replace(**changes)

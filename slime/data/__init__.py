@@ -1,1 +1,1 @@
-"""Samples, prompt datasets and the data source; knows nothing of rollout, training or engines."""
+"""Samples, prompt datasets and data sources; independent of rollout, training and engines."""

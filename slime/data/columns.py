@@ -1,17 +1,16 @@
-"""A column of a sample: numbers in an array, which plugins see as a list.
+"""Columns of a sample: numbers stored in packed arrays that plugins see as lists.
 
-Invariants: reading the attribute gives a list, and that list is the column until the sample is compacted again: what is
-written into it counts, and an append makes it longer. A list that was set and never read since may be somebody else's
-too, so an append leaves it as it is. Packing loses nothing: ids are int32 (int64 where that is too small), log-probs
-float32 wherever that is exact and float64 elsewhere, and a list with anything but whole numbers or floats in it stays a
-list. What was packed is never written into, so copies of a sample share it.
+Invariants: reading the attribute returns a list, and that list is the column until the sample is compacted again:
+writes into it count, and an append extends it. A list that was set and not read since may be shared with its setter, so
+an append leaves it unchanged. Packing is lossless: ids are int32 (int64 where that is too small), log-probs float32
+wherever that is exact and float64 elsewhere, and a list with anything but integers or floats in it stays a list. A
+packed array is never written to, so copies of a sample share it.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ _NARROW = {"b": np.int8, "i": np.int32, "q": np.int64}
 
 
 class _Buffer:
-    """Memory with room behind what is used; whoever holds the last entry may claim more of it."""
+    """Memory with spare room after the used part; the holder of the last entry may claim more of it."""
 
     __slots__ = ("_lock", "array", "used")
 
@@ -29,7 +28,7 @@ class _Buffer:
         self._lock = threading.Lock()
 
     def claim(self, end: int, count: int) -> bool:
-        """Whether the `count` places behind `end` now belong to the caller."""
+        """Reserve the `count` places after `end` for the caller; False when they are taken or out of range."""
         with self._lock:
             if self.used != end or end + count > len(self.array):
                 return False
@@ -38,7 +37,7 @@ class _Buffer:
 
 
 class Packed:
-    """Numbers that are only ever read; appending gives a longer one, at a cost of what is appended."""
+    """Read-only array of numbers; appending returns a longer one and costs only the appended part."""
 
     __slots__ = ("_buffer", "array", "digest", "high", "is_finite", "length", "low", "total")
 
@@ -46,17 +45,17 @@ class Packed:
         self._buffer = content if isinstance(content, _Buffer) else _Buffer(content, len(content))
         self.length = self._buffer.used if length is None else length
         self.array = self._buffer.array[: self.length]
-        """The numbers, not to be written."""
+        """The numbers, read-only."""
         self.array.setflags(write=False)
         self.low: int | None = None
         self.high: int | None = None
-        """The least and the largest of whole numbers, once they were looked at."""
+        """The minimum and maximum of integers; None before `look`."""
         self.total: int | None = None
-        """The sum of whole numbers of a byte each, once they were looked at."""
+        """The sum of int8 numbers; None before `look`."""
         self.is_finite: bool | None = None
-        """Whether all floats are numbers, once they were looked at."""
+        """True if all floats are finite; None before `look`."""
         self.digest: bytes | None = None
-        """What tells them from other numbers, once somebody asked."""
+        """A hash of the numbers; None until the journal computes it."""
 
     def __len__(self) -> int:
         return self.length
@@ -64,14 +63,14 @@ class Packed:
     def __repr__(self) -> str:
         return f"<{self.length} packed {self.array.dtype}>"
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Packed:
+    def __deepcopy__(self, _memo: dict[int, object]) -> Packed:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Packed, (np.ascontiguousarray(self.array),)
 
     def look(self) -> None:
-        """Find out what is asked of a column, once: numbers that are packed do not change."""
+        """Compute `low`, `high`, `total` and `is_finite` once: packed numbers do not change."""
         held = self.array
         if held.dtype.kind == "f" and self.is_finite is None:
             self.is_finite = bool(np.isfinite(held).all())
@@ -81,20 +80,20 @@ class Packed:
                 self.total = self.low * len(held) if is_constant(held) else int(held.sum())
 
     def moved(self, same: np.ndarray) -> Packed:
-        """These numbers in other memory, `same`, with all that is known of them."""
+        """Return these numbers in other memory, `same`, with the statistics computed so far."""
         twin = Packed(same)
-        twin.array = same  # itself: what it is based on says where it is
+        twin.array = same  # the array itself and not a slice: its base identifies the memory
         same.setflags(write=False)
         twin.low, twin.high, twin.total, twin.is_finite = self.low, self.high, self.total, self.is_finite
         twin.digest = self.digest
         return twin
 
-    def tolist(self) -> list[Any]:
-        """The numbers as a new list."""
+    def tolist(self) -> list[float]:
+        """Return the numbers as a new list."""
         return self._buffer.array[: self.length].tolist()
 
     def grown(self, more: np.ndarray) -> Packed:
-        """These numbers and `more`; this one stays as it is."""
+        """Return these numbers followed by `more`; this array is unchanged."""
         if not len(more):
             return self
         mine = self._buffer.array
@@ -110,7 +109,7 @@ class Packed:
         return Packed(_Buffer(room, end), end)
 
     def compacted(self) -> Packed:
-        """The same numbers without room behind them; ones that are all equal take no memory."""
+        """Return the same numbers without spare room; int8 numbers that are all equal take no memory."""
         held = self.array
         if is_constant(held):
             return self
@@ -124,21 +123,26 @@ class Packed:
         return slim
 
 
-def packed(value: Any, *, narrow: bool = False) -> Packed | None:
-    """A list as a column, exactly; None when it is no list of whole numbers alone or floats alone, or empty.
+def packed(value: object, *, narrow: bool = False) -> Packed | None:
+    """Pack a list without loss; None unless it is a non-empty list of integers only or of floats only.
 
-    `narrow` takes a byte for small whole numbers.
+    `narrow` stores small integers as int8.
     """
     if type(value) is not list or not value:
         return None
     kinds = set(map(type, value))
     if kinds == {int}:
-        return _packed_ints(value, narrow)
+        for code in ("b", "i", "q") if narrow else ("i", "q"):
+            try:
+                return Packed(np.frombuffer(array(code, value), dtype=_NARROW[code]))
+            except OverflowError:
+                continue
+        return None
     return Packed(exact_floats(np.frombuffer(array("d", value)))) if kinds == {float} else None
 
 
-def grown(column: Packed | list[Any], more: np.ndarray) -> Packed | list[Any]:
-    """A column and `more` behind it: packed, unless what is there cannot be packed beside it."""
+def grown(column: Packed | list[float], more: np.ndarray) -> Packed | list[float]:
+    """Return a column followed by `more`: packed, unless the column cannot be packed together with it."""
     if not len(column):
         return Packed(more)
     held = column if isinstance(column, Packed) else packed(list(column), narrow=more.dtype == np.int8)
@@ -147,19 +151,21 @@ def grown(column: Packed | list[Any], more: np.ndarray) -> Packed | list[Any]:
     return held.grown(more)
 
 
-def same_numbers(left: Any, right: Any) -> bool:
-    """Whether two columns, one of them packed at least, are equal lists; here NaN equals NaN."""
+def same_numbers(left: object, right: object) -> bool:
+    """Compare two columns, at least one of them packed, as lists; NaN equals NaN."""
     if left is right:
         return True
     one, two = (value if isinstance(value, Packed) else packed(value) for value in (left, right))
-    if one is None or two is None:
-        one, other = (left, right) if isinstance(left, Packed) else (right, left)
-        return np.array_equal(one.array, other) if isinstance(other, np.ndarray) else one.tolist() == other
-    return np.array_equal(one.array, two.array, equal_nan=one.array.dtype.kind == two.array.dtype.kind == "f")
+    if one is not None and two is not None:
+        return np.array_equal(one.array, two.array, equal_nan=one.array.dtype.kind == two.array.dtype.kind == "f")
+    for column, other in ((left, right), (right, left)):
+        if isinstance(column, Packed):
+            return np.array_equal(column.array, other) if isinstance(other, np.ndarray) else column.tolist() == other
+    return False
 
 
 def exact_floats(wide: np.ndarray) -> np.ndarray:
-    """float64 as float32 where that loses nothing."""
+    """Return float64 numbers as float32 where that is exact."""
     with np.errstate(over="ignore", invalid="ignore"):
         slim = wide.astype(np.float32)
     if bool((slim == wide).all()) or np.array_equal(slim, wide, equal_nan=True):
@@ -168,7 +174,7 @@ def exact_floats(wide: np.ndarray) -> np.ndarray:
 
 
 def exact_ints(wide: np.ndarray) -> np.ndarray:
-    """Whole numbers as int32 where they fit."""
+    """Return integers as int32 if all fit, else as int64."""
     if wide.dtype == np.int32 or not len(wide):
         return wide.astype(np.int32, copy=False)
     fits = np.iinfo(np.int32).min <= wide.min() and wide.max() <= np.iinfo(np.int32).max
@@ -176,26 +182,26 @@ def exact_ints(wide: np.ndarray) -> np.ndarray:
 
 
 def mask_of(value: int, count: int) -> np.ndarray:
-    """A loss mask of one value, in no memory."""
+    """Return a constant loss mask that takes no memory."""
     return _repeated(np.int8(value), count)
 
 
 class HandsOutLists:
-    """What has columns, and remembers which of them somebody has read as a list: outside of its `__dict__`."""
+    """Base class of objects with columns; records, outside of `__dict__`, which columns were read as lists."""
 
     __slots__ = ("_handed_out",)
     _handed_out: set[str]
 
     def handed_out(self) -> set[str]:
-        """Names of the columns whose list somebody may hold."""
+        """Names of the columns whose list a caller may hold."""
         try:
             return self._handed_out
         except AttributeError:
             self._handed_out = set()
             return self._handed_out
 
-    def grow(self, name: str, column: Packed | list[Any], more: np.ndarray) -> None:
-        """Put `more` behind what is the column now: into the list itself if somebody may hold it."""
+    def grow(self, name: str, column: Packed | list[float], more: np.ndarray) -> None:
+        """Append `more` to the current column, in place if it is a list that a caller may hold."""
         if type(column) is list and name in self.handed_out():
             column.extend(more.tolist())
         else:
@@ -203,14 +209,14 @@ class HandsOutLists:
 
 
 class Column:
-    """The attribute of a sample: a list for whoever reads it, packed or not inside."""
+    """Descriptor of a column attribute: reads return a list, storage is packed or a list."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, sample: Any, owner: type) -> Any:
+    def __get__(self, sample: HandsOutLists | None, owner: type) -> object:
         if sample is None:
-            return None  # the default, as a dataclass has it on its class
+            return None  # the default value, which a dataclass keeps as a class attribute
         try:
             value = sample.__dict__[self._name]
         except KeyError:
@@ -221,28 +227,19 @@ class Column:
             sample.handed_out().add(self._name)
         return value
 
-    def __set__(self, sample: Any, value: Any) -> None:
+    def __set__(self, sample: HandsOutLists, value: object) -> None:
         if value is not sample.__dict__.get(self._name):
             sample.handed_out().discard(self._name)
         sample.__dict__[self._name] = value
 
-    def __delete__(self, sample: Any) -> None:
+    def __delete__(self, sample: HandsOutLists) -> None:
         del sample.__dict__[self._name]
 
 
-def _packed_ints(value: list[int], narrow: bool) -> Packed | None:
-    for code in ("b", "i", "q") if narrow else ("i", "q"):
-        try:
-            return Packed(np.frombuffer(array(code, value), dtype=_NARROW[code]))
-        except OverflowError:
-            continue
-    return None
-
-
-def _repeated(value: Any, count: int) -> np.ndarray:
+def _repeated(value: np.generic, count: int) -> np.ndarray:
     return np.broadcast_to(value, (count,))
 
 
 def is_constant(numbers: np.ndarray) -> bool:
-    """Whether one number stands for all; such memory cannot be written into."""
+    """True if one stored number is broadcast to the whole array; such memory is not writable."""
     return len(numbers) > 0 and numbers.strides == (0,)

@@ -1,16 +1,16 @@
-"""A user's data source, made whole.
+"""`UserSource`: adapter that adds missing features to a user's data source.
 
-Invariant: whatever class `--data-source-path` names, the run sees groups of `Sample`s with indices, a buffer that takes
-groups back and serves them first, `save` and `load`, and a position to which a restarted run returns. What the class
-has itself is used; only what it lacks is added.
+Invariant: for every class named by `--data-source-path`, the run sees groups of `Sample`s with indices, a buffer that
+takes groups back and serves them first, `save` and `load`, and a position to which a restarted run returns. The class's
+own methods are used where they exist; only missing ones are added.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.config.plugins import load_plugin, takes_nothing
 from slime.data.json_samples import from_json, to_json
@@ -27,21 +27,25 @@ from slime.data.source import (
 )
 from slime.data.source_state import latest_state_path, read_state, state_path, write_state
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--data-source-path"
 
 
-def make_data_source(args: Any, plugin_args: Any = None) -> Any:
-    """The data source of a run: our own ones as they are, any other one made whole.
+def make_data_source(args: Config | Namespace, plugin_args: Namespace | None = None) -> RolloutDataSource | UserSource:
+    """Create the data source of a run; classes other than our own are wrapped in `UserSource`.
 
-    `args` is what the run goes by, `plugin_args` what the user's classes and filters get.
+    `args` is the configuration of the run, `plugin_args` the namespace that user classes and filters receive.
     """
-    plugin_args = args if plugin_args is None else plugin_args
+    plugin_args = cast(Namespace, args) if plugin_args is None else plugin_args
     factory = load_plugin(args.data_source_path, FLAG)
     is_own = factory in (RolloutDataSource, RolloutDataSourceWithBuffer)
-    given = copy.copy(plugin_args) if is_own else plugin_args  # what plugins write later does not reach our own
+    given = copy.copy(plugin_args) if is_own else plugin_args  # later writes of plugins do not reach our own classes
     source = factory() if takes_nothing(factory) else factory(given)
     if isinstance(source, RolloutDataSourceWithBuffer):
         source.plugin_args = plugin_args
@@ -49,12 +53,12 @@ def make_data_source(args: Any, plugin_args: Any = None) -> Any:
 
 
 class UserSource:
-    """The parts of a data source that a user's class may leave out, around the object itself.
+    """Wraps a user's data source and adds the methods that it lacks.
 
-    `get_samples(n)` may return groups or single samples; a single one stands for `n_samples_per_prompt` of its kind.
+    `get_samples(n)` may return groups or single samples; a single one is copied `n_samples_per_prompt` times.
     """
 
-    def __init__(self, source: Any, args: Any, plugin_args: Any = None) -> None:
+    def __init__(self, source: Any, args: Config | Namespace, plugin_args: Namespace | None = None) -> None:
         if not _has(source, "get_samples"):
             raise UserError(f"{FLAG} {args.data_source_path} made a {type(source).__name__} without get_samples")
         self.source = source
@@ -65,7 +69,7 @@ class UserSource:
         self._next_group_index = 0
         self._next_index = 0
         self._observed = -1
-        """The last rollout whose groups the source has seen."""
+        """The last rollout whose groups the source has observed."""
         if observes(source):
             self.observe_samples = self._observe
 
@@ -73,12 +77,12 @@ class UserSource:
         return getattr(self.__dict__["source"], name)
 
     def __len__(self) -> int:
-        """Prompts per epoch; 0 where the source does not say."""
+        """Return the number of prompts per epoch; 0 if the source has no length."""
         return len(self.source) if _has(self.source, "__len__") else 0
 
     @property
     def num_rollout_per_epoch(self) -> int:
-        """Rollouts that one pass over the prompts takes, as the source says or as its length does."""
+        """The number of rollouts in one pass over the prompts, from the source or from its length."""
         if _has(self.source, "num_rollout_per_epoch"):
             return int(self.source.num_rollout_per_epoch)
         if not _has(self.source, "__len__"):
@@ -86,14 +90,24 @@ class UserSource:
         return max(1, len(self.source) // self.args.rollout_batch_size)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next groups: those put back first, then new ones."""
-        groups = self._from_buffer(num_samples)
+        """Return the next groups: returned ones first, then new ones."""
+        groups, self._returned = self._returned[:num_samples], self._returned[num_samples:]
+        wanted = num_samples - len(groups)
+        if wanted and _has(self.source, "buffer_filter") and _has(self.source, "buffer") and self.source.buffer:
+            chosen = list(self.source.buffer_filter(self._plugin_args, self.source.buffer, wanted))
+            if len(chosen) > wanted:
+                raise UserError(
+                    f"{FLAG} {self.args.data_source_path}: buffer_filter returned {len(chosen)} groups when asked for "
+                    f"at most {wanted}"
+                )
+            remove_chosen(self.source.buffer, chosen)
+            groups += chosen
         if len(groups) < num_samples:
             groups += self._new(num_samples - len(groups))
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Put groups back: into the source where it takes them, else into a buffer here."""
+        """Take groups back, in the source if it supports that, else in a buffer here."""
         if _has(self.source, "add_samples"):
             self.source.add_samples(samples)
         else:
@@ -104,28 +118,32 @@ class UserSource:
         self._observed = rollout_id
 
     def stands_before(self, rollout_id: int) -> bool:
-        """Whether the source observes, and was loaded where it had not seen this rollout yet."""
+        """True if the source observes rollouts and its loaded state has not observed this one yet."""
         return observes(self.source) and self._observed < rollout_id
 
     def save(self, rollout_id: int) -> None:
-        """Save the source's position: as it does that itself, or what its `state_dict` says."""
+        """Save the source's position with its own `save`, or else its `state_dict`."""
         if _has(self.source, "save"):
             self.source.save(rollout_id)
         elif self._has_state() and self.args.save is not None:
             write_state(state_path(self.args.save, rollout_id), self.position())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from a saved position, if the source knows how."""
+        """Resume from a saved position, if the source supports it."""
         if _has(self.source, "load"):
             self.source.load(rollout_id)
-        elif (path := self._saved_state(rollout_id)) is not None:
+            return
+        path = None
+        if self.args.load is not None and rollout_id != -1 and self._has_state():
+            path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
+        if path is not None and path.is_file():
             self._take(read_state(path), str(path))
         elif rollout_id is not None and rollout_id >= 0:
             logger.warning("%s %s cannot load a position: prompts start over", FLAG, self.args.data_source_path)
 
-    def position(self) -> dict[str, Any]:
-        """Where the source stands: its own state if it has one, else the number of groups it has handed out."""
-        position: dict[str, Any] = {
+    def position(self) -> JsonObject:
+        """Return the number of groups handed out so far, and the source's own state if it has one."""
+        position: JsonObject = {
             "handed_out": self._handed_out,
             "next_group_index": self._next_group_index,
             "next_index": self._next_index,
@@ -138,11 +156,11 @@ class UserSource:
             position["source"] = to_json(state, f"{FLAG} {self.args.data_source_path}: {name}()")
         return position
 
-    def go_on(self, position: dict[str, Any], rollout_id: int, saved: dict[str, Any] | None) -> None:
-        """Stand at `position`, without anything in a buffer; `saved` is the position when `rollout_id` was saved.
+    def go_on(self, position: JsonObject, rollout_id: int, saved: JsonObject | None) -> None:
+        """Resume at `position` with empty buffers; `saved` is the position at the checkpoint of `rollout_id`.
 
-        A source without a state of its own is loaded where it was saved, and what it has handed out since then is
-        taken from it once more and thrown away. Batches that it saw since then it will see again (`stands_before`).
+        A source without its own state is loaded from the checkpoint; the groups it has handed out since are then
+        requested again and discarded. It observes the batches since then a second time (`stands_before`).
         """
         if self._has_state() and "source" in position:
             self._take(position, "the journal")
@@ -150,64 +168,49 @@ class UserSource:
             known = 0
             if _has(self.source, "load"):
                 self.source.load(rollout_id)
-                known = self._known_since(rollout_id, position, saved)
+                if rollout_id >= 0 and saved is None:
+                    logger.warning(
+                        "%s %s: its position at the checkpoint of rollout %d is unknown, prompts may repeat",
+                        FLAG,
+                        self.args.data_source_path,
+                        rollout_id,
+                    )
+                    known = int(position["handed_out"])
+                elif rollout_id >= 0 and saved is not None:
+                    known = int(saved["handed_out"])
             if _has(self.source, "buffer") and isinstance(self.source.buffer, list):
                 self.source.buffer.clear()
             self._handed_out = known
-            self._skip_to(int(position["handed_out"]))
+            handed_out = int(position["handed_out"])
+            for _ in range(2 * handed_out):  # an exhausted source returns fewer groups or none
+                if self._handed_out >= handed_out or not self._new(handed_out - self._handed_out):
+                    break
             self._observed = max(rollout_id, int((saved or {}).get("observed", -1)))
             self._count_from(position)
         self._returned.clear()
 
-    def _take(self, position: dict[str, Any], origin: str) -> None:
-        """Stand at a position that has the source's own state."""
+    def _take(self, position: JsonObject, origin: str) -> None:
+        """Resume at a position that includes the source's own state."""
         try:
             self.source.load_state_dict(from_json(position["source"]))
             self._observed = int(position.get("observed", -1))
             self._count_from(position)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{origin}: is no position of {FLAG} {self.args.data_source_path} ({error!r})") from error
+            raise UserError(f"{origin}: not a position of {FLAG} {self.args.data_source_path} ({error!r})") from error
 
-    def _count_from(self, position: dict[str, Any]) -> None:
+    def _count_from(self, position: JsonObject) -> None:
         self._handed_out = int(position["handed_out"])
         self._next_group_index = int(position["next_group_index"])
         self._next_index = int(position["next_index"])
 
-    def _saved_state(self, rollout_id: int | None) -> Path | None:
-        """The file that `save` wrote of a source's state; None where there is none, or nothing to give it to."""
-        if self.args.load is None or rollout_id == -1 or not self._has_state():
-            return None
-        path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
-        return path if path is not None and path.is_file() else None
-
     def buffered(self) -> list[Group]:
-        """Groups that were put back, here or into the source, as far as one can see."""
+        """Return the groups that were put back, here or into a visible buffer of the source."""
         inner = self.source.buffer if _has(self.source, "buffer") else []
         groups = [item for item in inner if isinstance(item, list)] if isinstance(inner, list) else []
         return [*self._returned, *groups]
 
-    def _skip_to(self, handed_out: int) -> None:
-        """Throw away what the source handed out in an earlier life; an exhausted one has no more to give."""
-        for _ in range(2 * handed_out):
-            if self._handed_out >= handed_out or not self._new(handed_out - self._handed_out):
-                return
-
-    def _known_since(self, rollout_id: int, position: dict[str, Any], saved: dict[str, Any] | None) -> int:
-        """Groups that a loaded source had handed out when it was saved."""
-        if rollout_id < 0:
-            return 0
-        if saved is None:
-            logger.warning(
-                "%s %s: how far it was when rollout %d was saved is unknown, prompts may come twice",
-                FLAG,
-                self.args.data_source_path,
-                rollout_id,
-            )
-            return int(position["handed_out"])
-        return int(saved["handed_out"])
-
     def _has_state(self) -> bool:
-        """Whether a state of the source says all: one with a buffer of its own may hold groups in it."""
+        """True if the source's own state is complete; `state_dict` of a source with a buffer may include groups."""
         if not _has(self.source, "load_state_dict"):
             return False
         return _has(self.source, "position") or (
@@ -215,43 +218,22 @@ class UserSource:
         )
 
     def _new(self, num_samples: int) -> list[Group]:
-        """Groups from the source; those that it had been given back are not counted as handed out."""
-        groups = [self._group(item) for item in self.source.get_samples(num_samples)]
-        self._handed_out += sum(1 for group in groups if _is_new(group))
+        """Get groups from the source; groups that were put back into it do not count as handed out."""
+        groups: list[Group] = []
+        for item in self.source.get_samples(num_samples):
+            group: object = item
+            if isinstance(item, Sample):
+                group = [copy.deepcopy(item) for _ in range(self.args.n_samples_per_prompt)]
+            if not is_group(group):
+                raise UserError(
+                    f"{FLAG} {self.args.data_source_path}: get_samples must return groups (lists of Sample) or "
+                    f"samples, not {item!r:.80}"
+                )
+            self._next_group_index, self._next_index = fill_in_indices(group, self._next_group_index, self._next_index)
+            groups.append(group)
+        self._handed_out += sum(all(sample.journal_id is None for sample in samples_of(group)) for group in groups)
         return groups
 
-    def _from_buffer(self, num_samples: int) -> list[Group]:
-        taken, self._returned = self._returned[:num_samples], self._returned[num_samples:]
-        wanted = num_samples - len(taken)
-        if wanted and _has(self.source, "buffer_filter") and _has(self.source, "buffer") and self.source.buffer:
-            chosen = list(self.source.buffer_filter(self._plugin_args, self.source.buffer, wanted))
-            if len(chosen) > wanted:
-                raise UserError(
-                    f"{FLAG} {self.args.data_source_path}: buffer_filter returned {len(chosen)} groups when asked for "
-                    f"at most {wanted}"
-                )
-            remove_chosen(self.source.buffer, chosen)
-            taken += chosen
-        return taken
 
-    def _group(self, item: Any) -> Group:
-        group = [copy.deepcopy(item) for _ in range(self.args.n_samples_per_prompt)] if _is_sample(item) else item
-        if not is_group(group):
-            raise UserError(
-                f"{FLAG} {self.args.data_source_path}: get_samples must return groups (lists of Sample) or samples, "
-                f"not {item!r:.80}"
-            )
-        self._next_group_index, self._next_index = fill_in_indices(group, self._next_group_index, self._next_index)
-        return group
-
-
-def _is_sample(item: Any) -> bool:
-    return isinstance(item, Sample)
-
-
-def _is_new(group: Group) -> bool:
-    return all(sample.journal_id is None for sample in samples_of(group))
-
-
-def _has(source: Any, name: str) -> bool:
+def _has(source: object, name: str) -> bool:
     return hasattr(source, name)

@@ -1,4 +1,7 @@
-"""Samples as JSON and back, exactly: arrays become tagged base64, everything else must already be JSON."""
+"""Lossless conversion of samples to JSON and back, and display text for prompts, labels and rewards.
+
+In JSON, arrays become tagged base64; every other value must already be a JSON value.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ import numpy as np
 
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _ARRAY_TAG = "__ndarray__"
 
 
-def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """A sample as JSON values; a `UserError` names the field of a value that JSON cannot hold."""
+def sample_to_json(sample: Sample) -> JsonObject:
+    """Convert a sample to JSON values; a `UserError` names a field that JSON cannot represent."""
     return {key: to_json(value, f"sample {sample.index}, {key}") for key, value in sample.to_dict().items()}
 
 
-def sample_from_json(data: dict[str, Any]) -> Sample:
-    """The inverse of `sample_to_json`."""
+def sample_from_json(data: JsonObject) -> Sample:
+    """Invert `sample_to_json`."""
     return Sample.from_dict({key: from_json(value) for key, value in data.items()})
 
 
-def to_json(value: Any, where: str) -> Any:
-    """`value` as JSON values; `where` names it when it cannot be."""
+def to_json(value: object, where: str) -> object:
+    """Convert `value` to JSON values; `where` names it in the error if that is impossible."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -42,7 +46,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json` (tuples come back as lists)."""
+    """Invert `to_json`; tuples come back as lists."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if isinstance(value, dict):
@@ -53,11 +57,8 @@ def from_json(value: Any) -> Any:
     return value
 
 
-# Values of samples as text for people.
-
-
-def prompt_text(prompt: Any) -> str:
-    """A prompt as one text; of messages one after the other, each with its role."""
+def prompt_text(prompt: object) -> str:
+    """Format a prompt as one text; messages are one per line, each with its role."""
     if not isinstance(prompt, list | tuple):
         return value_text(prompt)
     return "\n".join(
@@ -68,15 +69,15 @@ def prompt_text(prompt: Any) -> str:
     )
 
 
-def value_text(value: Any) -> str:
-    """A label, a reward or the like: texts as they are, nothing for None, everything else as JSON."""
+def value_text(value: object) -> str:
+    """Format a label, reward or similar value: text unchanged, None as empty text, other values as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def visible(text: str) -> str:
-    """`text` without characters that a terminal obeys, or cannot show: these are written as escapes."""
+    """Escape characters that control a terminal or are not printable."""
     if text.isprintable():
         return text
     return "".join(

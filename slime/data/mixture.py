@@ -1,8 +1,8 @@
-"""Prompts of several datasets in fixed proportions.
+"""Mixes prompts of several datasets in fixed proportions.
 
-Invariant: of the first t prompts, whatever t is, every dataset has given its share of t, rounded down or up; so a batch
-has at most one prompt more or less than that on either side. Nothing is drawn by chance: which dataset comes next
-follows from how many prompts each has given. Each dataset goes through its own epochs, in orders of its own.
+Invariant: for every t, each dataset has supplied its share of the first t prompts, rounded down or up; so a batch
+deviates by at most one prompt on either side. The mixture is deterministic: the next dataset follows from the number of
+prompts that each has supplied. Each dataset has its own epochs and its own order.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from argparse import Namespace
 
 logger = logging.getLogger(__name__)
 
 
 class Recipe(Protocol):
-    """What a run says about one of its datasets (`slime.config.datasets`)."""
+    """The settings of one training dataset (`slime.config.datasets`)."""
 
     @property
     def name(self) -> str: ...
@@ -44,7 +48,7 @@ class Recipe(Protocol):
     @property
     def apply_chat_template(self) -> bool: ...
     @property
-    def apply_chat_template_kwargs(self) -> dict[str, Any]: ...
+    def apply_chat_template_kwargs(self) -> JsonObject: ...
     @property
     def max_prompt_len(self) -> int | None: ...
     @property
@@ -54,21 +58,21 @@ class Recipe(Protocol):
     @property
     def custom_generate_function_path(self) -> str | None: ...
     @property
-    def metadata_overrides(self) -> dict[str, Any]: ...
+    def metadata_overrides(self) -> JsonObject: ...
 
 
 class Walk(Protocol):
-    """One dataset, prompt after prompt and epoch after epoch."""
+    """A resumable cursor over the prompts of one dataset, epoch after epoch."""
 
     def __len__(self) -> int: ...
     def next_prompt(self) -> Sample: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], *, origin: str) -> None: ...
+    def state_dict(self) -> JsonObject: ...
+    def load_state_dict(self, state: JsonObject, *, origin: str) -> None: ...
 
 
 @dataclass
 class Part:
-    """A dataset of a mixture, and how many prompts it has given since the weights are what they are."""
+    """One dataset of a mixture, and the number of prompts it has supplied under the current weights."""
 
     recipe: Recipe
     walk: Walk
@@ -76,14 +80,14 @@ class Part:
 
 
 class Mixture:
-    """Hands out the prompts of all datasets by their weights, each marked with the dataset that it is of."""
+    """Supplies prompts of all datasets in proportion to their weights, each tagged with its dataset."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
         self._weights = [Fraction(str(part.recipe.weight)) for part in self.parts]
 
     def __len__(self) -> int:
-        """Prompts of all datasets together."""
+        """The number of prompts of all datasets together."""
         return sum(len(part.walk) for part in self.parts)
 
     @property
@@ -91,21 +95,21 @@ class Mixture:
         return [part.recipe.name for part in self.parts]
 
     def next_prompt(self) -> Sample:
-        """A prompt of the dataset whose turn it is."""
+        """Return a prompt of the next dataset."""
         part = self.parts[whose_turn(self._weights, [part.given for part in self.parts])]
         prompt = marked(part.walk.next_prompt(), part.recipe)
         part.given += 1
         return prompt
 
-    def state_dict(self) -> dict[str, Any]:
-        """How far each dataset is, as JSON values."""
+    def state_dict(self) -> JsonObject:
+        """Return the position in each dataset as JSON values."""
         return {
             part.recipe.name: {"weight": part.recipe.weight, "given": part.given, "position": part.walk.state_dict()}
             for part in self.parts
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, origin: str) -> None:
-        """Go on where another run was with the same datasets; with other weights their shares count from here on."""
+    def load_state_dict(self, state: JsonObject, *, origin: str) -> None:
+        """Resume at a saved position in the same datasets; changed weights apply from this position on."""
         if sorted(state) != sorted(self.names):
             raise UserError(
                 f"{origin}: is a position in the datasets {', '.join(state)}, but --prompt-config has "
@@ -115,7 +119,7 @@ class Mixture:
         same = [share * sum(saved) for share in self._weights] == [share * sum(self._weights) for share in saved]
         if not same:
             shown = ", ".join(f"{name} {state[name]['weight']:g}" for name in self.names)
-            logger.warning("%s was saved with the weights %s: prompts now come in other shares", origin, shown)
+            logger.warning("%s was saved with the weights %s: the proportions of prompts have changed", origin, shown)
         for part in self.parts:
             own = state[part.recipe.name]
             part.walk.load_state_dict(own["position"], origin=f"{origin}, dataset {part.recipe.name}")
@@ -123,11 +127,11 @@ class Mixture:
 
 
 def whose_turn(weights: Sequence[Fraction], given: Sequence[int]) -> int:
-    """Which of several gives the next prompt; of equals the first.
+    """Return the index of the dataset that supplies the next prompt; ties go to the first.
 
-    The quota method of Balinski and Young (1975): of those that are below their share of the prompts so far and this
-    one, the one whose next prompt is due first. Beginning with none given it keeps every count at the share rounded
-    down or up.
+    The quota method of Balinski and Young (1975): of the datasets below their share of the prompts including the next
+    one, choose the one whose next prompt is due first. Starting from zero counts, this keeps every count at its share
+    rounded down or up.
     """
     total, place = sum(weights), sum(given) + 1
     behind = [part for part, weight in enumerate(weights) if given[part] * total < place * weight]
@@ -135,7 +139,7 @@ def whose_turn(weights: Sequence[Fraction], given: Sequence[int]) -> int:
 
 
 def marked(prototype: Sample, recipe: Recipe) -> Sample:
-    """A copy of a prompt that knows its dataset, with that dataset's reward and generate functions."""
+    """Return a copy of a prompt tagged with its dataset and that dataset's reward and generate functions."""
     prompt = copy.copy(prototype)
     prompt.task = recipe.name
     prompt.generate_function_path = recipe.custom_generate_function_path
@@ -145,10 +149,10 @@ def marked(prototype: Sample, recipe: Recipe) -> Sample:
     return prompt
 
 
-def reading(recipe: Recipe, args: Any) -> dict[str, Any]:
-    """The flags with which one dataset is read, where they are not those of the run.
+def reading(recipe: Recipe, args: Namespace) -> JsonObject:
+    """Return the flags for reading one dataset that differ from those of the run.
 
-    Its seed is its own, so that datasets of the same length are not shuffled alike.
+    Each dataset has its own seed, so that datasets of the same length are shuffled differently.
     """
     own_judge = recipe.rm_type is not None or recipe.custom_rm_path is not None
     generate = recipe.custom_generate_function_path or args.custom_generate_function_path

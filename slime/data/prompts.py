@@ -1,23 +1,29 @@
-"""`PromptDataset`: a file of prompts as a sequence of `Sample` prototypes.
+"""`PromptDataset`: a sequence of `Sample` prototypes read from a prompt file.
 
 Invariant: with and without streaming, inline or with workers, the same file and flags give the same prototypes in the
-same order. Read whole, over-long prompts are gone before the first index; streamed, they are found on access.
+same order. Without streaming, over-long prompts are dropped before indices are assigned; with streaming, they are
+detected on access.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, overload
+from itertools import islice
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from slime.data.prompt_rows import Built, LabelUse, Located, PrototypeBuilder
-from slime.data.readers import Rows, file_bytes, open_rows
+from slime.data.readers import file_bytes, open_rows
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +31,22 @@ _ROWS_PER_CHUNK = 512
 
 
 class PromptTooLong(UserError):
-    """A streamed prompt turned out longer than the limit; the data source skips and counts it."""
+    """Raised on access to a streamed prompt longer than the limit; the data source skips and counts it."""
 
 
 class PromptDataset:
-    """Prompts from a JSONL or Parquet file, `path@[a:b]` included.
+    """Prompts from a JSONL or Parquet file, or from a slice `path@[a:b]` of one.
 
-    `max_prompt_len` drops longer prompts; `max_context` is the model's limit, and a prompt that leaves no room for a
-    response within it is an error unless `max_prompt_len` has dropped it. `origin_samples` are in file order, `samples`
-    in the order of the epoch that `shuffle` was last told of; whoever puts others there has these.
+    Prompts longer than `max_prompt_len` are dropped. `max_context` is the model's limit: a prompt that leaves no room
+    for a response within it is an error unless `max_prompt_len` drops it. `origin_samples` are in file order, `samples`
+    in the order of the last `shuffle`; callers may replace `samples`.
     """
 
     def __init__(
         self,
         path: str,
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         input_key: str | None = None,
         label_key: str | None = None,
         label_use: LabelUse = "any",
@@ -49,7 +55,7 @@ class PromptDataset:
         multimodal_keys: Mapping[str, str] | None = None,
         prompt_suffix: str | None = None,
         apply_chat_template: bool = False,
-        apply_chat_template_kwargs: dict[str, Any] | None = None,
+        apply_chat_template_kwargs: JsonObject | None = None,
         max_prompt_len: int | None = None,
         max_context: int | None = None,
         any_prompt: bool = False,
@@ -93,11 +99,11 @@ class PromptDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        """The prototype at `index`: shared when read whole, so copy it before changing it."""
+        """Return the prototype at `index`; without streaming it is shared, so copy it before changing it."""
         return self.samples[index]
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Put `samples` into the order of an epoch, once: what was put there since then stays until the next one."""
+        """Put `samples` into the order of an epoch; a repeated call keeps samples that callers replaced since."""
         if self.epoch_id == new_epoch_id:
             return
         order = self.epoch_order(self.seed, new_epoch_id, True)
@@ -105,7 +111,7 @@ class PromptDataset:
         self.epoch_id = new_epoch_id
 
     def read_row(self, row: int) -> Sample:
-        """The prototype of a row of the file, read now."""
+        """Read one row of the file and build its prototype."""
         built = self._builder.build_all([Located(self._rows.where(row), self._rows[row])])[0]
         if not self._fits(built):
             raise PromptTooLong(
@@ -114,7 +120,7 @@ class PromptDataset:
         return built.sample
 
     def __iter__(self) -> Iterator[Sample]:
-        """All prototypes in file order, over-long ones left out."""
+        """Iterate over all prototypes, skipping over-long ones."""
         for index in range(len(self)):
             try:
                 yield self[index]
@@ -122,7 +128,7 @@ class PromptDataset:
                 continue
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """The indices of one epoch: file order, or a permutation that `seed + epoch` determines."""
+        """Return the indices of one epoch: file order, or a permutation seeded with `seed + epoch`."""
         row_count = len(self._rows)
         order = np.random.default_rng(seed + epoch).permutation(row_count) if shuffle else np.arange(row_count)
         if self._position_of_row is None:
@@ -130,8 +136,8 @@ class PromptDataset:
         positions = self._position_of_row[order]
         return positions[positions >= 0]
 
-    def identity(self) -> dict[str, Any]:
-        """What a saved position in this dataset depends on."""
+    def identity(self) -> JsonObject:
+        """Return the facts that must be unchanged for a saved position in this dataset to be valid."""
         return {"path": self.path, "length": len(self.origin_samples), "file_bytes": file_bytes(self.path)}
 
     def _read_whole(self, num_workers: int) -> list[Sample]:
@@ -153,7 +159,8 @@ class PromptDataset:
         return kept
 
     def _build_all(self, num_workers: int) -> Iterator[Built]:
-        chunks = _chunks(self._rows)
+        located = (Located(self._rows.where(index), row) for index, row in enumerate(self._rows))
+        chunks = iter(lambda: list(islice(located, _ROWS_PER_CHUNK)), [])
         if num_workers <= 0:
             for chunk in chunks:
                 yield from self._builder.build_all(chunk)
@@ -180,7 +187,7 @@ class PromptDataset:
 
 
 class Streamed(Sequence[Sample]):
-    """Prototypes of a streamed file in some order, each read when it is asked for."""
+    """Prototypes of a streamed file in a given order; each is read on access."""
 
     def __init__(self, dataset: PromptDataset, order: np.ndarray) -> None:
         self._dataset = dataset
@@ -201,8 +208,10 @@ class Streamed(Sequence[Sample]):
         return self._dataset.read_row(int(self._order[index]))
 
 
-def short_enough(samples: Sequence[Sample], tokenizer: Any, max_prompt_len: int | None) -> list[Sample]:
-    """The samples whose prompts have at most so many tokens, in their order; how many go is logged."""
+def short_enough(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, max_prompt_len: int | None
+) -> list[Sample]:
+    """Return, in order, the samples whose prompts have at most `max_prompt_len` tokens; logs the number dropped."""
     builder = PrototypeBuilder(tokenizer=tokenizer, input_key="", shortest_limit=max_prompt_len)
     counts = builder.prompt_tokens(samples)
     kept = [
@@ -216,28 +225,11 @@ def short_enough(samples: Sequence[Sample], tokenizer: Any, max_prompt_len: int 
 
 
 def log_dropped(dropped: int, total: int, limit: int | None) -> None:
-    """The one line that says how many prompts a length limit cost."""
+    """Log the number of prompts that a length limit dropped."""
     logger.warning("dropped %d of %d prompts longer than %s tokens", dropped, total, limit)
 
 
-def _chunks(rows: Rows) -> Iterator[list[Located]]:
-    located = (Located(rows.where(index), row) for index, row in enumerate(rows))
-    return _batches(located, _ROWS_PER_CHUNK)
-
-
-def _batches(items: Iterable[Located], size: int) -> Iterator[list[Located]]:
-    batch: list[Located] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-# The builder of a worker process, set once when the process starts: sending the tokenizer with every chunk costs more
-# than the work itself.
+# Set once when a worker process starts: sending the tokenizer with every chunk costs more than the work itself.
 _worker_builder: PrototypeBuilder
 
 

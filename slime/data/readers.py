@@ -1,7 +1,7 @@
-"""Row readers: a prompt file as a numbered sequence of JSON-like dicts.
+"""Random-access readers of JSONL and Parquet prompt files; each row is a JSON-like dict.
 
-Invariant: row `i` is the same row whichever reader serves it, `where(i)` names it as the user would look it up, and a
-file that cannot be read as promised ends in a `UserError`, never in a skipped row.
+Invariant: row `i` is the same row in every reader, `where(i)` names its place in the file, and unreadable data raises a
+`UserError` instead of being skipped.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+Row = JsonObject
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CACHED_ROW_GROUPS = 4
 
 
-def value_at(row: Row, key: str) -> Any:
-    """What a row holds under a key, or inside its objects under `outer.inner`; `KeyError` where there is nothing.
+def value_at(row: Row, key: str) -> object:
+    """Look up a key, or `outer.inner` inside nested objects; `KeyError` if it is absent.
 
-    A column whose own name has the dots goes first.
+    A column whose own name contains the dots takes precedence.
     """
     if key in row:
         return row[key]
@@ -40,7 +44,7 @@ def value_at(row: Row, key: str) -> Any:
 
 
 def chosen_columns(names: Sequence[str], keys: set[str]) -> list[str]:
-    """The columns of a file that these keys are read from."""
+    """Return the columns of a file that contain these keys."""
     return [name for name in names if name in keys or any(key.startswith(f"{name}.") for key in keys)]
 
 
@@ -57,7 +61,7 @@ class Rows(Protocol):
 
 
 def split_slice(path: str) -> tuple[str, slice]:
-    """`file.jsonl@[a:b]` -> the file and the slice of its rows; without `@[` the slice is everything."""
+    """Split `file.jsonl@[a:b]` into the file and a slice of its rows; without `@[` the slice is the whole file."""
     match = _SLICE.match(path)
     if match:
         start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
@@ -68,9 +72,9 @@ def split_slice(path: str) -> tuple[str, slice]:
 
 
 def open_rows(path: str, *, columns: set[str]) -> Rows:
-    """The rows of a JSONL or Parquet file, `path@[a:b]` included; nothing but an index is held in memory.
+    """Open a JSONL or Parquet file, or a slice `path@[a:b]` of one; only an index is kept in memory.
 
-    `columns` are the keys that will be asked for: a Parquet file is read at these only.
+    `columns` are the keys that will be read: only these columns of a Parquet file are loaded.
     """
     file, chosen = split_slice(path)
     source = Path(file)
@@ -93,7 +97,7 @@ def open_rows(path: str, *, columns: set[str]) -> Rows:
 
 
 class JsonlRows:
-    """One JSON object per line; blank lines do not count as rows, but do count as lines."""
+    """Rows of a file with one JSON object per line; blank lines count as lines but not as rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,7 +120,7 @@ class JsonlRows:
 
     def __getitem__(self, index: int) -> Row:
         self._file.seek(int(self._offsets[index]))
-        return self._parse(index, self._file.readline())
+        return parse_line(self._file.readline(), self.where(index))
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
@@ -124,12 +128,9 @@ class JsonlRows:
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
 
-    def _parse(self, index: int, line: bytes) -> Row:
-        return parse_line(line, self.where(index))
-
 
 def parse_line(line: bytes, where: str) -> Row:
-    """The row on one line of a JSONL file."""
+    """Parse one line of a JSONL file."""
     try:
         row = json.loads(line.removeprefix(_BYTE_ORDER_MARK))
     except json.JSONDecodeError as error:
@@ -142,7 +143,7 @@ def parse_line(line: bytes, where: str) -> Row:
 
 
 class ParquetRows:
-    """The rows of a Parquet file; the few row groups used last stay in memory."""
+    """Rows of a Parquet file; the most recently used row groups stay in memory."""
 
     def __init__(self, path: Path, columns: set[str]) -> None:
         import pyarrow
@@ -154,12 +155,12 @@ class ParquetRows:
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"prompt data {path}: cannot be read as Parquet ({_first_line(error)})") from error
         names = self._file.schema_arrow.names
-        # A file without any of the wanted columns is read whole, so that the error can name the keys there are.
+        # Without any of the wanted columns all columns are read, so that the error can list the keys of the row.
         self._columns = chosen_columns(names, columns) or names
         self._absent = {name: None for name in names if name not in self._columns}
         counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._cache: OrderedDict[int, Table] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -176,7 +177,7 @@ class ParquetRows:
     def where(self, index: int) -> str:
         return f"{self._path}: row {index}"
 
-    def _table(self, group: int) -> Any:
+    def _table(self, group: int) -> Table:
         import pyarrow
 
         if group in self._cache:
@@ -193,7 +194,7 @@ class ParquetRows:
 
 
 class SlicedRows:
-    """A contiguous part of other rows; `where` still names the place in the file."""
+    """A contiguous slice of other rows; `where` still names the place in the file."""
 
     def __init__(self, rows: Rows, indices: range) -> None:
         self._rows = rows
@@ -213,7 +214,7 @@ class SlicedRows:
 
 
 def file_bytes(path: str) -> int:
-    """Size of the file behind `path` (slice or not), part of a dataset's identity."""
+    """Return the size of the file named by `path`, with or without a slice; part of a dataset's identity."""
     return os.stat(split_slice(path)[0]).st_size
 
 

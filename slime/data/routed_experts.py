@@ -1,27 +1,27 @@
-"""Which experts the engine's routers chose, token by token: `[tokens - 1, layers, experts per token]`.
+"""Expert ids chosen by the engine's routers for each token: `[tokens - 1, layers, experts per token]`.
 
-Invariant: row t is of token t, whose forward predicted token t + 1, so the last token has none. All layers have a
-place; those without experts hold zeros there, as SGLang answers. Ids are kept in the narrowest type they fit in: they
-are most of what a sample of a large model weighs.
+Invariant: row t belongs to token t, whose forward predicted token t + 1, so the last token has no row. Every layer has
+an entry; layers without experts hold zeros, as SGLang reports them. Ids are stored in the narrowest integer type they
+fit in, because they are most of the memory of a large model's sample.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from slime.storage.json_types import JsonMapping
 
 _NARROW = (np.uint8, np.int16)
 
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """What a model's config says about its routers."""
+    """The router dimensions of a model, from its config."""
 
     num_layers: int
     moe_layers: tuple[int, ...]
@@ -30,7 +30,7 @@ class RoutedModel:
 
     @classmethod
     def of(cls, folder: str | Path) -> RoutedModel | None:
-        """Of the model in a folder; None where it has no experts, or does not say."""
+        """Read a model folder; None if the model has no experts or its config does not specify them."""
         try:
             model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -38,8 +38,8 @@ class RoutedModel:
         return cls.from_config(model) if isinstance(model, dict) else None
 
     @classmethod
-    def from_config(cls, model: Mapping[str, Any]) -> RoutedModel | None:
-        """Of a config.json; of a multimodal model the part about text."""
+    def from_config(cls, model: JsonMapping) -> RoutedModel | None:
+        """Build from a config.json; of a multimodal model the text part is used."""
         facts = {**model, **text} if isinstance(text := model.get("text_config"), dict) else model
         layers = _number(facts, "num_hidden_layers", "num_layers")
         experts = _number(facts, "num_experts", "n_routed_experts", "num_local_experts")
@@ -49,25 +49,28 @@ class RoutedModel:
         return cls(layers, tuple(layer for layer in range(layers) if _has_experts(facts, layer)), experts, topk)
 
     def wrong_with(self, experts: np.ndarray) -> str | None:
-        """What is wrong with the rows of a sample of this model, in half a sentence."""
+        """Return the mismatch between a sample's rows and this model as a predicate phrase; None if they match."""
         if experts.shape[1:] != (self.num_layers, self.topk):
             shape = " x ".join(map(str, experts.shape[1:]))
-            return f"has {shape} entries a token, not {self.num_layers} layers x {self.topk} experts"
+            return f"has {shape} entries per token, expected {self.num_layers} layers x {self.topk} experts"
         if not len(experts):
             return None
         if experts.max() >= self.num_experts:
-            return f"names expert {int(experts.max())}, and there are {self.num_experts}"
+            return f"contains expert {int(experts.max())}, but the model has {self.num_experts} experts"
         if self.topk == 1:
-            return None  # expert 0 is a choice then
+            return None  # a row of zeros is valid: it selects expert 0
         for layer in self.moe_layers:
             empty = ~experts[:, layer].any(axis=1)
             if empty.any():
-                return f"has nothing but zeros for token {int(empty.argmax())} in layer {layer}: it was not recorded"
+                return f"has only zeros for token {int(empty.argmax())} in layer {layer}: it was not recorded"
         return None
 
 
-def flat_experts(value: Any) -> np.ndarray:
-    """The ids of an answer, in the narrowest type; the wire form is base64 of int32 bytes. ValueError if it is not."""
+def flat_experts(value: object) -> np.ndarray:
+    """Decode an engine's expert ids to a flat array of the narrowest type; ValueError for a malformed value.
+
+    The wire form is base64 of int32 bytes.
+    """
     if isinstance(value, np.ndarray) and value.dtype in _NARROW:
         return value.reshape(-1)
     if isinstance(value, str):
@@ -76,7 +79,7 @@ def flat_experts(value: Any) -> np.ndarray:
 
 
 def narrowed(ids: np.ndarray) -> np.ndarray:
-    """The same ids in the narrowest type they fit in."""
+    """Return the ids in the narrowest integer type they fit in."""
     least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
     for kind in _NARROW:
         if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max:
@@ -84,15 +87,15 @@ def narrowed(ids: np.ndarray) -> np.ndarray:
     return ids
 
 
-def _number(facts: Mapping[str, Any], *names: str) -> int | None:
+def _number(facts: JsonMapping, *names: str) -> int | None:
     for name in names:
         if isinstance(value := facts.get(name), int) and not isinstance(value, bool):
             return value
     return None
 
 
-def _has_experts(facts: Mapping[str, Any], layer: int) -> bool:
-    """Under the names that the families say it by."""
+def _has_experts(facts: JsonMapping, layer: int) -> bool:
+    """True if a layer has experts, by the config keys that the model families use."""
     kinds, each = facts.get("mlp_layer_types"), facts.get("moe_layer_freq")
     if isinstance(kinds, list) and layer < len(kinds):
         return kinds[layer] == "sparse"

@@ -1,11 +1,11 @@
-"""`Sample`: the one record that travels from the prompt to the gradient.
+"""`Sample`: the record of one prompt and response, used from prompt file to gradient.
 
-Invariant: everything counted per response token (loss mask, log-probs, top-p spans) has exactly `response_length`
-entries, and the response is the tail of `tokens`. `append_response_tokens` keeps it: it checks first and changes the
-sample only when everything fits, so a refused call leaves the sample as it was.
+Invariant: every per-token column of the response (loss mask, log-probs, top-p spans) has exactly `response_length`
+entries, and the response is the tail of `tokens`. `append_response_tokens` preserves this: it validates all arguments
+before it changes the sample, so a rejected call leaves the sample unchanged.
 
-Columns are packed arrays inside and lists for whoever reads the attribute (`slime.data.columns`); a list that was read
-grows with the response. Code of this project reads `token_array()` and its like, which leave them packed.
+Columns are stored as packed arrays and read as lists (`slime.data.columns`); a list that was read grows with the
+response. Code of this project reads `token_array()` and similar methods, which leave columns packed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,20 +31,26 @@ from slime.data.columns import (
     packed,
     same_numbers,
 )
-from slime.data.counters import PrefixCacheInfo, SpecInfo, grown_spans, oldest_version
+from slime.data.counters import PrefixCacheInfo, Spans, SpecInfo, grown_spans, oldest_version
 from slime.data.routed_experts import flat_experts
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from slime.config import Config
 
 __all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]
 
-Reward = float | dict[str, Any]
+Reward = float | JsonObject
 
 Keep = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-"""Puts arrays into memory where they stay, in the same order."""
+"""Moves arrays into their final memory and returns them in the same order."""
 
 
 class SampleStatus(Enum):
-    """Where a sample is in its life."""
+    """The life-cycle state of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -55,10 +61,10 @@ class SampleStatus(Enum):
 
 @dataclass(frozen=True)
 class _TopP:
-    """Columns of top-p spans, and what a call adds to them."""
+    """The top-p span columns of a sample, and the entries that an engine call appends to them."""
 
-    ids: Packed | list[Any]
-    offsets: Packed | list[Any]
+    ids: Packed | list[float]
+    offsets: Packed | list[float]
     new_ids: np.ndarray
     new_offsets: np.ndarray
 
@@ -72,7 +78,7 @@ _STATUS_OF_FINISH_REASON = {
 
 @dataclass(eq=False)
 class Sample(HandsOutLists):
-    """One prompt with one response, and all that is known about how it came about."""
+    """One prompt with one response and the record of how they were generated and scored."""
 
     Status = SampleStatus
     SpecInfo = counters.SpecInfo
@@ -82,19 +88,19 @@ class Sample(HandsOutLists):
     index: int | None = None
     rollout_id: int | None = None
     prompt: Any = ""
-    """Text or chat messages; where a function of the user reads it, whatever the row holds."""
+    """Text or chat messages; any value of the row if a user function reads it."""
     tokens: list[int] = field(default_factory=list)
-    multimodal_inputs: dict[str, Any] | None = None
-    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_inputs: dict[str, object] | None = None
+    multimodal_train_inputs: dict[str, object] | None = None
     multimodal_train_input_id: str | None = None
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: JsonObject = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Reward | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
-    version_spans: list[list[Any]] = field(default_factory=list)
+    version_spans: Spans = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
@@ -103,18 +109,18 @@ class Sample(HandsOutLists):
     teacher_log_probs: list[float] | None = None
     status: SampleStatus = SampleStatus.PENDING
     failure: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     task: str | None = None
-    """The dataset of `--prompt-config` that the prompt is of."""
-    train_metadata: dict[str, Any] | None = None
+    """The name of the prompt's dataset in `--prompt-config`."""
+    train_metadata: JsonObject | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
     spec_info: counters.SpecInfo = field(default_factory=counters.SpecInfo)
     prefix_cache_info: counters.PrefixCacheInfo = field(default_factory=counters.PrefixCacheInfo)
     journal_id: int | None = None
-    """The row of the run's journal that this sample is recorded in; copies keep it."""
+    """The row id of this sample in the run's journal; copies keep it."""
 
     def __post_init__(self) -> None:
         self._own_columns()
@@ -123,17 +129,29 @@ class Sample(HandsOutLists):
         if not isinstance(other, Sample):
             return NotImplemented
         mine, theirs = self.__dict__, other.__dict__
-        return mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
+        if mine.keys() != theirs.keys():
+            return False
+        for key, left in mine.items():
+            right = theirs[key]
+            if isinstance(left, Packed) or isinstance(right, Packed):
+                equal = same_numbers(left, right)
+            elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+                equal = left is not None and right is not None and np.array_equal(left, right)
+            else:
+                equal = bool(left == right)
+            if not equal:
+                return False
+        return True
 
     def __copy__(self) -> Sample:
-        """A copy with columns of its own: a response that goes on in one of them does not grow in the other."""
+        """Return a copy with its own columns: appending to one copy does not extend the other."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._own_columns()
         return twin
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
-        """Python's own deep copy, without looking into what cannot change: most fields of most samples."""
+    def __deepcopy__(self, memo: dict[int, object]) -> Sample:
+        """Deep copy that skips immutable values, which most fields of most samples hold."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
@@ -144,7 +162,7 @@ class Sample(HandsOutLists):
         return twin
 
     def _own_columns(self) -> None:
-        """Lists of another sample (of a copy, of `dataclasses.replace`) are copied: this one's go on without it."""
+        """Copy column lists shared with another sample (after a copy or `dataclasses.replace`)."""
         for name in COLUMNS:
             if type(column := self.__dict__[name]) is list:
                 self.__dict__[name] = list(column)
@@ -153,7 +171,7 @@ class Sample(HandsOutLists):
 
     @property
     def effective_response_length(self) -> int:
-        """Response tokens that are trained on."""
+        """Number of response tokens that are trained on."""
         mask = self.__dict__["loss_mask"]
         if mask is None:
             return self.response_length
@@ -163,29 +181,29 @@ class Sample(HandsOutLists):
 
     @property
     def total_length(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response."""
         return len(self.__dict__["tokens"])
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the response."""
+        """Number of tokens before the response."""
         return self.total_length - self.response_length
 
     @property
     def oldest_weight_version(self) -> int | None:
-        """The oldest weights that sampled a token which is trained on; None when nothing is known."""
+        """The oldest weight version that sampled a trained token; None when it is unknown."""
         return oldest_version(self.version_spans, self.loss_mask_array(), self.weight_versions)
 
     def token_array(self) -> np.ndarray:
-        """`tokens` as an array, not to be written; the column stays as it is."""
+        """Return `tokens` as a read-only array; the column is unchanged."""
         return np.empty(0, dtype=np.int32) if (tokens := self.column_array("tokens")) is None else tokens
 
     def loss_mask_array(self) -> np.ndarray | None:
-        """`loss_mask` as an array, not to be written."""
+        """Return `loss_mask` as a read-only array."""
         return self.column_array("loss_mask")
 
     def column_array(self, name: str) -> np.ndarray | None:
-        """Any of `COLUMNS` as an array, not to be written: exact, and the column stays as it is."""
+        """Return one of `COLUMNS` as a read-only array, without loss; the column is unchanged."""
         value = self.__dict__[name]
         if value is None:
             return None
@@ -193,9 +211,9 @@ class Sample(HandsOutLists):
         return np.asarray(value) if held is None else held.array
 
     def compact(self) -> None:
-        """Pack what was read or written as lists: for a sample that nobody works on any more.
+        """Pack columns that were read or written as lists; call it after the last modification.
 
-        A list that was handed out before is not the sample's any more. What is no plain list of numbers stays.
+        Lists that callers read before are then detached from the sample. Values other than plain lists of numbers stay.
         """
         for name in COLUMNS:
             value = self.__dict__[name]
@@ -204,7 +222,7 @@ class Sample(HandsOutLists):
                 self.__dict__[name] = slim
 
     def keep_with(self, keep: Keep) -> None:
-        """Compact, look at all that training asks of the columns, and have `keep` put them where they stay."""
+        """Compact the sample, compute the column statistics that training needs, and move columns with `keep`."""
         self.compact()
         held = {name: column for name in TRAINED_ON if isinstance(column := self.__dict__[name], Packed)}
         for column in held.values():
@@ -218,12 +236,12 @@ class Sample(HandsOutLists):
         if experts is not None:
             self.rollout_routed_experts = kept[-1]
 
-    def get_reward_value(self, args: Any) -> Any:
-        """The reward, of a dict the entry that `--reward-key` names; without one the dict itself."""
+    def get_reward_value(self, args: Config | Namespace) -> Any:
+        """Return the reward; for a dict its `--reward-key` entry, or the dict itself if no key is set."""
         return self.reward_number(args) if isinstance(self.reward, dict) and args.reward_key else self.reward
 
-    def reward_number(self, args: Any, *, evaluation: bool = False) -> float:
-        """The reward as one number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
+    def reward_number(self, args: Config | Namespace, *, evaluation: bool = False) -> float:
+        """Return the reward as a number; a dict is read at `--reward-key` (`--eval-reward-key` first in evaluation)."""
         key = (args.eval_reward_key if evaluation else None) or args.reward_key
         if isinstance(self.reward, dict):
             if not key:
@@ -235,8 +253,8 @@ class Sample(HandsOutLists):
             raise ValueError(f"sample {self.index} has no reward yet (status {self.status.value})")
         return self.reward
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields and extra attributes as plain values; arrays and containers are shared, packed columns copied."""
+    def to_dict(self) -> JsonObject:
+        """Return all fields and extra attributes; arrays and containers are shared, packed columns become new lists."""
         data = {name: value.tolist() if isinstance(value, Packed) else value for name, value in self.__dict__.items()}
         data["status"] = self.status.value
         data["spec_info"] = self.spec_info.to_dict()
@@ -244,8 +262,8 @@ class Sample(HandsOutLists):
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """The inverse of `to_dict`; keys that are no fields become attributes and survive the next `to_dict`."""
+    def from_dict(cls, data: JsonMapping) -> Sample:
+        """Invert `to_dict`; keys other than field names become attributes, which the next `to_dict` includes."""
         fields = cls.__dataclass_fields__
         known = {key: value for key, value in data.items() if key in fields}
         if "status" in known:
@@ -261,21 +279,21 @@ class Sample(HandsOutLists):
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: Namespace | None = None,
         *,
         tokens: Sequence[int] | np.ndarray | None = None,
         log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
-        meta_info: Mapping[str, Any] | None = None,
+        meta_info: JsonMapping | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Extend the response: the one supported way. Lists that a plugin holds of it grow.
+        """Append tokens to the response; the only supported way to do so. Lists that a plugin holds grow with it.
 
         Trainable (sampled) tokens need `log_probs` of equal length; others (tool output, templates) must have none.
-        `meta_info` is the engine's answer: weight versions, top-p spans and routed experts are taken from it, and, once
-        it carries a `finish_reason` and `update_terminal_info` is on, also counters and status. The first
-        `masked_until` tokens of an answer are not trained on. `args` is needed only for routed experts (`num_layers`,
+        `meta_info` is the engine's response metadata, the source of weight versions, top-p spans and routed experts.
+        If it has a `finish_reason` and `update_terminal_info` is on, counters and status are updated too. The first
+        `masked_until` tokens are not trained on. `args` is needed only for routed experts (`num_layers`,
         `moe_router_topk`).
         """
         new_tokens = _ids(tokens)
@@ -292,7 +310,11 @@ class Sample(HandsOutLists):
             self.grow("tokens", self.__dict__["tokens"], new_tokens)
             self.response_length += len(new_tokens)
             masked = int(meta_info.get("masked_until") or 0) if trainable else len(new_tokens)
-            self.grow("loss_mask", mask, _mask_from(masked, len(new_tokens)))
+            new_mask = mask_of(int(masked <= 0), len(new_tokens))
+            if 0 < masked < len(new_tokens):
+                new_mask = np.ones(len(new_tokens), dtype=np.int8)
+                new_mask[:masked] = 0
+            self.grow("loss_mask", mask, new_mask)
             self.grow("rollout_log_probs", old_log_probs, new_log_probs)
         if top_p is not None:
             self.grow("rollout_top_p_token_ids", top_p.ids, top_p.new_ids)
@@ -301,11 +323,17 @@ class Sample(HandsOutLists):
             self.rollout_routed_experts = experts
         if text:
             self.response += text
-        if update_terminal_info and meta_info.get("finish_reason"):
-            self._record_finished_call(meta_info)
+        if update_terminal_info and (reason := meta_info.get("finish_reason")):
+            if meta_info.get("spec_verify_ct"):  # else the call was made without speculative decoding
+                self.spec_info.add(meta_info)
+            self.prefix_cache_info.add(meta_info)
+            if meta_info.get("weight_version") is not None:
+                self.weight_versions.append(str(meta_info["weight_version"]))
+            kind = reason.get("type") if isinstance(reason, Mapping) else reason
+            self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
 
-    def _response_columns(self) -> tuple[Packed | list[Any], Packed | list[Any]]:
-        """Loss mask and log-probs of the response so far, complete and checked."""
+    def _response_columns(self) -> tuple[Packed | list[float], Packed | list[float]]:
+        """Return loss mask and log-probs of the response so far, filled in where absent and validated."""
         length = self.response_length
         if length > self.total_length:
             raise ValueError(f"sample has {self.total_length} tokens but response_length {length}")
@@ -323,9 +351,9 @@ class Sample(HandsOutLists):
         return mask, log_probs
 
     def _grown_top_p(
-        self, count: int, mask: Packed | list[Any], trainable: bool, meta_info: Mapping[str, Any]
+        self, count: int, mask: Packed | list[float], trainable: bool, meta_info: JsonMapping
     ) -> _TopP | None:
-        """Top-p spans, and those of `count` more tokens; None when this sample carries none."""
+        """Return the top-p spans with those of `count` more tokens; None when the sample has none."""
         new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
         new_offsets = _int32_field(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
         if (new_ids is None) != (new_offsets is None):
@@ -339,7 +367,8 @@ class Sample(HandsOutLists):
             if _sum(mask):
                 raise ValueError("top-p spans arrived, but earlier trainable response tokens have none")
             ids, offsets = [], Packed(np.zeros(len(mask) + 1, dtype=np.int32))
-        if len(offsets) != len(mask) + 1 or _last(offsets) != len(ids):
+        last = offsets.array if isinstance(offsets, Packed) else offsets
+        if len(offsets) != len(mask) + 1 or last[-1] != len(ids):
             raise ValueError(f"top-p offsets do not span {len(mask)} response tokens and {len(ids)} ids")
         if new_ids is None or new_offsets is None:
             if count and trainable:
@@ -347,11 +376,14 @@ class Sample(HandsOutLists):
             return _TopP(ids, offsets, np.empty(0, np.int32), exact_ints(np.full(count, len(ids), dtype=np.int64)))
         if not trainable:
             raise ValueError("non-trainable tokens must not carry top-p spans")
-        _check_spans(new_ids, new_offsets, count)
+        if len(new_offsets) != count + 1:
+            raise ValueError(f"top-p offsets have {len(new_offsets)} entries for {count} new tokens, not {count + 1}")
+        if new_offsets[0] != 0 or new_offsets[-1] != len(new_ids) or (np.diff(new_offsets) < 0).any():
+            raise ValueError(f"top-p offsets must rise from 0 to the number of ids ({len(new_ids)})")
         return _TopP(ids, offsets, new_ids, exact_ints(new_offsets[1:].astype(np.int64) + len(ids)))
 
-    def _spliced_experts(self, args: Any, total_tokens: int, meta_info: Mapping[str, Any]) -> np.ndarray | None:
-        """Routed experts `[total_tokens - 1, layers, topk]` after this engine call, or None when it reports none."""
+    def _spliced_experts(self, args: Namespace | None, total_tokens: int, meta_info: JsonMapping) -> np.ndarray | None:
+        """Return routed experts `[total_tokens - 1, layers, topk]` after this engine call; None if it reports none."""
         if meta_info.get("routed_experts") is None:
             return None
         flat = flat_experts(meta_info["routed_experts"])
@@ -373,16 +405,6 @@ class Sample(HandsOutLists):
             raise ValueError(f"routed experts have {len(rows)} rows for {total_tokens} tokens, not {total_tokens - 1}")
         return rows
 
-    def _record_finished_call(self, meta_info: Mapping[str, Any]) -> None:
-        if meta_info.get("spec_verify_ct"):  # else the call was made without speculative decoding
-            self.spec_info.add(meta_info)
-        self.prefix_cache_info.add(meta_info)
-        if meta_info.get("weight_version") is not None:
-            self.weight_versions.append(str(meta_info["weight_version"]))
-        reason = meta_info["finish_reason"]
-        kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
-
 
 _UNCHANGING = frozenset({type(None), bool, int, float, str, SampleStatus, Packed})
 
@@ -394,17 +416,17 @@ COLUMNS = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 )
-"""The fields with a number for each token."""
+"""The fields that hold numbers per token."""
 
 TRAINED_ON = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
-"""Those that trainers get."""
+"""The columns that trainers receive."""
 
 for _name in COLUMNS:
     setattr(Sample, _name, Column(_name))
 
 
 def _ids(tokens: Iterable[int] | np.ndarray | None) -> np.ndarray:
-    """Token ids as an array of our own."""
+    """Convert token ids to a new array."""
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind == "i":
         return exact_ints(tokens.copy())
     given = [] if tokens is None else list(tokens)
@@ -437,32 +459,12 @@ def _checked_log_probs(count: int, log_probs: Sequence[float] | np.ndarray | Non
     return exact_floats(np.array([float(value) for value in log_probs], dtype=np.float64))
 
 
-def _mask_from(masked: int, count: int) -> np.ndarray:
-    """The loss mask of `count` tokens, of which the first `masked` are not trained on."""
-    if masked <= 0 or masked >= count:
-        return mask_of(int(masked <= 0), count)
-    mask = np.ones(count, dtype=np.int8)
-    mask[:masked] = 0
-    return mask
-
-
-def _sum(column: Packed | list[Any]) -> Any:
+def _sum(column: Packed | list[float]) -> float:
     return column.array.sum().item() if isinstance(column, Packed) else sum(column)
 
 
-def _last(column: Packed | list[Any]) -> Any:
-    return column.array[-1] if isinstance(column, Packed) else column[-1]
-
-
-def _check_spans(ids: np.ndarray, offsets: np.ndarray, count: int) -> None:
-    if len(offsets) != count + 1:
-        raise ValueError(f"top-p offsets have {len(offsets)} entries for {count} new tokens, not {count + 1}")
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
-        raise ValueError(f"top-p offsets must rise from 0 to the number of ids ({len(ids)})")
-
-
-def _int32_field(meta_info: Mapping[str, Any], *names: str) -> np.ndarray | None:
-    """The first of `names` that is present, as a flat int32 array; the wire form is base64 of int32 bytes."""
+def _int32_field(meta_info: JsonMapping, *names: str) -> np.ndarray | None:
+    """Return the first of `names` that is present as a flat int32 array; the wire form is base64 of int32 bytes."""
     for name in names:
         value = meta_info.get(name)
         if isinstance(value, str):
@@ -470,11 +472,3 @@ def _int32_field(meta_info: Mapping[str, Any], *names: str) -> np.ndarray | None
         if value is not None:
             return np.array(value, dtype=np.int32).reshape(-1)
     return None
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Packed) or isinstance(right, Packed):
-        return same_numbers(left, right)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return left is not None and right is not None and np.array_equal(left, right)
-    return bool(left == right)

@@ -1,7 +1,7 @@
-"""Data sources: where rollout gets prompt groups from, and where unfinished groups go back to.
+"""Data sources: supply prompt groups to rollout and take unfinished groups back.
 
 Invariant: within an epoch every prompt is handed out once, in an order that `--rollout-seed` and the epoch determine;
-`state_dict` holds all that is needed to go on from the same place, buffered groups included.
+`state_dict` holds everything needed to resume at the same position, including buffered groups.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from slime.config.plugins import load_function
 from slime.data.chat_template import load_tokenizer, model_context_length
@@ -32,20 +33,21 @@ from slime.data.source_state import (
     write_state,
 )
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 Group = list[Sample] | list[Sample | list[Sample]]
-"""All that belongs to one prompt; a member that is a list is the fan-out of one sample."""
-BufferFilter = Callable[[Any, int | None, list[Group], int], list[Group]]
+"""All samples of one prompt; a member that is a list is the fan-out of one sample."""
+BufferFilter = Callable[[Namespace, int | None, list[Group], int], list[Group]]
 
 
 class DataSource(ABC):
-    """What a run asks of a data source; `--data-source-path` takes any class with `get_samples`, too."""
+    """Interface of a data source; `--data-source-path` also accepts any class with `get_samples`."""
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next groups."""
+        """Return the next groups."""
 
     @abstractmethod
     def add_samples(self, samples: list[Group]) -> None:
@@ -57,60 +59,71 @@ class DataSource(ABC):
 
     @abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from a saved position."""
+        """Resume from a saved position."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Return the number of prompts per epoch."""
 
 
 class RolloutDataSource(DataSource):
     """Hands out prompt groups from `--prompt-data`, epoch after epoch, or from the datasets of `--prompt-config`.
 
-    What is handed out next is `dataset.samples[sample_offset]`: subclasses may put another dataset there, or other
-    samples into it.
+    The next prompt is `dataset.samples[sample_offset]`; subclasses may replace the dataset or its samples.
     """
 
     rollout_id: int | None = None
-    """The rollout that asks for samples; set by whoever calls the rollout function."""
+    """The rollout that requests samples; set by the caller of the rollout function."""
     _dropped_in_epoch = 0
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.args = args = completed(args)
         self.epoch_id = 0
         self.sample_offset = 0
         self.sample_group_index = 0
         self.sample_index = 0
-        self.metadata: dict[str, Any] = {}
-        self.dataset: Any = None if args.disable_rollout_global_dataset else _open_prompts(args)
+        self.metadata: JsonObject = {}
+        self.dataset: Any = None if args.disable_rollout_global_dataset else _open_dataset(args)
         self._follow_epoch()
 
     def __len__(self) -> int:
-        """Prompts per epoch; 0 without a dataset."""
+        """Return the number of prompts per epoch; 0 without a dataset."""
         return 0 if self.dataset is None else len(self.dataset)
 
     @property
     def num_rollout_per_epoch(self) -> int:
-        """Rollouts that one pass over the prompts takes, at least 1."""
+        """The number of rollouts in one pass over the prompts, at least 1."""
         return max(1, len(self) // self.args.rollout_batch_size)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next `num_samples` groups of `n_samples_per_prompt` fresh samples each."""
-        return [self._next_group() for _ in range(num_samples)]
+        """Return the next `num_samples` groups of `n_samples_per_prompt` new samples each."""
+        groups: list[Group] = []
+        for _ in range(num_samples):
+            prototype = self.next_prompt()
+            group = []
+            for _ in range(self.args.n_samples_per_prompt):
+                sample = copy.deepcopy(prototype)
+                sample.group_index = self.sample_group_index
+                sample.index = self.sample_index
+                self.sample_index += 1
+                group.append(sample)
+            self.sample_group_index += 1
+            groups.append(group)
+        return groups
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Only sources with a buffer take groups back."""
+        """Raise an error: only sources with a buffer take groups back."""
         raise UserError(
             f"{type(self).__name__} has no buffer to put samples back into; use RolloutDataSourceWithBuffer"
         )
 
     def save(self, rollout_id: int) -> None:
-        """Save the position under `--save`; without that flag there is nowhere to save to."""
+        """Save the position under `--save`; without that flag nothing is saved."""
         if self.args.save is not None:
             write_state(state_path(self.args.save, rollout_id), self.state_dict())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from the position saved under `--load` for `rollout_id` (None: the latest; -1: a fresh start)."""
+        """Resume from the position saved under `--load` for `rollout_id` (None: the latest; -1: a fresh start)."""
         if self.args.load is None or rollout_id == -1:
             return
         path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
@@ -121,8 +134,8 @@ class RolloutDataSource(DataSource):
             return
         self.load_state_dict(read_state(path), origin=str(path))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position as JSON values."""
+    def state_dict(self) -> JsonObject:
+        """Return the position as JSON values."""
         return {
             "epoch_id": self.epoch_id,
             "sample_offset": self.sample_offset,
@@ -134,12 +147,12 @@ class RolloutDataSource(DataSource):
             **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
 
-    def position(self) -> dict[str, Any]:
-        """The state without buffered groups; `load_state_dict` takes it, and the buffer is empty then."""
+    def position(self) -> JsonObject:
+        """Return the state without buffered groups; `load_state_dict` accepts it and leaves the buffer empty."""
         return self.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
-        """Take over a position; a `UserError` when it belongs to other data."""
+    def load_state_dict(self, state: JsonObject, *, origin: str = "the saved data position") -> None:
+        """Resume at a position; a `UserError` if it belongs to other data."""
         try:
             self._check_same_dataset(state["dataset"], origin)
             if state["order"] != self.state_dict()["order"]:
@@ -152,11 +165,11 @@ class RolloutDataSource(DataSource):
             if isinstance(self.dataset, Mixture):
                 self.dataset.load_state_dict(state["mixture"], origin=origin)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{origin}: is no position of this kind of data source ({error!r})") from error
+            raise UserError(f"{origin}: not a position of this kind of data source ({error!r})") from error
         self._follow_epoch()
 
-    def numbered(self, groups: Any) -> list[Group]:
-        """What `get_samples` of a subclass returned, if it is groups; samples without numbers get the next ones."""
+    def numbered(self, groups: object) -> list[Group]:
+        """Validate the groups that a subclass's `get_samples` returned, and fill in missing sample indices."""
         if not isinstance(groups, list) or not all(map(is_group, groups)):
             raise UserError(
                 f"{type(self).__name__}.get_samples must return a list of groups, each a list of Sample, not "
@@ -168,31 +181,18 @@ class RolloutDataSource(DataSource):
             )
         return groups
 
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Add to what is saved with the position."""
+    def update_metadata(self, metadata: JsonObject) -> None:
+        """Update the metadata that is saved with the position."""
         self.metadata.update(metadata)
 
-    def get_metadata(self) -> dict[str, Any]:
-        """What is saved with the position."""
+    def get_metadata(self) -> JsonObject:
+        """Return the metadata that is saved with the position."""
         return self.metadata
 
     def next_prompt(self) -> Sample:
-        """What the next group is made of; shared, so copy it before changing it."""
-        return Sample() if self.dataset is None else self._next_prototype()
-
-    def _next_group(self) -> Group:
-        prototype = self.next_prompt()
-        group = []
-        for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prototype)
-            sample.group_index = self.sample_group_index
-            sample.index = self.sample_index
-            self.sample_index += 1
-            group.append(sample)
-        self.sample_group_index += 1
-        return group
-
-    def _next_prototype(self) -> Sample:
+        """Return the prototype of the next group; it is shared, so copy it before changing it."""
+        if self.dataset is None:
+            return Sample()
         if isinstance(self.dataset, Mixture):
             if self.sample_offset >= len(self.dataset):
                 self._start_next_epoch()
@@ -223,18 +223,18 @@ class RolloutDataSource(DataSource):
         self._follow_epoch()
 
     def _follow_epoch(self) -> None:
-        """Have the dataset in the order of the epoch."""
+        """Put the dataset into the order of the current epoch."""
         if self.dataset is not None and self.args.rollout_shuffle and not isinstance(self.dataset, Mixture):
             self.dataset.shuffle(self.epoch_id)
 
-    def _dataset_identity(self) -> dict[str, Any] | None:
+    def _dataset_identity(self) -> JsonObject | None:
         if self.dataset is None or isinstance(self.dataset, PromptDataset):
             return None if self.dataset is None else self.dataset.identity()
         if isinstance(self.dataset, Mixture):
             return {"path": f"the datasets of {self.args.prompt_config}"}
         return {"path": str(self.args.prompt_data), "length": len(self.dataset), "file_bytes": None}
 
-    def _check_same_dataset(self, saved: dict[str, Any] | None, origin: str) -> None:
+    def _check_same_dataset(self, saved: JsonObject | None, origin: str) -> None:
         current = self._dataset_identity()
         if (saved is None) != (current is None):
             raise UserError(
@@ -244,7 +244,7 @@ class RolloutDataSource(DataSource):
             return
         if "length" not in saved or "length" not in current:
             if saved.keys() == current.keys():
-                return  # two mixtures, which look at each of their datasets
+                return  # two mixtures, which check each of their datasets
             raise UserError(
                 f"{origin}: is a position in {saved['path']}, but this run reads {current['path']}; resume with the "
                 "same data or start without --load"
@@ -263,31 +263,43 @@ class RolloutDataSource(DataSource):
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Serves groups that were put back first, as `--buffer-filter-path` chooses them, then fresh ones."""
+    """Serves returned groups first, as `--buffer-filter-path` chooses them, then new ones.
+
+    A subclass may define its own filter as a method `buffer_filter(self, args, buffer, num_samples)`.
+    """
 
     records: Records | None = None
-    """The journal that has the buffered groups: the state refers to it, instead of holding them once more."""
+    """The journal that holds the buffered groups; the saved state then refers to its rows instead of copying them."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Namespace) -> None:
         super().__init__(args)
         self.plugin_args = args
-        """What the filter is called with."""
+        """The `args` of the filter."""
         self.buffer: list[Group] = []
-        self.buffer_filter: BufferFilter = _method_or_default(self)
+        self.buffer_filter: BufferFilter = pop_first
+        method = getattr(type(self), "buffer_filter", None)
         if self.args.buffer_filter_path is not None:
             self.buffer_filter = load_function(
                 self.args.buffer_filter_path,
                 what="--buffer-filter-path",
                 params=("args", "rollout_id", "buffer", "num_samples"),
             )
+        elif method is not None:
+
+            def choose(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+                chosen = list(method(self, args, buffer, num_samples))
+                remove_chosen(buffer, chosen)
+                return chosen
+
+            self.buffer_filter = choose
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next groups, buffered ones first."""
+        """Return the next groups, buffered ones first."""
         buffered = self._get_samples_from_buffer(num_samples)
         return buffered + super().get_samples(num_samples - len(buffered))
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Put groups back; they are served again before new prompts."""
+        """Take groups back; they are served before new prompts."""
         for group in samples:
             if not is_group(group):
                 raise TypeError(
@@ -296,15 +308,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer.extend(samples)
 
     def get_buffer_length(self) -> int:
-        """Groups waiting in the buffer."""
+        """Return the number of buffered groups."""
         return len(self.buffer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position and the buffered groups as JSON values."""
+    def state_dict(self) -> JsonObject:
+        """Return the position and the buffered groups as JSON values."""
         return {**super().state_dict(), **buffer_state(self.buffer, self.records)}
 
-    def position(self) -> dict[str, Any]:
-        """The state without buffered groups: of subclasses with a `state_dict` of their own, too."""
+    def position(self) -> JsonObject:
+        """Return the state without buffered groups, also if a subclass overrides `state_dict`."""
         buffer, self.buffer = self.buffer, []
         try:
             state = self.state_dict()
@@ -313,13 +325,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         del state["buffer"]
         return state
 
-    def load_state_dict(self, state: dict[str, Any], *, origin: str = "the saved data position") -> None:
-        """Take over a position and its buffered groups."""
+    def load_state_dict(self, state: JsonObject, *, origin: str = "the saved data position") -> None:
+        """Resume at a position with its buffered groups."""
         super().load_state_dict(state, origin=origin)
         self.buffer = buffer_from_state(state, self.records, origin)
 
     def _get_samples_from_buffer(self, num_samples: int) -> list[Group]:
-        """Groups that the filter chooses from the buffer, at most so many."""
+        """Return the groups that the filter chooses from the buffer, at most `num_samples`."""
         if not self.buffer or num_samples <= 0:
             return []
         groups = self.buffer_filter(self.plugin_args, self.rollout_id, self.buffer, num_samples)
@@ -331,20 +343,20 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return groups
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-    """The default buffer filter: oldest groups first, removed from the buffer."""
+def pop_first(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """Default buffer filter: removes and returns the oldest groups."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
 
 
 def samples_of(group: Group) -> list[Sample]:
-    """All samples of a group, those of a fan-out too."""
+    """Return all samples of a group, including those of a fan-out."""
     return [sample for member in group for sample in ([member] if isinstance(member, Sample) else member)]
 
 
 def fill_in_indices(group: Group, next_group_index: int, next_index: int) -> tuple[int, int]:
-    """Give the samples of a group the indices that they lack; what comes next after them."""
+    """Fill in missing indices of a group's samples; returns the next group index and the next sample index."""
     samples = samples_of(group)
     if samples[0].group_index is None:
         for sample in samples:
@@ -357,51 +369,33 @@ def fill_in_indices(group: Group, next_group_index: int, next_index: int) -> tup
     return next_group_index, next_index
 
 
-def observes(source: Any) -> bool:
-    """Whether a data source wants to see finished groups with their rewards: `observe_samples(rollout_id, groups)`."""
+def observes(source: object) -> bool:
+    """True if a data source receives finished groups with their rewards: `observe_samples(rollout_id, groups)`."""
     return callable(getattr(source, "observe_samples", None))
 
 
-def is_group(group: Any) -> bool:
-    """Whether something is all that belongs to one prompt."""
+def is_group(group: object) -> TypeGuard[Group]:
+    """True for a non-empty list of samples and fan-outs."""
     return isinstance(group, list) and bool(group) and all(map(is_member, group))
 
 
-def is_member(member: Any) -> bool:
-    """Whether something may stand in a group: a sample, or the fan-out of one."""
+def is_member(member: object) -> bool:
+    """True for a sample, or for a fan-out: a non-empty list of samples."""
     if isinstance(member, list):
         return bool(member) and all(isinstance(sample, Sample) for sample in member)
     return isinstance(member, Sample)
 
 
-def remove_chosen(buffer: list[Any], chosen: list[Any]) -> None:
-    """Take out of the buffer, in place, the very objects that were chosen and are still there."""
-    gone = {id(item) for item in chosen}
-    buffer[:] = [item for item in buffer if id(item) not in gone]
+def remove_chosen(buffer: list[Group], chosen: list[Group]) -> None:
+    """Remove chosen objects, compared by identity, from the buffer in place."""
+    chosen_ids = {id(item) for item in chosen}
+    buffer[:] = [item for item in buffer if id(item) not in chosen_ids]
 
 
-def _method_or_default(source: RolloutDataSource) -> BufferFilter:
-    """`buffer_filter(self, args, buffer, num_samples)` of a subclass that has this method; else `pop_first`."""
-    method = getattr(type(source), "buffer_filter", None)
-    if method is None:
-        return pop_first
-
-    def choose(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
-        chosen = list(method(source, args, buffer, num_samples))
-        remove_chosen(buffer, chosen)
-        return chosen
-
-    return choose
-
-
-def _open_prompts(args: Any) -> PromptDataset | Mixture:
-    if args.prompt_config is None:
-        return _open_dataset(args)
-    members = ((recipe, changed(args, reading(recipe, args))) for recipe in args.train_datasets)
-    return Mixture([Part(recipe, RolloutDataSource(own)) for recipe, own in members])
-
-
-def _open_dataset(args: Any) -> PromptDataset:
+def _open_dataset(args: Namespace) -> PromptDataset | Mixture:
+    if args.prompt_config is not None:
+        members = ((recipe, changed(args, reading(recipe, args))) for recipe in args.train_datasets)
+        return Mixture([Part(recipe, RolloutDataSource(own)) for recipe, own in members])
     if args.prompt_data is None:
         raise UserError("no prompts to roll out; name a .jsonl or .parquet file with --prompt-data")
     if args.hf_checkpoint is None:

@@ -1,17 +1,18 @@
-"""The flags that data sources read, for callers whose `args` do not have them all.
+"""Flags that data sources read, with defaults for callers whose `args` lack some of them.
 
-Invariant: a config, or whatever else a run gives to its plugins, is used as it is. Any other object, as own drivers,
-notebooks and tests make them, has its own values, and the flags' defaults for what it leaves out.
+Invariant: a config and the plugin namespace of a run are used unchanged. Other objects (from a user's own driver, a
+notebook or a test) keep their values and get the flags' defaults for the missing ones.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import cast
 
 from slime.data.prompt_rows import USUAL_KEY
+from slime.storage.json_types import JsonObject
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     "prompt_data": None,
     "prompt_config": None,
     "hf_checkpoint": None,
@@ -43,33 +44,33 @@ DEFAULTS: dict[str, Any] = {
 }
 
 _READS_NONE = "disable_rollout_global_dataset"
-"""A namespace may have the opposite, `rollout_global_dataset`, as parsers do; one that names no prompts reads none."""
+"""A parser's namespace may have the inverse flag, `rollout_global_dataset`; without prompt files no dataset is read."""
 
 
-def completed(args: Any) -> Any:
-    """`args` if it has all flags above, as what a run gives has; else with a value for each that it lacks."""
+def completed(args: object) -> Namespace:
+    """Return `args` if it has all of the above flags, else a view of it with defaults for the missing ones."""
     is_whole = all(hasattr(args, name) for name in (*DEFAULTS, _READS_NONE))
-    return args if is_whole else CompletedNamespace(args)
+    return cast(Namespace, args if is_whole else CompletedNamespace(args))
 
 
-def given_input_key(args: Any) -> str | None:
-    """The column of the prompts; None where no flag names it and `args` of plugins have upstream's default instead."""
+def given_input_key(args: Namespace) -> str | None:
+    """Return the prompt column; None if no flag names it and plugin `args` only have upstream's default."""
     is_default = not getattr(args, "is_input_key_given", True) and args.input_key == USUAL_KEY
     return None if is_default else args.input_key
 
 
-def changed(args: Any, changes: dict[str, Any]) -> Namespace:
-    """The flags above as `args` has them, but for some."""
+def changed(args: Namespace, changes: JsonObject) -> Namespace:
+    """Return a new namespace with the above flags of `args`, updated with `changes`."""
     return Namespace(**{**{name: getattr(args, name) for name in DEFAULTS}, **changes})
 
 
 class CompletedNamespace:
-    """A namespace that is read and written through, with defaults behind it."""
+    """View of a namespace that adds default values; reads and writes go to the namespace."""
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: object) -> None:
         object.__setattr__(self, "_args", args)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         args = self.__dict__["_args"]
         if hasattr(args, name):
             return getattr(args, name)
@@ -80,5 +81,5 @@ class CompletedNamespace:
             return DEFAULTS[name]
         raise AttributeError(f"the namespace has no {name}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.__dict__["_args"], name, value)

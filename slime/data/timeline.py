@@ -1,7 +1,7 @@
-"""A page with what happened to each sample and when: one lane per sample, a bar per span, a mark per event.
+"""Renders sample traces as an HTML timeline: one lane per sample, a bar per span, a mark per event.
 
-Invariant: the page is one file without a script or anything fetched, and whatever a trace says is text on it. An event
-that has no name or time is left out and counted; a span that never ended goes to the end of the page and says so.
+Invariant: the page is one file without scripts or external resources, and all content of traces is escaped text. Events
+without a name or time are left out and counted; a span that never ended extends to the end of the page and is labelled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 _ROW = 16
@@ -37,27 +38,27 @@ body {{ font: 13px sans-serif; margin: 1.5em; }}
 
 @dataclass
 class Bar:
-    """A span or, with no length, an event; times are seconds since the epoch."""
+    """A span, or an event of zero length; times are seconds since the epoch."""
 
     name: str
     begin: float
     end: float | None
-    attrs: dict[str, Any]
+    attrs: JsonObject
     depth: int = 0
     is_event: bool = False
 
 
 @dataclass
 class Lane:
-    """One sample."""
+    """The spans and events of one sample."""
 
     name: str
     bars: list[Bar] = field(default_factory=list)
     bad_events: int = 0
 
 
-def timeline_page(traces: Iterable[Mapping[str, Any]], title: str) -> str:
-    """The page of these traces; lanes are in the order of the first thing that happened."""
+def timeline_page(traces: Iterable[JsonMapping], title: str) -> str:
+    """Render the page of these traces; lanes are ordered by their first event."""
     lanes = [read_lane(trace) for trace in traces]
     shown = sorted((lane for lane in lanes if lane.bars), key=lambda lane: lane.bars[0].begin)
     bars = [bar for lane in shown for bar in lane.bars]
@@ -68,14 +69,20 @@ def timeline_page(traces: Iterable[Mapping[str, Any]], title: str) -> str:
     summary = f"{len(shown)} samples, {last - first:.3f} s" + (
         f"; {bad} events without a name or a time" if bad else ""
     )
-    rows = "\n".join(_lane(lane, first, last, colours) for lane in shown)
-    return _PAGE.format(title=escape(title), summary=summary, lanes=rows)
+    rows = []
+    for lane in shown:
+        height = _ROW * (1 + max(bar.depth for bar in lane.bars))
+        rows.append(
+            f'<div class="lane"><div class="who">{escape(lane.name)}</div>'
+            f'<div class="time" style="height:{height}px">{"".join(_bars(lane, first, last, colours))}</div></div>'
+        )
+    return _PAGE.format(title=escape(title), summary=summary, lanes="\n".join(rows))
 
 
-def read_lane(trace: Mapping[str, Any]) -> Lane:
-    """The spans and events of one trace."""
+def read_lane(trace: JsonMapping) -> Lane:
+    """Build the lane of one trace."""
     lane = Lane(f"group {trace.get('group_id')}, sample {trace.get('sample_id')}")
-    open_bars: dict[Any, Bar] = {}
+    open_bars: dict[object, Bar] = {}
     events = trace.get("events")
     for event in events if isinstance(events, Sequence) else ():
         if not _is_event(event):
@@ -97,21 +104,12 @@ def read_lane(trace: Mapping[str, Any]) -> Lane:
     return lane
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event: object) -> bool:
     if not isinstance(event, Mapping) or not isinstance(event.get("name"), str):
         return False
     ts = event.get("ts")
     known = event.get("type") in ("span_start", "span_end", "event")
     return known and isinstance(ts, int | float) and not isinstance(ts, bool) and math.isfinite(ts)
-
-
-def _lane(lane: Lane, first: float, last: float, colours: Mapping[str, str]) -> str:
-    height = _ROW * (1 + max(bar.depth for bar in lane.bars))
-    bars = "".join(_bars(lane, first, last, colours))
-    return (
-        f'<div class="lane"><div class="who">{escape(lane.name)}</div>'
-        f'<div class="time" style="height:{height}px">{bars}</div></div>'
-    )
 
 
 def _bars(lane: Lane, first: float, last: float, colours: Mapping[str, str]) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""What happened to a sample and when: a dict of plain values at `sample.trace`, which goes wherever the sample goes.
+"""Per-sample event traces: a dict of plain values in `sample.trace`, which is stored and sent with the sample.
 
     {"version": 1, "trace_id", "sample_id", "group_id", "attempt", "events": [...]}
     event: {"type": "span_start" | "span_end" | "event", "name", "ts", "trace_id", "sample_id", "group_id", "attempt"}
-           and "span_id", "parent_span_id", "attrs" where there are such
+           and optionally "span_id", "parent_span_id", "attrs"
 
-Invariant: tracing changes nothing but `trace`. Whatever goes wrong in it ends with the call: the first time it is
-logged with its traceback, afterwards it is counted (`failures`). A target is a sample, a trace, or a list of such.
+Invariant: tracing changes nothing but `trace`, and its errors never reach the caller: the first one is logged with its
+traceback, later ones are counted (`failures`). A target is a sample, a trace, or a list of these.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, cast
+
+from slime.storage.json_types import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
 TARGET_NAMES = ("sample", "samples", "group")
-"""Parameters in which the target of a traced function is looked for."""
+"""Parameter names that are searched for the target of a traced function."""
 
-Trace = dict[str, Any]
+Trace = JsonObject
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., object])
 _open: ContextVar[Mapping[str, str] | None] = ContextVar("open_spans", default=None)
 """The innermost open span of each trace, in this task or thread."""
 
 
 class Failures:
-    """How often tracing went wrong in this process."""
+    """Counter of tracing errors in this process."""
 
     count = 0
 
     def note(self, where: str) -> None:
-        """Call it while the exception is handled."""
+        """Count an error and log the first one; call it from an exception handler."""
         if self.count == 0:
-            logger.warning("tracing failed in %s; the samples go on, and further failures are counted", where)
+            logger.warning("tracing failed in %s; samples are not affected, and later failures are only counted", where)
         logger.debug("tracing failed in %s", where, exc_info=True)
         self.count += 1
 
@@ -56,18 +59,15 @@ def _quiet(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
     def quiet(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         try:
             return function(*args, **kwargs)
-        except Exception:  # noqa: BLE001  (a trace is never worth a sample)
+        except Exception:  # noqa: BLE001  (a tracing error must not fail a sample)
             failures.note(function.__name__)
             return None
 
     return quiet
 
 
-# traces of targets
-
-
-def traces_of(target: Any) -> list[Trace]:
-    """The traces of a target, made where there is none yet."""
+def traces_of(target: object) -> list[Trace]:
+    """Return the traces of a target; samples without one get a new trace."""
     return list(_traces(target))
 
 
@@ -80,28 +80,24 @@ def _traces(target: Any) -> Iterator[Trace]:
     elif isinstance(target, dict):
         yield _checked(target)
     else:
-        yield _trace_of_sample(target)
+        held = vars(target).get("trace")
+        if held is None:
+            held = target.trace = {
+                "version": VERSION,
+                "trace_id": uuid.uuid4().hex,
+                "sample_id": None,
+                "group_id": None,
+                "attempt": 0,
+                "events": [],
+            }
+        trace = _checked(held)
+        for key, value in (("sample_id", target.index), ("group_id", target.group_index)):
+            if trace[key] is None:
+                trace[key] = value
+        yield trace
 
 
-def _trace_of_sample(sample: Any) -> Trace:
-    held = vars(sample).get("trace")
-    if held is None:
-        held = sample.trace = {
-            "version": VERSION,
-            "trace_id": uuid.uuid4().hex,
-            "sample_id": None,
-            "group_id": None,
-            "attempt": 0,
-            "events": [],
-        }
-    trace = _checked(held)
-    for key, value in (("sample_id", sample.index), ("group_id", sample.group_index)):
-        if trace[key] is None:
-            trace[key] = value
-    return trace
-
-
-def _checked(trace: Any) -> Trace:
+def _checked(trace: object) -> Trace:
     wanted = {"version", "trace_id", "sample_id", "group_id", "attempt", "events"}
     if not isinstance(trace, dict) or not wanted <= trace.keys() or not isinstance(trace["events"], list):
         raise ValueError(f"a trace is a dict with {', '.join(sorted(wanted))}, not {trace!r:.80}")
@@ -111,8 +107,8 @@ def _checked(trace: Any) -> Trace:
 
 
 @_quiet
-def bind_trace(target: Any, **attrs: Any) -> Trace | None:
-    """The trace of a target (of a list: its first one's), made if need be; `attrs` become an event `bind`."""
+def bind_trace(target: object, **attrs: object) -> Trace | None:
+    """Return the (first) trace of a target, created if absent; `attrs` are recorded as an event `bind`."""
     traces = traces_of(target)
     if attrs:
         _append(traces, "event", "bind", attrs)
@@ -120,17 +116,17 @@ def bind_trace(target: Any, **attrs: Any) -> Trace | None:
 
 
 @_quiet
-def export_trace(target: Any) -> Trace | None:
-    """A copy of the trace as plain values, to be sent elsewhere; None for a sample without one."""
+def export_trace(target: object) -> Trace | None:
+    """Return a copy of the trace as plain values, to send elsewhere; None for a sample without one."""
     held = target if isinstance(target, dict) else vars(target).get("trace")
     return None if held is None else deepcopy(_checked(held))
 
 
 @_quiet
-def import_trace(target: Any, trace: Mapping[str, Any] | None = None) -> Trace | None:
-    """Give a sample the trace that came from elsewhere: of its own, the events it has not yet; else all of it.
+def import_trace(target: Any, trace: JsonMapping | None = None) -> Trace | None:
+    """Merge an exported trace into a sample: missing events if the trace id is the sample's, else the whole trace.
 
-    Without a sample (`import_trace(trace)`) the copy itself is a target.
+    `import_trace(trace)`, without a sample, returns a copy that is itself a valid target.
     """
     if trace is None:
         return deepcopy(_checked(target))
@@ -146,36 +142,36 @@ def import_trace(target: Any, trace: Mapping[str, Any] | None = None) -> Trace |
 
 
 @_quiet
-def trace_next_attempt(target: Any) -> None:
-    """What follows belongs to another attempt at the sample."""
+def trace_next_attempt(target: object) -> None:
+    """Start the next attempt at the sample: later events carry its number."""
     for trace in traces_of(target):
         trace["attempt"] += 1
 
 
-# events and spans
-
-
 @_quiet
-def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) -> None:
-    """Something that happened at this moment."""
+def trace_event(target: object, name: str, attrs: JsonMapping | None = None) -> None:
+    """Record an event at the current time."""
     _append(traces_of(target), "event", name, attrs)
 
 
 class Span:
-    """A stretch of time in the traces of a target; what `update` and `set` add stands at its end."""
+    """Context manager that records a span in the traces of a target.
 
-    def __init__(self, target: Any, name: str, attrs: Mapping[str, Any] | None = None) -> None:
+    Attributes added with `update` and `set` are recorded with the end of the span.
+    """
+
+    def __init__(self, target: object, name: str, attrs: JsonMapping | None = None) -> None:
         self._target, self._name, self._first = target, name, attrs
-        self._attrs: dict[str, Any] = {}
+        self._attrs: JsonObject = {}
         self._traces: list[Trace] = []
         self._ids: dict[str, str] = {}
         self._outer: Mapping[str, str] | None = None
 
-    def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> Self:
+    def update(self, attrs: JsonMapping | None = None, **more: object) -> Self:
         self._attrs |= {**(attrs or {}), **more}
         return self
 
-    def set(self, key: str, value: Any) -> Self:
+    def set(self, key: str, value: object) -> Self:
         self._attrs[key] = value
         return self
 
@@ -204,28 +200,28 @@ class Span:
         _append(self._traces, "span_end", self._name, attrs, self._ids, self._outer)
 
 
-def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None) -> Span:
-    """`with trace_span(sample, "tool", attrs={...}) as span: ...; span.set("exit_code", 0)`."""
+def trace_span(target: object, name: str, attrs: JsonMapping | None = None) -> Span:
+    """Record a span: `with trace_span(sample, "tool", attrs={...}) as span: ...; span.set("exit_code", 0)`."""
     return Span(target, name, attrs)
 
 
 def trace_function(
     name: str,
-    target: Any = None,
-    target_getter: Callable[..., Any] | None = None,
-    attrs_getter: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: every call of the function, plain or async, is a span.
+    target: object = None,
+    target_getter: Callable[..., object] | None = None,
+    attrs_getter: Callable[..., JsonMapping | None] | None = None,
+) -> Callable[[_F], _F]:
+    """Return a decorator that records each call of a sync or async function as a span.
 
-    Of which sample: `target`, an object or the name of a parameter; or what `target_getter` says, which gets the call's
-    arguments, as `attrs_getter` does; else the parameter `sample`, `samples` or `group`.
+    The span's target is `target` (an object or a parameter name), or the result of `target_getter`, or the parameter
+    `sample`, `samples` or `group`. `target_getter` and `attrs_getter` receive the arguments of the call.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
 
         @_quiet
-        def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def described(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, JsonMapping | None]:
             attrs = None if attrs_getter is None else attrs_getter(*args, **kwargs)
             if target_getter is not None:
                 return target_getter(*args, **kwargs), attrs
@@ -234,25 +230,26 @@ def trace_function(
             found = target if target is not None and not isinstance(target, str) else None
             return next((given[key] for key in names if key in given), found) if found is None else found, attrs
 
-        def span(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Span:
+        def span(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
             of, attrs = described(args, kwargs) or (None, None)
             return Span(of, name, attrs)
 
         if inspect.iscoroutinefunction(function):
+            coroutine_function: Callable[..., Awaitable[object]] = function
 
             @functools.wraps(function)
-            async def traced_async(*args: Any, **kwargs: Any) -> Any:
+            async def traced_async(*args: object, **kwargs: object) -> object:
                 with span(args, kwargs):
-                    return await function(*args, **kwargs)
+                    return await coroutine_function(*args, **kwargs)
 
-            return traced_async
+            return cast(_F, traced_async)
 
         @functools.wraps(function)
-        def traced(*args: Any, **kwargs: Any) -> Any:
+        def traced(*args: object, **kwargs: object) -> object:
             with span(args, kwargs):
                 return function(*args, **kwargs)
 
-        return traced
+        return cast(_F, traced)
 
     return decorate
 
@@ -261,7 +258,7 @@ def _append(
     traces: list[Trace],
     kind: str,
     name: str,
-    attrs: Mapping[str, Any] | None,
+    attrs: JsonMapping | None,
     span_ids: Mapping[str, str] | None = None,
     outer: Mapping[str, str] | None = None,
 ) -> None:
@@ -270,7 +267,7 @@ def _append(
     plain = {str(key): _plain(value) for key, value in (attrs or {}).items()}
     for trace in traces:
         known = ("trace_id", "sample_id", "group_id", "attempt")
-        event: dict[str, Any] = {"type": kind, "name": str(name), "ts": now, **{key: trace[key] for key in known}}
+        event: JsonObject = {"type": kind, "name": str(name), "ts": now, **{key: trace[key] for key in known}}
         if span_ids is not None:
             event["span_id"] = span_ids[trace["trace_id"]]
         if trace["trace_id"] in parents:
@@ -280,8 +277,8 @@ def _append(
         trace["events"].append(event)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold; anything else as text, so that a trace never keeps a sample out of a file."""
+def _plain(value: object) -> object:
+    """Convert a value to JSON types; other types become text, so that a trace can always be saved."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -292,8 +289,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     return str(value)
 
-
-# what an engine's answer says about itself
 
 _OF_AN_ANSWER = (
     "id",
@@ -308,8 +303,8 @@ _OF_AN_ANSWER = (
 _FAMILIES = ("spec_", "pd_")
 
 
-def build_sglang_meta_trace_attrs(meta_info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The counts and times in the `meta_info` of a `/generate` answer, and why it ended."""
+def build_sglang_meta_trace_attrs(meta_info: JsonMapping | None) -> JsonObject:
+    """Extract token counts, times and the finish reason from the `meta_info` of a `/generate` response."""
     given = meta_info or {}
     attrs = {
         key: _plain(value)

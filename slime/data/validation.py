@@ -1,7 +1,8 @@
-"""Whether a sample that comes from outside (a plugin, a file, a row of a journal) can be trained on.
+"""Validates samples from outside (plugins, files, journal rows) before they are trained on.
 
-Invariant: what `check_sample` lets through can be encoded, counted and turned into arrays by everything behind it; what
-it refuses is named in one sentence. It changes nothing; `mend` makes a refused sample harmless.
+Invariant: a sample that passes `check_sample` can be encoded, counted and converted to arrays by all later code; a
+rejected one is described in one sentence. `check_sample` modifies nothing; `mend` resets the invalid fields of a
+rejected sample. `keep_bad_sample` saves samples with NaN or infinite values in `<run folder>/not_finite/`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from slime.data.columns import Packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Sample, SampleStatus
+from slime.storage.json_types import JsonObject
 
 _NONE = type(None)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -42,17 +43,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 _PLAIN: dict[type, type] = {Integral: int, Real: float}
 _USUAL = {name: tuple(_PLAIN.get(kind, kind) for kind in kinds) for name, kinds in _TYPES.items()}
-"""Of what type each of them nearly always is, which is quicker to see."""
+"""The usual exact types, for a fast check before the general one."""
+
+FOLDER = "not_finite"
 
 
 class BadSample(ValueError):
-    """A sample whose fields do not fit together."""
+    """Raised for a sample with invalid or inconsistent fields."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a run's model says about its samples: how many token ids there are, and the routers whose choices samples
-    must bring where these are replayed. None bounds nothing."""
+    """Limits that a run's model sets for its samples: the vocabulary size, and the router dimensions if routing is
+    replayed. None: no limit."""
 
     vocab_size: int | None = None
     routed: RoutedModel | None = None
@@ -62,12 +65,17 @@ UNBOUND = Bounds()
 
 
 def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
-    """Raise `BadSample` for the first thing that is wrong with a sample."""
+    """Raise `BadSample` for the first problem found in a sample."""
     for name, usual in _USUAL.items():
         value = getattr(sample, name)
         if type(value) not in usual and not _is_one_of(value, kinds := _TYPES[name]):
-            raise BadSample(f"{name} is {value!r:.80}, which is no {kinds[0].__name__.lower()}")
-    _check_spans(sample)
+            raise BadSample(f"{name} is {value!r:.80}, expected {kinds[0].__name__.lower()}")
+    if not all(isinstance(version, str) for version in sample.weight_versions):
+        raise BadSample(f"weight_versions is {sample.weight_versions!r:.80}, expected a list of texts")
+    for span in sample.version_spans:
+        is_pair = isinstance(span, list | tuple) and len(span) == 2
+        if not is_pair or not _is_one_of(span[0], (str, _NONE)) or not _is_one_of(span[1], (Integral,)):
+            raise BadSample(f"version_spans has {span!r:.80}, expected [version, number of tokens]")
     total, length = _check_ids(sample, bounds.vocab_size), sample.response_length
     if not 0 <= length <= total:
         raise BadSample(f"response_length is {length}, but there are {total} tokens")
@@ -80,15 +88,19 @@ def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
             raise BadSample("loss_mask has entries that are not 0 or 1")
     _numbers(sample, "rollout_log_probs", length)
     _numbers(sample, "teacher_log_probs", length)
-    _check_top_p(sample, length)
+    ids, offsets = _column(sample, "rollout_top_p_token_ids"), _column(sample, "rollout_top_p_token_offsets")
+    if (ids is None) != (offsets is None):
+        raise BadSample("only one of rollout_top_p_token_ids and rollout_top_p_token_offsets is there")
+    if ids is not None and offsets is not None and (len(offsets) != length + 1 or int(offsets[-1]) != len(ids)):
+        raise BadSample(f"rollout_top_p_token_offsets do not span {length} response tokens and {len(ids)} ids")
     turn_rewards(sample)
     _check_experts(sample, total, mask, bounds.routed)
 
 
 def turn_rewards(sample: Sample) -> list[tuple[int, int, float]]:
-    """`metadata["turn_rewards"]`: `(start, stop, reward)` of turns, as positions of the response.
+    """Return `metadata["turn_rewards"]`: `(start, stop, reward)` per turn, with positions in the response.
 
-    What somebody else keeps under that name, of another form, is left alone.
+    A value of another form belongs to user code and is ignored.
     """
     given = sample.metadata.get("turn_rewards")
     if not isinstance(given, list) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in given):
@@ -96,35 +108,26 @@ def turn_rewards(sample: Sample) -> list[tuple[int, int, float]]:
     for start, stop, reward in given:
         is_span = _is_one_of(start, (Integral,)) and _is_one_of(stop, (Integral,))
         if not is_span or not 0 <= start < stop <= sample.response_length:
-            raise BadSample(f"turn_rewards has {start!r:.40} to {stop!r:.40}, which is no part of the response")
+            raise BadSample(f"turn_rewards has {start!r:.40} to {stop!r:.40}, which is not a part of the response")
         if not _is_one_of(reward, (Real,)) or not np.isfinite(reward):
-            raise BadSample(f"turn_rewards has {reward!r:.80}, which is no finite number")
+            raise BadSample(f"turn_rewards has {reward!r:.80}, expected a finite number")
     return [(int(start), int(stop), float(reward)) for start, stop, reward in given]
 
 
 def mend(sample: Sample) -> None:
-    """Give fields of another type than they must have their default values."""
+    """Reset fields of a wrong type to their default values."""
     blank = Sample()
     for name, kinds in _TYPES.items():
         if not _is_one_of(getattr(sample, name), kinds):
             setattr(sample, name, getattr(blank, name))
 
 
-def _is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+def _is_one_of(value: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
-def _check_spans(sample: Sample) -> None:
-    if not all(isinstance(version, str) for version in sample.weight_versions):
-        raise BadSample(f"weight_versions is {sample.weight_versions!r:.80}, which is no list of texts")
-    for span in sample.version_spans:
-        is_pair = isinstance(span, list | tuple) and len(span) == 2
-        if not is_pair or not _is_one_of(span[0], (str, _NONE)) or not _is_one_of(span[1], (Integral,)):
-            raise BadSample(f"version_spans has {span!r:.80}, which is no [version, number of tokens]")
-
-
 def _check_ids(sample: Sample, vocab_size: int | None) -> int:
-    """How many tokens there are, all of them ids of the vocabulary."""
+    """Validate the token ids and return their number."""
     ids = _column(sample, "tokens")
     if ids is None:
         raise BadSample("tokens is None: it must be a list of token ids")
@@ -135,13 +138,13 @@ def _check_ids(sample: Sample, vocab_size: int | None) -> int:
     low, high = _extent(sample, "tokens", ids)
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         wrong = int(low if low < 0 else high)
-        known = "" if vocab_size is None else f", of which there are {vocab_size}"
-        raise BadSample(f"tokens has {wrong}, which is no token id{known}")
+        known = "" if vocab_size is None else f": the vocabulary has {vocab_size} ids"
+        raise BadSample(f"tokens has {wrong}, which is not a token id{known}")
     return len(ids)
 
 
 def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
-    """A column of finite numbers, one for each token of the response; None when the sample has none."""
+    """Return a column after checking that it has one finite number per response token; None if it is absent."""
     values = _column(sample, name)
     if values is None:
         return None
@@ -149,41 +152,31 @@ def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
         raise BadSample(f"{name} has {len(values) if values.ndim else 'no'} entries for {length} response tokens")
     if length and values.dtype.kind not in "iufb":
         raise BadSample(f"{name} must be a list of numbers")
-    if length and values.dtype.kind == "f" and not _is_finite(sample, name, values):
-        at = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise BadSample(f"{name}[{at}] is {values[at]}: it must be finite")
+    if length and values.dtype.kind == "f":
+        held = vars(sample)[name]
+        if isinstance(held, Packed):
+            held.look()
+            is_finite = bool(held.is_finite)
+        else:
+            is_finite = bool(np.isfinite(values).all())
+        if not is_finite:
+            at = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise BadSample(f"{name}[{at}] is {values[at]}: it must be finite")
     return values
 
 
-def _extent(sample: Sample, name: str, values: np.ndarray) -> tuple[Any, Any]:
-    """The least and the largest number of a column; one that is packed is looked at once in its life."""
+def _extent(sample: Sample, name: str, values: np.ndarray) -> tuple[float, float]:
+    """Return minimum and maximum of a non-empty column; a packed column computes them only once."""
     held = vars(sample)[name]
-    if not isinstance(held, Packed) or values.dtype.kind != "i":
-        return values.min(), values.max()
-    held.look()
-    return held.low, held.high
-
-
-def _is_finite(sample: Sample, name: str, values: np.ndarray) -> bool:
-    held = vars(sample)[name]
-    if not isinstance(held, Packed):
-        return bool(np.isfinite(values).all())
-    held.look()
-    return bool(held.is_finite)
-
-
-def _check_top_p(sample: Sample, length: int) -> None:
-    ids, offsets = _column(sample, "rollout_top_p_token_ids"), _column(sample, "rollout_top_p_token_offsets")
-    if (ids is None) != (offsets is None):
-        raise BadSample("only one of rollout_top_p_token_ids and rollout_top_p_token_offsets is there")
-    if ids is None or offsets is None:
-        return
-    if len(offsets) != length + 1 or int(offsets[-1]) != len(ids):
-        raise BadSample(f"rollout_top_p_token_offsets do not span {length} response tokens and {len(ids)} ids")
+    if isinstance(held, Packed) and values.dtype.kind == "i":
+        held.look()
+        if held.low is not None and held.high is not None:
+            return held.low, held.high
+    return values.min(), values.max()
 
 
 def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: RoutedModel | None) -> None:
-    """There are rows for all tokens that a trained one is predicted after; behind these there may be fewer."""
+    """Check that every token from which a trained token is predicted has a row; later rows may be missing."""
     experts = sample.rollout_routed_experts
     if experts is None and routed is None:
         return
@@ -193,7 +186,7 @@ def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: 
         ended = sample.status in (SampleStatus.FAILED, SampleStatus.ABORTED)
         if routed is not None and needed and not ended:
             raise BadSample(
-                "there are no rollout_routed_experts, which --use-rollout-routing-replay trains with: requests need "
+                "rollout_routed_experts is missing, but --use-rollout-routing-replay trains with it: requests need "
                 '"return_routed_experts": true'
             )
         return
@@ -204,7 +197,7 @@ def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: 
             f"rollout_routed_experts must have {max(0, total - 1)} rows for {total} tokens, not {len(experts)}"
         )
     if experts.size and experts.min() < 0:
-        raise BadSample(f"rollout_routed_experts has {int(experts.min())}, which is no expert")
+        raise BadSample(f"rollout_routed_experts has {int(experts.min())}, which is not an expert id")
     if routed is not None and (wrong := routed.wrong_with(experts)) is not None:
         raise BadSample(f"rollout_routed_experts {wrong}")
 
@@ -215,17 +208,12 @@ def _column(sample: Sample, name: str) -> np.ndarray | None:
     except (TypeError, ValueError, OverflowError) as error:
         raise BadSample(f"{name} must be a list of numbers ({error})") from error
     if column is not None and column.ndim == 0:
-        raise BadSample(f"{name} is {column.item()!r:.80}, which is no list")
+        raise BadSample(f"{name} is {column.item()!r:.80}, expected a list")
     return column
 
 
-# Samples with numbers that are none, kept for inspection: `<run folder>/not_finite/`.
-
-FOLDER = "not_finite"
-
-
-def keep_bad_sample(run_dir: str | None, rollout_id: int | None, index: int | None, facts: dict[str, Any]) -> Path:
-    """Write what is known about a sample; the file."""
+def keep_bad_sample(run_dir: str | None, rollout_id: int | None, index: int | None, facts: JsonObject) -> Path:
+    """Write the data of a sample to a JSON file for inspection, and return its path."""
     where = "sample" if rollout_id is None else f"rollout_{rollout_id}-sample"
     path = Path(run_dir or ".") / FOLDER / f"{where}_{index}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""Whose turn it is on GPUs that engines and trainers share.
+"""Time sharing of GPUs between engines and trainers.
 
-Invariant: rollout -> [engines give their memory back, trainers wake] -> training -> [engines take weights' memory] ->
-publishing -> [trainers sleep, engines take the cache's memory] -> rollout. Trainers stay awake until engines are to
-generate, so whatever is saved in between is on the device. A call for a turn that it is already does nothing.
+Invariant: rollout -> [engines release their memory, trainers wake] -> training -> [engines allocate the memory of the
+weights] -> publishing -> [trainers sleep, engines allocate the memory of the cache] -> rollout. Trainers stay awake
+until the engines generate again, so everything that is saved in between is on the device. A switch to the present
+phase does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 class Turns:
-    """Of a run whose engines are sent weights by its trainers; of any other, nobody waits for anybody."""
+    """Switches GPU memory between phases; without a publisher of weights the switches move no memory."""
 
     def __init__(self, parts: Parts, memory: PhaseMemory | None) -> None:
         self._parts = parts
@@ -33,7 +34,7 @@ class Turns:
         self._seconds: dict[str, float] = {}
 
     def to_training(self) -> None:
-        """The engines give their memory back, then the trainers take theirs."""
+        """Release the memory of the engines, then wake the trainers."""
         self._enter("release")
         if self._offload_rollout and not self._away:
             with self._timed("release"):
@@ -48,12 +49,12 @@ class Turns:
         self._enter("train")
 
     def to_publishing(self) -> None:
-        """The engines can be written to."""
+        """Make the engines ready to receive weights."""
         self._enter("publish")
         self._resume(WEIGHTS)
 
     def to_rollout(self) -> None:
-        """The trainers give their memory back, then the engines take all of theirs."""
+        """Offload the trainers, then give the engines all of their memory back."""
         if self._offload_train and not self._are_asleep and self._parts.trainers is not None:
             self._enter("sleep")
             with self._timed("sleep"), self._parts.trainers_at_work():
@@ -64,7 +65,7 @@ class Turns:
         self._enter("rollout")
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of the switches since this was last asked, and the peaks of the phases."""
+        """Return the seconds of the switches since the last call, and the memory peaks of the phases."""
         seconds, self._seconds = self._seconds, {}
         found = {f"perf/switch_{name}_time": value for name, value in seconds.items()}
         if seconds:

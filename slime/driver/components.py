@@ -1,7 +1,7 @@
-"""What a run consists of: engines, trainers, the rollout's runtime, and what keeps them together.
+"""The components of a run: engines, trainers, rollout runtime, weight publisher, supervisors.
 
-Invariant: all parts are up when the constructor returns, or none is left; they are stopped by `stack` in the reverse
-order of their start. Engines are restarted only by a supervisor, and never while their weights are being replaced.
+Invariant: all components are up when the constructor returns, or none is left; `stack` stops them in the reverse order
+of their start. Engines are restarted only by a supervisor, and never while their weights are being replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 from slime.cluster.child_env import is_secret
 from slime.cluster.factory import open_cluster
@@ -41,6 +40,7 @@ from slime.observability.run_dir import RunDir
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import generate_and_rm_group
+from slime.storage.json_types import JsonObject
 from slime.train.node_paths import code_folders, files_to_provide, folders_written
 from slime.train.trainer_group import TrainerGroup
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightVersionMismatch
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Parts:
-    """The processes of a run and the ways between them; `start` is the first rollout to train on."""
+    """The processes of a run and their connections; `start` is the first rollout to train on."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Parts:
         run_dir: RunDir,
         stack: ExitStack,
         *,
-        reward: Callable[..., Any] | None,
+        reward: Callable[..., object] | None,
         progress: Progress,
     ) -> None:
         self.config = config
@@ -101,12 +101,20 @@ class Parts:
         self.joined = self._make_joined(stack)
         self.publisher = self._make_publisher(stack)
         self.supervisors = self._make_supervisors(stack)
-        self._open_door(stack, progress)
+        if self.joined is not None:
+            assert self.config.fleet_address is not None
+            staged_in = None if self.publisher is None else self.publisher.staged_in
+            door = open_door(
+                self.config.fleet_address, run_dir.path, self.joined, model=self.config.hf_checkpoint,
+                staged_in=staged_in, rows=self.fleet,
+            )  # fmt: skip
+            stack.push(lambda kind, error, trace: door.close(goodbye=kind is None))
+            progress.message(f"more engines may join: {door.invitation}")
 
-    # making
+    # construction
 
     def _bring_files(self) -> None:
-        """What engines and trainers read is on their nodes; what trainers write, in folders that all of them share."""
+        """Copy the files that engines and trainers read to their nodes; check that folders to be written are shared."""
         config, cluster = self.config, self.cluster
         if cluster.placement.is_here:
             return
@@ -115,16 +123,16 @@ class Parts:
         cluster.provide_code(code_folders(config))
         trainers = tuple(dict.fromkeys(slot.node for slot in cluster.placement.trainers))
         for flag, folder in folders_written(config).items():
-            if strangers := cluster.strangers_to(folder, trainers):
+            if missing_on := cluster.strangers_to(folder, trainers):
                 raise UserError(
-                    f"{flag} {folder} is not the same folder on the node {strangers[0]}, whose trainers write there: "
+                    f"{flag} {folder} is not the same folder on the node {missing_on[0]}, whose trainers write there: "
                     "give a folder on a file system that all nodes share"
                 )
         if needs_engines(config) and not config.debug_rollout_only:
             check_weights_folder(config, cluster, self._run_dir)
 
     def _make_engines(self, stack: ExitStack) -> tuple[Engines | None, EngineFleet | None]:
-        """The engines that are updated (and frozen models beside them), and the one that serves a teacher."""
+        """Create the engines that are updated (with those of frozen models), and the one that serves a teacher."""
         config = self.config
         if not needs_engines(config):
             return None, None
@@ -149,10 +157,10 @@ class Parts:
         return engines, teacher
 
     def _start_processes(self, status: Status) -> int:
-        """Engines and trainers start side by side; the first failure of either is raised."""
-        kept = sorted(name for name in os.environ if is_secret(name) and name not in (self.config.pass_env or ()))
-        if kept:
-            logger.info("engines and trainers do not get %s of the environment (--pass-env)", ", ".join(kept))
+        """Start engines and trainers concurrently and return the first rollout; raise the first failure of either."""
+        withheld = sorted(name for name in os.environ if is_secret(name) and name not in (self.config.pass_env or ()))
+        if withheld:
+            logger.info("engines and trainers do not get %s of the environment (--pass-env)", ", ".join(withheld))
         fleets: list[Engines | EngineFleet] = [one for one in (self.engines, self.teacher_engine) if one is not None]
         training, rollout = precisions(self.config, self._device, count_parameters(self.config.hf_checkpoint))
         if self.trainers is not None:
@@ -172,7 +180,7 @@ class Parts:
                     status("engine", "ready")
             except BaseException:
                 for fleet in fleets:
-                    fleet.stop()  # or leaving the pool would wait until the engines are up
+                    fleet.stop()  # otherwise leaving the pool would wait until the engines are up
                 raise
         return start if self.config.start_rollout_id is None else self.config.start_rollout_id
 
@@ -192,20 +200,16 @@ class Parts:
         self.runtime.state.teacher = teacher
         stack.callback(lambda: self.runtime.run(teacher.aclose()))
 
-    def _mention_old_prefixes(self) -> None:
-        assert self.engines is not None
-        mode = self.config.update_weight_pause_mode
-        if mode != "abort" and self.engines.kind == "sglang":
-            logger.warning(
-                "--update-weight-pause-mode %s: SGLang goes on sharing prefixes that earlier weights computed, such as "
-                "a system prompt; abort computes them anew, and requests are continued all the same",
-                mode,
-            )
-
     def _make_publisher(self, stack: ExitStack) -> WeightPublisher | None:
         if self.engines is None or self.trainers is None:
             return None
-        self._mention_old_prefixes()
+        mode = self.config.update_weight_pause_mode
+        if mode != "abort" and self.engines.kind == "sglang":
+            logger.warning(
+                "--update-weight-pause-mode %s: SGLang keeps sharing prefixes that earlier weights computed, such as a "
+                "system prompt; abort recomputes them, and requests are continued in both cases",
+                mode,
+            )
         publisher = make_publisher(
             self.config,
             device=self._device,
@@ -236,20 +240,8 @@ class Parts:
         stack.callback(joined.supervisor.close)
         return joined
 
-    def _open_door(self, stack: ExitStack, progress: Progress) -> None:
-        if self.joined is None:
-            return
-        assert self.config.fleet_address is not None
-        staged_in = None if self.publisher is None else self.publisher.staged_in
-        door = open_door(
-            self.config.fleet_address, self._run_dir.path, self.joined, model=self.config.hf_checkpoint,
-            staged_in=staged_in, rows=self.fleet,
-        )  # fmt: skip
-        stack.push(lambda kind, error, trace: door.close(goodbye=kind is None))
-        progress.message(f"more engines may join: {door.invitation}")
-
-    def fleet(self) -> list[dict[str, Any]]:
-        """Every engine of the trained model: name, address, state, version, load, age."""
+    def fleet(self) -> list[JsonObject]:
+        """Return a row for every engine of the trained model: name, address, state, version, load, age."""
         assert self.engines is not None
         joined = [] if self.joined is None else self.joined.members()
         names = {url: f"engine-{number}" for number, url in enumerate(self.engines.urls)}
@@ -258,11 +250,11 @@ class Parts:
         return self.runtime.run(fleet_rows(self.runtime.pool, names, since, self._away()), whom="the fleet")
 
     def _away(self) -> dict[str, str]:
-        """Engines that get no requests now, and why."""
+        """Return the reasons, by URL, of engines that get no requests now."""
         return {url: why for supervisor in self.supervisors for url, why in supervisor.away().items()}
 
     def watch_engines(self, stack: ExitStack) -> EngineStates | None:
-        """What the engines of the trained model are doing, looked up from now on."""
+        """Start to watch the states of the engines of the trained model."""
         if self.engines is None:
             return None
         engines, joined, pool = self.engines, self.joined, self.runtime.pool
@@ -318,11 +310,11 @@ class Parts:
             config.engine_max_restarts,
         )
 
-    # while it runs
+    # operation
 
     @contextmanager
     def engines_at_work(self) -> Iterator[None]:
-        """Watch over the engines; one that died explains a failure better than the failed call does."""
+        """Supervise the engines while the body runs; a dead engine is reported instead of the call that failed."""
         with ExitStack() as stack:
             for supervisor in self.supervisors:
                 stack.enter_context(supervisor.watching())
@@ -338,45 +330,42 @@ class Parts:
 
     @contextmanager
     def trainers_at_work(self) -> Iterator[None]:
-        """The trainers' weights change: an engine that comes back meanwhile waits for the next update."""
+        """Hold the trainers while their weights may change: a restarted engine waits for the next update."""
         with self._trainers_busy:
             yield
 
     def trained(self, version: int) -> None:
-        """The trainers have made this version: an engine that comes back before it is published gets it already."""
+        """Record the version that the trainers hold: a restarted engine gets it before it is published."""
         self._version = version
 
     def publish(self, version: int) -> PublishResult:
-        """Bring every engine to the trainers' weights; engines that fail meanwhile are restarted and sent them too."""
+        """Send the trainers' weights to every engine; engines that fail during it are restarted and updated too."""
         assert self.publisher is not None
         with ExitStack() as stack:
             for supervisor in self.supervisors:
                 stack.enter_context(supervisor.undisturbed())
             stack.enter_context(self.trainers_at_work())
             self._heal()
-            published = self._published(version)
+            while True:
+                try:
+                    published = self.publisher.publish(version)
+                    break
+                except (EngineError, WeightVersionMismatch) as error:
+                    if self.joined is not None:
+                        self.joined.blame(error.url, str(error))  # only the joined engine that fails is dropped
+                    elif not self.supervisors or isinstance(error, WeightVersionMismatch):
+                        raise
+                    logger.warning("publishing version %d again: %s", version, error)
+                    if not self._heal():
+                        raise  # all engines are well, so a retry would fail again
             self._version = version
             self.runtime.state.weights_arrived(str(version))
             for supervisor in self.supervisors:
                 supervisor.weights_arrived()
         return published
 
-    def _published(self, version: int) -> PublishResult:
-        assert self.publisher is not None
-        while True:
-            try:
-                return self.publisher.publish(version)
-            except (EngineError, WeightVersionMismatch) as error:
-                if self.joined is not None:
-                    self.joined.blame(error.url, str(error))  # what a joined engine cannot do ends that engine only
-                elif not self.supervisors or isinstance(error, WeightVersionMismatch):
-                    raise
-                logger.warning("publishing version %d again: %s", version, error)
-                if not self._heal():
-                    raise  # all engines are well: it was not for want of one
-
     def _heal(self) -> bool:
-        """Restart engines that are not well, or do without them; whether there were any."""
+        """Restart or drop engines that are not well; return whether there were any."""
         before = sum(supervisor.changes for supervisor in self.supervisors)
         for supervisor in self.supervisors:
             supervisor.heal()
@@ -393,7 +382,7 @@ class Parts:
             client = next(client for client in self.runtime.pool.clients if client.base_url == url)
             base = None if self.joined is None else self.joined.version_of(url)
             if base == self._version and self.runtime.run(client.get_weight_version()) == str(base):
-                return True  # it was away for a moment
+                return True  # it was only unreachable for a moment
             return self.publisher.bring([client], self._version, base=base)
         except WeightVersionMismatch as error:
             raise EngineProtocolError(url, "/get_weight_version", str(error)) from error
@@ -402,15 +391,15 @@ class Parts:
 
 
 def outliving_nodes(config: Config, placement: Placement) -> Config:
-    """Over several nodes engines are always watched, so that one whose node is lost goes to another or is done without;
-    but for prefill and decode servers, which are not restarted one by one."""
+    """Turn on fault tolerance for engines on several nodes: an engine whose node is lost moves to another one or is
+    dropped. Prefill and decode servers are excepted, as they are not restarted one by one."""
     if all(slot.node.is_here for slot in placement.rollout) or config.prefill_num_servers or config.sglang_config:
         return config
     return config.replace(use_fault_tolerance=True)
 
 
 def places(config: Config) -> dict[str, int]:
-    """How many trainers and how many GPUs of engines a run starts."""
+    """Count the trainers and the engine GPUs that a run starts."""
     engines = config.rollout_num_gpus if needs_engines(config) else 0
     if engines and config.rollout_external_engine_addrs:
         engines = 1 if serves_teacher(config) else 0

@@ -1,7 +1,7 @@
-"""`slime convert FROM TO`: a checkpoint of a run or of Megatron, or a model folder in other numbers, as a Hugging Face
-folder; and a Hugging Face folder as a checkpoint that Megatron loads (`--format torch_dist`).
+"""`slime convert FROM TO`: writes a checkpoint of a run or of Megatron, or a model folder in another precision, as a
+Hugging Face folder; or a Hugging Face folder as a checkpoint that Megatron loads (`--format torch_dist`).
 
-Invariant: at most one shard of tensors is in memory; what stands at TO is the old folder or the complete new one.
+Invariant: at most one shard of tensors is in memory; TO is the old folder or the complete new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMATS = ("hf", TORCH_DIST)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is written where; a folder that is there is replaced only with `force`, and only if slime wrote it."""
+    """A conversion and its options; an existing target is replaced only with `force`, and only if slime wrote it."""
 
     source: Path
     target: Path
@@ -39,21 +39,57 @@ class Conversion:
     format: str = FORMATS[0]
 
     def run(self) -> Path:
-        """Write the folder; whatever cannot be converted is a `UserError` that leaves the target as it was."""
+        """Write the folder and return it; a source that cannot be converted is a `UserError`, and the target stays."""
         if not self.source.is_dir():
             raise UserError(f"there is no folder {self.source} to convert")
         if self.target.exists() and not self.force:
             raise UserError(f"{self.target} is there already: choose another folder, or replace it with --force")
         if self.format == TORCH_DIST:
-            return self._write_torch_dist()
+            import torch
+
+            from slime.models.dequantized import plain_sources
+            from slime.models.torch_dist.hugging_face import model_entries
+            from slime.models.torch_dist.writing import write_release
+
+            if not (self.source / "config.json").is_file():
+                raise UserError(f"{self.source} has no config.json: --format {TORCH_DIST} takes a Hugging Face folder")
+            if self.dtype == FP8:
+                raise UserError(
+                    f"--dtype {FP8} is for Hugging Face folders: --format {TORCH_DIST} holds no FP8 weights"
+                )
+            sources = plain_sources(self.source)
+            entries, alike = model_entries(self.source, sources)
+            return write_release(sources, entries, self.target, dtype=getattr(torch, self.dtype), alike=alike)
         small_files, tensors = self._read()
-        return self._write(small_files, tensors)
+        import torch
+
+        from slime.models.safetensors_io import BlockQuantizer
+        from slime.models.saving import save_hf_folder
+
+        if self.dtype != FP8:
+            return save_hf_folder(tensors, small_files, self.target, getattr(torch, self.dtype))
+        quantizer = BlockQuantizer(power_of_two=self.power_of_two_scales)
+        stream = quantizer.stream(tensors, torch.bfloat16)
+        return save_hf_folder(stream, small_files, self.target, torch.bfloat16, quantization=quantizer.config)
 
     def _read(self) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
-        """The folder with config and tokenizer, and every weight as plain numbers."""
+        """Return the folder with config and tokenizer, and every weight, dequantized."""
         megatron = megatron_to_read(self.source, str(self.source))
         if megatron is not None:
-            return self._read_megatron(megatron)
+            from slime.models.dequantized import plain_sources
+            from slime.models.tensor_sources import read_whole
+            from slime.models.torch_dist.hugging_face import read_in_place_of
+
+            model_folder = self.model_folder
+            if model_folder is None or not (model_folder / "config.json").is_file():
+                raise UserError(
+                    f"{self.source} is a Megatron checkpoint, which does not describe its model: name the Hugging Face "
+                    "folder of that model with --hf-checkpoint"
+                )
+            found = read_in_place_of(model_folder, megatron)
+            if self.add_missing:
+                found = {**plain_sources(model_folder), **found}
+            return model_folder, ((name, read_whole(source)) for name, source in found.items())
         from slime.train.checkpoints.export_hf import checkpoint_tensors, find_checkpoint, model_of_checkpoint
 
         checkpoint = find_checkpoint(self.source)
@@ -68,53 +104,26 @@ class Conversion:
 
         return self.source, plain_tensors(self.source)
 
-    def _read_megatron(self, checkpoint: Path) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
-        from slime.models.dequantized import plain_sources
-        from slime.models.tensor_sources import read_whole
-        from slime.models.torch_dist.hugging_face import read_in_place_of
-
-        folder = self.model_folder
-        if folder is None or not (folder / "config.json").is_file():
-            raise UserError(
-                f"{self.source} is a Megatron checkpoint, which says little of its model: name the Hugging Face folder "
-                "of that model with --hf-checkpoint"
-            )
-        found = read_in_place_of(folder, checkpoint)
-        if self.add_missing:
-            found = {**plain_sources(folder), **found}
-        return folder, ((name, read_whole(source)) for name, source in found.items())
-
-    def _write_torch_dist(self) -> Path:
-        import torch
-
-        from slime.models.dequantized import plain_sources
-        from slime.models.torch_dist.hugging_face import model_entries
-        from slime.models.torch_dist.writing import write_release
-
-        if not (self.source / "config.json").is_file():
-            raise UserError(f"{self.source} has no config.json: --format {TORCH_DIST} takes a Hugging Face folder")
-        if self.dtype == FP8:
-            raise UserError(f"--dtype {FP8} is for Hugging Face folders: --format {TORCH_DIST} holds plain numbers")
-        sources = plain_sources(self.source)
-        entries, alike = model_entries(self.source, sources)
-        return write_release(sources, entries, self.target, dtype=getattr(torch, self.dtype), alike=alike)
-
-    def _write(self, small_files: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
-        import torch
-
-        from slime.models.safetensors_io import BlockQuantizer
-        from slime.models.saving import save_hf_folder
-
-        if self.dtype != FP8:
-            return save_hf_folder(tensors, small_files, self.target, getattr(torch, self.dtype))
-        quantizer = BlockQuantizer(power_of_two=self.power_of_two_scales)
-        stream = quantizer.stream(tensors, torch.bfloat16)
-        return save_hf_folder(stream, small_files, self.target, torch.bfloat16, quantization=quantizer.config)
-
 
 def convert_command(words: Sequence[str]) -> int:
-    """Run the command; what is wrong with its words is a `UserError`."""
-    options = _parser().parse_args(list(words))
+    """Run the command; wrong arguments are a `UserError`."""
+    parser = _Parser(
+        prog="slime convert",
+        description="Write a checkpoint of a run or of Megatron, or a model folder (plain or in blocks of 8-bit "
+        "floats), as a Hugging Face folder in the given precision; or a model folder as a Megatron checkpoint.",
+    )
+    parser.add_argument(
+        "source", metavar="FROM", help="checkpoints of --save or of Megatron, one of them, or a model folder"
+    )
+    parser.add_argument("target", metavar="TO", help="the folder to write")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="torch_dist: Megatron's checkpoints")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="fp8: blocks of 128 x 128")
+    parser.add_argument("--scale-fmt", choices=("float32", "ue8m0"), default="float32", help="ue8m0: powers of 2")
+    parser.add_argument("--hf-checkpoint", metavar="DIR", help="the model folder of a checkpoint (default: its run's)")
+    parser.add_argument("--add-missing", action="store_true", help="copy weights that the checkpoint does not have")
+    parser.add_argument("--force", action="store_true", help="replace a folder that slime wrote at TO")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model folder's own code")
+    options = parser.parse_args(list(words))
     conversion = Conversion(
         source=Path(options.source),
         target=Path(options.target),
@@ -132,24 +141,4 @@ def convert_command(words: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"slime convert: {message}; slime convert --help says what it takes")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="slime convert",
-        description="Write a checkpoint of a run or of Megatron, or a model folder (plain or in blocks of 8-bit "
-        "floats), as a Hugging Face folder in the numbers asked for; or a model folder as a Megatron checkpoint.",
-    )
-    parser.add_argument(
-        "source", metavar="FROM", help="checkpoints of --save or of Megatron, one of them, or a model folder"
-    )
-    parser.add_argument("target", metavar="TO", help="the folder to write")
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="torch_dist: Megatron's checkpoints")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="fp8: blocks of 128 x 128")
-    parser.add_argument("--scale-fmt", choices=("float32", "ue8m0"), default="float32", help="ue8m0: powers of 2")
-    parser.add_argument("--hf-checkpoint", metavar="DIR", help="the model folder of a checkpoint (default: its run's)")
-    parser.add_argument("--add-missing", action="store_true", help="copy weights that the checkpoint does not have")
-    parser.add_argument("--force", action="store_true", help="replace a folder that slime wrote at TO")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model folder's own code")
-    return parser
+        raise UserError(f"slime convert: {message}; slime convert --help lists its arguments")

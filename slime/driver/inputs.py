@@ -1,4 +1,9 @@
-"""What a run reads before anything is started: where its prompts come from, what it is evaluated on, how long it is."""
+"""Inputs, result and shutdown of a run.
+
+The data source, the evaluation prompts and the number of rollouts are read before anything is started. A run that the
+same command has finished already is recognised here. Signals and failures end a run in order, and the traceback of a
+failure goes to the driver's log.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,14 @@ from slime.observability.metrics import read_metrics
 from slime.observability.progress import Progress
 from slime.observability.summary import earlier_metrics
 from slime.rollout.debug_data import DumpedRollouts
-from slime.rollout.evaluate import read_eval_datasets
+from slime.rollout.evaluate import EvalPrompts, read_eval_datasets
+from slime.storage.json_types import JsonObject
+
+logger = logging.getLogger(__name__)
 
 
 def rollouts_of_run(config: Config, data_source: Any) -> int:
+    """Return the number of rollouts: --num-rollout, the number of dumps, or the epochs of the data source."""
     if config.num_rollout is not None:
         return config.num_rollout
     if isinstance(data_source, DumpedRollouts):
@@ -40,35 +49,33 @@ def rollouts_of_run(config: Config, data_source: Any) -> int:
 
 
 def open_data_source(config: Config) -> Any:
+    """Open the dumped rollouts of --load-debug-rollout-data, or the data source of the flags."""
     if config.load_debug_rollout_data is not None:
         return DumpedRollouts(config)
     return make_data_source(config, plugin_args(config))
 
 
-def eval_prompts(config: Config) -> dict[str, Any]:
-    """What the default evaluation will ask for, read now: a broken file must not end a run at its first evaluation."""
+def eval_prompts(config: Config) -> dict[str, EvalPrompts]:
+    """Read the datasets of the default evaluation now: a broken file must not end a run at its first evaluation."""
     default = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
     if not evaluates(config) or not needs_engines(config) or not default:
         return {}
     return read_eval_datasets(config, load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code))
 
 
-# What a finished run leaves, and how the same command finds that there is nothing left to do.
-
-
 @dataclass
 class TrainingResult:
-    """What a finished run leaves: its folder, one merged metrics dict per rollout, and the evaluations."""
+    """Result of a finished run: its folder, one merged metrics dict per rollout, and the evaluations."""
 
     run_dir: Path
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    metrics: list[JsonObject] = field(default_factory=list)
+    evaluations: list[tuple[int, JsonObject]] = field(default_factory=list)
     seconds: float = 0.0
     peak_memory_gib: float = 0.0
 
 
 def finished_before(config: Config, total: int) -> TrainingResult | None:
-    """The result of a run that the same command has finished already, said on the screen; None if anything is left."""
+    """Return the result of a run that the same command has finished already, and print that it is; else None."""
     if not total or not continues_itself(config) or config.start_rollout_id is not None or config.debug_rollout_only:
         return None
     start = resumes_at(config)
@@ -82,19 +89,14 @@ def finished_before(config: Config, total: int) -> TrainingResult | None:
         return None
     print(
         f"this run is finished: {config.save} has a checkpoint after step {start}, and --num-rollout is {total}; raise "
-        f"it to go on, or choose another --save to begin anew (metrics and curves are in {folder})"
+        f"it to continue, or choose another --save to start over (metrics and curves are in {folder})"
     )
     return result
 
 
-# How a run ends before its time: by a signal, or by a failure whose traceback belongs into the log.
-
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def terminated_like_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the run the way Ctrl-C does: parts are stopped in order."""
+    """Make SIGTERM and SIGHUP end the run as Ctrl-C does: components are stopped in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +104,10 @@ def terminated_like_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_closed_terminal((1, 2))
-            logger.warning("SIGHUP (the terminal was closed): the run ends as on Ctrl-C; nohup or tmux keep it going")
+            logger.warning(
+                "SIGHUP (the terminal was closed): the run ends as on Ctrl-C; start it under nohup or tmux to keep it "
+                "running"
+            )
         raise KeyboardInterrupt
 
     numbers = set(ending_signals()) - {signal.SIGINT}
@@ -115,7 +120,7 @@ def terminated_like_interrupt() -> Iterator[None]:
 
 
 def leave_closed_terminal(descriptors: Iterable[int]) -> None:
-    """Let descriptors of a terminal that is gone lead nowhere: whatever a run prints while it ends must not raise."""
+    """Redirect descriptors of a closed terminal to /dev/null, so that printing during shutdown does not raise."""
     for descriptor in descriptors:
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -125,7 +130,7 @@ def leave_closed_terminal(descriptors: Iterable[int]) -> None:
 
 @contextmanager
 def failures_with_context(config: Config, progress: Progress) -> Iterator[None]:
-    """The traceback of what ends a run goes to the driver's log; the terminal gets the sentence."""
+    """Write the traceback of a failure to the driver's log; the terminal shows only the message."""
     try:
         yield
     except UserError:

@@ -1,16 +1,15 @@
-"""`slime.run`: a training whose flags are keywords, with a signature and a stub that are made from the flags.
+"""`slime.run`: trains with flags given as keywords; its signature and its type stub are generated from the flags.
 
-Invariant: the signature has every field of the config, and `slime/__init__.pyi` says the same with types.
+Invariant: the signature has every field of the config, and `slime/__init__.pyi` has the same parameters with types.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.config import FLAG_SPECS
-from slime.config.fields import FlagSpec
 from slime.config.parser import config_of_keywords
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ _TYPES = {
     "dict": "Mapping[str, Any] | str",
     "pairs": "Sequence[tuple[str, str]] | Mapping[str, str]",
 }
-"""What a keyword takes, by the kind of its flag."""
+"""Types of a keyword by the kind of its flag."""
 
 _STUB = '''\
 """Made by `slime flags --stub > slime/__init__.pyi`."""
@@ -50,12 +49,12 @@ def run(
 '''
 
 
-def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingResult:
+def run(*, reward: Callable[..., object] | None = None, **flags: object) -> TrainingResult:
     """Train with the flags of the command line as keywords.
 
     `reward(args, sample)` may be given as a function. `config` and `custom_config_path` are files of flags. Flags of
-    others (`sglang_...`, `router_...`, Megatron's) are taken by their names, too; `slime flags WORDS` says what each
-    flag means.
+    other programs (`sglang_...`, `router_...`, Megatron's) are accepted under their names. `slime flags WORDS` explains
+    each flag.
     """
     config = config_of_keywords(flags)
     from slime.driver.loop import train
@@ -63,27 +62,29 @@ def run(*, reward: Callable[..., Any] | None = None, **flags: Any) -> TrainingRe
     return train(config, reward=reward)
 
 
-def _signature() -> inspect.Signature:
-    keywords = {"reward": None, "config": None, "custom_config_path": None}
-    keywords |= {spec.name: spec.default for spec in FLAG_SPECS.values()}
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in keywords.items()
-    ]
-    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD)
-    return inspect.Signature([*parameters, others], return_annotation="TrainingResult")
-
-
-run.__signature__ = _signature()  # type: ignore[attr-defined]
+_DEFAULTS = dict.fromkeys(("reward", "config", "custom_config_path")) | {
+    spec.name: spec.default for spec in FLAG_SPECS.values()
+}
+run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in _DEFAULTS.items()
+        ),
+        inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD),
+    ],
+    return_annotation="TrainingResult",
+)
 
 
 def format_stub() -> str:
-    """What type checkers and editors read about the package."""
-    lines = [f"    {spec.name}: {_type(spec)} = ..." for spec in FLAG_SPECS.values()]
-    return _STUB + "".join(f"{line},\n" for line in lines) + "    **others: Any,\n) -> TrainingResult: ...\n"
-
-
-def _type(spec: FlagSpec) -> str:
-    if spec.info.choices:
-        choices = ", ".join(f'"{choice}"' for choice in spec.info.choices)
-        return f"Literal[{choices}] | None"
-    return f"{_TYPES[spec.kind]} | None"
+    """Return the text of `slime/__init__.pyi`, which type checkers and editors read."""
+    lines = []
+    for spec in FLAG_SPECS.values():
+        if spec.info.choices:
+            choices = ", ".join(f'"{choice}"' for choice in spec.info.choices)
+            value_type = f"Literal[{choices}]"
+        else:
+            value_type = _TYPES[spec.kind]
+        lines.append(f"    {spec.name}: {value_type} | None = ...,\n")
+    return _STUB + "".join(lines) + "    **others: Any,\n) -> TrainingResult: ...\n"

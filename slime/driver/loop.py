@@ -1,4 +1,4 @@
-"""The loop: get a rollout, train on it, publish the weights, evaluate; and what has to live for it.
+"""The training loop: get a rollout, train on it, publish the weights, evaluate.
 
     prompts ─► ROLLOUT ──samples──► BUFFER ──batches──► TRAINING
                   ▲                                        │
@@ -7,12 +7,14 @@
 The modes differ only in the feed that rollouts come from (`slime.rollout.pipeline`): made on demand, one step ahead, or
 taken from a generation that never stops.
 
-Invariants: training on rollout r makes weight version r + 1 (version 0 are the weights the run starts with); without
-asynchrony rollout r is sampled with version r exactly, or with the last published one (`--update-weights-interval`).
-Every sample is in the journal from the moment its prompt is handed out; rollouts that the last checkpoint does not
-cover are trained on again as they were, so a resumed run goes on as if it had never stopped. Whatever ends the run, no
-process of it is left behind. The debug modes run one half of the loop: without trainers nothing is trained, published
-or saved; without engines nothing is evaluated.
+Invariants: training on rollout r makes weight version r + 1 (version 0 are the weights that the run starts with).
+Without asynchrony rollout r is sampled with version r exactly, or with the last published one
+(`--update-weights-interval`). Every sample is in the journal from the moment its prompt is handed out; rollouts that
+the last checkpoint does not cover are trained on again as they were, so a resumed run continues as if it had never
+stopped. However a run ends, none of its processes is left behind.
+
+The debug modes run one half of the loop: without trainers nothing is trained, published or saved; without engines
+nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -70,21 +72,22 @@ from slime.rollout.debug_data import (
     evaluated_samples,
     save_evaluation,
 )
-from slime.rollout.evaluate import checked_evaluation
+from slime.rollout.evaluate import EvalPrompts, checked_evaluation
 from slime.rollout.health_warnings import Concerns
 from slime.rollout.outcomes import RolloutFnEvalOutput, call_rollout_fn, leaves
 from slime.rollout.pipeline import Feed, Generated, RolloutMaker, make_feed
+from slime.storage.json_types import JsonObject
 from slime.train.ci_checks import check_grad_norms, check_numbers
 
 logger = logging.getLogger(__name__)
 
 
-def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | None = None) -> TrainingResult:
-    """Run a whole training; `reward` takes the place of --rm-type and --custom-rm-path (for notebooks).
+def train(args: Config | argparse.Namespace, *, reward: Callable[..., object] | None = None) -> TrainingResult:
+    """Run a whole training; `reward` replaces --rm-type and --custom-rm-path (for notebooks).
 
     `args` is a config, or the namespace of `slime.utils.arguments.parse_args`, changed or not.
 
-    Flags, model config and prompts are read before the run folder is touched: a mistake in them leaves no trace.
+    Flags, model config and prompts are read before the run folder is touched: a mistake in them writes no file.
     """
     if reward is not None:
         check_given(reward, "--custom-rm-path", "the given reward function")
@@ -106,7 +109,13 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., Any] | Non
     with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
         datasets = eval_prompts(config)
     lives = Lives(config)
-    with terminated_like_interrupt(), watch_signals(), _claimed(config) as run_dir, _memory() as memory:
+    with terminated_like_interrupt(), watch_signals(), ExitStack() as stack:
+        with told_if_slow(
+            f"checking whether the run that used {config.output_dir} on another machine is still alive",
+            silent=config.progress == "none",
+        ):
+            run_dir = stack.enter_context(RunDir(config.output_dir))
+        memory = stack.enter_context(MemorySampler(lambda: process_tree(os.getpid())))
         while True:
             try:
                 run = _live(lives, device, run_dir, data_source, datasets, reward, plan.notes, memory)
@@ -123,15 +132,18 @@ def _live(
     device: str,
     run_dir: RunDir,
     data_source: Any,
-    datasets: dict[str, Any],
-    reward: Callable[..., Any] | None,
+    datasets: dict[str, EvalPrompts],
+    reward: Callable[..., object] | None,
     notes: Sequence[str],
     memory: MemorySampler,
 ) -> Run:
-    """One life of a run, from the start of its processes to its end; nothing of it is left when this returns."""
+    """Run one attempt, from the start of its processes to its end; no process of it is left when this returns."""
     config = lives.config
     with ExitStack() as stack:
-        journal = _open_journal(config, run_dir, stack)
+        journal: Journal | None = None  # one needs engines that sample and trainers that consume
+        if not config.debug_rollout_only and config.load_debug_rollout_data is None:
+            journal = open_journal(config, run_dir.journal, prompt_files(config))
+            stack.callback(journal.close)
         again = lives.restarts > 0
         run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=notes, again=again)
         lives.began(run)
@@ -145,8 +157,8 @@ def _live(
 
 
 class Run:
-    """The parts of one run, or of one life of it: `again` after the first. They are started in the constructor and
-    stopped by `stack`, in reverse order."""
+    """One attempt of a run: `again` after the first one. Its components are started in the constructor and stopped by
+    `stack`, in reverse order."""
 
     def __init__(
         self,
@@ -156,7 +168,7 @@ class Run:
         stack: ExitStack,
         data_source: Any,
         journal: Journal | None,
-        reward: Callable[..., Any] | None,
+        reward: Callable[..., object] | None,
         *,
         notes: Sequence[str] = (),
         again: bool = False,
@@ -172,23 +184,19 @@ class Run:
         self.total = rollouts_of_run(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
         self.curves = Curves(run_dir.metrics)
-        stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, when everything else has ended
+        stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, after everything else has stopped
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
         stack.callback(self._say_repeats)
         for note in () if again else notes:
             self.progress.message(f"note: {note}")
-        self.parts = Parts(
-            config,
-            device,
-            run_dir,
-            stack,
-            reward=reward,
-            progress=self.progress,
-        )
+        self.parts = Parts(config, device, run_dir, stack, reward=reward, progress=self.progress)
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
-        self.turns = Turns(self.parts, self._phase_memory(stack))
+        phase_memory: PhaseMemory | None = None
+        if device == "cuda" or config.offload_rollout or config.offload_train:
+            phase_memory = stack.enter_context(PhaseMemory(run_dir.memory, used_memory(device)))
+        self.turns = Turns(self.parts, phase_memory)
         self._watch(stack)
         if not again:
             save_config(config, run_dir.config)
@@ -218,14 +226,8 @@ class Run:
         for line in repeated_warnings():
             self.progress.warn(line)
 
-    def _phase_memory(self, stack: ExitStack) -> PhaseMemory | None:
-        """Where memory goes in each phase: on GPUs, and wherever somebody gives some back."""
-        if self.device != "cuda" and not (self.config.offload_rollout or self.config.offload_train):
-            return None
-        return stack.enter_context(PhaseMemory(self.run_dir.memory, used_memory(self.device)))
-
     def _watch(self, stack: ExitStack) -> None:
-        """Tell the display where to look up what goes on inside a rollout and in the engines."""
+        """Register the sources of the display's rows for the rollout and the engines."""
         states = self.parts.watch_engines(stack) if self.config.progress != "none" else None
 
         def rollout() -> tuple[str, bool] | None:
@@ -240,13 +242,13 @@ class Run:
             self.progress.watch("engine", states.sentence)
 
     def _resume_data(self) -> list[int]:
-        """Put the data source where the checkpoint left it; the rollouts that the journal has already."""
+        """Restore the position of the data source; return the numbers of rollouts that the journal has already."""
         if self.journal is None:
             self.data_source.load(self.start - 1)
             return []
         replayed: list[int] = self.data_source.resume(self.start)
         if replayed:
-            self.progress.message(f"the journal has {len(replayed)} rollout(s) that were made before: used again")
+            self.progress.message(f"the journal has {len(replayed)} rollout(s) from before the resume: reusing them")
         return replayed
 
     def _make_feed(self) -> Feed:
@@ -277,7 +279,12 @@ class Run:
     def loop(self) -> None:
         config, total = self.config, self.total
         self.publish_weights(self.start)
-        if total == 0 or (self.start == 0 and not config.skip_eval_before_train) or self._evaluation_is_missing():
+        evaluates_first = total == 0 or (self.start == 0 and not config.skip_eval_before_train)
+        if not evaluates_first and self.start and _due(self.start - 1, config.eval_interval, total):
+            # the run may have been killed between the checkpoint that it resumes from and the evaluation after it
+            records = read_metrics(self.run_dir.metrics)
+            evaluates_first = not any(one["kind"] == "eval" and one["step"] == self.start for one in records)
+        if evaluates_first:
             self.evaluate(self.start)
         with old_objects_left_alone(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
@@ -291,7 +298,7 @@ class Run:
                         held.enter_context(feed.undisturbed())
                         after |= self.publish_weights(rollout_id + 1)
                         feed.weights_arrived(rollout_id + 1)
-                    if not evaluates_now:  # else the feed is held on, or the evaluation would wait for a whole rollout
+                    if not evaluates_now:  # else the feed stays held: the evaluation need not wait for a whole rollout
                         held.close()
                     after |= self.turns.metrics()
                     step_s = time.monotonic() - began
@@ -303,10 +310,11 @@ class Run:
                         self.evaluate(rollout_id + 1)
         self._finish_save(patient=True)
 
-    def _finish_step(self, rollout_id: int, rollout: Generated, after: dict[str, Any]) -> None:
-        """Log the step and show it; the checkpoint comes after the log: a checkpoint's steps are all on record."""
+    def _finish_step(self, rollout_id: int, rollout: Generated, after: JsonObject) -> None:
+        """Log and show the step, then save; as the log comes first, all steps of a checkpoint are on record."""
         logged = after if rollout.is_logged else rollout.metrics | after
-        self.metrics.log(_without(logged, "train/"), rollout_id, "rollout", rollout_id=rollout_id)
+        own = {name: value for name, value in logged.items() if not name.startswith("train/")}
+        self.metrics.log(own, rollout_id, "rollout", rollout_id=rollout_id)
         if not rollout.is_logged:
             rows = completion_rows(self.config, leaves(rollout.samples), PER_ROLLOUT)
             self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
@@ -319,31 +327,24 @@ class Run:
         for concern in self._concerns.about(rollout_id, list(leaves(rollout.samples)), *self._largest):
             self.progress.warn(concern)
 
-    def log_for_plugin(self, metrics: dict[str, Any], step_key: str) -> None:
-        """What a plugin logs by itself: a record of its own, whose step is among the metrics or the present rollout."""
+    def log_for_plugin(self, metrics: JsonObject, step_key: str) -> None:
+        """Write a record of what a plugin logs; its step is `metrics[step_key]`, else the present rollout."""
         now = self.start if self.trained is None else self.trained + 1
         step = metrics.get(step_key)
         step = int(step) if isinstance(step, int | float) and math.isfinite(step) else now
         others = {name: value for name, value in metrics.items() if name != step_key}
-        rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be made ahead
+        rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be generated ahead
         self.metrics.log(others, step, "plugin", rollout_id=rollout_id)
-
-    def _evaluation_is_missing(self) -> bool:
-        """Whether the run was killed between the checkpoint it resumes from and the evaluation after it."""
-        if not self.start or not _due(self.start - 1, self.config.eval_interval, self.total):
-            return False
-        records = read_metrics(self.run_dir.metrics)
-        return not any(record["kind"] == "eval" and record["step"] == self.start for record in records)
 
     def next_rollout(self, feed: Feed, rollout_id: int) -> Generated:
         self.turns.to_rollout()
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
         rollout = feed.get(rollout_id)
-        self.progress.status("rollout", "generating on" if is_async(self.config) else "waiting")
+        self.progress.status("rollout", "generating ahead" if is_async(self.config) else "waiting")
         return rollout
 
-    def train_on(self, rollout_id: int, rollout: Generated) -> dict[str, Any]:
-        """Train on a rollout; its metrics, without any of an optimizer step when it filled none."""
+    def train_on(self, rollout_id: int, rollout: Generated) -> JsonObject:
+        """Train on a rollout and return its metrics; a rollout that filled no optimizer step has none of a step."""
         if self.trainers is None:
             return {}
         self.turns.to_training()
@@ -366,7 +367,7 @@ class Run:
         self.progress.status("trainer", "waiting")
         if self.journal is not None:
             self.journal.consumed(rollout_id)
-            if self.config.save is None:  # there is nothing to go back to
+            if self.config.save is None:  # there are no checkpoints to resume from
                 self.journal.checkpointed(rollout_id)
         return trained.rollout_metrics | (trained.metrics[-1] if trained.metrics else {})
 
@@ -408,10 +409,11 @@ class Run:
         self.progress.status("rollout", "waiting")
 
     def save(self, rollout_id: int) -> None:
-        """The data position first, the trainers' checkpoint last: only a whole checkpoint is ever resumed from.
+        """Save the data position, the journal and the trainers' checkpoint, in this order.
 
-        The journal is made durable before it: a checkpoint that outlives a power cut finds the samples it relies on.
-        With `--async-save` the run goes on while it is written, and the one before it counts until it is whole.
+        Invariant: a run resumes only from a complete checkpoint. The journal is made durable before the checkpoint, so
+        that the samples of a checkpoint survive a power cut too. With `--async-save` the run continues while the
+        checkpoint is written, and the previous one is valid until it is complete.
         """
         if self.trainers is None:
             return
@@ -435,7 +437,7 @@ class Run:
             self.saved = rollout_id
 
     def _finish_save(self, *, patient: bool) -> None:
-        """Take note of a checkpoint that was written meanwhile, if it is whole; wait for it if `patient`."""
+        """Register a checkpoint that was written in the background, if it is complete; wait for it if `patient`."""
         if self.trainers is None:
             return
         if patient and self.trainers.is_saving:
@@ -464,46 +466,21 @@ class Run:
         )
 
 
-def _claimed(config: Config) -> RunDir:
-    with told_if_slow(
-        f"looking whether the run that had {config.output_dir} on another machine is gone",
-        silent=config.progress == "none",
-    ):
-        return RunDir(config.output_dir)
-
-
-def _memory() -> MemorySampler:
-    return MemorySampler(lambda: process_tree(os.getpid()))
-
-
-def _open_journal(config: Config, run_dir: RunDir, stack: ExitStack) -> Journal | None:
-    """The journal of the run folder; without trainers nothing is consumed, and without engines nothing is sampled."""
-    if config.debug_rollout_only or config.load_debug_rollout_data is not None:
-        return None
-    journal = open_journal(config, run_dir.journal, prompt_files(config))
-    stack.callback(journal.close)
-    return journal
-
-
 def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:
     assert path is not None
     return load_function(path, what=flag, params=("args", "rollout_id", "data_source"))
 
 
-def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Callable[..., Any]:
-    """The user's function, or one that leaves the logging to us."""
+def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Callable[..., object]:
+    """Load the user's log function; without one return a function that leaves the logging to the run."""
     return load_function(path, what=flag, params=params) if path is not None else lambda *_: False
 
 
 def _due(rollout_id: int, interval: int | None, total: int) -> bool:
-    """At every multiple of the interval and after the last rollout."""
+    """Return True at every multiple of the interval and after the last rollout."""
     return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
 
 
 def _largest(steps: Iterable[Mapping[str, float]], name: str) -> float | None:
-    """A metric's largest value; steps of the critic alone have none."""
+    """Return the largest value of a metric; None if no step has it, as steps of the critic alone."""
     return max((step[name] for step in steps if name in step), default=None)
-
-
-def _without(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.startswith(prefix)}

@@ -1,8 +1,13 @@
-"""A run that loses trainers, engines or nodes starts again by itself (`--max-restarts`).
+"""Recovery of a run: automatic restarts after a loss (`--max-restarts`), and saving the weights when a disk fails.
 
-Invariant: every life of a run has the run folder to itself, and begins when nothing of the one before it is left. It
-goes on from the last checkpoint that the run has made, or as the flags say while there is none, and the journal gives
-it the rollouts since then as they were. Only losses count: what a user can fix, or would repeat itself, ends the run.
+Invariant: every attempt of a run has the run folder to itself, and starts when no process of the previous attempt is
+left. It resumes from the last checkpoint that the run has made, or as the flags say while there is none, and the
+journal gives it the rollouts since then as they were. Only the loss of a process or node restarts a run: an error that
+the user can fix, or that would repeat itself, ends it.
+
+Invariant: when writing fails in the driver or in a trainer, and the trainers hold weights that are not saved yet, they
+are saved where the flags say if that still works, else in the first other place that can be written: the run folder,
+the temporary folder, shared memory. The run then ends with a `RunFailed` that names the place.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.cluster.factory import RAY, cluster_kind
 from slime.cluster.node import NodeLost
@@ -26,6 +31,7 @@ from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreacha
 from slime.engine.sglang.router import RouterDied
 from slime.errors import RunFailed
 from slime.storage.group_commit import JournalFailed
+from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import TrainerDied, TrainerTimeout
 from slime.train.trainer_group import GradientsNotFinite, TrainerGroup
@@ -35,30 +41,33 @@ LOST = (
     TrainerDied, TrainerTimeout, NodeLost, EngineDied, EngineStartTimeout, EnginesGivenUp, EngineUnreachable,
     EngineTimeout, EngineFailed, RouterDied, GradientsNotFinite,
 )  # fmt: skip
-"""What may go well the next time, with other processes or on other nodes."""
+"""Errors after which a restart may succeed, with other processes or on other nodes."""
 ON_RAY = 3
+"""Default of --max-restarts on Ray."""
 PAUSES_S = (0.0, 5.0, 30.0)
-"""Before the first, second and each later restart in a row: a cluster may take that long to notice who is gone."""
+"""Seconds before the first, second and each later restart in a row: a cluster may take that long to notice a loss."""
+SHARED_MEMORY = Path("/dev/shm")
+_NOT_OF_A_DISK = (ConnectionError, TimeoutError, ChildProcessError, InterruptedError, BlockingIOError)
 
 logger = logging.getLogger(__name__)
 
 
 class Result(Protocol):
-    """What one life has to show."""
+    """Result of one attempt."""
 
-    metrics: list[dict[str, Any]]
-    evaluations: list[tuple[int, dict[str, Any]]]
+    metrics: list[JsonObject]
+    evaluations: list[tuple[int, JsonObject]]
     seconds: float
 
 
 class Life(Protocol):
-    """A run from its start to its end or loss."""
+    """One attempt of a run, from its start to its end or loss."""
 
     start: int
     trained: int | None
-    """The last rollout it trained on."""
+    """The last rollout that it trained on."""
     saved: int | None
-    """The last rollout it made a checkpoint of."""
+    """The last rollout that it made a checkpoint of."""
 
     @property
     def result(self) -> Result: ...
@@ -68,39 +77,45 @@ class Life(Protocol):
 
 
 class Lives:
-    """The lives of one run, in one process: how the next one starts, and whether there is one."""
+    """Decides whether a run starts again after a loss, and joins the results of its attempts."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        """What the present life starts with."""
+        """The config of the present attempt."""
         self.restarts = 0
         given = config.max_restarts
         self._limit = given if given is not None else ON_RAY if cluster_kind(config) == RAY else 0
         self._life: Life | None = None
         self._in_a_row = 0
         self._furthest = -1
-        self._metrics: list[dict[str, Any]] = []
-        self._evaluations: list[tuple[int, dict[str, Any]]] = []
+        self._metrics: list[JsonObject] = []
+        self._evaluations: list[tuple[int, JsonObject]] = []
         self._began = time.monotonic()
         self._first: int | None = None
 
     def began(self, life: Life) -> None:
-        """All its processes are up."""
+        """Register an attempt whose processes are all up."""
         self._life = life
         if self._first is None:
             self._first = life.start
 
     def go_on_after(self, error: BaseException) -> bool:
-        """Whether the run starts again after this loss; with `config` then.
+        """Wait before the next attempt and return True, with its flags in `config`; False if the run is to end.
 
-        Not if it never came up: what it starts with is more likely wrong than unlucky. Nor when it has not come further
-        than before in so many lives in a row.
+        A run that never came up is not restarted: its inputs are probably wrong. Neither is a run whose last
+        --max-restarts attempts trained on no further rollout.
         """
         life, self._life = self._life, None
         if self._first is None:
             return False
         if life is not None:
-            self._end(life)
+            if life.trained is not None and life.trained > self._furthest:
+                self._furthest = life.trained
+                self._in_a_row = 0
+            self._keep(life)
+            self.config = going_on(self.config, checkpointed=life.saved is not None)
+            if self.config.wandb_run_id is None:
+                self.config = self.config.replace(wandb_run_id=life.wandb_run_id)
         if self._in_a_row >= self._limit:
             return False
         self.restarts += 1
@@ -114,21 +129,12 @@ class Lives:
             self.config.load or "the start",
             str(error).partition("\n")[0],
         )
-        with waiting("the cluster", "to notice what is lost", timeout_s=pause_s):
+        with waiting("the cluster", "to notice the loss", timeout_s=pause_s):
             time.sleep(pause_s)
         return True
 
-    def _end(self, life: Life) -> None:
-        if life.trained is not None and life.trained > self._furthest:
-            self._furthest = life.trained
-            self._in_a_row = 0
-        self._keep(life)
-        self.config = going_on(self.config, checkpointed=life.saved is not None)
-        if self.config.wandb_run_id is None:
-            self.config = self.config.replace(wandb_run_id=life.wandb_run_id)
-
     def _keep(self, life: Life) -> None:
-        """What earlier lives did before this one began counts; the rest was done again."""
+        """Append the results of an attempt to those of earlier ones, without the steps that it repeated."""
         assert self._first is not None
         self._metrics = self._metrics[: life.start - self._first] + life.result.metrics
         done_again = {step for step, _ in life.result.evaluations}
@@ -136,14 +142,14 @@ class Lives:
         self._evaluations = before + life.result.evaluations
 
     def complete(self, life: Life) -> None:
-        """Make the result of the last life that of the whole run."""
+        """Replace the result of the last attempt by that of the whole run."""
         self._keep(life)
         life.result.metrics, life.result.evaluations = self._metrics, self._evaluations
         life.result.seconds = time.monotonic() - self._began
 
 
 def going_on(config: Config, *, checkpointed: bool) -> Config:
-    """The config of the next life: whole, from the run's own checkpoints, if it has made one."""
+    """Return the config of the next attempt: it resumes the run's own checkpoint completely, if there is one."""
     if config.save is None or not checkpointed:
         return config
     critic = {"critic_load": config.critic_save} if has_critic(config) else {}
@@ -157,78 +163,69 @@ def going_on(config: Config, *, checkpointed: bool) -> Config:
     )
 
 
-# A disk that is full or gone costs a run its end, not its weights.
-#
-# Invariant: when writing fails in the driver or in a trainer, and the trainers hold weights that are saved nowhere,
-# they are saved where the flags say if that still works, else in the first other place that takes them: the run
-# folder, the temporary folder, shared memory. The run then ends with a `RunFailed` that names the place.
-
-SHARED_MEMORY = Path("/dev/shm")
-_NOT_OF_A_DISK = (ConnectionError, TimeoutError, ChildProcessError, InterruptedError, BlockingIOError)
-
-
 class Saved(Protocol):
-    """What is known of a run when a disk fails."""
+    """State of a run that is needed to save its weights after a disk failure."""
 
     config: Config
     trainers: TrainerGroup | None
     trained: int | None
     """The rollout whose weights the trainers hold; None before the first one."""
     saved: int | None
-    """The rollout whose weights are saved as the flags ask."""
+    """The rollout whose weights are saved as the flags say."""
 
 
 @contextmanager
 def weights_rescued(run: Saved) -> Iterator[None]:
-    """Turn a failure of a disk into a `RunFailed` that says where the weights are."""
+    """On a write failure save the weights elsewhere, and raise a `RunFailed` that says where they are."""
     try:
         yield
     except (OSError, JournalFailed, NotWritten, WeightsNotWritten) as error:
         if isinstance(error, _NOT_OF_A_DISK):
             raise
-        sentence = f"the run can write no more: {error}" if isinstance(error, OSError) else str(error)
+        sentence = f"cannot write to disk: {error}" if isinstance(error, OSError) else str(error)
         raise RunFailed(f"{sentence}; {_rescued(run, sentence)}") from error
 
 
 def _rescued(run: Saved, failure: str) -> str:
-    """Save the weights somewhere else than where it just failed; a sentence about where."""
+    """Save the weights in another place than the one that failed; return the sentence that names it."""
     trainers, rollout_id = run.trainers, run.trained
     if rollout_id is None or trainers is None:
         return "nothing was trained yet"
     if run.config.save is None and run.config.save_hf is None:
-        return "neither --save nor --save-hf asked for the weights to be kept"
+        return "the weights are not saved, as neither --save nor --save-hf is set"
     refused: list[str] = []
-    if run.saved == rollout_id or _saved_meanwhile(trainers, refused) == rollout_id:
+    saved = run.saved
+    if saved != rollout_id and trainers.is_usable:
+        try:
+            saved = trainers.finish_save()  # of a checkpoint that is being written in the background
+        except NotWritten as error:
+            logger.warning("%s", error)
+            refused.append(str(error))
+    if saved == rollout_id:
         return f"the weights after rollout {rollout_id} were saved before"
     if not trainers.is_usable:
-        return f"the trainers have failed too, and with them the weights after rollout {rollout_id}"
-    places = [place for place in _places(run.config, rollout_id) if f"folder {place}:" not in failure]
+        return f"the trainers failed too, so the weights after rollout {rollout_id} are lost"
+    # the folder of --save-hf, then unused folders in the run folder, the temporary folder, shared memory
+    candidates = [] if run.config.save_hf is None else [run.config.save_hf.format(rollout_id=rollout_id)]
+    name = f"rescued-{time.strftime('%Y%m%d-%H%M%S')}-rollout-{rollout_id}"
+    candidates.append(str(Path(run.config.output_dir).absolute() / name))
+    roots = (Path(tempfile.gettempdir()), SHARED_MEMORY)
+    candidates += [str(root / f"slime-{name}") for root in roots if root.is_dir()]
+    places = [place for place in candidates if f"folder {place}:" not in failure]
     folder = _first(places, trainers.save_hf, refused)
     if folder is None:
-        return f"no place takes the weights after rollout {rollout_id} ({'; '.join(refused)})"
+        return f"could not save the weights after rollout {rollout_id} anywhere ({'; '.join(refused)})"
     sentence = f"the weights after rollout {rollout_id} are saved in {folder}, a Hugging Face folder"
     if run.config.save is None:
         return sentence
-    beside = f"{folder}-checkpoint"
-    places = [beside] if "the checkpoint of" in failure else [run.config.save, beside]
+    neighbour = f"{folder}-checkpoint"
+    places = [neighbour] if "the checkpoint of" in failure else [run.config.save, neighbour]
     checkpoint = _first(places, lambda place: trainers.save(rollout_id, folder=place).parent, refused)
-    return sentence if checkpoint is None else f"{sentence}, and a checkpoint to go on from with --load {checkpoint}"
-
-
-def _saved_meanwhile(trainers: TrainerGroup, refused: list[str]) -> int | None:
-    """The rollout of a checkpoint that was under way and is whole now."""
-    if not trainers.is_usable:
-        return None
-    try:
-        return trainers.finish_save()
-    except NotWritten as error:
-        logger.warning("%s", error)
-        refused.append(str(error))
-        return None
+    return sentence if checkpoint is None else f"{sentence}, and a checkpoint to resume from with --load {checkpoint}"
 
 
 def _first(places: Iterable[str], save: Callable[[str], Path], refused: list[str]) -> Path | None:
-    """What is saved in the first place that takes it."""
+    """Save in the first place where it succeeds and return the folder; None if all fail."""
     for place in places:
         logger.warning("saving the weights in %s", place)
         try:
@@ -237,14 +234,3 @@ def _first(places: Iterable[str], save: Callable[[str], Path], refused: list[str
             logger.warning("%s", error)
             refused.append(str(error))
     return None
-
-
-def _places(config: Config, rollout_id: int) -> Iterator[str]:
-    """Where the user wants them, then anywhere that is left, under a name that is nobody's."""
-    if config.save_hf is not None:
-        yield config.save_hf.format(rollout_id=rollout_id)
-    name = f"rescued-{time.strftime('%Y%m%d-%H%M%S')}-rollout-{rollout_id}"
-    yield str(Path(config.output_dir).absolute() / name)
-    for root in (Path(tempfile.gettempdir()), SHARED_MEMORY):
-        if root.is_dir():
-            yield str(root / f"slime-{name}")

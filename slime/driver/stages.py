@@ -1,4 +1,4 @@
-"""Training in stages: several runs in one config file, each of which goes on from the last one's checkpoint.
+"""Training in stages: several runs in one config file, each of which starts from the checkpoint of the stage before it.
 
     hf_checkpoint: model            # flags of all stages
     output_dir: outputs/run
@@ -11,8 +11,8 @@
         rollout_max_response_len: 16384
 
 Invariant: a stage is an ordinary run in a folder of its own (`<output_dir>/1-short`), with its own journal and
-checkpoints; weights, optimizer, data position and the count of rollouts come from the stage before it. Where a stage
-stands is asked of its checkpoints when its turn comes, so that the same command goes on in the stage that was killed.
+checkpoints; weights, optimizer, data position and the count of rollouts come from the stage before it. The progress of
+a stage is read from its checkpoints when the stage begins, so the same command resumes the stage that was killed.
 """
 
 from __future__ import annotations
@@ -21,53 +21,54 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config import Config, resolve
 from slime.config.config import FLAG_SPECS, read_config_file
 from slime.config.model_folder import read_latest
 from slime.config.parser import config_of_settings
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 if TYPE_CHECKING:
     from slime.driver.inputs import TrainingResult
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _DECIDED = ("save", "load")
-"""Flags that follow from a stage's place."""
+"""Flags whose values follow from the position of a stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of the runs, as it is written."""
+    """One run of the config file, with its flags as they are written there."""
 
     name: str
     number: int
     count: int
     written: Config
     before: str | None
-    """The folder of the stage before it."""
+    """The folder of the previous stage; of the first stage its `load`, if it has one."""
 
     @property
     def folder(self) -> str:
-        """Run folder and checkpoints."""
+        """The folder of the run and of its checkpoints."""
         assert self.written.output_dir is not None
         return str(Path(self.written.output_dir) / f"{self.number}-{self.name}")
 
     @property
     def heading(self) -> str:
-        """What the terminal says when it begins."""
+        """The line that the terminal shows when the stage begins."""
         return f"stage {self.number} of {self.count}: {self.name}"
 
     def config(self) -> Config:
-        """The config of the run as things stand: from its own last checkpoint, else from the stage before it."""
+        """Return the config of the run: it loads its own last checkpoint, else that of the previous stage."""
         has_own = self.before is None or read_latest(Path(self.folder)) is not None
         load = self.folder if has_own else self.before
         return resolve(self.written.replace(output_dir=self.folder, save=self.folder, load=load))
 
 
 def run_stages(path: str | Path, flags: Sequence[str] = ()) -> list[TrainingResult]:
-    """Run all stages of a file, or go on with them; `flags` as on the command line, for every stage."""
+    """Run or resume all stages of a file; `flags` are those of the command line and apply to every stage."""
     from slime.driver.loop import train
 
     results = []
@@ -78,7 +79,7 @@ def run_stages(path: str | Path, flags: Sequence[str] = ()) -> list[TrainingResu
 
 
 def read_stages(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
-    """The stages of a file, all of them checked as far as that can be done before the first one has run."""
+    """Read the stages of a file; all checks that need no result of an earlier stage are done here."""
     file = str(path)
     common = read_config_file(file, what="slime stages")
     written = common.pop("stages", None)
@@ -94,30 +95,27 @@ def read_stages(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
             raise UserError(f"{where} needs a name of letters, digits, - and _")
         custom = {**shared_custom, **_custom(settings, where), "stage": name}
         config = config_of_settings({**common, **settings, "carried": custom}, file, flags)
-        _check(config, where)
-        assert config.num_rollout is not None
+        if config.num_rollout is None or config.num_rollout < 1:
+            raise UserError(f"{where} needs num_rollout, the rollouts of this stage, at least 1")
+        if config.output_dir is None:
+            raise UserError(f"{where} needs output_dir, in which every stage has a folder")
+        for flag in _DECIDED:
+            if getattr(config, flag) is not None and not (flag == "load" and where.startswith("stage 1 ")):
+                raise UserError(
+                    f"{where}: {flag} follows from the stages; remove it (only the first stage may set load)"
+                )
         rollouts += config.num_rollout
         before = stages[-1].folder if stages else config.load
         stages.append(Stage(name, number, len(written), config.replace(num_rollout=rollouts), before))
     return stages
 
 
-def _custom(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Entries for plugins, which read them as `args.<name>`; taken out of the settings."""
+def _custom(settings: JsonObject, where: str) -> JsonObject:
+    """Remove the entries for plugins from the settings and return them; plugins read them as `args.<name>`."""
     custom = settings.pop("custom", None) or {}
     if not isinstance(custom, Mapping) or not all(isinstance(name, str) for name in custom):
         raise UserError(f"{where}: custom must be a mapping of names to values, which plugins read as args.<name>")
     for name in custom:
         if name in FLAG_SPECS or hasattr(Config, name) or name == "stage":
-            raise UserError(f"{where}: custom.{name} has a meaning already: rename it, or write a flag beside custom")
+            raise UserError(f"{where}: custom.{name} has a meaning already: rename it, or set the flag outside custom")
     return dict(custom)
-
-
-def _check(config: Config, where: str) -> None:
-    if config.num_rollout is None or config.num_rollout < 1:
-        raise UserError(f"{where} needs num_rollout, the rollouts of this stage, at least 1")
-    if config.output_dir is None:
-        raise UserError(f"{where} needs output_dir, in which every stage has a folder")
-    for name in _DECIDED:
-        if getattr(config, name) is not None and not (name == "load" and where.startswith("stage 1 ")):
-            raise UserError(f"{where}: {name} follows from the stages; drop it (load may stand in the first one)")

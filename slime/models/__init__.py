@@ -1,1 +1,1 @@
-"""Facts per model family: names, shapes, loading and saving."""
+"""Model families: tensor names, shapes, loading and saving; parsers of model output."""

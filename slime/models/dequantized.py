@@ -1,6 +1,6 @@
-"""The weights of a model folder as plain numbers, however they are stored.
+"""The weights of a model folder as plain numbers: stored as such, or dequantised from 8-bit and 4-bit floats.
 
-Invariant: nothing is read before it is asked for, and of what is asked for only the part; the files are those that
+Invariant: a read loads only the requested part of a tensor, and nothing is loaded before it; the files are those that
 transformers would read.
 """
 
@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def plain_sources(folder: Path) -> dict[str, Source]:
-    """Every weight by name: blocks of 8-bit and of 4-bit floats are multiplied out."""
+    """A source for every weight by name; blocks of 8-bit and of 4-bit floats are dequantised."""
     config = read_config_json(folder)
     stored = stored_tensors(_weight_files(folder, config.get("transformers_weights")))
     block, method = block_size(config), quantization(config).get("quant_method")
@@ -49,16 +48,14 @@ def _from_fp8(folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -
             continue
         if tensor.dtype != FP8:
             yield name, tensor
-        elif scale is None or not _fits(tensor, scale, block):
+        elif (
+            scale is None
+            or len(tensor.shape) != 2
+            or scale.shape != tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
+        ):
             raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
         else:
             yield name, Blocks(tensor, scale, block)
-
-
-def _fits(tensor: Stored, scale: Stored, block: tuple[int, int]) -> bool:
-    if len(tensor.shape) != 2:
-        return False
-    return scale.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
 
 
 def _from_mxfp4(folder: Path, stored: dict[str, Stored]) -> Iterator[tuple[str, Source]]:
@@ -77,7 +74,7 @@ def _from_mxfp4(folder: Path, stored: dict[str, Stored]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Matrices of experts in 4-bit floats (mxfp4): outputs before inputs in the file, inputs before outputs here."""
+    """Matrices of experts in 4-bit floats (mxfp4): outputs before inputs in the file, transposed when read."""
 
     blocks: Stored
     scales: Stored
@@ -103,10 +100,10 @@ class PackedExperts:
         return numbers[..., inputs.start - first : inputs.stop - first].transpose(1, 2).contiguous()
 
 
-def _weight_files(folder: Path, named: Any) -> list[Path]:
-    """The files that transformers would read: a single one goes before an index, and no others count.
+def _weight_files(folder: Path, named: str | None) -> list[Path]:
+    """The files that transformers would read: a single file takes precedence over an index; other files are ignored.
 
-    `named`: a file of another name, by the config.
+    `named`: the file name that the config gives instead.
     """
     if named is None and (folder / SINGLE).is_file():
         named = SINGLE
@@ -119,7 +116,7 @@ def _weight_files(folder: Path, named: Any) -> list[Path]:
         files = sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise UserError(
-            f"{index} is no index of weights ({type(cause).__name__}): download the folder again"
+            f"{index} is not an index of weights ({type(cause).__name__}): download the folder again"
         ) from cause
     absent = next((file for file in files if not file.is_file()), None)
     if absent is not None:

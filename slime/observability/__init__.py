@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: its folder, metrics, progress, logs, plots, and its peak of memory."""
+"""Output of a run: its folder, metrics, progress display, logs, plots, and memory peaks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Logging of one process. The invariant: everything goes to the process's own log; the terminal sees only warnings,
-and each of them once.
+"""Logging of one process.
 
-A child's stdout and stderr are its log file already, so it logs to stderr; the driver writes `logs/<name>.log` itself.
+Invariant: everything goes to the process's own log; the terminal shows only warnings, and each of them once. The stdout
+and stderr of a child are redirected to its log file, so it logs to stderr; the driver writes `logs/<name>.log` itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "slime-"
 ON_SCREEN = "on_screen"
-"""Set on a record that the display shows in its own way: the terminal does not get it twice."""
+"""Attribute of a record that the display shows itself: the console handler skips it."""
 _MOST_KNOWN_TEXTS, _MOST_SHOWN = 10_000, 5
 _TALKATIVE = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
 
@@ -31,10 +31,10 @@ def configure_logging(
     *,
     console: Console | None = None,
 ) -> Path | None:
-    """Set up the root logger; returns the log file.
+    """Set up the root logger and return the log file.
 
-    Without `run_dir` (a child) all goes to stderr. With it (the driver) all goes to `<run_dir>/logs/<name>.log`, and
-    warnings also to `console`, above the live display if there is one. Calling it again replaces the earlier setup.
+    Without `run_dir` (a child) all records go to stderr. With it (the driver) they go to `<run_dir>/logs/<name>.log`,
+    and warnings also to `console`, above the live display if there is one. A second call replaces the earlier setup.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if (handler.name or "").startswith(_OURS)]:
@@ -44,7 +44,7 @@ def configure_logging(
     root.setLevel(threshold)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
-    logging.captureWarnings(False)  # somebody may have put the hook back since an earlier run in this process
+    logging.captureWarnings(False)  # other code may have restored the hook since an earlier run in this process
     logging.captureWarnings(True)
     if run_dir is None:
         _add(root, logging.StreamHandler(sys.stderr), "stderr", logging.Formatter(_FORMAT))
@@ -64,7 +64,7 @@ def configure_logging(
 
 
 class SentenceFormatter(logging.Formatter):
-    """For the terminal: the message, and where its traceback is to be found instead of the traceback."""
+    """Formats a record for the terminal: the message, and the path of the log instead of a traceback."""
 
     def __init__(self, layout: str, log_path: Path) -> None:
         super().__init__(layout)
@@ -76,7 +76,7 @@ class SentenceFormatter(logging.Formatter):
 
 
 class Once(logging.Filter):
-    """Lets each text through once, and counts how often it came again."""
+    """Passes each text once, and counts its repetitions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Once(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             text = record.getMessage()
-        except Exception:  # noqa: BLE001 - the handler reports it, and nothing raises into whoever logs
+        except Exception:  # noqa: BLE001 - the handler reports it, and nothing raises into the caller
             return True
         if text in self._known:
             self.again[text] += 1
@@ -97,7 +97,7 @@ class Once(logging.Filter):
 
 
 def repeated_warnings() -> list[str]:
-    """A line for each text that the terminal saw once of several times, since logging was set up; the log has all."""
+    """Return a line for each text that was logged several times and shown once; the log file has all of them."""
     filters = [one for handler in logging.getLogger().handlers for one in handler.filters if isinstance(one, Once)]
     return [f"{count} more times: {text}" for once in filters for text, count in once.again.most_common(_MOST_SHOWN)]
 

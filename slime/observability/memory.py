@@ -1,7 +1,10 @@
-"""The memory all processes of a run take together, and its peak.
+"""Memory of a run: the sum over its processes with its peak, and the peaks of devices and host in each phase of a step.
 
-Shared pages are counted once over all processes (proportional set size) where the kernel tells, so that the sum is what
-the machine really gives; otherwise resident set sizes are added up, which counts them several times.
+In the sum over processes shared pages are counted once (proportional set size) if the kernel provides it, so the sum is
+the memory that the machine really uses; otherwise resident set sizes are added up, which counts them several times.
+
+Invariant: the peaks by phase cover the whole machine, not only this run. A phase's peak includes every sample taken
+during the phase, with one at its start and one at its end. `memory.jsonl` has a row for every significant change.
 """
 
 from __future__ import annotations
@@ -17,16 +20,24 @@ from typing import Self, TextIO
 
 from slime.cluster.memory.cuda_driver import GpuMemory, NoGpuMemory
 
+INTERVAL_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_WORTH_A_ROW = 64 * 2**20
+
+_MEMINFO = Path("/proc/meminfo")
+
+Used = Callable[[], int]
+
+logger = logging.getLogger(__name__)
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """What these processes take now; a process that has ended takes nothing."""
+    """Return the memory that these processes use now; a process that has ended uses none."""
     return sum(_process_bytes(pid) for pid in pids)
 
 
 class MemorySampler:
-    """Asks `pids` every `interval_s` who belongs to the run, and remembers the largest sum."""
+    """Measures the processes that `pids` returns every `interval_s`, and keeps the largest sum."""
 
     def __init__(self, pids: Callable[[], Iterable[int]], *, interval_s: float = 1.0) -> None:
         self._pids = pids
@@ -82,23 +93,8 @@ def _process_bytes(pid: int) -> int:
         return 0
 
 
-# Memory of the devices and of the host in each phase of a step, as the machine sees it.
-#
-# Invariant: what is counted is taken on the whole machine, by whatever process; a phase's peak holds every sample of
-# the time that it lasted, one at each of its ends among them. `memory.jsonl` has a row wherever something changed.
-
-INTERVAL_S = 0.05
-_WORTH_A_ROW = 64 * 2**20
-
-_MEMINFO = Path("/proc/meminfo")
-
-Used = Callable[[], int]
-
-logger = logging.getLogger(__name__)
-
-
 class PhaseMemory:
-    """Samples from its own thread; `used` are functions by name (`device`, `host`) that say how many bytes are so."""
+    """Samples used memory by phase in its own thread; `used` has the functions that measure it (`device`, `host`)."""
 
     def __init__(self, file: Path, used: dict[str, Used], *, interval_s: float = INTERVAL_S) -> None:
         self._used = used
@@ -114,18 +110,18 @@ class PhaseMemory:
         self._thread.start()
 
     def enter(self, phase: str) -> None:
-        """The phase that lasted ends here, and this one begins."""
+        """End the present phase and begin this one."""
         self._sample(phase)
 
     def peaks(self) -> dict[str, float]:
-        """The most of each phase since this was last asked, under the names used in metrics files."""
+        """Return the peak of each phase since the last call, as metrics."""
         self._sample()
         with self._lock:
             peaks, self._peaks = self._peaks, {}
         return {f"perf/{name}_memory_{phase}_peak_gib": size / 2**30 for (phase, name), size in peaks.items()}
 
     def close(self) -> None:
-        """Safe to call again."""
+        """Stop sampling and close the file. Safe to call again."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._thread.join()
@@ -163,7 +159,7 @@ class PhaseMemory:
 
 
 def used_memory(device: str) -> dict[str, Used]:
-    """What can be asked of this machine."""
+    """Return the functions that measure used memory on this machine."""
     used: dict[str, Used] = {"host": host_used_bytes} if _MEMINFO.is_file() else {}
     if device == "cuda":
         try:
@@ -174,7 +170,7 @@ def used_memory(device: str) -> dict[str, Used]:
 
 
 def host_used_bytes() -> int:
-    """Memory of this machine that cannot be had without giving something up."""
+    """Return the bytes of this machine's memory that are not available."""
     found: dict[str, int] = {}
     with _MEMINFO.open() as lines:
         for line in lines:

@@ -1,30 +1,28 @@
-"""The figures of a step as people read them: which metrics, in what format, and which of them fit into a width.
+"""Formats the metrics of a step for the display: the choice of metrics, their format, and the columns that fit.
 
-Pure functions. A column of which nothing is known is left out; in a narrow terminal the least important go first.
+Pure functions. A column without values is left out; in a narrow terminal the least important columns are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from slime.storage.json_types import JsonMapping
 
 STEP_TIME = "perf/step_time"
 UNKNOWN = "-"
 
 
 class Column(NamedTuple):
-    """One figure of a step: its title, its metric (the first that is there), its format, and who goes first: 9."""
+    """One column: title, metric names (the first one present is shown), format, and rank (9 is dropped first)."""
 
     title: str
     names: tuple[str, ...]
     layout: Callable[[float], str]
     rank: int
     quiet_zero: bool = False
-    """Where space is scarce a zero is not worth a word."""
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
+    """True if a line for a step leaves out the value zero."""
 
 
 COLUMNS = (
@@ -34,20 +32,20 @@ COLUMNS = (
     Column("kl", ("train/kl_loss", "rollout/kl", "train/ppo_kl"), lambda value: f"{value:.2g}", 6, quiet_zero=True),
     Column("entropy", ("train/entropy_loss", "rollout/entropy"), lambda value: f"{value:.2f}", 5),
     Column("length", ("rollout/response_len/mean",), lambda value: f"{value:.1f}", 2),
-    Column("cut", ("rollout/truncated_ratio",), _percent, 7, quiet_zero=True),
+    Column("cut", ("rollout/truncated_ratio",), lambda value: f"{value:.0%}", 7, quiet_zero=True),
     Column("0-std", ("rollout/zero_std/count",), lambda value: f"{value:.0f}", 8, quiet_zero=True),
     Column("tok/s", ("perf/tokens_per_gpu_per_sec",), lambda value: f"{value:,.0f}", 9),
     Column("s/step", (STEP_TIME,), lambda value: f"{value:.2f}", 1),
 )
 
 
-def figures_of(metrics: Mapping[str, Any]) -> list[str]:
-    """The formatted value of every column; "-" where the metrics do not say."""
+def figures_of(metrics: JsonMapping) -> list[str]:
+    """Format the value of every column; "-" where the metrics have none."""
     return [UNKNOWN if (value := _value(column, metrics)) is None else column.layout(value) for column in COLUMNS]
 
 
 def fitting(widths: Mapping[int, int], room: int) -> list[int]:
-    """The columns (by number, with the width that each one takes) that fit together, the most important ones first."""
+    """Choose the columns that fit into `room`, the most important ones first; `widths` are by column number."""
     kept: list[int] = []
     for index in sorted(widths, key=lambda index: COLUMNS[index].rank):
         if widths[index] <= room:
@@ -56,40 +54,41 @@ def fitting(widths: Mapping[int, int], room: int) -> list[int]:
     return sorted(kept)
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, Any], *, width: int | None = None, tail: str = "") -> str:
-    """One step in one line that `width` holds; without it all that is known is said."""
+def step_line(step: int, total: int, metrics: JsonMapping, *, width: int | None = None, tail: str = "") -> str:
+    """Format a step as one line of at most `width` characters; without `width` all known columns are shown."""
     head = f"step {step + 1}/{total}"
     figures = figures_of(metrics)
-    parts = {i: f"  {COLUMNS[i].title} {figures[i]}" for i in range(len(COLUMNS)) if _says(i, figures[i], metrics)}
+    parts = {
+        i: f"  {column.title} {figures[i]}"
+        for i, column in enumerate(COLUMNS)
+        if figures[i] != UNKNOWN and not (column.quiet_zero and _value(column, metrics) == 0)
+    }
     room = None if width is None else width - len(head) - len(tail)
     shown = sorted(parts) if room is None else fitting({i: len(text) for i, text in parts.items()}, room)
     return head + "".join(parts[i] for i in shown) + tail
 
 
 def known(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns of which any row says something."""
+    """Return the numbers of the columns that have a value in any row."""
     return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
 
 
-def _value(column: Column, metrics: Mapping[str, Any]) -> float | None:
+def _value(column: Column, metrics: JsonMapping) -> float | None:
     return next((metrics[name] for name in column.names if metrics.get(name) is not None), None)
 
 
-def _says(index: int, figure: str, metrics: Mapping[str, Any]) -> bool:
-    column = COLUMNS[index]
-    return figure != UNKNOWN and not (column.quiet_zero and _value(column, metrics) == 0)
-
-
 def format_scores(scores: Mapping[str, float]) -> str:
+    """Format the score of each evaluation dataset."""
     return "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
 
 
 def format_when(step: int) -> str:
+    """Name the time of an evaluation: after a step, or before training."""
     return f"after step {step}" if step > 0 else "before training"
 
 
 def format_seconds(seconds: float | None) -> str:
-    """As m:ss or h:mm:ss; "-" for unknown."""
+    """Format a duration as m:ss or h:mm:ss; "-" if it is unknown."""
     if seconds is None:
         return UNKNOWN
     minutes, second = divmod(max(0, round(seconds)), 60)

@@ -1,8 +1,8 @@
 """Metrics of a run: `metrics.jsonl` is the record, TensorBoard and W&B are views of it.
 
-The invariants: one line is one whole JSON object without NaN; the lines of a resumed run are those an uninterrupted run
-would have written (records of rollouts that are done again are dropped first); the file of an earlier, unrelated run in
-the same folder is set aside, never overwritten. All of it holds for `completions.jsonl` too, the record of the few
+Invariants: one line is one whole JSON object without NaN. The lines of a resumed run are those that an uninterrupted
+run would have written (records of rollouts that are repeated are dropped first). The file of an earlier, unrelated run
+in the same folder is renamed, never overwritten. The same holds for `completions.jsonl`, the record of the few
 completions that the views show as tables.
 """
 
@@ -13,24 +13,25 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from slime.config import Config
 from slime.observability.trackers import TensorBoardTracker, WandbTracker
+from slime.storage.json_types import JsonMapping, JsonObject
 
 Scalar = float | int | str | None
 
 
 class Tracker(Protocol):
-    """A view that is fed record by record."""
+    """A view that receives one record at a time."""
 
-    def write(self, record: Mapping[str, Any]) -> None: ...
+    def write(self, record: JsonMapping) -> None: ...
 
-    def write_completions(self, record: Mapping[str, Any]) -> None: ...
+    def write_completions(self, record: JsonMapping) -> None: ...
 
     def close(self) -> None: ...
 
@@ -39,8 +40,8 @@ class MetricsLog:
     """Writes records `{"kind", "step", "rollout_id", "time", <name>: <value>, ...}`.
 
     `start_rollout_id` is the first rollout of this process: 0 for a new run, otherwise earlier records are kept and
-    continued; with `again` they are this run's own also where it starts at 0. A value that is not finite becomes null,
-    is counted in `nonfinite` and in the record's `nonfinite_values`.
+    continued. With `again` the existing records belong to this run even if it starts at 0. A value that is not finite
+    becomes null, and is counted in `nonfinite` and in the record's `nonfinite_values`.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class MetricsLog:
         self.completions = folder / "completions.jsonl"
         self.nonfinite = 0
         kept, completions = (_keep_records(path, start_rollout_id, again) for path in (self.path, self.completions))
-        self.kept: list[dict[str, Any]] = kept
-        """What an earlier life of the run has written."""
+        self.kept: list[JsonObject] = kept
+        """Records that an earlier attempt of the run has written."""
         self.wandb_run_id: str | None = None
         self._trackers: list[Tracker] = []
         if config.use_tensorboard:
@@ -64,16 +65,25 @@ class MetricsLog:
             self.wandb_run_id = tracker.run_id
             self._trackers.append(tracker)
         self._file = self.path.open("a", encoding="utf-8")
-        self._lock = threading.Lock()  # plugins log from threads of their own
+        self._lock = threading.Lock()  # plugins log from their own threads
 
     def log(
-        self, metrics: Mapping[str, Any], step: int, kind: str = "rollout", *, rollout_id: int | None = None
-    ) -> dict[str, Any]:
-        """Write one record. `step` counts what `kind` counts: rollouts for "rollout", "eval" and "perf", optimizer
-        steps for "train", for which `rollout_id` says to which rollout the step belongs."""
-        record: dict[str, Any] = {"kind": kind, "step": step, "rollout_id": step if rollout_id is None else rollout_id}
+        self, metrics: JsonMapping, step: int, kind: str = "rollout", *, rollout_id: int | None = None
+    ) -> JsonObject:
+        """Write one record. `step` counts rollouts for the kinds "rollout", "eval" and "perf", and optimizer steps for
+        "train", with `rollout_id` as the rollout that the step belongs to."""
+        record: JsonObject = {"kind": kind, "step": step, "rollout_id": step if rollout_id is None else rollout_id}
         record["time"] = round(time.time(), 3)
-        values = {name: _scalar(name, value) for name, value in metrics.items()}
+        values: dict[str, Scalar] = {}
+        for name, value in metrics.items():
+            if value is None or isinstance(value, bool | int | float | str):
+                values[name] = value
+            elif isinstance(value, np.generic) or getattr(value, "ndim", None) == 0:
+                values[name] = value.item()
+            else:
+                raise TypeError(
+                    f"metric {name} is a {type(value).__name__}: only single numbers and texts can be logged"
+                )
         bad = sum(isinstance(value, float) and not math.isfinite(value) for value in values.values())
         record |= {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -90,10 +100,8 @@ class MetricsLog:
                 tracker.write(record)
         return record
 
-    def log_completions(
-        self, name: str, rows: Sequence[Mapping[str, Any]], step: int, kind: str, *, rollout_id: int
-    ) -> None:
-        """Write one table, `<name>/completions`, of rows `{"prompt", "response", "label", "reward"}`, if it has any."""
+    def log_completions(self, name: str, rows: Sequence[JsonMapping], step: int, kind: str, *, rollout_id: int) -> None:
+        """Write one table, `<name>/completions`, of rows `{"prompt", "response", "label", "reward"}`, unless empty."""
         if not rows:
             return
         record = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": round(time.time(), 3), "name": name}
@@ -117,8 +125,8 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All whole records of a metrics file; a last line torn by a crash is left out."""
+def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
+    """Read all complete records of a metrics file; a last line that a crash cut off is left out."""
     records = []
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
@@ -127,12 +135,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[dict[str, Any]]:
-    """Prepare the file for appending: keep the records before `start_rollout_id`, or set the whole file aside."""
+def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[JsonObject]:
+    """Prepare the file for appending: keep the records before `start_rollout_id`, or rename the whole file."""
     if not path.exists():
         return []
     if start_rollout_id == 0 and not again:
-        path.rename(_unused_name(path))
+        number = 1
+        while (unused := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(unused)
         return []
     kept = [record for record in read_metrics(path) if record["rollout_id"] < start_rollout_id]
     rewritten = path.with_name(path.name + ".tmp")
@@ -144,45 +155,27 @@ def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[dict[s
     return kept
 
 
-def _unused_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return aside
-
-
 def _shown(value: Scalar) -> Scalar:
-    """A cell of a table: texts in valid UTF-8, numbers that JSON has."""
+    """Make a cell of a table valid JSON: text as valid UTF-8, non-finite numbers as text."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _scalar(name: str, value: Any) -> Scalar:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic) or getattr(value, "ndim", None) == 0:
-        item: Scalar = value.item()
-        return item
-    raise TypeError(f"metric {name} is a {type(value).__name__}: only single numbers and texts can be logged")
-
-
-# Where the seconds of a step went, told from its metrics.
-
-
-def idle_seconds(metrics: dict[str, Any]) -> float:
-    """What of a step was none of its parts: neither engines nor trainers had anything to do."""
+def idle_seconds(metrics: JsonObject) -> float:
+    """Return the seconds of a step in which neither engines nor trainers worked."""
     waited = metrics["perf/rollout_wait_time"]
-    generating = min(waited, metrics.get("perf/rollout_time", waited))  # in asynchronous modes it goes on besides
+    generating = min(waited, metrics.get("perf/rollout_time", waited))  # in asynchronous modes it overlaps training
     parts = ("perf/train_time", "perf/update_weights_time", "perf/switch_time")
     known = sum(metrics.get(name, 0.0) for name in parts)
     return max(0.0, float(metrics["perf/step_time"] - generating - known))
 
 
-def straggler_seconds(metrics: dict[str, Any], waited: float) -> dict[str, float]:
-    """How long the trainers waited for the last tenth of a rollout: both the wait and that tenth end with the rollout.
+def straggler_seconds(metrics: JsonObject, waited: float) -> dict[str, float]:
+    """Return the seconds that the trainers waited for the last tenth of a rollout, as a metric.
 
-    Nothing where it is not known, as with a rollout function of the user's.
+    Both the wait and the last tenth end with the rollout. Empty if its time is unknown, as with a user's rollout
+    function.
     """
     tail = metrics.get("perf/rollout_tail_time")
     return {} if tail is None else {"perf/straggler_wait_time": min(waited, tail)}

@@ -1,6 +1,9 @@
-"""Pictures of a run, drawn from its metrics file: the reward, and for a run without rewards the loss.
+"""Plots of a run, drawn from its metrics file: the reward, the loss of a run without rewards, and the memory.
 
-A picture is replaced as a whole, so that whoever looks while the run goes on never sees half of one.
+A plot is replaced as a whole, so that a reader never sees an incomplete one while the run continues.
+
+Invariant: plotting takes no time of the driver. A separate process of the lowest priority draws at most once every
+`interval_s`; the driver does not wait for it before the end of the run, and none outlives the run.
 """
 
 from __future__ import annotations
@@ -17,11 +20,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.child_env import without_secrets
 from slime.observability.metric_format import STEP_TIME
 from slime.observability.metrics import read_metrics
+from slime.storage.json_types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
@@ -30,19 +38,26 @@ _EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
 _INK = "#334155"
 _TRAIN = "#2563eb"
 _GROUNDS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
-_MEMORY_S = 600.0  # what the picture of memory shows of a long run
+_MEMORY_S = 600.0  # the last seconds of a long run that the memory plot shows
 _EVALS = ("#ea580c", "#059669", "#9333ea", "#be123c")
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+INTERVAL_S = 60.0
+"""Seconds between two drawings of a run."""
+FIRST_S = 20.0
+"""Seconds from the start of a run to its first drawing."""
 
 Points = list[tuple[int, float]]
 
+logger = logging.getLogger(__name__)
 
-def reward_points(records: Sequence[Mapping[str, Any]]) -> Points:
-    """(rollout, mean reward) of the training rollouts."""
+
+def reward_points(records: Sequence[JsonMapping]) -> Points:
+    """Return (rollout, mean reward) of the training rollouts."""
     return sorted((record["rollout_id"], record[REWARD]) for record in records if record.get(REWARD) is not None)
 
 
-def eval_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """(step, score) per evaluation dataset."""
+def eval_points(records: Sequence[JsonMapping]) -> dict[str, Points]:
+    """Return (step, score) per evaluation dataset."""
     points: dict[str, Points] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -51,8 +66,8 @@ def eval_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     return {name: sorted(values) for name, values in points.items()}
 
 
-def task_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """(rollout, mean reward) per dataset of `--prompt-config`."""
+def task_points(records: Sequence[JsonMapping]) -> dict[str, Points]:
+    """Return (rollout, mean reward) per dataset of `--prompt-config`."""
     points: dict[str, Points] = defaultdict(list)
     for record in records:
         for name, value in record.items():
@@ -62,7 +77,7 @@ def task_points(records: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
 
 
 def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
-    """Exponential moving average without the pull towards the start (weights sum to one from the first value on)."""
+    """Return the exponential moving average, without bias towards the start: the weights always sum to one."""
     decay = 0.5 ** (1.0 / half_life)
     total = weight = 0.0
     smoothed = []
@@ -73,15 +88,15 @@ def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
     return smoothed
 
 
-def loss_points(records: Sequence[Mapping[str, Any]]) -> Points:
-    """(optimizer step, loss)."""
+def loss_points(records: Sequence[JsonMapping]) -> Points:
+    """Return (optimizer step, loss)."""
     return sorted((record["step"], record[LOSS]) for record in records if record.get(LOSS) is not None)
 
 
 def draw_curves(
     metrics_jsonl: str | os.PathLike[str], folder: str | os.PathLike[str], title: str = "Reward"
 ) -> dict[str, Path]:
-    """The pictures that the records allow, by name ("reward curve", "loss curve")."""
+    """Draw the plots that the records allow; return their files by name ("reward curve", "loss curve", "memory")."""
     records = read_metrics(metrics_jsonl) if Path(metrics_jsonl).exists() else []
     train, evals, losses = reward_points(records), eval_points(records), loss_points(records)
     drawn: dict[str, Path] = {}
@@ -97,8 +112,8 @@ def draw_curves(
     return drawn
 
 
-def memory_points(file: Path, last_s: float = _MEMORY_S) -> list[dict[str, Any]] | None:
-    """The rows of the run's last so many seconds; None where there are no two."""
+def memory_points(file: Path, last_s: float = _MEMORY_S) -> list[JsonObject] | None:
+    """Read the rows of the run's last `last_s` seconds; None if there are fewer than two."""
     if not file.is_file():
         return None
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
@@ -106,8 +121,8 @@ def memory_points(file: Path, last_s: float = _MEMORY_S) -> list[dict[str, Any]]
     return rows if len(rows) > 1 else None
 
 
-def draw_memory(rows: Sequence[Mapping[str, Any]], out: Path, title: str) -> Path:
-    """What was taken of devices and host over time, with the phases as the ground."""
+def draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
+    """Plot the used memory of devices and host over time, with the phases as background colours."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -126,7 +141,7 @@ def draw_memory(rows: Sequence[Mapping[str, Any]], out: Path, title: str) -> Pat
     lines = axes.get_legend_handles_labels()[0]
     grounds_shown = [Patch(color=color, label=phase) for phase, color in grounds.items()]
     axes.legend(handles=[*lines, *grounds_shown], frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
-    axes.set_title(f"{title}: memory taken on the machine", loc="left", color=_INK, fontweight="bold")
+    axes.set_title(f"{title}: memory used on the machine", loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel("seconds", color=_INK)
     axes.set_ylabel("GiB", color=_INK)
     axes.set_ylim(bottom=0)
@@ -142,9 +157,9 @@ def _draw(
     evals: Mapping[str, Points],
     tasks: Mapping[str, Points],
 ) -> Path:
-    """One curve, raw and smoothed, and the scores of the evaluations; dashed, the same of each dataset trained on.
+    """Plot a curve, raw and smoothed, the scores of the evaluations, and dashed curves of the training datasets.
 
-    An evaluation and a dataset of one name have one colour.
+    An evaluation and a training dataset of the same name have the same colour.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -174,9 +189,11 @@ def _draw(
     return _saved(figure, out)
 
 
-def reward_by_seconds(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """(seconds of steps so far, mean reward): evaluations and the time between a crash and the next start are left
-    out, so that runs can be compared."""
+def reward_by_seconds(records: Sequence[JsonMapping]) -> list[tuple[float, float]]:
+    """Return (seconds of all steps up to it, mean reward) of each rollout.
+
+    Evaluations and the time between a crash and the next start are left out, so that runs can be compared.
+    """
     spent, points = 0.0, []
     for record in sorted((one for one in records if STEP_TIME in one), key=lambda one: one["rollout_id"]):
         spent += record[STEP_TIME]
@@ -186,7 +203,7 @@ def reward_by_seconds(records: Sequence[Mapping[str, Any]]) -> list[tuple[float,
 
 
 def draw_comparison(runs: Mapping[str, str | os.PathLike[str]], out: Path, title: str) -> Path:
-    """The rewards of several runs, given as the metrics file of each, against the seconds of their steps."""
+    """Plot the rewards of several runs over the seconds of their steps; `runs` are metrics files by name."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.8), layout="constrained")
@@ -204,7 +221,7 @@ def draw_comparison(runs: Mapping[str, str | os.PathLike[str]], out: Path, title
     return _saved(figure, out, dpi=80)
 
 
-def _label(axes: Any, title: str, scales: tuple[str, str]) -> None:
+def _label(axes: Axes, title: str, scales: tuple[str, str]) -> None:
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel(scales[0], color=_INK)
     axes.set_ylabel(scales[1], color=_INK)
@@ -213,7 +230,8 @@ def _label(axes: Any, title: str, scales: tuple[str, str]) -> None:
     axes.legend(frameon=False, loc="best", fontsize=9)
 
 
-def _saved(figure: Any, out: Path, dpi: int = 150) -> Path:
+def _saved(figure: Figure, out: Path, dpi: int = 150) -> Path:
+    """Write the figure to a temporary file and move it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     figure.savefig(unfinished, dpi=dpi, format="png")
@@ -221,20 +239,8 @@ def _saved(figure: Any, out: Path, dpi: int = 150) -> Path:
     return out
 
 
-# The pictures of a run while it goes on.
-#
-# Invariant: drawing takes no time of the driver. A process of its own, with the lowest priority, draws at most once
-# every `interval_s`; it is never waited for until the run is over, and none outlives the run.
-
-INTERVAL_S = 60.0
-FIRST_S = 20.0
-_PACKAGE_ROOT = str(Path(__file__).parents[2])
-
-logger = logging.getLogger(__name__)
-
-
 class Curves:
-    """`reward.png` (and `loss.png`) beside `metrics.jsonl`."""
+    """Draws `reward.png` (or `loss.png`) and `memory.png` next to `metrics.jsonl` during a run."""
 
     def __init__(
         self,
@@ -252,7 +258,7 @@ class Curves:
         self._finished: dict[str, Path] | None = None
 
     def redraw(self) -> bool:
-        """Have the pictures drawn anew if they are old; whether it was begun."""
+        """Start a process that redraws the plots if they are old; return whether it was started."""
         if self._now() < self._due or (self._drawing is not None and self._drawing.poll() is None):
             return False
         self._due = self._now() + self._interval_s
@@ -267,14 +273,14 @@ class Curves:
         return True
 
     def stop(self) -> None:
-        """End a drawing that is under way. Safe to call again."""
+        """Kill a drawing process that is running. Safe to call again."""
         if self._drawing is not None:
             self._drawing.kill()
             self._drawing.wait()
             self._drawing = None
 
     def finish(self) -> dict[str, Path]:
-        """The last pictures, drawn now, by name; none for a run that has nothing to show. Once is enough."""
+        """Draw the final plots once and return their files by name; empty for a run without records."""
         self.stop()
         if self._finished is None:
             self._finished = {}
@@ -290,5 +296,5 @@ class Curves:
 
 
 if __name__ == "__main__":
-    os.nice(19)  # whatever else the machine has to do comes first
+    os.nice(19)  # all other work of the machine has priority
     draw_curves(*sys.argv[1:4])

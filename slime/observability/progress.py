@@ -1,8 +1,9 @@
-"""What a person sees while a run goes on: a live table on a terminal, one line per event elsewhere.
+"""Progress displays of a run: a live table on a terminal, one line per event elsewhere.
 
-The invariants: showing never decides anything. The driver reports the same events to every kind of display, and the one
-that shows nothing is a display like the others. Whatever is shown is also in the driver's log. No display is silent for
-longer than `QUIET_S` while the run lives.
+Invariants: a display decides nothing. The driver reports the same events to every kind of display; the one that shows
+nothing has the same interface. Everything that is shown is also in the driver's log. No other display is silent for
+longer than `QUIET_S` during the run. Before there is a display, slow start-up work prints a notice (`told_if_slow`):
+quick work is not mentioned, and slow work is not silent for longer than a display of lines would be.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -27,52 +28,56 @@ from slime.observability.metric_format import (
     format_when,
     step_line,
 )
+from slime.storage.json_types import JsonMapping
 
+FIRST_S = 3.0
+"""Seconds until the first notice about slow start-up work."""
 PLAIN_INTERVAL_S = 2.0
+"""Least seconds between two steps that a display of lines shows."""
 QUIET_S = 30.0
-"""How long a display of lines may say nothing."""
+"""Longest time in seconds without a line on a display of lines."""
 _RESTING = {"", "idle", "done", "waiting", "ready"}
 
 logger = logging.getLogger("slime.progress")
 
 
 class Doing(NamedTuple):
-    """What a part does, and whether that takes it any time."""
+    """The activity of a part, and whether the part is busy."""
 
     text: str
     busy: bool = True
 
 
 Source = Callable[[], tuple[str, bool] | None]
-"""Asked whenever the display is drawn, so it answers at once: (what the part does now, whether it is busy), or None
-when the last status still says it all."""
+"""Returns (activity, is busy) of a part, or None if the last status is current. It is called whenever the display is
+drawn, so it must return at once."""
 
 
 class Progress(Protocol):
-    """The events of a run. `console` is where log messages may be printed without disturbing the display."""
+    """Receives the events of a run. Log messages are printed to `console`, which does not disturb the display."""
 
     console: Console
 
     def status(self, part: str, text: str, *, busy: bool = True) -> None:
-        """What a part (rollout, trainer, weights, ...) is doing now, or with what it is done."""
+        """Report the activity of a part (rollout, trainer, weights, ...), or its result."""
 
     def watch(self, part: str, source: Source) -> None:
-        """Where to look up what a part is doing, while it does it."""
+        """Register the function that returns the present activity of a part."""
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A rollout has been generated and trained on."""
+    def step(self, step: int, metrics: JsonMapping) -> None:
+        """Report a rollout that has been generated and trained on."""
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """The score of each evaluation dataset, with the weights after `step` steps (0: before training)."""
+        """Report the score of each evaluation dataset, with the weights after `step` steps (0: before training)."""
 
     def message(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Print an informational line."""
 
     def warn(self, text: str) -> None:
-        """Something that the user should look at; it is shown whatever the display."""
+        """Print a warning for the user; every display shows it."""
 
     def close(self) -> None:
-        """No more events. Safe to call again."""
+        """End the display. Safe to call again."""
 
     def __enter__(self) -> Self: ...
 
@@ -80,7 +85,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Shows nothing; the base of the others, which writes all events to the log."""
+    """Shows nothing and writes all events to the log; the base of the other displays."""
 
     def __init__(self, console: Console, total: int = 0) -> None:
         self.console = console
@@ -92,7 +97,7 @@ class NoProgress:
     def watch(self, part: str, source: Source) -> None:
         pass
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: JsonMapping) -> None:
         logger.info("%s", step_line(step, self._total, metrics))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
@@ -116,7 +121,7 @@ class NoProgress:
 
 @dataclass
 class Part:
-    """One row: the last status and when it came, and where to look up more."""
+    """One row: the last status and its time, and the source of the present activity."""
 
     text: str = ""
     busy: bool = False
@@ -129,7 +134,7 @@ class Part:
 
 
 class Shown(NoProgress):
-    """What the displays of lines and of a table have in common: the parts, and the clock of the steps."""
+    """Base of the displays of lines and of a table: the rows of the parts, and the clock of the steps."""
 
     def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, total)
@@ -150,7 +155,7 @@ class Shown(NoProgress):
         with self._lock:
             self._parts.setdefault(part, Part(since_s=self._now())).source = source
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: JsonMapping) -> None:
         super().step(step, metrics)
         with self._lock:
             self._clock.advance(step, metrics.get(STEP_TIME))
@@ -160,10 +165,10 @@ class Shown(NoProgress):
 
 
 class PlainProgress(Shown):
-    """One line per event; what a part is doing is shown only until the first step, while there is nothing else, and
-    whenever nothing was shown for `QUIET_S`.
+    """Prints one line per event. Activities of the parts are shown until the first step, and after `QUIET_S` without
+    a line.
 
-    Of steps in quick succession one is shown every `PLAIN_INTERVAL_S` seconds, the first and the last always.
+    Of steps in quick succession one is shown every `PLAIN_INTERVAL_S` seconds; the first and the last are always shown.
     """
 
     def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
@@ -172,8 +177,13 @@ class PlainProgress(Shown):
         self._held_back: str | None = None
         self._last_line_s = now()
         self._closed = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="progress", daemon=True)
-        self._listener.start()
+
+        def watch_silence() -> None:
+            wait_s = QUIET_S
+            while not self._closed.wait(wait_s):
+                wait_s = self.speak_up()
+
+        threading.Thread(target=watch_silence, name="progress", daemon=True).start()
 
     def status(self, part: str, text: str, *, busy: bool = True) -> None:
         with self._lock:
@@ -182,7 +192,7 @@ class PlainProgress(Shown):
             if self._clock.done == 0 and is_news:
                 self._line(f"{part}: {text}")
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: JsonMapping) -> None:
         with self._lock:
             super().step(step, metrics)
             total, elapsed = self._clock.total, self._clock.elapsed_s
@@ -212,28 +222,20 @@ class PlainProgress(Shown):
             self._show_held_back()
 
     def speak_up(self) -> float:
-        """Say what the parts are doing if nothing was said for long; how long that may be put off from now."""
+        """Print the activities of the busy parts if the last line is `QUIET_S` old; return the seconds to wait."""
         with self._lock:
             left = self._last_line_s + QUIET_S - self._now()
             if left > 0:
                 return left
             self._show_held_back()
-            self._line("; ".join(self._busy()) or "running")
+            lines = []
+            for name, part in self._parts.items():
+                doing = part.doing()
+                if doing.busy:
+                    since = "" if doing.text != part.text else f" (for {format_seconds(self._now() - part.since_s)})"
+                    lines.append(f"{name}: {doing.text}{since}")
+            self._line("; ".join(lines) or "running")
             return QUIET_S
-
-    def _busy(self) -> list[str]:
-        lines = []
-        for name, part in self._parts.items():
-            doing = part.doing()
-            if doing.busy:
-                since = "" if doing.text != part.text else f" (for {format_seconds(self._now() - part.since_s)})"
-                lines.append(f"{name}: {doing.text}{since}")
-        return lines
-
-    def _listen(self) -> None:
-        wait_s = QUIET_S
-        while not self._closed.wait(wait_s):
-            wait_s = self.speak_up()
 
     def _say(self, text: str) -> None:
         with self._lock:
@@ -253,7 +255,7 @@ class PlainProgress(Shown):
 
 
 class StepClock:
-    """Elapsed time, and the time left as the mean of the steps so far tells; start-up does not count."""
+    """Elapsed time, and an estimate of the time left from the mean of the steps so far, without start-up."""
 
     def __init__(self, total: int, start: int, now: Callable[[], float] = time.monotonic) -> None:
         self.total = total
@@ -265,7 +267,7 @@ class StepClock:
 
     @property
     def position(self) -> int:
-        """Rollouts behind us, those before a resume included."""
+        """Rollouts that are done, including those before a resume."""
         return self._next
 
     @property
@@ -273,7 +275,7 @@ class StepClock:
         return self._now() - self._started
 
     def advance(self, step: int, seconds: float | None) -> None:
-        """A step is done that took `seconds`, if that is known."""
+        """Count a step; `seconds` is its duration, if that is known."""
         if self.done == 0 and seconds is not None:
             self._steps_began = max(self._started, self._now() - seconds)
         self.done += 1
@@ -287,7 +289,7 @@ class StepClock:
 
 
 def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", console: Console | None = None) -> None:
-    """A two-column table at the end of a run."""
+    """Print a two-column table at the end of a run."""
     console = console or Console(highlight=False)
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=40)
     table.add_column(style="cyan" if console.is_terminal else None, no_wrap=True)
@@ -297,24 +299,17 @@ def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", co
     console.print(table)
 
 
-# A word about work that turns out to take long, before there is a display: reading a large file of prompts, say.
-#
-# Invariant: quick work is not mentioned, and slow work is never silent for longer than a display of lines would be.
-
-FIRST_S = 3.0
-
-
 @contextmanager
 def told_if_slow(what: str, *, silent: bool = False, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Say `what` after a few seconds, and then again and again, until the body is done; `silent` says nothing."""
+    """Print `what` after a few seconds, and then every `QUIET_S`, until the body is done; nothing with `silent`."""
     done = threading.Event()
     began = time.monotonic()
-    tell = say or (lambda text: print(text, flush=True))
+    show = say or (lambda text: print(text, flush=True))
 
     def listen() -> None:
         wait_s = FIRST_S
         while not done.wait(wait_s):
-            tell(f"[{format_seconds(time.monotonic() - began)}] {what}")
+            show(f"[{format_seconds(time.monotonic() - began)}] {what}")
             wait_s = QUIET_S
 
     if not silent:

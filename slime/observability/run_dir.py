@@ -1,8 +1,8 @@
 """The folder of one run, which may be on storage that several machines share.
 
-The invariant: at most one live run owns it. Its lock ends with the process. Storage that shares no locks between
-machines, or keeps those of a machine that is gone for a while, is told apart by a sign of life: the owner touches the
-lock every few seconds.
+Invariant: at most one live run owns it. Its lock is released with the process. Some storage does not share locks
+between machines, and some keeps the locks of a dead machine for a while. Therefore the owner also touches the lock file
+every few seconds as a heartbeat.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from typing import Self
 from slime.errors import UserError
 
 BEAT_S = 5.0
+"""Seconds between two heartbeats."""
 SILENCE_S = 20.0
-"""An owner on another machine that has not touched the lock for so long is gone."""
+"""An owner on another machine without a heartbeat for this long is dead."""
 RELEASE_S = 180.0
-"""How long a file server may keep the lock of a machine that is gone (NFS: its lease, 90 s)."""
+"""Longest time that a file server may keep the lock of a dead machine (NFS: its lease, 90 s)."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that has, or had, a run folder; `host` and `boot` of its machine are empty where they are unknown."""
+    """The process that owns, or owned, a run folder; `host` and `boot` of its machine are empty if unknown."""
 
     pid: str
     host: str = ""
@@ -38,18 +39,19 @@ class Owner:
 
     @classmethod
     def here(cls) -> Self:
+        """Return this process as an owner."""
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         return cls(str(os.getpid()), socket.gethostname(), boot)
 
     @classmethod
     def written_in(cls, lock_fd: int) -> Self | None:
-        """Whom the lock names; nobody when the last one went in order."""
+        """Read the owner from the lock file; None if the last owner released it."""
         words = os.pread(lock_fd, 512, 0).decode(errors="replace").split()
         return cls(*words[:3]) if words else None
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it was on another machine, whose locks may not be seen here."""
+        """True for an owner on another machine, whose locks may not be visible here."""
         here = Owner.here()
         return bool(self.host) and self.host != here.host and (not self.boot or self.boot != here.boot)
 
@@ -58,7 +60,7 @@ class Owner:
 
 
 class RunDir(os.PathLike[str]):
-    """Creates and locks `path`; a second run in the same folder is a UserError. Usable wherever a path is."""
+    """Creates and locks `path`; a second run in the same folder is a `UserError`. It can be used as a path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -84,34 +86,30 @@ class RunDir(os.PathLike[str]):
         self._beating.start()
 
     def _claim(self, lock_fd: int) -> None:
-        """Take the lock; from an owner on another machine only when it gives no sign of life."""
+        """Take the lock; from an owner on another machine only if it has no heartbeat."""
         locked = _locked(lock_fd)
         owner = Owner.written_in(lock_fd) or Owner("unknown")
         if locked and not owner.is_elsewhere:
             return
-        if not owner.is_elsewhere or self._is_alive():
+        is_alive = not owner.is_elsewhere
+        if not is_alive:  # the file is reopened for each look, as the cached attributes of an open one may be old
+            first, deadline = self._touched(), time.monotonic() + SILENCE_S
+            while not is_alive and time.monotonic() < deadline:
+                time.sleep(min(0.5, SILENCE_S / 10))
+                is_alive = self._touched() != first
+        if is_alive:
             raise UserError(
-                f"the run folder {self.path} is in use by a run that is still going ({owner}): "
+                f"the run folder {self.path} is in use by a run that is still alive ({owner}): "
                 "wait for it, or choose another folder with --output-dir"
             )
         deadline = time.monotonic() + RELEASE_S
         while not _locked(lock_fd):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the run folder {self.path} is locked by {owner}, which gives no sign of life: see that it is "
-                    "gone, or choose another folder with --output-dir"
+                    f"the run folder {self.path} is locked by {owner}, which has no heartbeat: make sure that it has "
+                    "ended, or choose another folder with --output-dir"
                 )
             time.sleep(min(1.0, BEAT_S / 5))
-
-    def _is_alive(self) -> bool:
-        """Whether the lock is touched while we look. It is opened anew each time: what a file server said of an open
-        file may be a minute old."""
-        first, deadline = self._touched(), time.monotonic() + SILENCE_S
-        while time.monotonic() < deadline:
-            time.sleep(min(0.5, SILENCE_S / 10))
-            if self._touched() != first:
-                return True
-        return False
 
     def _touched(self) -> int:
         fd = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -124,12 +122,12 @@ class RunDir(os.PathLike[str]):
         while not self._released.wait(BEAT_S):
             try:
                 os.utime(self._lock_fd)
-            except OSError:  # storage that is gone for a while: whoever writes to it says so
+            except OSError:  # storage that is unreachable for a while: the next write reports it
                 continue
 
     @property
     def logs(self) -> Path:
-        """One log file per process."""
+        """The folder with one log file per process."""
         return self.path / "logs"
 
     @property
@@ -138,7 +136,7 @@ class RunDir(os.PathLike[str]):
 
     @property
     def memory(self) -> Path:
-        """What was taken of devices and host, over the phases of the steps."""
+        """Used memory of devices and host, by phase of the steps."""
         return self.path / "memory.jsonl"
 
     @property
@@ -152,7 +150,7 @@ class RunDir(os.PathLike[str]):
 
     @property
     def journal(self) -> Path:
-        """Every sample from its prompt to its training step; an SQLite database."""
+        """The SQLite database of every sample from its prompt to its training step."""
         return self.path / "journal.sqlite"
 
     @property
@@ -160,11 +158,11 @@ class RunDir(os.PathLike[str]):
         return self.path / "weights"
 
     def release(self) -> None:
-        """Give the folder free for another run. Safe to call again."""
+        """Release the folder for another run. Safe to call again."""
         if self._lock_fd >= 0:
             self._released.set()
             self._beating.join()
-            with contextlib.suppress(OSError):  # a full disk: then the next run looks whether this one is alive
+            with contextlib.suppress(OSError):  # a full disk: then the next run checks for a heartbeat
                 os.ftruncate(self._lock_fd, 0)
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -186,7 +184,7 @@ class RunDir(os.PathLike[str]):
 
 
 def _locked(lock_fd: int) -> bool:
-    """Take the lock if it is free; whether it is ours."""
+    """Try to take the lock; return True on success."""
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,25 +1,26 @@
-"""The table at the end of a run: what was reached, how fast, and where the files are."""
+"""The summary table at the end of a run: results, speed, and the paths of the files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
 from slime.config import Config
 from slime.observability.metric_format import format_seconds
 from slime.observability.progress import print_summary
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 class Finished(Protocol):
-    """What the summary needs to know of a run's result."""
+    """The result of a run, as the summary reads it."""
 
     run_dir: Path
-    metrics: list[dict[str, Any]]
-    evaluations: list[tuple[int, dict[str, Any]]]
+    metrics: list[JsonObject]
+    evaluations: list[tuple[int, JsonObject]]
     seconds: float
     peak_memory_gib: float
 
@@ -30,18 +31,24 @@ def show_summary(
     curves: Mapping[str, Path],
     console: Console,
     *,
-    earlier: Sequence[Mapping[str, Any]] = (),
+    earlier: Sequence[JsonMapping] = (),
 ) -> None:
-    """`earlier` are the records from before a resume: what was reached counts from the run's first step on."""
+    """Print the summary; `earlier` are the records from before a resume, as results count from the first step on."""
     before, evaluated = earlier_metrics(earlier)
     metrics, evaluations = [*before, *result.metrics], [*evaluated, *result.evaluations]
     steps, seconds = str(len(metrics)), format_seconds(result.seconds)
     if before:
         steps, seconds = f"{steps}, {len(result.metrics)} of them since the resume", f"{seconds} since the resume"
     rows = [("steps", steps), ("time", seconds)]
-    rows += _reward(metrics) or _loss(metrics)
+    rewards, losses = ([m.get(name) for m in metrics] for name in ("rollout/raw_reward", "train/loss"))
+    rows += _first_and_last("training reward", rewards) or _first_and_last("training loss", losses)
     for name, _ in config.eval_prompt_data or ():
-        rows += _evaluation(name, evaluations)
+        scores = [(step, m[f"eval/{name}"]) for step, m in evaluations if f"eval/{name}" in m]
+        if scores:
+            shown = f"{scores[0][1]:.3f} (step {scores[0][0]})"
+            if len(scores) > 1:
+                shown += f" -> {scores[-1][1]:.3f} (step {scores[-1][0]})"
+            rows.append((f"eval {name}", shown))
     rows += _speed(result.metrics)
     rows.append(("peak memory", f"{result.peak_memory_gib:.2f} GiB, all processes"))
     rows.append(("metrics", str(result.run_dir / "metrics.jsonl")))
@@ -54,10 +61,10 @@ def show_summary(
 
 
 def earlier_metrics(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], list[tuple[int, dict[str, Any]]]]:
-    """(one merged dict per rollout, the evaluations) of a metrics file, in the form of a run's result."""
-    rollouts: dict[int, dict[str, Any]] = {}
+    records: Sequence[JsonMapping],
+) -> tuple[list[JsonObject], list[tuple[int, JsonObject]]]:
+    """Convert the records of a metrics file to (one merged dict per rollout, the evaluations), as in a result."""
+    rollouts: dict[int, JsonObject] = {}
     evaluations = []
     for record in records:
         if record["kind"] == "eval":
@@ -65,14 +72,6 @@ def earlier_metrics(
         else:
             rollouts.setdefault(record["rollout_id"], {}).update(record)
     return [rollouts[number] for number in sorted(rollouts)], evaluations
-
-
-def _reward(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    return _first_and_last("training reward", [m.get("rollout/raw_reward") for m in metrics])
-
-
-def _loss(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    return _first_and_last("training loss", [m.get("train/loss") for m in metrics])
 
 
 def _first_and_last(title: str, values: Sequence[float | None]) -> list[tuple[str, str]]:
@@ -83,17 +82,7 @@ def _first_and_last(title: str, values: Sequence[float | None]) -> list[tuple[st
     return [(title, f"{known[0]:.3f} first, {fmean(tail):.3f} mean of the last {len(tail)}")]
 
 
-def _evaluation(name: str, evaluations: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[str, str]]:
-    scores = [(step, m[f"eval/{name}"]) for step, m in evaluations if f"eval/{name}" in m]
-    if not scores:
-        return []
-    shown = f"{scores[0][1]:.3f} (step {scores[0][0]})"
-    if len(scores) > 1:
-        shown += f" -> {scores[-1][1]:.3f} (step {scores[-1][0]})"
-    return [(f"eval {name}", shown)]
-
-
-def _speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _speed(metrics: Sequence[JsonObject]) -> list[tuple[str, str]]:
     def mean(name: str) -> float | None:
         values = [m[name] for m in metrics if m.get(name) is not None]
         return fmean(values) if values else None

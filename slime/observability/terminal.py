@@ -1,11 +1,10 @@
-"""The live display on a terminal: where the run is, what each part is doing, and the figures of the last steps."""
+"""The live display on a terminal: the position of the run, the activity of each part, the metrics of the last steps."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -26,13 +25,14 @@ from slime.observability.metric_format import (
     known,
 )
 from slime.observability.progress import NoProgress, PlainProgress, Progress, Shown
+from slime.storage.json_types import JsonMapping
 
 _SHOWN_STEPS = 8
 _GAP = 2
 
 
 class RichProgress(Shown):
-    """Redraws itself a few times a second until `close`; then the last picture stays on the screen."""
+    """Redraws itself a few times a second until `close`; then the last state stays on the screen."""
 
     def __init__(
         self, total: int, *, start: int, title: str, console: Console, now: Callable[[], float] = time.monotonic
@@ -45,7 +45,7 @@ class RichProgress(Shown):
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=6, redirect_stderr=False)
         self._live.start()
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: JsonMapping) -> None:
         with self._lock:
             super().step(step, metrics)
             self._steps.append((step, figures_of(metrics)))
@@ -68,40 +68,33 @@ class RichProgress(Shown):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The picture as it is now."""
+        """Return the display in its present state: position, activities, last evaluation, last steps."""
         with self._lock:
-            pieces: list[RenderableType] = [self._position(), self._doing()]
+            clock = self._clock
+            position = Table.grid(padding=(0, 1), expand=True)
+            position.add_column(no_wrap=True)
+            position.add_column(ratio=1)
+            position.add_column(no_wrap=True, justify="right")
+            bar = ProgressBar(total=max(1, clock.total), completed=clock.position)
+            times = f"{format_seconds(clock.elapsed_s)} elapsed, {format_seconds(clock.eta_s)} left"
+            position.add_row(Text(f"step {clock.position}/{clock.total}", style="bold"), bar, Text(times, style="dim"))
+            activities = Table.grid(padding=(0, 1))
+            for name, part in self._parts.items():
+                text, busy = part.doing()
+                mark: RenderableType = Text("·", style="dim")
+                if busy:
+                    mark = self._spinners.setdefault(name, Spinner("dots", style="green"))
+                doing = Text(text, style="" if busy else "dim")
+                if busy and text == part.text:
+                    doing.append(f"  {format_seconds(self._now() - part.since_s)}", style="dim")
+                activities.add_row(mark, Text(name, style="bold" if busy else "dim"), doing)
+            pieces: list[RenderableType] = [position, activities]
             if self._scores:
                 step, scores = next(reversed(self._scores.items()))
                 pieces.append(Text(f"eval {format_when(step)}: {scores}", style="cyan"))
             if self._steps:
                 pieces.append(_Figures(list(self._steps)))
         return Panel(Group(*pieces), title=f"[bold]{self._title}", title_align="left", border_style="dim")
-
-    def _position(self) -> Table:
-        clock = self._clock
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True, justify="right")
-        bar = ProgressBar(total=max(1, clock.total), completed=clock.position)
-        times = f"{format_seconds(clock.elapsed_s)} elapsed, {format_seconds(clock.eta_s)} left"
-        line.add_row(Text(f"step {clock.position}/{clock.total}", style="bold"), bar, Text(times, style="dim"))
-        return line
-
-    def _doing(self) -> Table:
-        lines = Table.grid(padding=(0, 1))
-        for name, part in self._parts.items():
-            text, busy = part.doing()
-            mark: RenderableType = self._spinner(name) if busy else Text("·", style="dim")
-            doing = Text(text, style="" if busy else "dim")
-            if busy and text == part.text:
-                doing.append(f"  {format_seconds(self._now() - part.since_s)}", style="dim")
-            lines.add_row(mark, Text(name, style="bold" if busy else "dim"), doing)
-        return lines
-
-    def _spinner(self, name: str) -> Spinner:
-        return self._spinners.setdefault(name, Spinner("dots", style="green"))
 
 
 class _Figures:
@@ -124,11 +117,8 @@ class _Figures:
         yield table
 
 
-# Which display a run has.
-
-
 def make_progress(config: Config, total: int, *, start: int = 0, title: str = "slime") -> Progress:
-    """The display for `--progress`; rollouts are numbered `start` .. `total - 1`."""
+    """Make the display that `--progress` chooses; rollouts are numbered `start` .. `total - 1`."""
     console = Console(highlight=False)
     kind = config.progress
     if kind == "auto":

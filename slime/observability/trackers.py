@@ -1,8 +1,8 @@
-"""The views of the metrics record that other programs show: TensorBoard and Weights & Biases.
+"""Writes metrics to TensorBoard and Weights & Biases.
 
-The invariant of the TensorBoard view: its event files hold exactly what metrics.jsonl and completions.jsonl hold. When
-a run is resumed they are written anew from the kept records, so that no point of a rollout done again is shown twice.
-Event files that others wrote into the folder stay.
+Invariant of TensorBoard: its event files hold exactly the records of metrics.jsonl and completions.jsonl. When a run is
+resumed they are rewritten from the kept records, so that no point of a repeated rollout is shown twice. Event files of
+other programs in the folder stay.
 """
 
 from __future__ import annotations
@@ -11,34 +11,32 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from slime.config import Config
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping
 
 COLUMNS = ("prompt", "response", "label", "reward")
-"""Of a table of completions."""
+"""Columns of a table of completions."""
 
 _OWN_EVENTS = ".slime"
-"""How the names of our event files end."""
+"""Suffix of slime's event files."""
 _WANDB_KEY = "WANDB_API_KEY"
 _NOT_A_METRIC = {"kind", "step", "rollout_id", "time"}
 _MARKDOWN = r"\`*_{}[]()#+-.!|<>&~$:"
 
 
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric metrics of a record; nulls and texts are left out."""
+def numbers_of(record: JsonMapping) -> dict[str, float]:
+    """Return the numeric metrics of a record, without nulls and texts."""
     return {
         name: value for name, value in record.items() if name not in _NOT_A_METRIC and isinstance(value, int | float)
     }
 
 
 class TensorBoardTracker:
-    """Event files under `folder`, starting with the records already kept."""
+    """Writes event files in `folder`, beginning with the kept records."""
 
-    def __init__(
-        self, folder: Path, kept: Sequence[Mapping[str, Any]], completions: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, folder: Path, kept: Sequence[JsonMapping], completions: Sequence[JsonMapping] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         for path in folder.glob(f"events.out.tfevents.*{_OWN_EVENTS}"):
@@ -49,11 +47,11 @@ class TensorBoardTracker:
         for record in completions:
             self.write_completions(record)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         for name, value in numbers_of(record).items():
             self._writer.add_scalar(name, value, global_step=record["step"], walltime=record["time"])
 
-    def write_completions(self, record: Mapping[str, Any]) -> None:
+    def write_completions(self, record: JsonMapping) -> None:
         text = markdown_table(record["rows"])
         name = f"{record['name']}/completions"
         self._writer.add_text(name, text, global_step=record["step"], walltime=record["time"])
@@ -63,7 +61,8 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A W&B run; a metric's axis is the step of its own prefix (`perf/step` for `perf/*`), or of its record's kind."""
+    """Writes a W&B run. The axis of a metric is the step of its prefix (`perf/step` for `perf/*`); a metric without a
+    prefix has the step of its record's kind."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         try:
@@ -73,7 +72,7 @@ class WandbTracker:
                 "--use-wandb needs the package wandb, which is not installed: pip install 'slime[wandb]' or drop it"
             ) from error
         place = Path(config.wandb_dir or os.environ.get("WANDB_DIR") or folder)
-        place.mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder when there is none
+        place.mkdir(parents=True, exist_ok=True)  # W&B writes to a temporary folder if it does not exist
         self._table = wandb.Table
         with _api_key(config.wandb_key):
             if config.wandb_host:
@@ -96,10 +95,10 @@ class WandbTracker:
             self._samples = config.rollout_batch_size * config.n_samples_per_prompt
             self._per_update = config.global_batch_size
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         self._log(numbers_of(record), record)
 
-    def write_completions(self, record: Mapping[str, Any]) -> None:
+    def write_completions(self, record: JsonMapping) -> None:
         rows = [[row[column] for column in COLUMNS] for row in record["rows"]]
         table = self._table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)  # rewards may be numbers or texts
         self._log({f"{record['name']}/completions": table}, record)
@@ -107,8 +106,8 @@ class WandbTracker:
     def close(self) -> None:
         self._run.finish()
 
-    def _log(self, values: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Log values with the steps of all their axes, each of which is declared when it first appears."""
+    def _log(self, values: Mapping[str, object], record: JsonMapping) -> None:
+        """Log values with the steps of all their axes; an axis is declared when it first appears."""
         bare = {name for name in values if "/" not in name}
         axes = {name.partition("/")[0] for name in values.keys() - bare} | ({record["kind"]} if bare else set())
         for axis in sorted(axes - self._declared):
@@ -127,7 +126,7 @@ class WandbTracker:
 
 @contextmanager
 def _api_key(key: str | None) -> Iterator[None]:
-    """W&B finds `key` where it looks for one, while it starts; `wandb.login(key=)` would write it to a file."""
+    """Set the variable from which W&B reads its key while it starts; `wandb.login(key=)` would write it to a file."""
     before = os.environ.get(_WANDB_KEY)
     if key is not None:
         os.environ[_WANDB_KEY] = key
@@ -140,14 +139,14 @@ def _api_key(key: str | None) -> Iterator[None]:
                 os.environ[_WANDB_KEY] = before
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Completions as a Markdown table in which every character stands for itself."""
+def markdown_table(rows: Sequence[JsonMapping]) -> str:
+    """Format completions as a Markdown table, with all special characters escaped."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(_cell(row[column]) for column in COLUMNS)} |" for row in rows]
+    for row in rows:
+        cells = []
+        for value in (row[column] for column in COLUMNS):
+            text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            escaped = "".join(f"&#{ord(character)};" if character in _MARKDOWN else character for character in text)
+            cells.append("<br>".join(escaped.splitlines()))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    escaped = "".join(f"&#{ord(character)};" if character in _MARKDOWN else character for character in text)
-    return "<br>".join(escaped.splitlines())

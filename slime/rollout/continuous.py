@@ -1,12 +1,12 @@
-"""Generation that never stops: groups are dispatched as the budget allows and taken in batches as they finish.
+"""Fully asynchronous generation: dispatches groups within a staleness budget, and returns finished groups in batches.
 
 Notation: B groups per rollout, S the bound on staleness, v the version of the engines, r the next rollout to be taken.
-Of all groups counted through the run, the n-th is taken by rollout floor(n / B) at the latest, so it may be dispatched
-when floor(n / B) - v <= S: there are never more than (v + S + 1 - r) B groups under way or ready. A rollout waits for
-the groups that the next one would find too old, and takes the oldest of the others. So nothing that was sampled becomes
-too old, and long responses are neither thrown away nor left to the end.
+If the groups of a run are numbered, the n-th is taken by rollout floor(n / B) at the latest, so it may be dispatched
+when floor(n / B) - v <= S: at most (v + S + 1 - r) B groups are in flight or ready. A rollout waits for the groups that
+would be too old for the next one, and takes the oldest of the others. Thus no sampled group becomes too old, and long
+responses are neither discarded nor delayed to the end.
 
-Invariant: every group that the data source handed out is under way, ready, taken, or dropped with its reason.
+Invariant: every group that the data source handed out is in flight, ready, taken, or dropped with its reason.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
 
 from slime.cluster.watchdog import Background, background
-from slime.config import Config
 from slime.config.async_mode import DEFAULT_STALENESS, versions_behind
 from slime.data.sample import Sample
-from slime.rollout.filters import DynamicFilterOutput, GroupJudge, call_plugins
+from slime.rollout.filters import GroupJudge, call_plugins
 from slime.rollout.inflight import cancelled, result_of
 from slime.rollout.metrics import rollout_metrics, tail_seconds
 from slime.rollout.outcomes import (
     Group,
+    PromptSource,
     RolloutFnTrainOutput,
     group_order,
     leaves,
@@ -43,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Dispatched:
-    """A group, its prompts as they were, and the oldest weights that have sampled or will sample it.
+    """A dispatched group, a copy of its prompts, and the oldest weight version that sampled or will sample it.
 
-    The version is found once, when the group takes off and again when it arrives; `known` says whether its tokens
-    tell it. `arrived_at` is when it was ready.
+    The version is computed when the group is dispatched and again when it arrives; `known` is True if its tokens carry
+    a version. `arrived_at` is the time at which it was ready.
     """
 
     group: Group
@@ -57,20 +56,24 @@ class _Dispatched:
 
 
 class ContinuousRollout:
-    """The groups of a fully asynchronous run. Lives on the runtime's event loop; `start` begins, `aclose` ends it.
+    """Generates the groups of a fully asynchronous run on the runtime's event loop, from `start` to `aclose`.
 
-    `first` is the first rollout that will be taken from here, `version` that of the engines.
+    `first` is the first rollout that will be taken, `version` is the weight version of the engines.
     """
 
-    def __init__(self, runtime: RolloutRuntime, data_source: Any, *, first: int, total: int, version: int) -> None:
+    def __init__(
+        self, runtime: RolloutRuntime, data_source: PromptSource, *, first: int, total: int, version: int
+    ) -> None:
         self._runtime = runtime
         self._args = runtime.args
-        self._staleness = _bound(runtime.args)
+        bound = runtime.args.max_weight_staleness
+        self._staleness = max(DEFAULT_STALENESS, versions_behind(runtime.args)) if bound is None else bound
+        """S. Without a bound, the number of versions by which a synchronous loop of the user may be behind."""
         self._source = data_source
         self._next, self._total, self._version = first, total, version
         self._under_way: dict[asyncio.Task[Group], _Dispatched] = {}
         self._versions: Counter[int] = Counter()
-        """How many groups under way have which version."""
+        """Number of groups in flight per weight version."""
         self._ended: deque[asyncio.Task[Group]] = deque()
         self._ready: list[_Dispatched] = []
         self._again: deque[Group] = deque()
@@ -84,17 +87,33 @@ class ContinuousRollout:
         self._since = time.monotonic()
 
     async def start(self) -> None:
-        """Begin to generate."""
+        """Start generating."""
         self._count_anew()
         self._serving = background("continuous rollout", self._serve())
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The groups of one rollout; waits until they are there. Raises what ended the generation."""
+        """Wait for the groups of one rollout and return them; raises the error that ended the generation."""
         assert rollout_id >= self._next, f"rollout {rollout_id} was taken before"
         self._next = rollout_id
         self._runtime.state.rollout_id = rollout_id
         self._changed.set()
-        taken = await self._batch(rollout_id)
+        assert self._serving is not None, "start() comes first"
+        for one in list(self._ready):  # groups that finish later are checked on arrival
+            if self._is_stale(one, rollout_id):
+                self._ready.remove(one)
+                self._give_up(one, rollout_id)
+        size = self._args.rollout_batch_size
+        while True:
+            awaits_old = any(version <= rollout_id - self._staleness for version in self._versions)
+            is_drained = self._exhausted and not self._under_way and not self._again
+            # a group that would be too old for the next rollout is part of this one
+            if not awaits_old and (len(self._ready) >= size or is_drained):
+                break
+            self._serving.check()
+            self._news.clear()
+            await self._news.wait()
+        self._ready.sort(key=lambda one: (one.version, group_order(one.group)))
+        taken, self._ready = self._ready[:size], self._ready[size:]
         tail = tail_seconds([one.arrived_at for one in taken], time.monotonic())
         groups = sorted((one.group for one in taken), key=group_order)
         judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}", self._source)
@@ -117,12 +136,12 @@ class ContinuousRollout:
         return RolloutFnTrainOutput(groups, metrics)
 
     async def weights_arrived(self, version: int) -> None:
-        """The engines have new weights: more groups may be dispatched."""
+        """Set the weight version of the engines, which allows more groups to be dispatched."""
         self._version = version
         self._changed.set()
 
     async def aclose(self) -> None:
-        """End everything under way."""
+        """Cancel all groups in flight."""
         self._runtime.pulse.end()
         if self._serving is not None:
             await self._serving.aclose()
@@ -130,7 +149,7 @@ class ContinuousRollout:
         self._under_way.clear()
 
     def _count_anew(self) -> None:
-        """What is ready already belongs to the rollout that is taken next."""
+        """Restart the progress count; groups that are ready count for the next rollout."""
         size = self._args.n_samples_per_prompt
         self._runtime.pulse.begin(self._args.rollout_batch_size * size, done=len(self._ready) * size)
 
@@ -146,9 +165,10 @@ class ContinuousRollout:
                     await self._land(self._ended.popleft())
                 self._news.set()
         finally:
-            asyncio.get_running_loop().call_soon(self._news.set)  # whoever waits finds out what ended it
+            asyncio.get_running_loop().call_soon(self._news.set)  # the waiting `take` then raises the error
 
     async def _top_up(self) -> None:
+        """Dispatch groups up to the staleness budget."""
         last = min(self._version + self._staleness + 1, self._total)
         room = (last - self._next) * self._args.rollout_batch_size - len(self._under_way) - len(self._ready)
         while room > 0:
@@ -160,18 +180,15 @@ class ContinuousRollout:
             if not groups:
                 break
             fit = [fresh for group in groups if (fresh := self._stale.fit(group, self._next)) is not None]
-            self._dispatch(fit)
+            prompts = [[snapshot(member) for member in group] for group in fit]
+            tasks = self._runtime.state.submit_generate_tasks(fit)
+            for task, group, prompt in zip(tasks, fit, prompts, strict=True):
+                known = group_version(group)
+                version = self._version if known is None else min(known, self._version)
+                self._under_way[task] = _Dispatched(group, prompt, version)
+                self._versions[version] += 1
+                task.add_done_callback(self._landed)
             room -= len(fit)
-
-    def _dispatch(self, groups: list[Group]) -> None:
-        prompts = [[snapshot(member) for member in group] for group in groups]
-        tasks = self._runtime.state.submit_generate_tasks(groups)
-        for task, group, prompt in zip(tasks, groups, prompts, strict=True):
-            known = group_version(group)
-            version = self._version if known is None else min(known, self._version)
-            self._under_way[task] = _Dispatched(group, prompt, version)
-            self._versions[version] += 1
-            task.add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[Group]) -> None:
         self._runtime.state.pendings.discard(task)
@@ -181,7 +198,7 @@ class ContinuousRollout:
     # collecting
 
     async def _land(self, task: asyncio.Task[Group]) -> None:
-        """A group counts as under way until its verdict is there."""
+        """Filter a finished group and add it to the ready ones; it counts as in flight until the filter returns."""
         group, verdict = result_of(task), None
         if not any(sample.status is Sample.Status.ABORTED for sample in leaves(group)):
             refuse_bad_rewards(self._args, list(leaves(group)))
@@ -192,10 +209,7 @@ class ContinuousRollout:
             del self._versions[dispatched.version]
         if verdict is None:
             self._again.append(group if all(isinstance(member, Sample) for member in group) else dispatched.prompts)
-        else:
-            self._arrived(dispatched, group, verdict)
-
-    def _arrived(self, dispatched: _Dispatched, group: Group, verdict: DynamicFilterOutput) -> None:
+            return
         outstanding = len(self._under_way) + len(self._ready) + len(self._again)
         if not self._judge.keeps(group, verdict, insufficient=outstanding < self._args.rollout_batch_size):
             return
@@ -208,33 +222,6 @@ class ContinuousRollout:
             arrived.arrived_at = time.monotonic()
             self._ready.append(arrived)
 
-    async def _batch(self, rollout_id: int) -> list[_Dispatched]:
-        """What is too old for this rollout is given up first; what arrives from now on is looked at when it does."""
-        assert self._serving is not None, "start() comes first"
-        self._refuse_stale(rollout_id)
-        while not self._is_there(rollout_id):
-            self._serving.check()
-            self._news.clear()
-            await self._news.wait()
-        self._ready.sort(key=lambda one: (one.version, group_order(one.group)))
-        size = self._args.rollout_batch_size
-        taken, self._ready = self._ready[:size], self._ready[size:]
-        return taken
-
-    def _is_there(self, rollout_id: int) -> bool:
-        if any(version <= rollout_id - self._staleness for version in self._versions):
-            return False  # the next rollout would find it too old
-        nothing_more = self._exhausted and not self._under_way and not self._again
-        return len(self._ready) >= self._args.rollout_batch_size or nothing_more
-
-    def _refuse_stale(self, rollout_id: int) -> None:
-        looked_at, self._ready = self._ready, []
-        for one in looked_at:
-            if self._is_stale(one, rollout_id):
-                self._give_up(one, rollout_id)
-            else:
-                self._ready.append(one)
-
     def _is_stale(self, one: _Dispatched, rollout_id: int) -> bool:
         return one.known and rollout_id - one.version > self._staleness
 
@@ -245,15 +232,13 @@ class ContinuousRollout:
         self._changed.set()
 
 
-def _bound(config: Config) -> int:
-    """S. The run's own mode has one; other loops ask for a rollout at most so many versions late."""
-    if config.max_weight_staleness is not None:
-        return config.max_weight_staleness
-    return max(DEFAULT_STALENESS, versions_behind(config))
+async def taken_from_continuous(
+    runtime: RolloutRuntime, rollout_id: int, data_source: PromptSource
+) -> RolloutFnTrainOutput:
+    """Return a rollout of a generation that the first call starts, for rollout functions of users.
 
-
-async def taken_from_continuous(runtime: RolloutRuntime, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
-    """A rollout of a generation that goes on between two calls, for rollout functions of users; begun by the first."""
+    The generation continues between two calls.
+    """
     state = runtime.state
     known = state.weight_version
     version = int(known) if known is not None and known.isdigit() else rollout_id

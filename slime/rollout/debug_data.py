@@ -1,10 +1,13 @@
-"""Rollouts as files: written with `--save-debug-rollout-data`, trained on again with `--load-debug-rollout-data`.
+"""Rollout dumps: written with `--save-debug-rollout-data`, trained on again with `--load-debug-rollout-data`.
 
-Invariant: reading a dump gives samples equal to those written, number for number, in the same groups and fan-outs, so
+Invariant: reading a dump returns samples equal to those written, number for number, in the same groups and fan-outs, so
 training on it gives the identical loss. No file can make the reader run code.
 
 `.jsonl`: a header line, then one sample per line. `.pt`: `{"rollout_id", "samples": [dict]}` as slime writes it, read
 with weights_only. Evaluations are written under `eval_<rollout id>`.
+
+`completion_rows` selects a few completions with short texts to show during a run. It selects the same rows each time
+from the same samples.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,14 +25,10 @@ from slime.config import Config
 from slime.data.json_samples import prompt_text, sample_from_json, sample_to_json, to_json, value_text
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.metrics import rollout_metrics
-from slime.rollout.outcomes import Group, Produced, RolloutFnTrainOutput, leaves
+from slime.rollout.metrics import DatasetResult, rollout_metrics
+from slime.rollout.outcomes import Group, RolloutFnTrainOutput, leaves
 from slime.storage.files import is_dump
-
-# A handful of completions for people to look at while a run goes on.
-#
-# Invariant: few rows with short texts, whatever the samples hold, and the same ones each time they are chosen from the
-# same samples.
+from slime.storage.json_types import JsonObject
 
 PER_ROLLOUT, PER_DATASET = 4, 8
 _TEXT, _LABEL = 1000, 200
@@ -38,24 +36,30 @@ _TEXT, _LABEL = 1000, 200
 
 def completion_rows(
     args: Config, samples: Iterable[Sample], count: int, *, evaluation: bool = False
-) -> list[dict[str, Any]]:
-    """Prompt, response, label and reward of up to `count` samples that have a response, spread over all of them."""
+) -> list[JsonObject]:
+    """Return prompt, response, label and reward of up to `count` samples with a response, spread over all of them."""
     answered = [sample for sample in samples if sample.response]
     chosen = [answered[i * len(answered) // count] for i in range(count)] if len(answered) > count else answered
     key = (args.eval_reward_key if evaluation else None) or args.reward_key
-    return [
-        {
+    rows: list[JsonObject] = []
+    for sample in chosen:
+        reward: object = sample.reward
+        if isinstance(reward, dict):
+            reward = reward.get(key, reward)
+        if reward is not None and not isinstance(reward, int | float):
+            reward = shortened(value_text(reward), _LABEL)
+        row = {
             "prompt": shortened(prompt_text(sample.prompt), _TEXT),
             "response": shortened(sample.response, _TEXT),
             "label": shortened(value_text(sample.label), _LABEL),
-            "reward": _reward(sample.reward, key),
+            "reward": reward,
         }
-        for sample in chosen
-    ]
+        rows.append(row)
+    return rows
 
 
-def evaluated_samples(data: Mapping[str, Any]) -> dict[str, list[Sample]]:
-    """The samples of an evaluation by dataset, those that failed last; an evaluation of the user may have none."""
+def evaluated_samples(data: Mapping[str, object]) -> dict[str, list[Sample]]:
+    """Return the samples of an evaluation by dataset, failed ones last; a custom evaluation may have no samples."""
     return {
         str(name): [*_samples(result.get("samples")), *_samples(result.get("failed"))]
         for name, result in data.items()
@@ -64,7 +68,7 @@ def evaluated_samples(data: Mapping[str, Any]) -> dict[str, list[Sample]]:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most `most` characters: the beginning and the end, with what is between them counted."""
+    """Shorten a text to its beginning and end, at most `most` characters, and state how many are left out."""
     if len(text) <= most:
         return text
     between = f" … {len(text) - most} more characters … "
@@ -72,17 +76,12 @@ def shortened(text: str, most: int) -> str:
     return text[:head] + between + text[len(text) - (most - head) :]
 
 
-def _samples(found: Any) -> Iterator[Sample]:
+def _samples(found: object) -> Iterator[Sample]:
     if isinstance(found, Sample):
         yield found
     elif isinstance(found, list | tuple):
         for part in found:
             yield from _samples(part)
-
-
-def _reward(reward: Any, key: str | None) -> float | str | None:
-    value = reward.get(key, reward) if isinstance(reward, dict) else reward
-    return value if value is None or isinstance(value, int | float) else shortened(value_text(value), _LABEL)
 
 
 FORMAT = "slime-rollout"
@@ -92,7 +91,7 @@ _FACTS = ("hf_checkpoint", "rollout_batch_size", "n_samples_per_prompt", "rollou
 
 
 class DumpedRollouts:
-    """The dumps of another run in the place of a data source: there is nothing to hand out, save or load."""
+    """Reads the rollouts of another run from dumps, instead of a data source; it has no position to save or load."""
 
     def __init__(self, config: Config) -> None:
         assert config.load_debug_rollout_data is not None
@@ -100,9 +99,9 @@ class DumpedRollouts:
         self._share = config.load_debug_rollout_data_subsample
 
     def generate_rollout(
-        self, args: Config, rollout_id: int, data_source: Any, evaluation: bool = False
+        self, args: Config, rollout_id: int, data_source: object, evaluation: bool = False
     ) -> RolloutFnTrainOutput:
-        """A rollout function that reads."""
+        """Rollout function that reads the dump of a rollout."""
         started = time.monotonic()
         groups = read_dump(dump_path(self._template, rollout_id))
         if self._share is not None:
@@ -111,7 +110,7 @@ class DumpedRollouts:
         return RolloutFnTrainOutput(groups, {k: v for k, v in metrics.items() if not k.startswith("perf/")})
 
     def count(self, start: int) -> int:
-        """The rollout after the last of the dumps that are there without a gap, from `start` on."""
+        """Return the number after the last rollout of the gapless sequence of dumps from `start`."""
         if dump_path(self._template, 0) == dump_path(self._template, 1):
             raise UserError(f"{FLAG} {self._template} is one file for every rollout: give --num-rollout")
         end = start
@@ -120,25 +119,25 @@ class DumpedRollouts:
         return end
 
     def save(self, rollout_id: int) -> None:
-        """There is no position."""
+        """Do nothing: dumps have no position."""
 
     def load(self, rollout_id: int | None = None) -> None:
-        """There is no position."""
+        """Do nothing: dumps have no position."""
 
 
 def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Path:
-    """The file of one rollout."""
+    """Return the file of one rollout."""
     return Path(template.format(rollout_id=f"eval_{rollout_id}" if evaluation else rollout_id))
 
 
-def save_rollout(config: Config, rollout_id: int, groups: Sequence[Any]) -> None:
-    """Write a training rollout, where the flag asks for it."""
+def save_rollout(config: Config, rollout_id: int, groups: Sequence[Group]) -> None:
+    """Write a training rollout if `--save-debug-rollout-data` is set."""
     if config.save_debug_rollout_data is not None:
         write_dump(dump_path(config.save_debug_rollout_data, rollout_id), rollout_id, leaves(groups), config)
 
 
-def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the samples of an evaluation, each with its dataset as `eval_dataset`, where the flag asks for it."""
+def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, DatasetResult]) -> None:
+    """Write the samples of an evaluation, each with its dataset as `eval_dataset`, if the flag is set."""
     if config.save_debug_rollout_data is None:
         return
     samples = [
@@ -151,23 +150,37 @@ def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, Mapping[
 
 
 def write_dump(path: Path, rollout_id: int, samples: Iterable[Sample], config: Config) -> None:
-    """Write one file, whole or not at all."""
+    """Write one dump file atomically."""
     if path.exists() and not is_dump(path):
         raise UserError(f"--save-debug-rollout-data would overwrite {path}, which no run wrote: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         if path.suffix == ".pt":
-            _write_pt(temporary, rollout_id, samples)
+            import torch
+
+            records: list[JsonObject] = []
+            for sample in samples:
+                record: JsonObject = {}
+                for key, value in sample.to_dict().items():  # `weights_only` reads back tensors and JSON values
+                    place = f"sample {sample.index}, {key}"
+                    is_array = isinstance(value, np.ndarray)
+                    record[key] = torch.from_numpy(value) if is_array else to_json(value, place)
+                records.append(record)
+            torch.save({"rollout_id": rollout_id, "samples": records}, temporary)
         else:
-            _write_jsonl(temporary, rollout_id, samples, config)
+            facts = {name: getattr(config, name) for name in _FACTS}
+            header = {"format": FORMAT, "version": VERSION, "rollout_id": rollout_id, "config": facts}
+            with temporary.open("w", encoding="utf-8") as file:
+                for line in (header, *(sample_to_json(sample) for sample in samples)):
+                    file.write(json.dumps(line) + "\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_dump(path: Path) -> list[Group]:
-    """The groups of a dump."""
+    """Read the groups of a dump."""
     if not path.is_file():
         raise UserError(f"{FLAG}: there is no dump {path}")
     samples = _read_pt(path) if path.suffix == ".pt" else _read_jsonl(path)
@@ -177,73 +190,45 @@ def read_dump(path: Path) -> list[Group]:
 
 
 def nested(samples: Sequence[Sample]) -> list[Group]:
-    """Samples in the groups (`group_index`) and fan-outs (`rollout_id`) they were written from, in their order."""
+    """Arrange samples in their groups (`group_index`) and fan-outs (`rollout_id`), in their order."""
     groups: dict[object, dict[object, list[Sample]]] = {}
     for position, sample in enumerate(samples):
         group = ("alone", position) if sample.group_index is None else sample.group_index
         member = ("alone", position) if sample.rollout_id is None else sample.rollout_id
         groups.setdefault(group, {}).setdefault(member, []).append(sample)
-    return [[_member(siblings) for siblings in members.values()] for members in groups.values()]
+    return [
+        [siblings[0] if len(siblings) == 1 else siblings for siblings in members.values()]
+        for members in groups.values()
+    ]
 
 
 def head_and_tail(groups: list[Group], share: float) -> list[Group]:
-    """This share of the groups, at least one: half of them from the head, half from the tail."""
+    """Return this share of the groups, at least one: half from the head, half from the tail."""
     count = max(1, round(len(groups) * share))
     tail = count // 2
     return groups[: count - tail] + groups[len(groups) - tail :]
 
 
-def _member(siblings: list[Sample]) -> Produced:
-    return siblings[0] if len(siblings) == 1 else siblings
-
-
-def _write_jsonl(path: Path, rollout_id: int, samples: Iterable[Sample], config: Config) -> None:
-    facts = {name: getattr(config, name) for name in _FACTS}
-    header = {"format": FORMAT, "version": VERSION, "rollout_id": rollout_id, "config": facts}
-    with path.open("w", encoding="utf-8") as file:
-        for record in (header, *(sample_to_json(sample) for sample in samples)):
-            file.write(json.dumps(record) + "\n")
-
-
 def _read_jsonl(path: Path) -> list[Sample]:
+    records: list[JsonObject] = []
     with path.open(encoding="utf-8") as file:
-        records = [_record(path, number, line) for number, line in enumerate(file, start=1)]
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{FLAG}: {path}:{number}: not valid JSON ({error})") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{FLAG}: {path}:{number}: not a JSON object")
+            records.append(record)
     header = records[0] if records else {}
     if header.get("format") != FORMAT:
-        raise UserError(f"{FLAG}: {path} is no dump of a rollout: its first line does not say so")
+        raise UserError(f"{FLAG}: {path} is not a rollout dump: its first line is not a {FORMAT} header")
     if header.get("version") != VERSION:
         raise UserError(
             f"{FLAG}: {path} has version {header.get('version')} of the format, this slime reads version {VERSION}: "
             "write it again"
         )
     return [_sample(path, record) for record in records[1:]]
-
-
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{FLAG}: {path}:{number}: not valid JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{FLAG}: {path}:{number}: holds no sample")
-    return record
-
-
-def _write_pt(path: Path, rollout_id: int, samples: Iterable[Sample]) -> None:
-    import torch
-
-    records = [
-        {key: _plain(value, f"sample {sample.index}, {key}") for key, value in sample.to_dict().items()}
-        for sample in samples
-    ]
-    torch.save({"rollout_id": rollout_id, "samples": records}, path)
-
-
-def _plain(value: Any, where: str) -> Any:
-    """What `weights_only` reads back: arrays as tensors, the rest as JSON values."""
-    import torch
-
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else to_json(value, where)
 
 
 def _read_pt(path: Path) -> list[Sample]:
@@ -253,20 +238,20 @@ def _read_pt(path: Path) -> list[Sample]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise UserError(
-            f"{FLAG}: {path} is no dump that can be read safely ({str(error).splitlines()[0]}): only plain values and "
-            "tensors are taken"
+            f"{FLAG}: {path} is not a dump that can be read safely ({str(error).splitlines()[0]}): it may hold only "
+            "plain values and tensors"
         ) from error
     records = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{FLAG}: {path} is no dump of a rollout: it has no list of samples")
+        raise UserError(f"{FLAG}: {path} is not a rollout dump: it has no list of samples")
     return [
         _sample(path, {key: value.numpy() if torch.is_tensor(value) else value for key, value in record.items()})
         for record in records
     ]
 
 
-def _sample(path: Path, record: dict[str, Any]) -> Sample:
+def _sample(path: Path, record: JsonObject) -> Sample:
     try:
         return sample_from_json(record)
     except (TypeError, ValueError, KeyError) as error:
-        raise UserError(f"{FLAG}: {path} holds a sample of another kind ({error})") from error
+        raise UserError(f"{FLAG}: {path} has an invalid sample ({error})") from error

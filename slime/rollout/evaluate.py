@@ -1,14 +1,14 @@
-"""Evaluation over several datasets, all of them in flight together.
+"""Evaluates the model on several datasets concurrently.
 
-Every prompt is sampled as often and in the way its dataset says (`slime.config.datasets`). Datasets are read once
-per runtime. Failed samples are reported apart (`failed`), so the aligned lists hold only what was scored.
+The number of samples per prompt and the sampling parameters come from the dataset (`slime.config.datasets`). Datasets
+are read once per runtime. Failed samples are reported separately (`failed`), so the aligned lists have only scored
+samples.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.config import Config
 from slime.config.datasets import EvalDataset, eval_datasets
@@ -17,17 +17,12 @@ from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, use_by_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
 from slime.rollout.metrics import eval_metrics
-from slime.rollout.outcomes import RolloutFailed, RolloutFnEvalOutput, leaves, refuse_all_failed
-from slime.rollout.runtime import RolloutRuntime, runtime_for
+from slime.rollout.outcomes import EvalResult, RolloutFailed, RolloutFnEvalOutput, leaves, refuse_all_failed
+from slime.rollout.runtime import EvalPrompts, RolloutRuntime, runtime_for
 from slime.rollout.sample_pipeline import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
 
-
-@dataclass(frozen=True)
-class EvalPrompts:
-    """A dataset and its prompts."""
-
-    dataset: EvalDataset
-    prompts: PromptDataset
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
@@ -45,8 +40,8 @@ async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data, eval_metrics(args, data))
 
 
-async def evaluate_dataset(args: Any, rollout_id: int, dataset: EvalDataset) -> dict[str, dict[str, Any]]:
-    """Evaluate on one dataset, under its name; its prompts are read once per runtime."""
+async def evaluate_dataset(args: object, rollout_id: int, dataset: EvalDataset) -> dict[str, EvalResult]:
+    """Evaluate on one dataset and return the result under its name; its prompts are read once per runtime."""
     runtime = runtime_for(args)
     runtime.state.evaluation_id = rollout_id
     known = runtime.eval_datasets | runtime.single_eval_datasets
@@ -59,38 +54,52 @@ async def evaluate_dataset(args: Any, rollout_id: int, dataset: EvalDataset) -> 
 
 
 def checked_evaluation(args: Config, output: RolloutFnEvalOutput) -> RolloutFnEvalOutput:
-    """What an evaluation function returned, with all metrics; samples without a reward stand apart, as failed."""
-    data = {name: _scored_apart(name, result) for name, result in output.data.items()}
+    """Complete the output of an evaluation function: add missing metrics, and move unscored samples to `failed`."""
+    data: dict[str, EvalResult] = {}
+    for name, result in output.data.items():
+        rewards = result["rewards"]
+        if all(reward is not None for reward in rewards):
+            data[name] = result
+            continue
+        if all(reward is None for reward in rewards):
+            raise RolloutFailed(f"evaluation on {name}: none of the {len(rewards)} samples was scored")
+        pairs = zip(result.get("samples") or (), rewards, strict=False)
+        failed = [sample for sample, reward in pairs if reward is None]
+        aligned = {
+            key: [value for value, reward in zip(values, rewards, strict=True) if reward is not None]
+            for key, values in result.items()
+            if key in ("rewards", "truncated", "samples") and len(values) == len(rewards)
+        }
+        data[name] = {**result, **aligned, "failed": [*result.get("failed", ()), *failed]}
     metrics = dict(output.metrics or {})
     if not all(f"eval/{name}" in metrics for name in data):
         metrics = eval_metrics(args, data) | metrics
     return RolloutFnEvalOutput(data, metrics)
 
 
-def _scored_apart(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    rewards = result["rewards"]
-    if all(reward is not None for reward in rewards):
-        return result
-    if all(reward is None for reward in rewards):
-        raise RolloutFailed(f"evaluation on {name}: none of the {len(rewards)} samples was scored")
-    failed = [sample for sample, reward in zip(result.get("samples") or (), rewards, strict=False) if reward is None]
-    aligned = {
-        key: [value for value, reward in zip(values, rewards, strict=True) if reward is not None]
-        for key, values in result.items()
-        if key in ("rewards", "truncated", "samples") and len(values) == len(rewards)
-    }
-    return {**result, **aligned, "failed": [*result.get("failed", ()), *failed]}
-
-
-def read_eval_datasets(args: Config, tokenizer: Any) -> dict[str, EvalPrompts]:
-    """All datasets by name; whatever is wrong with one of them is a `UserError`."""
+def read_eval_datasets(args: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, EvalPrompts]:
+    """Read all datasets by name; an invalid dataset raises a `UserError`."""
     return {one.name: EvalPrompts(one, _read(args, one, tokenizer)) for one in eval_datasets(args)}
 
 
-async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> dict[str, Any]:
+async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> EvalResult:
     args, dataset, prompts = runtime.args, what.dataset, what.prompts
     params = dataset.sampling_params(runtime.state.sampling_params)
-    groups = [_group(args, dataset, prompts[i], i) for i in range(len(prompts))]
+    n = dataset.n_samples_per_eval_prompt
+    groups: list[list[Sample]] = []
+    for position in range(len(prompts)):
+        prototype = prompts[position]
+        group = [copy.deepcopy(prototype) for _ in range(n)]
+        for i, sample in enumerate(group):
+            sample.group_index = position
+            sample.index = position * n + i
+            sample.generate_function_path = dataset.custom_generate_function_path
+            sample.custom_rm_path = dataset.custom_rm_path
+            if dataset.rm_type is not None:
+                sample.metadata["rm_type"] = dataset.rm_type
+                sample.custom_rm_path = dataset.custom_rm_path or BY_RM_TYPE
+            sample.metadata |= copy.deepcopy(dataset.metadata_overrides)
+        groups.append(group)
     finished = await gather_or_cancel(
         generate_and_rm_group(runtime.plugin_args, group, params, evaluation=True) for group in groups
     )
@@ -108,36 +117,32 @@ async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> dict[
     }
 
 
-def _group(args: Config, dataset: EvalDataset, prototype: Sample, position: int) -> list[Sample]:
-    n = dataset.n_samples_per_eval_prompt
-    group = [copy.deepcopy(prototype) for _ in range(n)]
-    for i, sample in enumerate(group):
-        sample.group_index = position
-        sample.index = position * n + i
-        sample.generate_function_path = dataset.custom_generate_function_path
-        sample.custom_rm_path = dataset.custom_rm_path
-        if dataset.rm_type is not None:
-            sample.metadata["rm_type"] = dataset.rm_type
-            sample.custom_rm_path = dataset.custom_rm_path or BY_RM_TYPE
-        sample.metadata |= copy.deepcopy(dataset.metadata_overrides)
-    return group
-
-
-def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
-    assert args.hf_checkpoint is not None, "resolve() makes sure that --hf-checkpoint is given"
+def _read(args: Config, dataset: EvalDataset, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    assert args.hf_checkpoint is not None, "resolve() requires --hf-checkpoint"
+    context = args.rollout_max_context_len if args.eval_max_context_len is None else args.eval_max_context_len
+    own_limit = dataset.max_prompt_len
+    label_use: LabelUse
+    if dataset.custom_rm_path or dataset.custom_generate_function_path:
+        label_use = "any"
+    elif dataset.rm_type is not None:
+        label_use = use_by_verifier(dataset.rm_type)
+    elif args.custom_rm_path or args.custom_generate_function_path:
+        label_use = "any"
+    else:
+        label_use = use_by_verifier(args.rm_type)
     return PromptDataset(
         dataset.path,
         tokenizer=tokenizer,
         input_key=dataset.input_key,
         label_key=dataset.label_key,
-        label_use=_use_of_labels(args, dataset),
+        label_use=label_use,
         metadata_key=dataset.metadata_key,
         tool_key=dataset.tool_key,
         multimodal_keys=args.multimodal_keys,
         prompt_suffix=dataset.prompt_suffix,
         apply_chat_template=dataset.apply_chat_template,
         apply_chat_template_kwargs=dataset.apply_chat_template_kwargs,
-        max_prompt_len=_max_prompt_len(args, dataset),
+        max_prompt_len=own_limit if own_limit is not None or context is None else context - 1,
         max_context=model_context_length(args.hf_checkpoint),
         any_prompt=bool(dataset.custom_generate_function_path or args.custom_generate_function_path),
         num_workers=args.num_data_workers,
@@ -145,22 +150,8 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: Any) -> PromptDataset:
     )
 
 
-def _use_of_labels(args: Config, dataset: EvalDataset) -> LabelUse:
-    if dataset.custom_rm_path or dataset.custom_generate_function_path:
-        return "any"
-    if dataset.rm_type is not None:
-        return use_by_verifier(dataset.rm_type)
-    own = args.custom_rm_path or args.custom_generate_function_path
-    return "any" if own else use_by_verifier(args.rm_type)
-
-
-def _max_prompt_len(args: Config, dataset: EvalDataset) -> int | None:
-    context = args.rollout_max_context_len if args.eval_max_context_len is None else args.eval_max_context_len
-    return dataset.max_prompt_len if dataset.max_prompt_len is not None or context is None else context - 1
-
-
 async def by_rm_type(args: Config, sample: Sample) -> Reward:
-    """The reward by a dataset's `rm_type`, whatever reward function training has."""
+    """Return the reward by the `rm_type` of the dataset, independent of the reward function of training."""
     plain = copy.copy(sample)
     plain.custom_rm_path = None
     return await runtime_for(args).state.typed_hub.score(plain)

@@ -1,10 +1,12 @@
-"""An event loop in a thread of its own, so that synchronous code can drive asynchronous rollout, and threads for plain
-functions that may hang: functions of the user, and whatever is given to `asyncio.to_thread`.
+"""Runs an event loop in its own thread, and plain functions that may hang in daemon threads.
 
-Invariant: after `close` no task of the loop is left and its thread has ended. Whoever waits for a coroutine here is on
-the board of waits, and the coroutine's own waits are named after it. No thread for a plain function keeps the loop or
-the process from ending, and a function that hangs takes nobody's place: a thread that has been busy with one call for
-longer than `SLOW_S` no longer counts against the limit, and one whose call was cancelled ends when that call does.
+Synchronous code drives asynchronous rollout through the loop. The daemon threads run functions of the user and calls of
+`asyncio.to_thread`.
+
+Invariant: after `close` no task of the loop is left and its thread has ended. A wait for a coroutine is registered in
+the registry of waits, and the coroutine's own waits carry its name. No thread of a plain function keeps the loop or the
+process from ending. A function that hangs does not block others: a thread busy with one call for longer than `SLOW_S`
+no longer counts against the limit, and a thread whose call was cancelled ends with that call.
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 _LOOK_UP_S = 0.5
-"""How often somebody who waits looks whether a background has died meanwhile."""
+"""Interval at which a waiting thread checks whether a background task has died."""
 STALL_S = 600.0
-"""How long a function may block the event loop until the run is given up."""
+"""Time for which a function may block the event loop before the run fails."""
 SLOW_S = 5.0
 MOST_THREADS = 1024
-_LIMIT = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio gives to plain functions
+_LIMIT = min(32, (os.cpu_count() or 1) + 4)  # the limit of asyncio for plain functions
 
 
 class LoopTimeout(WaitTimeout, TimeoutError):
-    """A coroutine, or the end of the loop, did not come in time."""
+    """A coroutine or the event loop did not end in time."""
 
 
 class LoopThread:
-    """Owner of one background event loop."""
+    """Owns an event loop that runs in a background thread."""
 
     def __init__(self, name: str = "slime-rollout") -> None:
         self.loop = asyncio.new_event_loop()
@@ -53,10 +55,10 @@ class LoopThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, *, whom: str | None = None) -> T:
-        """Run a coroutine on the loop and wait; on timeout or interrupt the coroutine is cancelled.
+    def run(self, coro: Coroutine[object, object, T], timeout: float | None = None, *, whom: str | None = None) -> T:
+        """Run a coroutine on the loop and wait for it; on timeout or interrupt the coroutine is cancelled.
 
-        `whom` says what is waited for ("rollout 3"); it defaults to the coroutine's name.
+        `whom` names the work that is waited for ("rollout 3"); it defaults to the coroutine's name.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -67,7 +69,12 @@ class LoopThread:
             coro.close()
             raise RuntimeError(f"{self._thread.name}: the event loop is closed")
         name = name_of(coro) if whom is None else whom
-        future = asyncio.run_coroutine_threadsafe(_acting(coro, name), self.loop)
+
+        async def act() -> T:
+            with acting_as(name):
+                return await coro
+
+        future = asyncio.run_coroutine_threadsafe(act(), self.loop)
         try:
             with waiting(name, "to finish", timeout_s=timeout) as wait:
                 return self._result(future, wait)
@@ -85,23 +92,20 @@ class LoopThread:
                 sentence = f"{self._thread.name}: {wait.whom} did not finish within {wait.timeout_s:g} s"
                 raise expired(wait, LoopTimeout, sentence)
             raise_failures()
-            self._refuse_stall(wait)
-
-    def _refuse_stall(self, wait: Wait) -> None:
-        """No deadline of a task is kept while something blocks the loop itself: that has one of its own."""
-        self.loop.call_soon_threadsafe(self._beat)
-        if time.monotonic() - max(self._last_beat, wait.began) > STALL_S:
-            sentence = (
-                f"{self._thread.name}: something has blocked the event loop for {STALL_S:g} s; an async function "
-                "must not wait without await"
-            )
-            raise expired(wait, LoopTimeout, sentence)
+            # deadlines of tasks do not fire while something blocks the loop, so a blocked loop has its own deadline
+            self.loop.call_soon_threadsafe(self._beat)
+            if time.monotonic() - max(self._last_beat, wait.began) > STALL_S:
+                sentence = (
+                    f"{self._thread.name}: something has blocked the event loop for {STALL_S:g} s; an async function "
+                    "must not wait without await"
+                )
+                raise expired(wait, LoopTimeout, sentence)
 
     def _beat(self) -> None:
         self._last_beat = time.monotonic()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread; a second call does nothing."""
+        """Cancel running tasks and end the thread; a second call does nothing."""
         if self.loop.is_closed():
             return
         self._is_closing = True
@@ -116,7 +120,11 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         self.loop.set_default_executor(DaemonExecutor())
         try:
-            self._run_on()
+            while not self._is_closing:
+                try:
+                    self.loop.run_forever()
+                except SystemExit as error:  # the loop also serves other tasks
+                    logger.error("%s: a task called sys.exit(%r): only that task ends", self._thread.name, error.code)
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -125,25 +133,12 @@ class LoopThread:
         finally:
             self.loop.close()
 
-    def _run_on(self) -> None:
-        """Until the loop is closed: whoever calls sys.exit in a task ends that task, not everybody's loop."""
-        while not self._is_closing:
-            try:
-                self.loop.run_forever()
-            except SystemExit as error:
-                logger.error("%s: a task called sys.exit(%r): only that task ends", self._thread.name, error.code)
-
-
-async def _acting(coro: Coroutine[Any, Any, T], name: str) -> T:
-    with acting_as(name):
-        return await coro
-
 
 class Job:
-    """One call: its future, and when a thread took it up."""
+    """One call: its future, and the time at which a thread started it."""
 
     def __init__(
-        self, function: Callable[[], Any], threads: DaemonThreads, on_begin: Callable[[], None] | None
+        self, function: Callable[[], object], threads: DaemonThreads, on_begin: Callable[[], None] | None
     ) -> None:
         self.function = function
         self.on_begin = on_begin
@@ -153,7 +148,7 @@ class Job:
 
 
 class JobFuture(Future[Any]):
-    """The result of a call. Cancelled, it drops a call that has not begun; the thread of a running one is given up."""
+    """The result of a call. Cancelling it removes a queued call, and abandons the thread of a running one."""
 
     def __init__(self, job: Job, threads: DaemonThreads) -> None:
         super().__init__()
@@ -167,7 +162,7 @@ class JobFuture(Future[Any]):
 
 
 class DaemonThreads:
-    """A pool of daemon threads, started when they are needed."""
+    """Pool of daemon threads that are started on demand."""
 
     def __init__(self, name: str, limit: int = _LIMIT) -> None:
         self._name = name
@@ -180,8 +175,8 @@ class DaemonThreads:
         self._idle = 0
         self._is_closed = self._is_watched = False
 
-    def submit(self, function: Callable[[], Any], *, on_begin: Callable[[], None] | None = None) -> Job:
-        """Have a thread call `function`, now or when one is free; `on_begin` is called there first."""
+    def submit(self, function: Callable[[], object], *, on_begin: Callable[[], None] | None = None) -> Job:
+        """Call `function` in a thread, now or when one is free; `on_begin` is called there first."""
         job = Job(function, self, on_begin)
         with self._lock:
             if self._is_closed:
@@ -194,17 +189,17 @@ class DaemonThreads:
                 threading.Thread(target=self._watch, name=f"{self._name}-queue", daemon=True).start()
         return job
 
-    async def begin(self, function: Callable[[], Any], who: str) -> asyncio.Future[Any]:
-        """Wait until a thread takes up `function`, in this context; the future of its result.
+    async def begin(self, function: Callable[[], T], who: str) -> asyncio.Future[T]:
+        """Wait until a thread starts `function` in the current context, and return the future of its result.
 
-        Whoever cancels that future leaves the call behind: it ends on its own, and nobody hears of it.
+        Cancelling that future abandons the call: it runs to its end, and its result and error are ignored.
         """
         begun = asyncio.get_running_loop().create_future()
         job = self.submit(partial(contextvars.copy_context().run, function), on_begin=partial(_set_from_thread, begun))
-        future = asyncio.wrap_future(job.future)
-        future.add_done_callback(_see_error)
+        future: asyncio.Future[T] = asyncio.wrap_future(job.future)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an ignored error is not logged
         try:
-            with waiting(who, "to be called, behind others", timeout_s=None):
+            with waiting(who, "to be called after earlier calls", timeout_s=None):
                 await asyncio.wait((begun, future), return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             future.cancel()
@@ -212,7 +207,7 @@ class DaemonThreads:
         return future
 
     def give_up(self, job: Job) -> None:
-        """Nobody wants the result any more: a call not yet begun is dropped, a running one ends on its own."""
+        """Abandon a call: a queued one is removed, a running one ends on its own."""
         with self._lock:
             job.is_abandoned = True
             if job in self._queue:
@@ -221,7 +216,7 @@ class DaemonThreads:
             self._grow()
 
     def close(self) -> None:
-        """Idle threads end now, busy ones after their call."""
+        """End idle threads now, and busy ones after their call."""
         with self._lock:
             self._is_closed = True
             self._work.notify_all()
@@ -241,7 +236,7 @@ class DaemonThreads:
                 return
 
     def _watch(self) -> None:
-        """Start threads for calls that wait behind slow ones, until none waits."""
+        """Start threads for calls that wait behind slow ones, until none is waiting."""
         with self._lock:
             while len(self._queue) > self._idle and not self._is_closed:
                 self._closing.wait(_LOOK_UP_S)
@@ -249,8 +244,18 @@ class DaemonThreads:
             self._is_watched = False
 
     def _serve(self) -> None:
-        """One thread; it is counted as idle from before its start until it takes up a call."""
-        while (job := self._next()) is not None:
+        """Run queued calls in one thread, which counts as idle from before its start until it takes a call."""
+        while True:
+            with self._lock:
+                while not self._queue:
+                    if self._is_closed:
+                        self._idle -= 1
+                        return
+                    self._work.wait()
+                self._idle -= 1
+                job = self._queue.popleft()
+                job.began = time.monotonic()
+                self._running.add(job)
             if job.future.set_running_or_notify_cancel():
                 _call(job)
             with self._lock:
@@ -259,22 +264,9 @@ class DaemonThreads:
                     return
                 self._idle += 1
 
-    def _next(self) -> Job | None:
-        with self._lock:
-            while not self._queue:
-                if self._is_closed:
-                    self._idle -= 1
-                    return None
-                self._work.wait()
-            self._idle -= 1
-            job = self._queue.popleft()
-            job.began = time.monotonic()
-            self._running.add(job)
-            return job
-
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """Daemon threads in the form that an event loop takes for its default executor; starts none of its own."""
+    """Adapts `DaemonThreads` to the default executor of an event loop; starts no threads of its own."""
 
     def __init__(self, name: str = "slime-thread") -> None:
         super().__init__(max_workers=1)
@@ -284,18 +276,13 @@ class DaemonExecutor(ThreadPoolExecutor):
         return self._threads_of_ours.submit(partial(fn, *args, **kwargs)).future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Threads that are busy end with their call; nobody waits for them."""
+        """End the threads without waiting; busy ones end with their call."""
         self._threads_of_ours.close()
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
-def _see_error(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
 def _set_from_thread(future: asyncio.Future[None]) -> None:
-    """Complete a future of an event loop from another thread; one whose loop was closed needs nothing."""
+    """Complete a future of an event loop from another thread; does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
@@ -305,9 +292,9 @@ def _call(job: Job) -> None:
         if job.on_begin is not None:
             job.on_begin()
         result = job.function()
-    except StopIteration as error:  # a future cannot hold it, so whoever asked would wait for ever
+    except StopIteration as error:  # a future cannot hold it, and its waiter would hang
         job.future.set_exception(RuntimeError(f"raised {error!r}"))
-    except BaseException as error:  # noqa: BLE001 - it belongs to whoever asked
+    except BaseException as error:  # noqa: BLE001 - it is raised in the caller
         job.future.set_exception(error)
     else:
         job.future.set_result(result)

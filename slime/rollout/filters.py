@@ -1,17 +1,19 @@
-"""Which finished groups become training data: the user's filters, with an end to their patience.
+"""Applies the user's filters to finished groups, with a limit on consecutive rejections.
 
 A dynamic sampling filter is `f(args, samples) -> DynamicFilterOutput | bool`; `samples` are those of one finished group
-that did not fail, fan-outs flattened. The two below keep a group when its rewards differ, std > 1e-6 (sample standard
-deviation, float64): one with one reward throughout has advantage 0 everywhere and teaches nothing (DAPO, section 3.2).
+that did not fail, fan-outs flattened. The two filters below keep a group when its rewards differ, std > 1e-6 (sample
+standard deviation, float64). A group whose rewards are all equal has advantage 0 everywhere and gives no gradient
+(DAPO, section 3.2).
 
-Invariant: every group given to `GroupJudge.keeps` is either kept, ready for the trainers, or counted as dropped, with
-its reason and its tokens; a filter that keeps dropping ends the rollout (`RolloutFailed`) instead of going through the
-data forever. Dropped groups themselves are held only where `--rollout-all-samples-process-path` or the data source
-(`observe_samples`) wants to see them, until the rollout is full.
+Invariant: every group given to `GroupJudge.keeps` is either kept and ready for the trainers, or counted as dropped with
+its reason and its tokens. A filter that keeps dropping ends the rollout (`RolloutFailed`) instead of reading the data
+forever. Dropped groups stay in memory until the rollout is full only if `--rollout-all-samples-process-path` or the
+data source (`observe_samples`) needs them.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,22 +31,25 @@ from slime.rollout.runtime import RolloutRuntime, find_runtime
 
 LEAST_STD = 1e-6
 MOST_DROPS_PER_GROUP = 100
-"""Groups dropped in a row, for each group of the batch, until the rollout is given up."""
+"""Groups dropped in a row, per group of the batch, after which the rollout fails."""
 
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether to keep a group, why not, and whether to keep it all the same before asking for more prompts."""
+    """Result of a dynamic filter: whether to keep a group, and the reason if not.
+
+    With `keep_when_insufficient` a rejected group is used after all when the batch would otherwise need more prompts.
+    """
 
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
     note_drop: Callable[[], None] | None = field(default=None, repr=False, compare=False)
-    """Tells the journal that the group is not trained on; set for rollout functions of users."""
+    """Records the group as dropped in the journal; set for rollout functions of users."""
 
 
-def verdict_of(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """The filter's answer as the type above; no filter keeps everything."""
+def verdict_of(fn: Callable[..., object] | None, *args: Any, **kwargs: object) -> DynamicFilterOutput:
+    """Call the filter and return its result as a `DynamicFilterOutput`; without a filter every group is kept."""
     output = True if fn is None else fn(*args, **kwargs)
     if isinstance(output, DynamicFilterOutput):
         return output
@@ -56,10 +61,10 @@ def verdict_of(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Dyna
     )
 
 
-def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """For rollout functions of users, which throw away what is not kept: the journal has it as dropped from here on.
+def call_dynamic_filter(fn: Callable[..., object] | None, *args: Any, **kwargs: object) -> DynamicFilterOutput:
+    """Call a dynamic filter for a rollout function of the user, and record a rejected group as dropped in the journal.
 
-    What may be kept all the same is so once `should_drop_dynamic_filter_output` has said it.
+    A group with `keep_when_insufficient` is recorded as dropped later, by `should_drop_dynamic_filter_output`.
     """
     verdict = verdict_of(fn, *args, **kwargs)
     runtime = find_runtime(args[0]) if len(args) > 1 else None
@@ -74,7 +79,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, remaining_batch_size: int = 0, target_data_size: int = -1
 ) -> bool:
-    """Whether a group is thrown away: it is not kept, nor needed because without it prompts would run short."""
+    """Return whether to discard a group: the filter rejects it, and the batch does not need it to be filled."""
     is_dropped = not output.keep and not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
     if is_dropped and output.note_drop is not None:
         output.note_drop()
@@ -82,28 +87,30 @@ def should_drop_dynamic_filter_output(
 
 
 class MetricGatherer:
-    """Counts what dynamic filters dropped, for rollout functions of users."""
+    """Counts the groups that dynamic filters dropped, for rollout functions of users."""
 
     def __init__(self) -> None:
         self._reasons: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Count a group; one that was dropped for no reason is not named."""
+        """Count a dropped group under its reason; a group without a reason is not counted."""
         if reason:
             self._reasons[reason] += 1
 
     def collect(self) -> dict[str, float]:
-        """The counts under their metrics' names."""
+        """Return the counts as metrics."""
         return drop_metrics(self._reasons)
 
 
 def drop_metrics(reasons: Counter[str]) -> dict[str, float]:
-    """Dropped groups by reason."""
+    """Return the number of dropped groups per reason as metrics."""
     return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Produced], **kwargs: Any) -> DynamicFilterOutput:
-    """Drop groups whose rewards, those of fan-outs too, are all the same; the reason is ``zero_std_<reward>``."""
+def check_reward_nonzero_std(
+    args: argparse.Namespace, samples: Sequence[Produced], **kwargs: object
+) -> DynamicFilterOutput:
+    """Drop groups whose rewards (including those of fan-outs) are all equal; the reason is ``zero_std_<reward>``."""
     rewards = [float(sample.reward_number(args)) for sample in leaves(samples) if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(keep=False, reason="no_reward")
@@ -114,18 +121,18 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Produced], **kwargs: A
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: Sequence[Produced], **kwargs: Any
+    args: argparse.Namespace, samples: Sequence[Produced], **kwargs: object
 ) -> DynamicFilterOutput:
-    """The same, but such a group is kept when the batch could not be filled without asking for more prompts."""
+    """Like `check_reward_nonzero_std`, but keep such a group when the batch would otherwise need more prompts."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output
 
 
 class GroupJudge:
-    """The filter of one rollout and what it dropped."""
+    """Applies the dynamic filter during one rollout, and counts the groups it drops."""
 
-    def __init__(self, runtime: RolloutRuntime, what: str, data_source: Any = None) -> None:
+    def __init__(self, runtime: RolloutRuntime, what: str, data_source: object = None) -> None:
         self._args = runtime.args
         self._journal = data_source if isinstance(data_source, JournaledSource) else runtime.journal
         self._pulse = runtime.pulse
@@ -145,12 +152,12 @@ class GroupJudge:
         self._dropped_samples = self.dropped_groups = self.dropped_tokens = 0
         self.removed_groups = 0
         self.dropped: list[Group] = []
-        """Empty unless somebody wants to see them."""
+        """Dropped groups; collected only for `--rollout-all-samples-process-path`."""
         self.reasons: Counter[str] = Counter()
         self.repetitions = Repetitions()
 
     async def verdict(self, group: Group) -> DynamicFilterOutput:
-        """What the filter, which may block, says about a group."""
+        """Run the filter, which may block, on a group and return its result."""
         alive = [sample for sample in leaves(group) if sample.status is not Sample.Status.FAILED]
         if self._filter is None:
             return DynamicFilterOutput(keep=True)
@@ -160,38 +167,21 @@ class GroupJudge:
         return await self._runtime.off_loop(verdict_of, who, self._filter, self._runtime.plugin_args, alive)
 
     def keeps(self, group: Group, verdict: DynamicFilterOutput, *, insufficient: bool) -> bool:
-        """Whether to train on a group; `insufficient` says that without it more prompts would be needed."""
+        """Return whether to train on a group, and count it; `insufficient`: without it more prompts are needed.
+
+        The arrays of a kept group are put into memory that trainers read while other groups are still sampled.
+        """
         if verdict.keep or (verdict.keep_when_insufficient and insufficient):
             self._kept += 1
             self._dropped_in_a_row = 0
-            self._make_ready(group)
+            keep = self._runtime.keep
+            for sample in leaves(group):
+                if sample.status is not Sample.Status.FAILED:
+                    self.repetitions.note(sample)
+                    if keep is not None:
+                        sample.keep_with(keep)
             return True
         self.reasons[verdict.reason or "unnamed"] += 1
-        self._drop(group)
-        self._refuse_endless_dropping()
-        return False
-
-    def note_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
-        """Count the groups of a batch that a filter took out of it: no restart trains on them either."""
-        groups[:] = [group for group in groups if any(True for _ in leaves(group))]
-        left = {id(sample) for sample in leaves(groups)}
-        removed = [group for group in before if left.isdisjoint(id(sample) for sample in leaves(group))]
-        if not groups:
-            raise RolloutFailed(f"{self._what}: {who} removed all {len(before)} groups: keep some to train on")
-        self.removed_groups += len(removed)
-        for group in removed if self._journal is not None else ():
-            self._journal.drop([group])
-
-    def _make_ready(self, group: Group) -> None:
-        """Put what will be trained on where trainers read it, and look at it, while others are still sampled."""
-        keep = self._runtime.keep
-        for sample in leaves(group):
-            if sample.status is not Sample.Status.FAILED:
-                self.repetitions.note(sample)
-                if keep is not None:
-                    sample.keep_with(keep)
-
-    def _drop(self, group: Group) -> None:
         if self._holds:
             self.dropped.append(group)
         if self._journal is not None:
@@ -206,13 +196,27 @@ class GroupJudge:
                 self._has_succeeded = True
             elif self._first_failure is None:
                 self._first_failure = sample.failure
+        self._refuse_endless_dropping()
+        return False
+
+    def note_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
+        """Count the groups that a filter removed from a batch; as dropped groups they are not used after a restart."""
+        groups[:] = [group for group in groups if any(True for _ in leaves(group))]
+        left = {id(sample) for sample in leaves(groups)}
+        removed = [group for group in before if left.isdisjoint(id(sample) for sample in leaves(group))]
+        if not groups:
+            raise RolloutFailed(f"{self._what}: {who} removed all {len(before)} groups: keep some to train on")
+        self.removed_groups += len(removed)
+        if self._journal is not None:
+            for group in removed:
+                self._journal.drop([group])
 
     def metrics(self) -> dict[str, float]:
-        """Dropped groups by reason, and their tokens."""
+        """Return the number of dropped groups per reason, and their tokens."""
         return drop_metrics(self.reasons) | {"rollout/dropped_tokens": float(self.dropped_tokens)}
 
     def removed(self) -> dict[str, float]:
-        """Groups that `--rollout-sample-filter-path` took out of the batch, where it is given."""
+        """Return the number of groups that `--rollout-sample-filter-path` removed, if that flag is set."""
         if self._args.rollout_sample_filter_path is None:
             return {}
         return {"rollout/removed_groups": float(self.removed_groups)}
@@ -233,8 +237,8 @@ class GroupJudge:
         )
 
 
-async def call_plugins(runtime: RolloutRuntime, groups: list[Group], judge: GroupJudge, data_source: Any) -> None:
-    """Filters over the batch, and whatever wants to see every finished group; they may block."""
+async def call_plugins(runtime: RolloutRuntime, groups: list[Group], judge: GroupJudge, data_source: object) -> None:
+    """Call the batch filter and the processor of all finished groups; both may block."""
     args = runtime.args
     everything = sorted([*groups, *judge.dropped], key=group_order)
     before = [list(group) for group in groups]

@@ -1,8 +1,9 @@
-"""The gate between training samples and the engines: open while a rollout collects, closed between two rollouts.
+"""Dispatch gate between training samples and the engines: open during a rollout, closed between two rollouts.
 
-With `--partial-rollout` groups with a custom generate function hold a ticket: they stay alive while the gate is closed.
-Invariant: nothing with a ticket is at an engine while the gate is closed and idle; evaluation passes at all times. The
-gate knows who may pass, not what is asked: requests that it cut off are continued in `slime.rollout.generate`.
+With `--partial-rollout`, groups with a custom generate function have a ticket and stay alive while the gate is closed.
+The gate decides only whether a request may be sent; `slime.rollout.generate` continues requests that it cut off.
+
+Invariant: no request with a ticket is at an engine while the gate is closed and idle. Evaluation always passes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SampleTimeout(Exception):
 
 @contextmanager
 def as_evaluation() -> Iterator[None]:
-    """What runs in the body, and the tasks it starts, samples for an evaluation: it is never held nor given up."""
+    """Mark the body, and the tasks it starts, as sampling for an evaluation, which is never held or aborted."""
     before = evaluating.set(True)
     try:
         yield
@@ -36,7 +37,7 @@ def as_evaluation() -> Iterator[None]:
 
 
 class SampleClock:
-    """How long a sample may take in all, over the parts of its way that are timed; the gate stops the clock."""
+    """Limits the total time of a sample over the stages that are timed; the clock stops while the sample waits."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = self._left = seconds
@@ -45,7 +46,7 @@ class SampleClock:
 
     @asynccontextmanager
     async def running(self, who: str) -> AsyncIterator[None]:
-        """Raises `SampleTimeout` when the body, and those before it, take longer; `who` is named then."""
+        """Raise `SampleTimeout`, which names `who`, if this body and the earlier ones take too long in total."""
         timeout = self._timeout = asyncio.timeout(self._left)
         try:
             async with timeout:
@@ -57,12 +58,12 @@ class SampleClock:
                     self._left, self._timeout = self._remaining(timeout), None
         except TimeoutError as error:
             if not timeout.expired():
-                raise  # the body's own
+                raise  # raised by the body itself
             raise SampleTimeout(f"{who} did not end within {self._seconds:g} s (--rollout-sample-timeout)") from error
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """No time passes as long as one of these bodies lasts."""
+        """Stop the clock while at least one such body runs."""
         timeout = self._timeout
         if timeout is None or timeout.expired():
             yield
@@ -84,7 +85,7 @@ class SampleClock:
 
 
 class Seats(asyncio.Semaphore):
-    """A limit on samples under way that may change; those that are under way when it sinks go on."""
+    """Adjustable limit on samples in flight; samples in flight continue when the limit decreases."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
@@ -92,7 +93,7 @@ class Seats(asyncio.Semaphore):
         self._too_many = 0
 
     def resize(self, limit: int) -> None:
-        """From now on so many."""
+        """Set a new limit."""
         change, self._limit = limit - self._limit, limit
         self._too_many -= change
         while self._too_many < 0:
@@ -113,9 +114,9 @@ class Seats(asyncio.Semaphore):
 
 
 class Gate:
-    """Open or closed, and how many requests with a ticket are at the engines.
+    """Holds requests while closed, and counts the requests with a ticket that are at the engines.
 
-    Whoever waits here gives its seat (of the limit on samples under way) to others and takes one before it goes on.
+    A waiting sample releases its slot of the concurrency limit, and acquires one again before it continues.
     """
 
     def __init__(self, seats: asyncio.Semaphore) -> None:
@@ -127,69 +128,66 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self.when_closed: list[Callable[[], None]] = []
-        """Told of each closing before whoever closes waits: for requests that another process makes."""
+        """Callbacks run when the gate closes, before the caller waits; used for requests of other processes."""
 
     @property
     def is_open(self) -> bool:
         return self._opened.is_set()
 
     def open(self) -> None:
-        """Let everybody through."""
+        """Let requests pass."""
         self._opened.set()
 
     def close(self) -> None:
-        """Let nobody through; those at the engines are still there (`wait_until_idle`)."""
+        """Hold new requests; those already at the engines continue (`wait_until_idle`)."""
         if self.is_open:
             self._opened.clear()
-            for told in list(self.when_closed):
-                told()
+            for callback in list(self.when_closed):
+                callback()
 
     async def wait_until_idle(self) -> None:
-        """Until no request with a ticket is at an engine."""
+        """Wait until no request with a ticket is at an engine."""
         await self._idle.wait()
 
     async def pass_through(self) -> bool:
-        """Wait until the gate is open; whether it was closed."""
+        """Wait until the gate is open, and return whether it was closed."""
         waited = False
-        while not self.is_open:  # once more: it may have been closed again while there was no seat
+        while not self.is_open:  # it may close again while no slot is free
             waited = True
-            self._give_seat()
+            if self._owed:
+                self._owed -= 1
+            else:
+                self._seats.release()
             try:
-                with clock_stopped(), waiting("the next rollout", "before it may ask an engine", timeout_s=None):
+                with clock_stopped(), waiting("the next rollout", "before it may send a request", timeout_s=None):
                     await self._opened.wait()
                     await self._seats.acquire()
             except BaseException:
-                self._owed += 1  # whoever is cancelled gives its seat back a second time on its way out
+                self._owed += 1  # a cancelled sample releases its slot a second time when it exits
                 raise
         return waited
 
     def arrived_at_engine(self) -> None:
-        """Count a request."""
+        """Count a request that is sent to an engine."""
         self._in_flight += 1
         self._idle.clear()
 
     def left_engine(self) -> None:
-        """Count it no more."""
+        """Stop counting a request."""
         self._in_flight -= 1
         if not self._in_flight:
             self._idle.set()
 
-    def _give_seat(self) -> None:
-        if self._owed:
-            self._owed -= 1
-        else:
-            self._seats.release()
-
 
 def clock_stopped() -> AbstractContextManager[None]:
-    """The clock of the sample that the running code belongs to stands still meanwhile."""
+    """Stop the clock of the current sample while the body runs."""
     clock = _clock.get()
     return nullcontext() if clock is None else clock.stopped()
 
 
 @dataclass(eq=False)
 class Ticket:
-    """What a group holds that may wait at the gate. `masks`: tokens of earlier rollouts are not trained on."""
+    """Lets a group wait at the gate. With `masks`, tokens of earlier rollouts are not trained on."""
 
     gate: Gate
     masks: bool = False
@@ -198,14 +196,14 @@ class Ticket:
     thrown_away_tokens: int = 0
 
     def context(self) -> Context:
-        """A context for the group's task, in which `ticket_here` finds this ticket."""
+        """Return a context for the group's task, in which `ticket_here` returns this ticket."""
         context = copy_context()
         context.run(_ticket.set, self)
         return context
 
     @asynccontextmanager
     async def engine_request(self) -> AsyncIterator[bool]:
-        """One request, counted while the body lasts; begins when the gate is open, and says whether it was closed."""
+        """Wait for the gate and count one request while the body runs; yields whether the gate was closed."""
         self.is_used = True
         waited = await self.gate.pass_through()
         self.in_flight += 1
@@ -218,5 +216,5 @@ class Ticket:
 
 
 def ticket_here() -> Ticket | None:
-    """The ticket of the group that the running code belongs to; evaluation needs none."""
+    """Return the ticket of the current group; None in an evaluation."""
     return None if evaluating.get() else _ticket.get()

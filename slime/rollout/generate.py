@@ -1,13 +1,14 @@
-"""What is asked of the engines: the default generate, exact in its tokens, and whole answers for plugins' requests.
+"""Default generate function, and complete answers for `/generate` requests of plugins.
 
-Invariant: what is sent is `sample.tokens`, what is appended are the ids the engine says it sampled, with their
-log-probs; text is never tokenised again. A sample that already holds part of a response is continued. So is a request
-that was cut off, by an engine or at the gate: whoever sent it gets one answer, as if nothing had happened.
+Invariant: a request sends `sample.tokens`, and the ids that the engine sampled are appended with their log-probs; text
+is never re-tokenized. A sample that already has part of a response is continued. A request that an engine or the gate
+cut off is continued too, and its sender gets one joined answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import argparse
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,9 +33,12 @@ from slime.rollout.gate import Ticket, evaluating, ticket_here
 from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, Draws, asked
 from slime.rollout.runtime import RolloutRuntime, runtime_for, state_behind
 from slime.rollout.state import GenerateState
+from slime.storage.json_types import JsonMapping, JsonObject
+
+Send = Callable[[Any], Awaitable[Any]]
+"""Sends the body of a request and returns the parsed answer."""
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
 
 _draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
@@ -44,25 +48,26 @@ class PromptTooLong(Exception):
 
 
 def draw_with(seed: int) -> None:
-    """From here on the running task, and those it starts, generate one sample, whose parameters carry this seed."""
+    """Set the seed of the sample that the current task, and the tasks it starts, generate."""
     _draws.set(Draws(seed))
 
 
-def drawn_apart(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of one more request: whoever passes on the seed it was given draws other numbers each time.
+def drawn_apart(params: JsonMapping) -> JsonObject:
+    """Return the parameters of the next request; the seed of the sample is replaced by a new one for each request.
 
-    So the turns of a conversation, and agents that are asked at once, do not repeat each other's choices. A seed of the
-    caller's own stays.
+    Thus the turns of a conversation, and concurrent agents, do not sample with the same random numbers. A seed that
+    the caller chose is not changed.
     """
     draws = _draws.get()
     return dict(params) if draws is None else draws.apart(params)
 
 
-async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill `sample` with a response; returns the same object.
+async def generate(args: Config, sample: Sample, sampling_params: JsonObject) -> Sample:
+    """Generate a response into `sample`, and return the same object.
 
-    A request aborted by the engine (a weight update, say) is resumed from its tokens, unless the rollout itself was
-    aborted: then the partial sample is returned as ABORTED. Inside a group that waits at the gate it is resumed there.
+    A request that an engine aborted (for a weight update, for example) is resumed from its tokens. If the rollout
+    itself was aborted, the partial sample is returned as ABORTED. In a group with a ticket, the request waits for the
+    gate before it resumes.
     """
     runtime = runtime_for(args)
     config, ticket = runtime.args, ticket_here()
@@ -91,7 +96,10 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
             _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"), wanted)
             return sample
         if len(result.id_array):
-            await _record_progress(runtime, sample)
+            # a response that only this module has begun can be continued after a crash; a custom function's cannot
+            is_custom = sample.generate_function_path or runtime.args.custom_generate_function_path
+            if runtime.journal is not None and not is_custom and not evaluating.get():
+                await runtime.journal.record_progress(sample)
         if runtime.state.aborted:
             return sample
         if ticket is None or ticket.gate.is_open:
@@ -99,10 +107,10 @@ async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]
     raise AbortedTooOften.by_engine()
 
 
-def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any, wanted: Sequence[int]) -> None:
-    """The text that rewards see ends where the answer does; the token that ended it stays among the tokens.
+def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: object, wanted: Sequence[int]) -> None:
+    """Remove the stop token from the response text that rewards see; it stays in the tokens.
 
-    A token that the user stops at (`wanted`) and that is no special one is part of the answer.
+    A stop token that the user set (`wanted`) and that is not a special token is part of the answer.
     """
     if sample.status is not Sample.Status.COMPLETED or runtime.args.rollout_skip_special_tokens is False:
         return
@@ -113,8 +121,8 @@ def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: Any,
         sample.response = sample.response.removesuffix(runtime.tokenizer.decode([last], skip_special_tokens=False))
 
 
-def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str, Any]) -> int:
-    """How many more tokens `sample` may get, by the response limit and the context; 0 when it is full."""
+def new_token_budget(args: Config, sample: Sample, sampling_params: JsonMapping) -> int:
+    """Return how many tokens `sample` may still get within the response limit and the context; 0 if it is full."""
     flag, context = "rollout_max_context_len", args.rollout_max_context_len
     if evaluating.get() and args.eval_max_context_len is not None:
         flag, context = "eval_max_context_len", args.eval_max_context_len
@@ -128,9 +136,9 @@ def new_token_budget(args: Config, sample: Sample, sampling_params: Mapping[str,
 
 
 async def _engine_result(
-    runtime: RolloutRuntime, ticket: Ticket | None, sample: Sample, sampling_params: Mapping[str, Any], budget: int
+    runtime: RolloutRuntime, ticket: Ticket | None, sample: Sample, sampling_params: JsonMapping, budget: int
 ) -> GenerateResult:
-    """What an engine samples now or, for a group that waits at the gate, when it opens."""
+    """Sample with an engine; a group with a ticket waits for the gate first."""
     if ticket is None:
         return await _call_engine(runtime, sample, sampling_params, budget)
     async with ticket.engine_request() as was_held:
@@ -139,15 +147,8 @@ async def _engine_result(
         return await _call_engine(runtime, sample, sampling_params, budget)
 
 
-async def _record_progress(runtime: RolloutRuntime, sample: Sample) -> None:
-    """A response that only this module has begun can be continued after a crash; a custom function's cannot."""
-    is_custom = sample.generate_function_path or runtime.args.custom_generate_function_path
-    if runtime.journal is not None and not is_custom and not evaluating.get():
-        await runtime.journal.record_progress(sample)
-
-
 async def _call_engine(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: Mapping[str, Any], budget: int
+    runtime: RolloutRuntime, sample: Sample, sampling_params: JsonMapping, budget: int
 ) -> GenerateResult:
     params = {**continued_params(sampling_params, sample.response_length), "max_new_tokens": budget}
     if params.get("min_new_tokens"):
@@ -164,17 +165,17 @@ async def _call_engine(
     return result
 
 
-def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """URL of a named model's router (``args.sglang_model_routers``), else of the default one."""
+def get_model_url(args: argparse.Namespace, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the URL of a named model's router (``args.sglang_model_routers``), else of the default router."""
     routers = getattr(args, "sglang_model_routers", None) or {}
     host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{host}:{port}{endpoint}"
 
 
-async def answer_to(url: str, payload: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
-    """What a plugin's POST to `url` is answered; `/generate` of this run's engines gives whole answers.
+async def answer_to(url: str, payload: object, send: Send) -> object:
+    """Send a plugin's POST to `url` and return the answer; `/generate` of this run's engines returns complete answers.
 
-    A plugin that has such an engine abort everything gives its requests up: they are answered as far as they are.
+    If a plugin makes such an engine abort all requests, its requests are not resumed: the answers are partial.
     """
     state = state_behind(url)
     if state is None or not isinstance(payload, dict):
@@ -188,28 +189,30 @@ async def answer_to(url: str, payload: Any, send: Callable[[Any], Awaitable[Any]
 
 
 class WholeAnswer:
-    """The answer to one `/generate` request, however often it is cut off."""
+    """Collects the complete answer to one `/generate` request, which may be cut off several times."""
 
-    def __init__(self, state: GenerateState, payload: Mapping[str, Any]) -> None:
+    def __init__(self, state: GenerateState, payload: JsonMapping) -> None:
         self._state = state
         self._payload = payload
         if isinstance(params := payload.get("sampling_params"), dict):
             self._payload = {**payload, "sampling_params": drawn_apart(params)}
         self._ticket = ticket_here()
         self._aborts_before = state.aborts_asked
-        self._so_far: dict[str, Any] | None = None
+        self._so_far: JsonObject | None = None
 
-    async def get(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Send the request, and what is left of it whenever it was aborted.
+    async def get(self, send: Send) -> object:
+        """Send the request, and its remainder whenever it was aborted.
 
-        When the rollout itself is given up, what there is by then is the answer, as an aborted one. So it is when the
-        request has a `rid` of its own, by which its sender may have aborted it.
+        The answer is partial, and marked as aborted, if the rollout itself was aborted, if a plugin made the engines
+        abort all requests (except in an evaluation), or if the request has a `rid`, by which its sender may abort it.
         """
         aborts = 0
         while True:
             before = len(self._sampled())
             answer = await self._next_part(send)
-            if not _is_cut(answer) or self._state.aborted or self._is_given_up():
+            if not _is_cut(answer) or self._state.aborted:
+                return answer
+            if self._state.aborts_asked != self._aborts_before and not evaluating.get():
                 return answer
             if self._ticket is None or self._ticket.gate.is_open:
                 if self._payload.get("rid") is not None:
@@ -218,16 +221,14 @@ class WholeAnswer:
                 if aborts == MOST_RESUMES:
                     raise AbortedTooOften.by_engine()
 
-    def _is_given_up(self) -> bool:
-        """Whether a plugin has had the engines abort all requests; that of an evaluation goes on."""
-        return self._state.aborts_asked != self._aborts_before and not evaluating.get()
-
-    async def _next_part(self, send: Callable[[Any], Awaitable[Any]]) -> Any:
-        """The answer as far as it is there after one more request."""
+    async def _next_part(self, send: Send) -> object:
+        """Send one more request and return the answer so far."""
         sampled = self._sampled()
-        request: Any = self._payload
+        request: JsonMapping = self._payload
         if self._so_far is not None:
-            request = continued_payload(self._payload, self._prompt_ids(), sampled)
+            ids = self._payload.get("input_ids")
+            prompt_ids = list(ids) if ids is not None else self._state.tokenizer.encode(self._payload["text"])
+            request = continued_payload(self._payload, prompt_ids, sampled)
             if not request["sampling_params"]["max_new_tokens"]:
                 self._so_far["meta_info"]["finish_reason"] = {"type": "length", "length": len(sampled)}
                 return self._so_far
@@ -240,7 +241,7 @@ class WholeAnswer:
             answer["meta_info"]["masked_until"] = len(sampled)
         return answer
 
-    async def _sent(self, send: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    async def _sent(self, send: Send, request: JsonMapping) -> object:
         version = self._state.weight_version
         answer = await send(request)
         for one in _each(answer):
@@ -250,45 +251,37 @@ class WholeAnswer:
         return answer
 
     def _with(self, part: Any) -> Any:
-        """The parts so far and this one; a cut one that cannot be continued is forgotten and asked for again."""
+        """Join the parts so far with this one; a cut part that cannot be continued is dropped and requested again.
+
+        The joined text is decoded again if the cut split the bytes of a character, unless its stop word was trimmed.
+        """
         if self._so_far is not None:
-            part = _mended(self._state.tokenizer, joined_answers(self._so_far, part), self._so_far, self._payload)
+            first, tokenizer = self._so_far, self._state.tokenizer
+            part = joined_answers(first, part)
+            params = self._payload.get("sampling_params") or {}
+            reason = part["meta_info"].get("finish_reason") or {}
+            is_trimmed = "matched" in reason and not params.get("no_stop_trim")
+            if str(first.get("text", "")).endswith(HALF_A_CHARACTER) and not is_trimmed:
+                skip = params.get("skip_special_tokens", True)
+                text = tokenizer.decode(answered_ids(part) or [], skip_special_tokens=skip)
+                part = {**part, "text": text}
         can_go_on = isinstance(part, dict) and is_single_request(self._payload) and "meta_info" in part
         if can_go_on and answered_ids(part) is not None:
             self._so_far = part
         elif _is_cut(part) and self._ticket is not None:
-            self._ticket.thrown_away_tokens += sum(_completion_tokens(one) for one in _each(part))
+            self._ticket.thrown_away_tokens += sum(
+                int(one["meta_info"].get("completion_tokens") or 0) for one in _each(part)
+            )
         return part
 
     def _sampled(self) -> list[int]:
         return [] if self._so_far is None else answered_ids(self._so_far) or []
 
-    def _prompt_ids(self) -> list[int]:
-        ids = self._payload.get("input_ids")
-        return list(ids) if ids is not None else self._state.tokenizer.encode(self._payload["text"])
-
 
 def _each(answer: Any) -> list[Any]:
-    """The answers to all prompts of a request."""
+    """Return the answers to all prompts of a request as a list."""
     return answer if isinstance(answer, list) else [answer]
 
 
-def _is_cut(answer: Any) -> bool:
+def _is_cut(answer: object) -> bool:
     return any(was_aborted(one) for one in _each(answer))
-
-
-def _completion_tokens(answer: Any) -> int:
-    return int(answer["meta_info"].get("completion_tokens") or 0)
-
-
-def _mended(
-    tokenizer: Any, joined: dict[str, Any], first: Mapping[str, Any], payload: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The joined text where the cut went through the bytes of one character; one that lost its stop word is left."""
-    params = payload.get("sampling_params") or {}
-    reason = joined["meta_info"].get("finish_reason") or {}
-    is_trimmed = "matched" in reason and not params.get("no_stop_trim")
-    if not str(first.get("text", "")).endswith(HALF_A_CHARACTER) or is_trimmed:
-        return joined
-    ids = answered_ids(joined) or []
-    return {**joined, "text": tokenizer.decode(ids, skip_special_tokens=params.get("skip_special_tokens", True))}

@@ -1,11 +1,11 @@
-"""The groups under way in one rollout.
+"""Tracks the groups in flight in one rollout.
 
-Invariant: every group that took off comes back exactly once: from `next_finished`, or from `land`, there either
-finished or as something that can be dispatched again. With `--partial-rollout` nothing that was sampled is lost: what
-the default generate was cut off in keeps its tokens, and groups with a custom generate function are held, which means
-that their tasks live on and belong to the next flight. A group whose responses are complete, and whose rewards are
-slow, comes back with them, to be scored when it is dispatched again. Otherwise, and wherever a sample's state cannot be
-trusted, the prompts come back as they took off, and the tokens thrown away with that are counted.
+Invariant: every dispatched group comes back exactly once: from `next_finished`, or from `land`, either finished or in a
+state that can be dispatched again. With `--partial-rollout` no sampled token is lost: a response that the default
+generate function was sampling keeps its tokens, and groups with a custom generate function are held, which means that
+their tasks stay alive and belong to the next rollout. A group with complete responses and slow rewards keeps its
+responses, and is scored when it is dispatched again. Otherwise, and if the state of a sample cannot be trusted, the
+prompts come back as they were dispatched, and the discarded tokens are counted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from slime.rollout.state import UnderWay
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 30.0
-"""How long aborted requests, tools and rewards may take to end before they are cancelled."""
+"""Time in which aborted requests, tools and rewards must end before they are cancelled."""
 ABORT_AGAIN_S = 0.2
-"""Multi-turn functions send their next request after an aborted one: the abort is repeated."""
+"""Interval at which the abort is repeated, because multi-turn functions send a new request after an aborted one."""
 OWN_CLIENT_GRACE_S = 0.5
-"""How long a group to be held that never sent a request through the gate is watched: with an HTTP client of its own it
-gets the aborted answer, and ends."""
+"""Time to wait for a group with a ticket that sent no request through the gate, before it is held.
+
+With its own HTTP client it gets the aborted answer and ends in this time.
+"""
 CANCEL_GRACE_S = 10.0
-"""How long a task may take to end once it is cancelled, before it is left behind."""
+"""Time in which a cancelled task must end before it is abandoned."""
 
 
 @dataclass
 class Landed:
-    """What became of the groups that were still under way when the batch was full; `held` ones are still alive."""
+    """Outcome of the groups still in flight when the batch was full; the `held` ones are still alive."""
 
     finished: list[Group] = field(default_factory=list)
     unfinished: list[Group] = field(default_factory=list)
@@ -46,7 +48,10 @@ class Landed:
 
 
 class Flight:
-    """Dispatches groups and gets all of them back. `thrown_away_tokens`: sampled, and neither trained nor continued."""
+    """Dispatches groups and collects all of them.
+
+    `thrown_away_tokens` counts tokens that were sampled and are neither trained on nor continued.
+    """
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
@@ -62,26 +67,36 @@ class Flight:
         return len(self._under_way)
 
     def take_off(self, groups: list[Group]) -> None:
-        """Start generating groups."""
+        """Dispatch groups.
+
+        With `--partial-rollout`, a group that cannot be continued from its tokens alone gets a ticket for the gate.
+        """
+        args = self._runtime.args
         prompts: list[Group] = [[snapshot(member) for member in group] for group in groups]
-        tickets = [self._ticket(group) for group in groups]
+        tickets: list[Ticket | None] = []
+        for group in groups:
+            custom = (sample.generate_function_path or args.custom_generate_function_path for sample in leaves(group))
+            holds = args.partial_rollout and any(custom)
+            masks = args.mask_offpolicy_in_partial_rollout
+            tickets.append(Ticket(self._state.gate, masks=masks) if holds else None)
         generated: list[dict[int, Produced]] = [{} for _ in groups]
         tasks = self._state.submit_generate_tasks(groups, tickets, generated)
         for task, group, prompt, ticket, complete in zip(tasks, groups, prompts, tickets, generated, strict=True):
             self._watch(UnderWay(task, group, prompt, ticket, complete))
 
     def adopt(self) -> None:
-        """Take over the groups that the last flight held, and let them go on."""
+        """Take over the groups that the last rollout held, and let them continue."""
         held, self._state.held = self._state.held, []
         for one in held:
             self._watch(one)
             if self._runtime.args.mask_offpolicy_in_partial_rollout:
-                _mask_unfinished(one.group)
+                for sample in _unfinished(one.group):
+                    sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
         self._state.remaining_batch_size += len(held)
         self._state.gate.open()
 
     async def next_finished(self) -> list[Group]:
-        """Wait until groups finish; all that have, in the order they took off."""
+        """Wait until groups finish, and return all finished ones in the order of their dispatch."""
         with waiting(f"{len(self)} groups under way", "to finish one of them", timeout_s=None):
             while not self._ended:
                 self._news.clear()
@@ -91,14 +106,14 @@ class Flight:
             group = result_of(task)
             one = self._forget(task)
             if one.was_held and not _is_finished(group):
-                self._state.remaining_batch_size -= 1  # cut off behind the gate's back, in an earlier rollout
+                self._state.remaining_batch_size -= 1  # an earlier rollout cut it off outside the gate
                 self.take_off([self._to_continue(group, one)])
             else:
                 groups.append(group)
         return groups
 
     async def land(self) -> Landed:
-        """Close the gate, abort what is under way, wait until it has ended or is held, and sort it."""
+        """Close the gate, abort the groups in flight, wait until they end or are held, and sort them by outcome."""
         self._state.gate.close()
         self._state.aborted = True
         try:
@@ -108,7 +123,14 @@ class Flight:
         landed = Landed()
         for task, one in list(self._under_way.items()):
             if not task.done() and task not in self._left_behind:
-                self._hold(one)
+                del self._under_way[task]
+                self._ended.discard(task)
+                for sample in _unfinished(one.group):
+                    sample.metadata.setdefault("start_rollout_id", self._state.rollout_id)
+                if not one.was_held:
+                    task.add_done_callback(_report_failure)
+                one.was_held = True
+                self._state.held.append(one)
                 landed.held += 1
                 continue
             self._forget(task)
@@ -121,7 +143,7 @@ class Flight:
         return landed
 
     async def cancel(self) -> None:
-        """End everything at once, held groups too; for rollouts that failed."""
+        """Cancel all groups, held ones too; used when a rollout failed."""
         await cancelled(self._under_way)
         for task in list(self._under_way):
             self._forget(task)
@@ -130,7 +152,10 @@ class Flight:
     # ending
 
     async def _abort(self) -> None:
-        """Until nothing is at the engines and all tasks that are not held have ended, or the deadline is over."""
+        """Abort requests until none is at the engines and all tasks that are not held have ended.
+
+        Tasks that are late at the deadline are cancelled.
+        """
         if all(task.done() for task in self._under_way):
             return
         loop = asyncio.get_running_loop()
@@ -148,15 +173,17 @@ class Flight:
                     await asyncio.wait(pending | {idle}, timeout=ABORT_AGAIN_S)
         finally:
             idle.cancel()
-        await self._cancel_late()
-
-    async def _cancel_late(self) -> None:
-        late = {one.task for one in self._under_way.values() if _must_end(one, False) or _is_at_engine(one)}
+        late = {
+            one.task
+            for one in self._under_way.values()
+            if _must_end(one, False)
+            or (not one.task.done() and one.ticket is not None and one.ticket.in_flight > 0)  # at an engine
+        }
         if not late:
             return
         logger.warning(
-            "%d groups did not end within %g s of being aborted: complete responses wait for their rewards, other "
-            "prompts start over",
+            "%d groups did not end within %g s of being aborted: complete responses are scored later, other prompts "
+            "start over",
             len(late),
             ABORT_DEADLINE_S,
         )
@@ -166,7 +193,7 @@ class Flight:
     # what comes back
 
     def _watch(self, one: UnderWay) -> None:
-        """Hear of its end, whenever that is: whoever waits looks at those that have ended, not at all of them."""
+        """Register a group, and a callback for its end, so that waiting does not scan all tasks."""
         self._count += 1
         one.order = self._count
         self._under_way[one.task] = one
@@ -177,28 +204,11 @@ class Flight:
             self._ended.add(task)
             self._news.set()
 
-    def _ticket(self, group: Group) -> Ticket | None:
-        """A ticket for groups that cannot be continued from their tokens alone, if they are to be continued at all."""
-        args = self._runtime.args
-        custom = (sample.generate_function_path or args.custom_generate_function_path for sample in leaves(group))
-        if not args.partial_rollout or not any(custom):
-            return None
-        return Ticket(self._state.gate, masks=args.mask_offpolicy_in_partial_rollout)
-
-    def _hold(self, one: UnderWay) -> None:
-        del self._under_way[one.task]
-        self._ended.discard(one.task)
-        for sample in _unfinished(one.group):
-            sample.metadata.setdefault("start_rollout_id", self._state.rollout_id)
-        if not one.was_held:
-            one.task.add_done_callback(_report_failure)
-        one.was_held = True
-        self._state.held.append(one)
-
     def _generated(self, one: UnderWay) -> Group:
-        """A group that was cancelled: complete responses wait for their rewards, the others start over.
+        """Return a cancelled group for a new dispatch: complete responses keep their tokens, others start over.
 
-        Without `--partial-rollout` no group is sampled by several versions of the weights: all of it, or nothing.
+        Without `--partial-rollout`, all members of a group must be sampled by the same weights: the complete responses
+        are kept only if all members are complete.
         """
         known = [one.generated.get(id(member)) if isinstance(member, Sample) else member for member in one.group]
         kept: Group = one.prompts
@@ -216,7 +226,7 @@ class Flight:
         ]
 
     def _to_continue(self, group: Group, one: UnderWay) -> Group:
-        """A group that was cut off, as it goes back to the buffer."""
+        """Return an aborted group in the state in which it goes back to the buffer."""
         if not self._runtime.args.partial_rollout:
             self.thrown_away_tokens += one.lost_tokens(group)
             return one.prompts
@@ -228,7 +238,7 @@ class Flight:
     def _continued(self, member: Produced, prompt: Produced) -> Produced:
         if not isinstance(member, Sample):
             self.thrown_away_tokens += max(0, sampled_tokens([member]) - sampled_tokens([prompt]))
-            return prompt  # one generate call made several samples: none of them can be continued alone
+            return prompt  # samples of one generate call cannot be continued individually
         if member.response_length:
             member.metadata.setdefault("start_rollout_id", self._state.rollout_id)
         return member
@@ -237,7 +247,7 @@ class Flight:
         one = self._under_way.pop(task)
         self._ended.discard(task)
         place, one.generated = one.generated, dict(one.generated)
-        place.clear()  # contexts live on in connections and timers, and would keep the samples
+        place.clear()  # connections and timers keep contexts alive, and these would keep the samples
         self._state.pendings.discard(task)
         if one.ticket is not None:
             self.thrown_away_tokens += one.ticket.thrown_away_tokens
@@ -246,28 +256,24 @@ class Flight:
 
 
 async def abort_requests(runtime: RolloutRuntime) -> None:
-    """Have the engines answer what they have so far."""
+    """Abort all requests, so that the engines answer with the tokens sampled so far."""
     if not runtime.engine_urls:
         return
     try:
         await runtime.pool.broadcast("abort", abort_all=True, timeout_s=ABORT_DEADLINE_S)
     except EngineError as error:
-        logger.warning("requests could not be aborted, they run to their end: %s", error)
+        logger.warning("requests could not be aborted and run to their end: %s", error)
 
 
 def _must_end(one: UnderWay, in_grace: bool) -> bool:
-    """Whether landing waits for a task, or leaves it alive."""
+    """Return whether `land` waits for a task instead of holding it."""
     if one.task.done():
         return False
     return one.ticket is None or (in_grace and not one.ticket.is_used)
 
 
-def _is_at_engine(one: UnderWay) -> bool:
-    return not one.task.done() and one.ticket is not None and one.ticket.in_flight > 0
-
-
 def _report_failure(task: asyncio.Task[Group]) -> None:
-    """A held group that failed says so at once; the next rollout raises it."""
+    """Log the failure of a held group at once; the next rollout raises it."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
         logger.error("a group that waits for the next rollout failed: %s", error)
@@ -275,12 +281,6 @@ def _report_failure(task: asyncio.Task[Group]) -> None:
 
 def _unfinished(group: Group) -> list[Sample]:
     return [sample for sample in leaves(group) if sample.reward is None and sample.status is not Sample.Status.FAILED]
-
-
-def _mask_unfinished(group: Group) -> None:
-    """What the samples of a held group have so far was sampled by earlier weights."""
-    for sample in _unfinished(group):
-        sample.loss_mask = [0] * sample.response_length
 
 
 def _is_aborted(member: Produced) -> bool:
@@ -292,7 +292,7 @@ def _is_finished(group: Group) -> bool:
 
 
 def result_of(task: asyncio.Task[Group]) -> Group:
-    """The group of a task that has ended; nobody here cancels one that is still wanted."""
+    """Return the group of a task that has ended; the rollout itself does not cancel a group that it still needs."""
     if task.cancelled():
         raise RolloutFailed(
             "a group was cancelled from inside: a generate, hook or reward function let a CancelledError out"
@@ -301,7 +301,7 @@ def result_of(task: asyncio.Task[Group]) -> Group:
 
 
 async def cancelled(tasks: Collection[asyncio.Task[Group]]) -> None:
-    """Cancel tasks and wait until they have ended; those that do not heed it are left behind."""
+    """Cancel tasks and wait until they have ended; tasks that ignore the cancellation are abandoned."""
     done, late = {task for task in tasks if task.done()}, {task for task in tasks if not task.done()}
     for task in late:
         task.cancel()
@@ -311,6 +311,6 @@ async def cancelled(tasks: Collection[asyncio.Task[Group]]) -> None:
         done |= ended
     for task in done:
         if not task.cancelled():
-            task.exception()  # seen: nobody else will ask for it
+            task.exception()  # marks the error as retrieved
     if late:
-        logger.warning("%d groups do not end although they were cancelled: they are left behind", len(late))
+        logger.warning("%d groups did not end after they were cancelled: they are abandoned", len(late))

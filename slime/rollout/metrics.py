@@ -1,7 +1,7 @@
-"""Numbers about samples, under upstream's names. Pure functions of the samples.
+"""Metrics of samples, under upstream's names; pure functions of the samples.
 
-Failed samples are counted and otherwise left out: no length, reward or ratio below includes them. Rewards count
-rollouts: one that became several samples (a session with branches) has the mean of theirs, once.
+Failed samples are counted and otherwise excluded: no length, reward or ratio below includes them. Rewards are averaged
+over rollouts: a rollout with several samples (a session with branches) counts once, with the mean of their rewards.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 
 Metrics = dict[str, float]
+DatasetResult = Mapping[str, Any]
+"""Result of one evaluation dataset: the aligned lists `rewards`, `truncated` and `samples`, and the list `failed`."""
 
 REPETITION_TAIL_CHARS = 10_000
 REPETITION_COMPRESSION = 10.0
 
 
 class Repetitions:
-    """Which responses are repetitive, for those who look at each when it is there: all at once would take long."""
+    """Caches which responses are repetitive; each is checked when it arrives, as checking all at the end is slow."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[str, bool]] = {}
 
     def note(self, sample: Sample) -> None:
+        """Check the response of a sample and store the result."""
         self._known[id(sample)] = sample.response, has_repetition(sample.response)
 
     def only(self, samples: Iterable[Sample]) -> Repetitions:
-        """What was noted of these."""
+        """Return a cache with the results of these samples alone."""
         some = Repetitions()
         some._known = {id(sample): self._known[id(sample)] for sample in samples if id(sample) in self._known}
         return some
 
     def __call__(self, sample: Sample) -> bool:
-        """What was noted, unless the response is another one now."""
+        """Return whether the response is repetitive; it is checked again if it has changed since."""
         text, verdict = self._known.get(id(sample), (None, False))
         return verdict if text is sample.response else has_repetition(sample.response)
 
@@ -48,7 +51,7 @@ class Repetitions:
 def rollout_metrics(
     args: Config, samples: Sequence[Sample], rollout_time: float, repetitions: Repetitions | None = None
 ) -> Metrics:
-    """Everything logged about one training rollout: ``rollout/*``, ``perf/*``, and what ``--log-*`` flags ask for."""
+    """Return all metrics of one training rollout: ``rollout/*``, ``perf/*``, and those that ``--log-*`` flags add."""
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, repetitions).items()}
     metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
     metrics |= task_metrics(args, samples)
@@ -56,23 +59,41 @@ def rollout_metrics(
     if args.log_multi_turn:
         metrics |= _multi_turn_metrics(args, _usable(samples))
     metrics |= _session_metrics(samples)
-    metrics |= _tool_metrics(samples)
+    tool_calls = _summed_counters(samples, "tool_calls")  # by outcome, as attempts store them
+    if tool_calls:
+        metrics["agent/tool_calls"] = float(tool_calls.pop("calls", 0))
+        metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - tool_calls["ok"]
+        metrics |= {f"agent/tool_{name}": float(value) for name, value in tool_calls.items()}
     metrics |= _tournament_metrics(samples)
-    return metrics | {f"perf/{name}": value for name, value in _perf_metrics(args, samples, rollout_time).items()}
+    metrics["perf/rollout_time"] = rollout_time
+    usable = _usable(samples)
+    if not usable or rollout_time <= 0:
+        return metrics
+    gpus = args.rollout_num_gpus or 1
+    own_tokens = [sample.effective_response_length for sample in usable]
+    metrics["perf/tokens_per_gpu_per_sec"] = sum(s.response_length for s in usable) / rollout_time / gpus
+    metrics["perf/effective_tokens_per_gpu_per_sec"] = sum(own_tokens) / rollout_time / gpus
+    metrics["perf/longest_sample_tokens_per_sec"] = max(s.response_length for s in usable) / rollout_time
+    metrics["perf/longest_effective_sample_tokens_per_sec"] = max(own_tokens) / rollout_time
+    times = [sample.non_generation_time for sample in usable]
+    return metrics | (_spread("perf/non_generation_time", times) if any(times) else {})
 
 
 def tail_seconds(arrivals: Sequence[float], now: float) -> float:
-    """Of the time that a batch took, what was spent on its last tenth: `now` less the moment at which nine tenths of
-    its groups (rounded down, at least one) were there, however long before the batch was begun that was."""
+    """Return the time spent on the last tenth of a batch, in seconds.
+
+    This is `now` minus the time at which nine tenths of its groups (rounded down, at least one) had arrived, even if
+    they arrived before the batch was started.
+    """
     if not arrivals:
         return 0.0
     return now - sorted(arrivals)[max(1, len(arrivals) * 9 // 10) - 1]
 
 
-def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
-    """``eval/{name}`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and sample metrics of each dataset.
+def eval_metrics(args: Config, data: Mapping[str, DatasetResult]) -> Metrics:
+    """Return ``eval/{name}`` (mean reward), ``-truncated_ratio``, ``-pass@k`` and sample metrics of each dataset.
 
-    A custom evaluation may leave out ``truncated`` and ``samples``, and then what is made of them.
+    If a custom evaluation leaves out ``truncated`` or ``samples``, the metrics computed from them are left out too.
     """
     metrics: Metrics = {}
     for name, result in data.items():
@@ -91,9 +112,9 @@ def eval_metrics(args: Config, data: Mapping[str, Mapping[str, Any]]) -> Metrics
 
 
 def pass_at_k(groups: Iterable[Sequence[bool]]) -> Metrics:
-    """``pass@k`` for k = 1, 2, 4, ... up to the largest group: the unbiased estimate of Chen et al. (2021).
+    """Return ``pass@k`` for k = 1, 2, 4, ... up to the largest group: the unbiased estimate of Chen et al. (2021).
 
-    For a group of n with c correct: 1 - C(n-c, k) / C(n, k). Groups smaller than k say nothing about it.
+    For a group of n with c correct: 1 - C(n-c, k) / C(n, k). Groups smaller than k are left out.
     """
     outcomes = [(len(group), sum(group)) for group in groups]
     largest = max((n for n, _ in outcomes), default=0)
@@ -106,9 +127,10 @@ def pass_at_k(groups: Iterable[Sequence[bool]]) -> Metrics:
 
 
 def sample_metrics(samples: Sequence[Sample], repetitions: Repetitions | None = None) -> Metrics:
-    """What can be said of any list of samples: lengths, truncation, repetition, caches, failures."""
+    """Return metrics that any list of samples has: lengths, truncation, repetition, caches, failures."""
     metrics: Metrics = {"failed/count": float(len(samples) - len(_usable(samples)))}
-    for stage, count in Counter(_stage(sample) for sample in samples if _failed(sample)).items():
+    stages = Counter((sample.failure or "unknown").partition(":")[0] for sample in samples if _failed(sample))
+    for stage, count in stages.items():
         metrics[f"failed/{stage}"] = float(count)
     usable = _usable(samples)
     if not usable:
@@ -117,42 +139,37 @@ def sample_metrics(samples: Sequence[Sample], repetitions: Repetitions | None = 
     metrics |= _spread("response_len", lengths)
     metrics["truncated_ratio"] = fmean(sample.status is Sample.Status.TRUNCATED for sample in usable)
     metrics["repetition_frac"] = fmean(map(repetitions or Repetitions(), usable))
-    return metrics | _engine_metrics(usable)
+    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in usable)
+    if prompt_tokens:
+        cached = sum(sample.prefix_cache_info.cached_tokens for sample in usable)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(usable)
+    verified = sum(sample.spec_info.spec_verify_ct for sample in usable)
+    if verified:
+        drafted = sum(sample.spec_info.spec_draft_token_num for sample in usable)
+        accepted = sum(sample.spec_info.spec_accept_token_num for sample in usable)
+        metrics["spec_accept_rate"] = accepted / drafted if drafted else 0.0
+        metrics["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in usable) / verified
+    return metrics
 
 
 def has_number(args: Config, sample: Sample) -> bool:
-    """Whether a sample has a reward that is, or ought to be, a number.
+    """Return whether a sample has a reward that is, or should be, a number.
 
-    A dict without ``--reward-key`` is none where ``--custom-reward-post-process-path`` makes the numbers.
+    A dict without ``--reward-key`` does not count if ``--custom-reward-post-process-path`` computes the numbers.
     """
     is_material = isinstance(sample.reward, dict) and not args.reward_key and args.custom_reward_post_process_path
     return sample.reward is not None and not is_material
 
 
 def has_repetition(text: str) -> bool:
-    """Whether the end of a text is so repetitive that it compresses more than tenfold."""
+    """Return whether the end of a text is so repetitive that it compresses more than tenfold."""
     tail = text[-REPETITION_TAIL_CHARS:].encode()
     return bool(tail) and len(tail) / len(zlib.compress(tail)) > REPETITION_COMPRESSION
 
 
-def _engine_metrics(samples: Sequence[Sample]) -> Metrics:
-    metrics: Metrics = {}
-    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
-    if prompt_tokens:
-        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
-        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
-        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
-    if verified:
-        drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
-        accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
-        metrics["spec_accept_rate"] = accepted / drafted if drafted else 0.0
-        metrics["spec_accept_length"] = sum(s.spec_info.completion_token_num for s in samples) / verified
-    return metrics
-
-
 def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
-    """Mean raw reward, and how many groups got the same reward throughout (they teach nothing)."""
+    """Return the mean raw reward, and the number of groups whose rewards are all equal (they give no gradient)."""
     scored = [sample for sample in samples if has_number(args, sample)]
     groups = _by_rollout(scored, [float(sample.reward_number(args)) for sample in scored])
     if not groups:
@@ -166,7 +183,7 @@ def _reward_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
 
 
 def task_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
-    """Of each dataset of ``--prompt-config``: its share of the prompts, its rewards, lengths and flat groups."""
+    """Return for each dataset of ``--prompt-config`` its share of the prompts, rewards, lengths and zero-std groups."""
     tasks: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if isinstance(sample.task, str):
@@ -186,7 +203,7 @@ def task_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
 
 
 def _by_rollout(samples: Sequence[Sample], values: Sequence[float]) -> dict[Hashable, list[float]]:
-    """By group, one value for each of its rollouts: the mean over its samples."""
+    """Return, by group, one value per rollout: the mean over the samples of the rollout."""
     rollouts: dict[Hashable, dict[Hashable, list[float]]] = defaultdict(dict)
     for place, (sample, value) in enumerate(zip(samples, values, strict=True)):
         alone = ("sample", place)
@@ -196,10 +213,20 @@ def _by_rollout(samples: Sequence[Sample], values: Sequence[float]) -> dict[Hash
 
 
 def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
-    """``--log-passrate``, ``--log-reward-category`` and ``--log-correct-samples``; a reward of 1 is a right answer."""
+    """Return the metrics of ``--log-passrate``, ``--log-reward-category`` and ``--log-correct-samples``.
+
+    A reward of 1 means a correct answer.
+    """
     metrics: Metrics = {}
     if args.log_reward_category is not None:
-        categories = Counter(_category(sample, args.log_reward_category) for sample in scored)
+        categories: Counter[str] = Counter()
+        for sample in scored:
+            if not isinstance(sample.reward, dict) or args.log_reward_category not in sample.reward:
+                raise UserError(
+                    f"--log-reward-category {args.log_reward_category}: the reward of sample {sample.index} is "
+                    f"{sample.reward!r:.80}, but it must be a dict with this entry"
+                )
+            categories[str(sample.reward[args.log_reward_category])] += 1
         metrics |= {f"rollout/error_cat/{name}": count / len(scored) for name, count in categories.items()}
     scored = [sample for sample in scored if has_number(args, sample)]
     right = [sample.reward_number(args) == 1 for sample in scored]
@@ -214,17 +241,8 @@ def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def _category(sample: Sample, key: str) -> str:
-    if not isinstance(sample.reward, dict) or key not in sample.reward:
-        raise UserError(
-            f"--log-reward-category {key}: the reward of sample {sample.index} is {sample.reward!r:.80}, but it must "
-            "be a dict with this entry"
-        )
-    return str(sample.reward[key])
-
-
 def _multi_turn_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
-    """Lengths with observations (all tokens of the response) and without (those trained on), and rounds."""
+    """Return response lengths with observations (all tokens) and without (trained tokens), and round numbers."""
     if not samples:
         return {}
     raw = [sample.response_length for sample in samples]
@@ -245,27 +263,19 @@ def _multi_turn_metrics(args: Config, samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def _tool_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Calls of tools by how they ended: the sums of what attempts noted in `metadata["tool_calls"]`."""
+def _summed_counters(samples: Sequence[Sample], key: str) -> Counter[str]:
+    """Return the sums of the counters in `metadata[key]` of the samples."""
     totals: Counter[str] = Counter()
     for sample in samples:
-        noted = sample.metadata.get("tool_calls")
+        noted = sample.metadata.get(key)
         if isinstance(noted, Mapping):
             totals.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
-    if not totals:
-        return {}
-    metrics = {"agent/tool_calls": float(totals.pop("calls", 0))}
-    metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - totals["ok"]
-    return metrics | {f"agent/tool_{name}": float(value) for name, value in totals.items()}
+    return totals
 
 
 def _tournament_metrics(samples: Sequence[Sample]) -> Metrics:
-    """What judging groups in pairs took: the sums of what `slime.rollout.rewards.tournament` noted, one for a group."""
-    totals: Counter[str] = Counter()
-    for sample in samples:
-        noted = sample.metadata.get("tournament")
-        if isinstance(noted, Mapping):
-            totals.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
+    """Return the cost of pairwise judging, which `slime.rollout.rewards.tournament` stores once per group."""
+    totals = _summed_counters(samples, "tournament")
     return {f"rollout/tournament_{name}": float(value) for name, value in totals.items()}
 
 
@@ -283,8 +293,16 @@ _SESSION_NUMBERS = (*_SESSION_TOTALS, "samples", "prompt_tokens", "shared_tokens
 
 
 def _session_metrics(samples: Sequence[Sample]) -> Metrics:
-    """What happened in sessions (`slime.agent.session.limits`); the first sample of each carries its counters."""
-    sessions = [numbers for sample in samples if (numbers := _session_of(sample)) is not None]
+    """Return the metrics of sessions (`slime.agent.session.limits`); the first sample of each has its counters.
+
+    A value that a user stores under the same name is ignored.
+    """
+    found = [sample.metadata.get("session") for sample in samples]
+    sessions = [
+        numbers
+        for numbers in found
+        if isinstance(numbers, dict) and all(isinstance(numbers.get(name), int) for name in _SESSION_NUMBERS)
+    ]
     if not sessions:
         return {}
     metrics = {f"agent/{name}": float(sum(session[name] for session in sessions)) for name in _SESSION_TOTALS}
@@ -296,30 +314,8 @@ def _session_metrics(samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def _session_of(sample: Sample) -> Mapping[str, int] | None:
-    """The counters of a session, unless the user keeps something else under that name."""
-    numbers = sample.metadata.get("session")
-    if not isinstance(numbers, dict) or not all(isinstance(numbers.get(name), int) for name in _SESSION_NUMBERS):
-        return None
-    return numbers
-
-
-def _perf_metrics(args: Config, samples: Sequence[Sample], rollout_time: float) -> Metrics:
-    metrics: Metrics = {"rollout_time": rollout_time}
-    usable = _usable(samples)
-    if not usable or rollout_time <= 0:
-        return metrics
-    gpus = args.rollout_num_gpus or 1
-    metrics["tokens_per_gpu_per_sec"] = sum(s.response_length for s in usable) / rollout_time / gpus
-    metrics["effective_tokens_per_gpu_per_sec"] = sum(s.effective_response_length for s in usable) / rollout_time / gpus
-    metrics["longest_sample_tokens_per_sec"] = max(s.response_length for s in usable) / rollout_time
-    metrics["longest_effective_sample_tokens_per_sec"] = max(s.effective_response_length for s in usable) / rollout_time
-    times = [sample.non_generation_time for sample in usable]
-    return metrics | (_spread("non_generation_time", times) if any(times) else {})
-
-
 def statistics_of(values: Sequence[float]) -> Metrics:
-    """mean, median, max and min of at least one value."""
+    """Return mean, median, max and min of a non-empty sequence."""
     return {
         "mean": fmean(values),
         "median": float(median(values)),
@@ -338,7 +334,3 @@ def _failed(sample: Sample) -> bool:
 
 def _usable(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if not _failed(sample)]
-
-
-def _stage(sample: Sample) -> str:
-    return (sample.failure or "unknown").partition(":")[0]

@@ -1,10 +1,16 @@
-"""What a function of the user hands back, as the rest of the room may trust it.
+"""Validates the results of user functions, and defines groups, failures and the output types of rollout functions.
 
-Invariants: whose sample it is (group, index, rollout, session, row of the journal) is given by whoever dispatched it
-and never read from what comes back: a new `Sample`, or a list of them, takes the place of the one that was handed out.
-All samples that one dispatched sample became share a rollout id and are different objects, and no object comes of two
-dispatched samples (`Claims`). One whose fields do not fit together is a failure with its cause: it is never journaled
-as data, so no restart can stumble over it.
+A failed sample is an outcome with a cause, not a reward of 0, and it does not end the run. A rollout function is
+`f(args, rollout_id, data_source, evaluation=False)`; `call_rollout_fn` calls it and wraps what older plugins return
+(bare samples, or a bare evaluation dict) in the output types.
+
+Invariant: the identity of a sample (group, index, rollout, session, row of the journal) comes from the dispatched
+sample and is never read from the result. A new `Sample`, or a list of them, replaces the dispatched one. All samples
+from one dispatched sample share a rollout id and are different objects, and no object belongs to two dispatched samples
+(`Claims`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so a
+restart does not read it.
+Invariant: a sample marked as failed here has status FAILED, a cause, no reward and `remove_sample`, so training leaves
+it out of group statistics and gradients. The run stops (`RolloutFailed`) only if every sample of a rollout failed.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
@@ -27,31 +33,27 @@ from slime.data.validation import BadSample, Bounds, check_sample, mend
 from slime.engine.http.client import EngineError
 from slime.errors import RunFailed
 from slime.rollout.gate import evaluating
-
-# A failed sample is an outcome with a cause, never a reward of 0 and never the end of the run.
-#
-# Invariant: a sample marked here has status FAILED, a cause, no reward and `remove_sample`, so training leaves it out
-# of group statistics and gradients. Only when every sample of a rollout failed does the run stop (`RolloutFailed`).
+from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutFailed(RunFailed):
-    """Nothing of a rollout can be trained on or reported."""
+    """A rollout has no sample that can be trained on or reported."""
 
 
 class GivenUp(Exception):
-    """The rollout has what it needs, and ended what a generate function was doing: its sample starts over."""
+    """The rollout is complete and ended a running generate function; its sample starts over from the prompt."""
 
 
 class Leaked(Exception):
-    """A function of the user let out what would have ended the program, or its task."""
+    """A user function raised SystemExit or CancelledError, which would have ended the program or its task."""
 
 
-async def contained(call: Callable[[], Any], who: str) -> Any:
-    """What a function of the user gives, plain or async; an exit or a cancellation of its own is an error like others.
+async def contained(call: Callable[[], object], who: str) -> Any:
+    """Call a plain or async user function, and turn its own SystemExit or CancelledError into `Leaked`.
 
-    Whoever cancels the task that this runs in is obeyed.
+    A cancellation of the surrounding task is passed on.
     """
     try:
         result = call()
@@ -62,11 +64,11 @@ async def contained(call: Callable[[], Any], who: str) -> Any:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise Leaked(f"{who} let a CancelledError out that nobody here asked for") from error
+        raise Leaked(f"{who} let a CancelledError out although its task was not cancelled") from error
 
 
 class FailureLog:
-    """Counts failures and logs the traceback of each distinct one (stage, type, place in the code) once."""
+    """Counts failures, and logs the traceback of each distinct failure (stage, type, place in the code) once."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str, str, int]] = set()
@@ -74,13 +76,19 @@ class FailureLog:
         self.counts: Counter[str] = Counter()
 
     def record(self, stage: str, error: Exception) -> str:
-        """Count the error; returns the cause as it is written into samples."""
+        """Count the error and return the cause as it is written into samples."""
         if isinstance(error, EngineError):
             stage = "engine"
         cause = f"{stage}: {type(error).__name__}: {error}"
+        file, line = "", 0
+        traceback = error.__traceback__
+        if traceback is not None:
+            while traceback.tb_next is not None:
+                traceback = traceback.tb_next
+            file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         with self._lock:
             self.counts[stage] += 1
-            key = (stage, type(error).__name__, *_place(error))
+            key = (stage, type(error).__name__, file, line)
             new = key not in self._seen
             self._seen.add(key)
         if new:
@@ -89,14 +97,14 @@ class FailureLog:
 
 
 def out_of_reach(sample: Sample) -> Sample:
-    """The sample as an object of its own: a function that was left behind in its thread writes into the other one."""
+    """Return a copy of the sample that a function left running in its thread cannot write into."""
     twin = copy.copy(sample)
     twin.metadata = dict(sample.metadata)
     return twin
 
 
 def mark_failed(samples: Sequence[Sample], cause: str) -> None:
-    """Turn samples into failures; what was generated is kept for inspection."""
+    """Mark samples as failed; what was generated is kept for inspection."""
     for sample in samples:
         sample.status = Sample.Status.FAILED
         sample.failure = cause
@@ -105,7 +113,7 @@ def mark_failed(samples: Sequence[Sample], cause: str) -> None:
 
 
 def forget_response(sample: Sample, prompt: list[int]) -> None:
-    """Drop a response that a failed function may have left half written; `prompt` are the tokens before it."""
+    """Remove a response that a failed function may have left incomplete; `prompt` are the tokens before it."""
     sample.tokens = list(prompt)
     sample.response = ""
     sample.response_length = 0
@@ -120,13 +128,13 @@ def forget_response(sample: Sample, prompt: list[int]) -> None:
 
 
 def prompt_tokens(sample: Sample) -> list[int]:
-    """The tokens before the response; none, as long as the prompt is a text."""
+    """Return the tokens before the response; empty while the prompt is a text."""
     ids: list[int] = sample.token_array()[: max(0, sample.prompt_length)].tolist()
     return ids
 
 
 def start_over(sample: Sample) -> None:
-    """Make a sample a fresh prompt: its tokens are those before the response."""
+    """Reset a sample to its prompt: its tokens are those before the response."""
     forget_response(sample, prompt_tokens(sample))
     sample.status = Sample.Status.PENDING
     sample.reward = None
@@ -135,32 +143,38 @@ def start_over(sample: Sample) -> None:
 
 
 def refuse_all_failed(samples: Sequence[Sample], what: str) -> None:
-    """Raise `RolloutFailed` when there is no sample, or none that did not fail."""
+    """Raise `RolloutFailed` if the sequence is empty or all samples failed."""
     if not samples:
         raise RolloutFailed(f"{what}: there are no samples; the data source handed out nothing")
     if all(sample.status is Sample.Status.FAILED for sample in samples):
         raise RolloutFailed(f"{what}: all {len(samples)} samples failed; the first one: {samples[0].failure}")
 
 
-def _place(error: Exception) -> tuple[str, int]:
-    traceback = error.__traceback__
-    if traceback is None:
-        return "", 0
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-
-
-# What a rollout function returns, and the one way to call it.
-#
-# A rollout function is `f(args, rollout_id, data_source, evaluation=False)`. It may return the types below or, as
-# older plugins do, the bare samples or the bare evaluation dict; `call_rollout_fn` hands out the types in every case.
-
 Produced = Sample | list[Sample]
-"""What one dispatched sample became: itself, or several training samples (fan-out)."""
+"""Result of one dispatched sample: a sample, or several training samples (fan-out)."""
 
 Group = list[Produced]
-"""All that came of one prompt."""
+"""All results of one prompt."""
+
+Nested = Sample | Iterable["Nested"]
+"""A sample, group or batch, nested to any depth."""
+
+EvalResult = dict[str, Any]
+"""Result of one dataset: the aligned lists `rewards`, `truncated` and `samples`, and the list `failed`."""
+
+
+SourceGroups = list[Any]
+"""Groups of a data source, each a list of samples and fan-outs."""
+
+
+class PromptSource(Protocol):
+    """Data source as a rollout uses it."""
+
+    def get_samples(self, num_samples: int, /) -> SourceGroups:
+        """Hand out the next groups."""
+
+    def add_samples(self, samples: SourceGroups, /) -> None:
+        """Take groups back."""
 
 
 @dataclass
@@ -168,15 +182,15 @@ class RolloutFnTrainOutput:
     """Groups to train on, and metrics under their full names (``rollout/...``, ``perf/...``)."""
 
     samples: list[Group]
-    metrics: dict[str, Any] | None = None
+    metrics: JsonObject | None = None
 
 
 @dataclass
 class RolloutFnEvalOutput:
     """``{dataset: {"rewards": [...], "truncated": [...], "samples": [...]}}`` (aligned lists), and metrics."""
 
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
+    data: dict[str, EvalResult]
+    metrics: JsonObject | None = None
 
 
 def call_rollout_fn(
@@ -184,7 +198,7 @@ def call_rollout_fn(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a rollout function with `(args, rollout_id, data_source)` and wrap a bare result.
 
-    The default data sources learn which rollout asks them.
+    The default data sources get the id of the rollout that reads from them.
     """
     if not evaluation and len(args) > 2:
         tell_rollout_id(data_source=args[2], rollout_id=args[1])
@@ -194,15 +208,15 @@ def call_rollout_fn(
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
 
 
-def tell_rollout_id(data_source: Any, rollout_id: int) -> None:
-    """Let a default data source know which rollout asks it, for filters of its buffer."""
+def tell_rollout_id(data_source: object, rollout_id: int) -> None:
+    """Set the rollout id in a default data source, for the filters of its buffer."""
     source = data_source.source if isinstance(data_source, JournaledSource) else data_source
     if isinstance(source, RolloutDataSource):
         source.rollout_id = rollout_id
 
 
-def leaves(produced: Any) -> Iterator[Sample]:
-    """All samples of a sample, group or batch, however deeply nested, in order."""
+def leaves(produced: Nested) -> Iterator[Sample]:
+    """Iterate in order over all samples of a sample, group or batch of any nesting depth."""
     if isinstance(produced, Sample):
         yield produced
     else:
@@ -211,17 +225,17 @@ def leaves(produced: Any) -> Iterator[Sample]:
 
 
 def group_order(group: Group) -> int:
-    """Groups of a batch are sorted by the first index in them."""
+    """Return the smallest sample index of a group, by which the groups of a batch are sorted."""
     return min((sample.index for sample in leaves(group) if sample.index is not None), default=-1)
 
 
 def sampled_tokens(group: Group) -> int:
-    """Tokens that engines sampled for a group, as far as they would be trained on."""
+    """Return the number of trainable tokens that engines sampled for a group."""
     return sum(sample.effective_response_length for sample in leaves(group))
 
 
 def snapshot(member: Produced) -> Produced:
-    """A copy of a member of a group, out of reach of generate functions, which may write into what they get."""
+    """Return a deep copy of a group member; generate functions may write into the original."""
     return copy.deepcopy(member)
 
 
@@ -236,11 +250,14 @@ _INHERITED = (
     "custom_rm_path",
     "task",
 )
-"""What a new sample has from the one that it came of, unless it has something of its own there."""
-
+"""Fields that a new sample takes from its dispatched sample, unless it sets them itself."""
 
 _STATUSES = {status.value for status in Sample.Status}
 _ENDED_WELL = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+OwnerKey = tuple[bool, str | None, int | None, int | None]
+"""Key of a dispatched sample: is in an evaluation, session id, group index, index."""
 
 
 class SampleTaken(ValueError):
@@ -248,18 +265,18 @@ class SampleTaken(ValueError):
 
 
 class Claims:
-    """Which dispatched sample each living `Sample` object belongs to: one, for as long as the object lives."""
+    """Maps each live `Sample` object to the one dispatched sample that it belongs to."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[weakref.ref[Sample], tuple[Any, ...]]] = {}
+        self._owners: dict[int, tuple[weakref.ref[Sample], OwnerKey]] = {}
 
-    def owner(self, sample: Sample) -> tuple[Any, ...] | None:
-        """The key of the dispatched sample that the object belongs to."""
+    def owner(self, sample: Sample) -> OwnerKey | None:
+        """Return the key of the dispatched sample that the object belongs to."""
         known = self._owners.get(id(sample))
         return None if known is None else known[1]
 
-    def take(self, sample: Sample, owner: tuple[Any, ...]) -> None:
-        """The object belongs to this dispatched sample from here on."""
+    def take(self, sample: Sample, owner: OwnerKey) -> None:
+        """Assign the object to this dispatched sample."""
         place = id(sample)
 
         def forget(ref: weakref.ref[Sample]) -> None:
@@ -270,7 +287,7 @@ class Claims:
 
 
 class Origin:
-    """A sample as it was dispatched: what everything that comes of it belongs to."""
+    """A sample as it was dispatched; all results of its generation belong to it."""
 
     def __init__(self, sample: Sample, claims: Claims | None = None) -> None:
         self._sample = sample
@@ -279,10 +296,18 @@ class Origin:
         self._claims.take(sample, self._key)
         self._given = {name: getattr(sample, name) for name in _GIVEN}
         self._inherited = {name: getattr(sample, name) for name in _INHERITED}
-        self._prompt = _prompt_of(sample)
+        self._prompt: list[int] = []
+        try:
+            check_sample(sample)
+        except BadSample:
+            return
+        self._prompt = prompt_tokens(sample)
 
-    def claimed(self, result: Any, who: str) -> Produced:
-        """What `who` returned, if it may: a sample, or several; all of them belong to this origin from here on."""
+    def claimed(self, result: object, who: str) -> Produced:
+        """Check what `who` returned (one or several samples), assign all of it to this origin, and return it.
+
+        A sample that occurs twice in the list is replaced by a copy the second time.
+        """
         if isinstance(result, Sample):
             self.claim(result, who)
             return result
@@ -290,7 +315,11 @@ class Origin:
             raise TypeError(f"{who} must return a Sample or a list of them, not {result!r:.200}")
         if len(result) > 1 and self._given["rollout_id"] is None:
             self._given["rollout_id"] = self._given["index"]
-        siblings = _distinct(result)
+        seen: set[int] = set()
+        siblings: list[Sample] = []
+        for sample in result:
+            siblings.append(copy.deepcopy(sample) if id(sample) in seen else sample)
+            seen.add(id(sample))
         for sibling in siblings:
             self._refuse_taken(sibling, who)
         for sibling in siblings:
@@ -298,9 +327,9 @@ class Origin:
         return siblings
 
     def claim(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
-        """Make a sample one that came of this origin; a status that was written as its value becomes a status.
+        """Assign a sample to this origin; a status given as its string value becomes a `Sample.Status`.
 
-        A `SampleTaken` leaves a sample of another origin, or one of the `siblings`, as it is.
+        Raises `SampleTaken`, without a change, for a sample of another origin or one of the `siblings`.
         """
         self._refuse_taken(sample, who, siblings)
         self._claims.take(sample, self._key)
@@ -328,9 +357,9 @@ class Origin:
         )
 
     def again(self, given_up: Sample) -> Sample:
-        """What to call the function with once more: what it gave up, or the dispatched sample, from its prompt.
+        """Return the sample for the next call of the function: the aborted one, or the dispatched one from its prompt.
 
-        The latter where a prompt of its own took the place of the one it was given: it would not know that one.
+        The dispatched one is used if the function replaced the prompt, because it expects the original prompt.
         """
         if given_up.prompt == self._inherited["prompt"]:
             return given_up
@@ -341,12 +370,12 @@ class Origin:
         return self._sample
 
     def forget_response(self, sample: Sample) -> None:
-        """What came of a sample becomes the prompt again that was dispatched."""
+        """Reset a result to the dispatched prompt."""
         mend(sample)
         forget_response(sample, self._prompt)
 
     def settle(self, produced: Produced, stage: str, log: FailureLog, bounds: Bounds) -> None:
-        """Samples that `stage` has left in no state to go on in fail; one that was given up has a cause."""
+        """Mark samples that `stage` left in an invalid state as failed, and give every failed sample a cause."""
         for sample in leaves([produced]):
             cause = sample.failure
             try:
@@ -358,11 +387,11 @@ class Origin:
             if sample.status is Sample.Status.FAILED:
                 mark_failed([sample], str(cause or f"{stage}: the {stage} function gave this sample up"))
             elif sample.status is Sample.Status.PENDING:
-                sample.status = Sample.Status.COMPLETED  # nobody works on it any more
+                sample.status = Sample.Status.COMPLETED  # the function has returned
 
 
 def is_settled(sample: Sample, bounds: Bounds) -> bool:
-    """Whether a sample has ended well, so that there is nothing about it to settle."""
+    """Return whether a sample is complete and valid, so that `settle` would not change it."""
     if sample.status not in _ENDED_WELL:
         return False
     try:
@@ -370,21 +399,3 @@ def is_settled(sample: Sample, bounds: Bounds) -> bool:
     except BadSample:
         return False
     return True
-
-
-def _prompt_of(sample: Sample) -> list[int]:
-    try:
-        check_sample(sample)
-    except BadSample:
-        return []
-    return prompt_tokens(sample)
-
-
-def _distinct(samples: Sequence[Sample]) -> list[Sample]:
-    """The same samples, each an object of its own."""
-    seen: set[int] = set()
-    found = []
-    for sample in samples:
-        found.append(copy.deepcopy(sample) if id(sample) in seen else sample)
-        seen.add(id(sample))
-    return found

@@ -1,8 +1,8 @@
-"""Where the loop gets its rollouts from: the one thing in which the modes differ.
+"""Supplies the training loop with numbered rollouts; the run modes differ only in this.
 
-Invariant of every feed: rollouts come in the order of their numbers, each once; what fails while one is made is raised
-by the next `get`; after `close` no new rollout is begun. A rollout that leaves its maker is in the journal as a batch,
-whole; made again after a crash it is the same one.
+Invariant: every feed returns each rollout once, in the order of their numbers. An error during a rollout is raised by
+the next `get`. After `close` no new rollout starts. A rollout that `RolloutMaker` returns is in the journal as a
+complete batch, and after a crash the same batch is returned again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.config.algorithm import trains_on_log_probs
 from slime.config.async_mode import is_async, may_be_older
 from slime.config.flags.rollout import ONE_STEP
 from slime.config.plugins.view import plugin_args
-from slime.data.buffer import JournaledSource
+from slime.data.buffer import Journal, JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import observes
 from slime.errors import UserError
@@ -33,6 +33,7 @@ from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import (
     FailureLog,
     Origin,
+    PromptSource,
     RolloutFnTrainOutput,
     call_rollout_fn,
     is_settled,
@@ -42,36 +43,37 @@ from slime.rollout.outcomes import (
 from slime.rollout.progress import Pulse
 from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
 from slime.rollout.staleness import staleness_metrics
+from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LogFunction = Callable[..., Any]
+LogFunction = Callable[..., object]
 
 LOOK_S = 0.5
-"""How often somebody who waits for a rollout looks whether it can still come."""
+"""Interval at which a wait for a rollout checks whether background tasks have died."""
 
 
 @dataclass
 class Generated:
-    """One rollout with its metrics; `is_logged` when a function of the user has logged these already."""
+    """One rollout with its metrics; `is_logged` means that a user function has already logged them."""
 
     samples: list[Any]
-    metrics: dict[str, Any]
+    metrics: JsonObject
     is_logged: bool
 
 
 class RolloutMaker:
-    """Makes rollouts by number; `at_work` watches over the engines meanwhile."""
+    """Produces rollouts by number; `at_work` supervises the engines while they generate."""
 
     def __init__(
         self,
         args: Config,
-        rollout_fn: Callable[..., Any],
+        rollout_fn: Callable[..., object],
         data_source: Any,
         *,
-        journal: Any | None,
+        journal: Journal | None,
         log: LogFunction,
         at_work: Callable[[], AbstractContextManager[None]],
         pulse: Pulse | None = None,
@@ -87,12 +89,12 @@ class RolloutMaker:
         self._bounds = bounds_of(args)
 
     def make(self, rollout_id: int) -> Generated:
-        """The rollout from the journal if it was made before, else from the rollout function."""
+        """Return the rollout from the journal if it is there, else call the rollout function."""
 
         def call() -> RolloutFnTrainOutput:
             runtime = find_runtime(self._args)
             if runtime is not None:
-                runtime.state.rollout_id = rollout_id  # for hooks, whoever calls them
+                runtime.state.rollout_id = rollout_id  # for hooks, from any caller
             with self._pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
                 output = call_rollout_fn(
                     self._rollout_fn, plugin_args(self._args), rollout_id, self._data_source, evaluation=False
@@ -103,7 +105,7 @@ class RolloutMaker:
         return self.make_with(rollout_id, call)
 
     def make_with(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput]) -> Generated:
-        """The same, with another way to sample."""
+        """Return the rollout from the journal if it is there, else from `sample()`."""
         found = None if self._batches is None else self._batches.batch(rollout_id)
         if found is not None:
             groups, metrics = found
@@ -114,7 +116,7 @@ class RolloutMaker:
         seconds = time.monotonic() - began
         samples = self._usable(rollout_id, output.samples)
         made = dict(output.metrics or {})
-        if "perf/rollout_time" not in made:  # a function of the user adds to what is known of every rollout
+        if "perf/rollout_time" not in made:  # the metrics of a user function are added to the usual ones
             made = rollout_metrics(self._args, samples, seconds) | made
         if may_be_older(self._args):
             made |= staleness_metrics(samples, rollout_id)
@@ -124,10 +126,10 @@ class RolloutMaker:
             self._data_source.observe_samples(rollout_id, output.samples)
         return self._finished(rollout_id, output.samples, made, seconds)
 
-    def _usable(self, rollout_id: int, groups: Any) -> list[Sample]:
-        """All samples, before anything is recorded: those that cannot be trained on, whoever made them, have failed.
+    def _usable(self, rollout_id: int, groups: object) -> list[Sample]:
+        """Validate the groups before they are recorded, and return all samples; invalid ones are marked as failed.
 
-        Most were looked at when they landed; rollout functions and filters of the user come after that.
+        Most samples were checked when they finished; rollout functions and filters of the user may change them later.
         """
         if not isinstance(groups, list) or not _holds_samples(groups):
             raise UserError(
@@ -150,63 +152,59 @@ class RolloutMaker:
                 times[id(again)],
             )
         for sample in samples:
-            self._refuse_cut(sample)
+            kept = sample.column_array("rollout_top_p_token_ids")
+            is_cut = kept is not None and len(kept)
+            if is_cut and not self._args.allow_biased_sampling and trains_on_log_probs(self._args):
+                raise UserError(
+                    f"sample {sample.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the "
+                    "vocabulary, but training takes log-probs over all of it, which biases the gradient: sample "
+                    "without top-p, or accept that with --allow-biased-sampling"
+                )
             if not is_settled(sample, self._bounds):
                 Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 
-    def _refuse_cut(self, sample: Sample) -> None:
-        """Training takes log-probs over the whole vocabulary, not over the part that a sample was drawn from."""
-        kept = sample.column_array("rollout_top_p_token_ids")
-        if kept is None or not len(kept) or self._args.allow_biased_sampling or not trains_on_log_probs(self._args):
-            return
-        raise UserError(
-            f"sample {sample.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the vocabulary, "
-            "but training takes log-probs over all of it, which biases the gradient: sample without top-p, or accept "
-            "that with --allow-biased-sampling"
-        )
-
-    def _finished(self, rollout_id: int, groups: list[Any], metrics: dict[str, Any], seconds: float) -> Generated:
+    def _finished(self, rollout_id: int, groups: list[Any], metrics: JsonObject, seconds: float) -> Generated:
         save_rollout(self._args, rollout_id, groups)
         samples = list(leaves(groups))
         is_logged = self._log(rollout_id, plugin_args(self._args), samples, dict(metrics), seconds) is True
         return Generated(groups, metrics, is_logged)
 
 
-def _holds_samples(nested: Any) -> bool:
+def _holds_samples(nested: object) -> bool:
     if isinstance(nested, list | tuple):
         return all(map(_holds_samples, nested))
     return isinstance(nested, Sample)
 
 
 class RunAsync(Protocol):
-    """Runs a coroutine on the event loop of the rollout, and waits for its result."""
+    """Runs a coroutine on the event loop of the rollout and waits for its result."""
 
-    def __call__(self, coro: Coroutine[Any, Any, T], /, *, whom: str | None = None) -> T: ...
+    def __call__(self, coro: Coroutine[object, object, T], /, *, whom: str | None = None) -> T: ...
 
 
 class Feed(ABC):
-    """Rollouts, one after the other."""
+    """Source of the rollouts of a run, in order."""
 
     @abstractmethod
     def get(self, rollout_id: int) -> Generated:
-        """The rollout with this number; waits until it is there."""
+        """Wait for the rollout with this number and return it."""
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What the engines' users must not meet (new weights, an evaluation) happens in the body."""
+        """Pause generation while the body updates weights or evaluates, if this mode requires a pause."""
         yield
 
-    def weights_arrived(self, version: int) -> None:  # noqa: B027 (only generation that never stops wants to know)
-        """All engines have these weights now."""
+    def weights_arrived(self, version: int) -> None:  # noqa: B027 (used only by fully asynchronous generation)
+        """Note that all engines have this version of the weights."""
 
-    def close(self) -> None:  # noqa: B027 (nothing runs between two calls unless a feed says so)
-        """End what is under way. Safe to call again."""
+    def close(self) -> None:  # noqa: B027 (most feeds have no background work)
+        """Stop background work; may be called again."""
 
 
 class OnDemand(Feed):
-    """Synchronous: a rollout is made when it is asked for."""
+    """Synchronous mode: a rollout is generated when it is requested."""
 
     def __init__(self, maker: RolloutMaker) -> None:
         self._maker = maker
@@ -216,9 +214,9 @@ class OnDemand(Feed):
 
 
 class Ahead(Feed):
-    """One step off: a thread makes the next rollouts while the caller trains; up to `ready` of them lie waiting.
+    """One-step-ahead mode: a thread generates the next rollouts during training, up to `ready` in advance.
 
-    Weights change, and evaluations run, only between two rollouts, so every rollout has one weight version.
+    Weight updates and evaluations happen only between two rollouts, so every rollout has one weight version.
     """
 
     def __init__(self, maker: RolloutMaker, *, start: int, total: int, ready: int) -> None:
@@ -251,14 +249,14 @@ class Ahead(Feed):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """No further rollout is begun; one that is being made ends with the engines it uses."""
+        """Start no further rollout; one in progress ends when its engines end."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._making.close()
 
     def _wait(self, whom: str, why: str, is_so: Callable[[], bool]) -> None:
-        """Until it is so, or whoever makes rollouts (or anything else in the background) has died."""
+        """Wait until `is_so()`; raises the error of a background task that has died."""
         with waiting(whom, why, timeout_s=None):
             while not is_so():
                 raise_failures()
@@ -283,7 +281,7 @@ class Ahead(Feed):
 
 
 class NeverStopping(Feed):
-    """Fully asynchronous: finished groups are taken from a generation that goes on through training and updates."""
+    """Fully asynchronous mode: takes finished groups from a generation that continues during training and updates."""
 
     def __init__(self, maker: RolloutMaker, continuous: ContinuousRollout, run_async: RunAsync) -> None:
         self._maker = maker
@@ -294,10 +292,8 @@ class NeverStopping(Feed):
         run_async(continuous.start())
 
     def get(self, rollout_id: int) -> Generated:
-        return self._maker.make_with(rollout_id, lambda: self._taken(rollout_id))
-
-    def _taken(self, rollout_id: int) -> RolloutFnTrainOutput:
-        return self._run_async(self._continuous.take(rollout_id), whom=f"rollout {rollout_id}")
+        name = f"rollout {rollout_id}"
+        return self._maker.make_with(rollout_id, lambda: self._run_async(self._continuous.take(rollout_id), whom=name))
 
     def weights_arrived(self, version: int) -> None:
         self._run_async(self._continuous.weights_arrived(version))
@@ -308,9 +304,15 @@ class NeverStopping(Feed):
 
 
 def make_feed(
-    maker: RolloutMaker, runtime: RolloutRuntime, data_source: Any, *, start: int, total: int, replayed: Sequence[int]
+    maker: RolloutMaker,
+    runtime: RolloutRuntime,
+    data_source: PromptSource,
+    *,
+    start: int,
+    total: int,
+    replayed: Sequence[int],
 ) -> Feed:
-    """The feed that `--async-mode` asks for; `replayed` are rollouts that the journal has already."""
+    """Create the feed for `--async-mode`; `replayed` are rollouts that are already in the journal."""
     args = runtime.args
     if not is_async(args):
         return OnDemand(maker)

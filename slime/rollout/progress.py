@@ -1,7 +1,7 @@
-"""How far a rollout, or an evaluation, is: samples done and under way, tokens, and how long the oldest one takes.
+"""Progress of a rollout or an evaluation: samples done and in flight, tokens, and the age of the oldest sample.
 
-Invariant: every count is kept as samples begin and end, so reading them is as cheap with a million samples as with one;
-they may be read from any thread.
+Invariant: the counts are updated as samples begin and end, so reading them costs the same for any number of samples.
+They may be read from all threads.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Beat:
-    """One look. `wanted` is 0 when nobody said how many samples there will be."""
+    """Snapshot of the progress; `wanted` is 0 if the number of samples is not known."""
 
     done: int
     wanted: int
     under_way: int
     judged: int
-    """Samples that are generated and wait for their reward."""
+    """Generated samples that wait for their reward."""
     tokens_per_s: float
     oldest_s: float | None
 
 
 class Pulse:
-    """Counts of one kind of work at a time; what is under way goes on through a new beginning."""
+    """Counts the samples of one rollout or evaluation at a time; those in flight stay counted when the next begins."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._under_way: dict[int, float] = {}  # when each began, the oldest first
-        self._judged: dict[int, float] = {}  # likewise, of samples that wait for a reward
+        self._under_way: dict[int, float] = {}  # start time of each sample, oldest first
+        self._judged: dict[int, float] = {}  # the same for samples that wait for a reward
         self._next_key = 0
         self._is_going = False
         self._done = self._wanted = self._tokens = 0
         self._began = now()
 
     def begin(self, wanted: int, done: int = 0) -> None:
-        """Something that takes `wanted` samples, of which `done` are there already."""
+        """Start counting work that needs `wanted` samples, of which `done` are already finished."""
         with self._lock:
             self._is_going = True
             self._wanted, self._done, self._tokens = wanted, done, 0
             self._began = self._now()
 
     def want_more(self, samples: int) -> None:
-        """So many of those that are done do not count: others must take their place."""
+        """Subtract discarded samples from those done; others must replace them."""
         with self._lock:
             self._done -= samples
 
     def end(self) -> None:
-        """It is done; there is nothing to be told until the next one."""
+        """Stop counting; `look` returns None until the next `begin`."""
         with self._lock:
             self._is_going = False
 
     @contextmanager
     def during(self, wanted: int) -> Iterator[None]:
+        """Count work that needs `wanted` samples while the body runs."""
         self.begin(wanted)
         try:
             yield
@@ -65,11 +66,11 @@ class Pulse:
             self.end()
 
     def sample(self) -> AbstractContextManager[None]:
-        """One sample is being generated while the body lasts."""
+        """Count one sample as in generation while the body runs."""
         return self._counted(self._under_way)
 
     def judging(self) -> AbstractContextManager[None]:
-        """One sample waits for its reward while the body lasts."""
+        """Count one sample as waiting for its reward while the body runs."""
         return self._counted(self._judged)
 
     @contextmanager
@@ -84,13 +85,13 @@ class Pulse:
                 del work[key]
 
     def finished(self, tokens: int) -> None:
-        """One more sample is there, with its reward, for which so many tokens were sampled."""
+        """Count one finished sample, for which `tokens` tokens were sampled."""
         with self._lock:
             self._done += 1
             self._tokens += tokens
 
     def look(self) -> Beat | None:
-        """How far it is; None while nothing is going on."""
+        """Return a snapshot of the progress; None if no work is counted."""
         with self._lock:
             if not self._is_going or not (self._under_way or self._judged or self._done):
                 return None
@@ -101,7 +102,10 @@ class Pulse:
             return Beat(self._done, self._wanted, len(self._under_way), len(self._judged), rate, oldest_s)
 
     def sentence(self, tokens_per_s: float | None = None) -> str | None:
-        """The look in words; `tokens_per_s` is what the engines say of their speed, who know of unfinished samples."""
+        """Return the progress as a line of text.
+
+        `tokens_per_s` is the speed that the engines report, which includes unfinished samples.
+        """
         beat = self.look()
         if beat is None:
             return None

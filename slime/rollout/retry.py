@@ -1,45 +1,48 @@
-"""One request at the engines of a pool, sent again while that may help.
+"""Sends one request to the engines of a pool, with retries after transient errors.
 
-Invariant: what comes back is an answer of the dialect, complete or marked as aborted with what was sampled until then;
-or an `EngineError`. Who may ask, and what becomes of an aborted answer, is not decided here.
+Invariant: the result is an answer of the dialect, complete or marked as aborted with the tokens sampled so far, or an
+`EngineError`. The callers decide which requests may be sent, and how an aborted answer is continued.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Hashable
 
 from slime.engine.http.client import EngineError, GenerateResult
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import sampling_seed
+from slime.storage.json_types import JsonMapping, JsonObject
 
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
 FAULTY_RETRIES = 8
 MOST_BACKOFF_S = 10.0
 MOST_RESUMES = 16
-"""How often in a row engines may abort a request that nobody here has given up, without one more token of it. Where
-engines come and go a long answer is cut off often, and gets on all the same."""
+"""How often in a row engines may abort a request that the run still needs, without a new token.
+
+With elastic engines a long answer is cut off often, but makes progress in between.
+"""
 
 
 class AbortedTooOften(Exception):
-    """The engine kept aborting a request that nobody here had given up."""
+    """Engines repeatedly aborted a request that the run still needs."""
 
     @classmethod
     def by_engine(cls) -> AbortedTooOften:
+        """Return the error for a request that engines aborted without a new token."""
         return cls(f"the engine aborted this request {MOST_RESUMES} times in a row without a new token")
 
 
 class Draws:
-    """The seed that a sample's sampling parameters carry, and how many requests have been made with it."""
+    """Gives each request of a sample its own seed, derived from the seed in the sample's sampling parameters."""
 
     def __init__(self, seed: int | None, begun: int = 0) -> None:
         self._seed = seed
         self._requests = begun
 
-    def apart(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of one more request, with a seed of its own if they carry this one."""
+    def apart(self, params: JsonMapping) -> JsonObject:
+        """Return the parameters of the next request; if they have the sample's seed, it is replaced by a new one."""
         if self._seed is None or params.get("sampling_seed") != self._seed:
             return dict(params)
         self._requests += 1
@@ -48,9 +51,9 @@ class Draws:
 
 
 async def asked(
-    pool: EnginePool, payload: dict[str, Any], affinity_key: Hashable | None, *, fault_tolerant: bool
+    pool: EnginePool, payload: JsonObject, affinity_key: Hashable | None, *, fault_tolerant: bool
 ) -> GenerateResult:
-    """What an engine sampled; in a fault-tolerant run an answer that broke off counts as aborted."""
+    """Send a request and return what an engine sampled; in a fault-tolerant run a broken answer counts as aborted."""
     if fault_tolerant:
         return await asked_in_pieces(pool, payload, affinity_key, fault_tolerant=True)
     for attempt in range(TRANSIENT_RETRIES):
@@ -65,15 +68,16 @@ async def asked(
 
 async def asked_in_pieces(
     pool: EnginePool,
-    payload: dict[str, Any],
+    payload: JsonObject,
     affinity_key: Hashable | None,
     *,
     fault_tolerant: bool,
     on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
 ) -> GenerateResult:
-    """The same, streamed: `on_ids` hears of the ids as they come.
+    """Send a request and stream its answer; `on_ids` is called with the new token ids as they arrive.
 
-    An answer that broke off counts as aborted and can be continued elsewhere; one that brought nothing is asked again.
+    An answer whose stream breaks counts as aborted and can be continued elsewhere. If it has no tokens, the request is
+    sent again.
     """
     error: EngineError | None = None
     for attempt in range(FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1):

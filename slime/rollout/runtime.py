@@ -1,9 +1,9 @@
-"""Everything rollout needs while a run lasts, in one object with one owner.
+"""Owns the resources of the rollout of a run, and finds them by the `args` of rollout functions and plugins.
 
-Rollout functions and plugins receive only `args`, so they find their runtime through it: `args` has a mark, which all
-copies of it share, and `runtime_for(args)` looks up whose it is. `RolloutRuntime` registers itself on creation and
-leaves in `close`. This registry is the only process-wide state of the room and holds nothing once all runtimes are
-closed. A copy of `args` in which flags were changed finds the same runtime, but calls with it go by its values.
+Rollout functions and plugins receive only `args`. All copies of `args` share a mark, and `runtime_for(args)` looks up
+the runtime by this mark. `RolloutRuntime` registers itself on creation and unregisters in `close`. The registry is the
+only process-wide state of the room, and it is empty once all runtimes are closed. A copy of `args` with changed flags
+finds the same runtime, but calls with it use the changed values.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from slime.cluster.watchdog import wait_for
 from slime.config import Config
-from slime.config.datasets import train_datasets
+from slime.config.datasets import EvalDataset, train_datasets
 from slime.config.plugins import is_async, load_function, load_plugin
 from slime.config.plugins.args import run_mark
 from slime.config.plugins.view import changed_by, plugin_args, tell_plugins, with_own_overlay
+from slime.data.buffer import Journal
 from slime.data.chat_template import encode, load_tokenizer, model_vocab_size, prompt_text
+from slime.data.prompts import PromptDataset
 from slime.data.routed_experts import RoutedModel
 from slime.data.sample import Keep, Sample
 from slime.data.trace import Span, trace_span
@@ -42,6 +45,10 @@ from slime.rollout.outcomes import Claims, FailureLog, contained
 from slime.rollout.progress import Pulse
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
+from slime.storage.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -53,17 +60,25 @@ _PROMPTS_KNOWN = 4
 GENERATE_FLAG = "--custom-generate-function-path"
 
 
-class RolloutRuntime:
-    """Engine pool, tokenizer, reward hub, plugins, concurrency limit and the event loop they live in.
+@dataclass(frozen=True)
+class EvalPrompts:
+    """An evaluation dataset and its prompts."""
 
-    `args` is the config that rollout goes by: the given one plus `sglang_router_ip` and `sglang_router_port`, which
-    point at `router_url` if the engines have a router, else at the only engine, or at a router of our own when
-    there are several. With no engine (supervised training) those two are absent and `pool` refuses to be used.
-    `router_only` engines take no requests of their own; `is_open` ones generate for whoever is on this machine, without
-    their key (`api_key`). `model_urls` are the addresses of every model that is served:
-    `sglang_model_routers` has one for each. `dispatch` is what makes a finished group of a dispatched one
-    (`slime.rollout.sample_pipeline.generate_and_rm_group`). `plugin_args` is what functions of the user are called with. One
-    that is not `is_of_run` belongs to the namespace of a caller outside a run: it is not the rollout that is running.
+    dataset: EvalDataset
+    prompts: PromptDataset
+
+
+class RolloutRuntime:
+    """Engine pool, tokenizer, reward hub, plugins, concurrency limit and their event loop.
+
+    `args` is the config that rollout uses: the given one plus `sglang_router_ip` and `sglang_router_port`, which point
+    at `router_url` if the engines have a router, else at the only engine, or at a router of this process if there are
+    several engines. Without engines (supervised training) these two are absent, and using `pool` raises an error.
+    With `router_only`, engines take requests only through the router; with `is_open`, they accept requests from this
+    machine without their key (`api_key`). `model_urls` are the addresses of every served model; `sglang_model_routers`
+    has one entry per model. `dispatch` generates and scores a dispatched group
+    (`slime.rollout.sample_pipeline.generate_and_rm_group`). Functions of the user are called with `plugin_args`.
+    `is_of_run` is False for the runtime of a caller outside a run; `runtime_for` does not return it as the running one.
     """
 
     def __init__(
@@ -72,7 +87,7 @@ class RolloutRuntime:
         engine_urls: Sequence[str],
         *,
         dispatch: Dispatch,
-        reward: Callable[..., Any] | None = None,
+        reward: Callable[..., object] | None = None,
         router_url: str | None = None,
         router_only: bool = False,
         model_urls: Mapping[str, Sequence[str]] | None = None,
@@ -87,16 +102,16 @@ class RolloutRuntime:
         self.is_of_run = is_of_run
         self.loop_thread = LoopThread()
         self.threads = DaemonThreads("plugin", MOST_THREADS)
-        """For plain functions of the user; the seats limit how many generate functions run."""
+        """Threads for plain functions of the user; the concurrency limit bounds the generate functions among them."""
         self._one_at_a_time = asyncio.Lock()
         self.failures = FailureLog()
         self.claims = Claims()
         self.pulse, self.eval_pulse = Pulse(), Pulse()
-        self.journal: Any = None
+        self.journal: Journal | None = None
         self.keep: Keep | None = None
-        """Puts arrays where trainers read them; None where nobody does."""
+        """Puts arrays into memory that trainers read; None if no trainer reads them."""
         self.when_recorded: list[Callable[[Sample], Awaitable[None]]] = []
-        """Told of each dispatched sample once what it became is in the journal: what was kept of its way can go."""
+        """Callbacks run with a dispatched sample once its result is in the journal, to delete intermediate records."""
         self._router_url, self._router_only = router_url, router_only
         self._key = engine_key(config) if api_key is None else api_key
         self._is_open = is_open or self._key is None
@@ -105,9 +120,9 @@ class RolloutRuntime:
         if self._pool is not None:
             self._pool.when_changed.append(self._engines_changed)
         self.frozen_pools: dict[str, EnginePool] = {}
-        """The engines of models that are not trained, by name."""
+        """Engines of the frozen models, by name."""
         self._routers: list[Router] = []
-        self._functions: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._functions: dict[tuple[str, str], Callable[..., object]] = {}
         self._hubs: dict[RewardSettings, RewardHub] = {}
         self._owned: dict[str, tuple[Any, Callable[[Any], Awaitable[None]] | None]] = {}
         self._model = _Model(config)
@@ -128,31 +143,31 @@ class RolloutRuntime:
             engine_urls=lambda: self.engine_urls,
         )
         self.task_params = {one.name: one.sampling_params for one in train_datasets(config)}
-        """What the datasets of `--prompt-config` say about the sampling of answers to their prompts."""
-        self.eval_datasets: dict[str, Any] = {}
-        self.single_eval_datasets: dict[str, Any] = {}
-        """Those that a rollout file of the user evaluates on by itself."""
+        """Sampling parameters that the datasets of `--prompt-config` set for their prompts."""
+        self.eval_datasets: dict[str, EvalPrompts] = {}
+        self.single_eval_datasets: dict[str, EvalPrompts] = {}
+        """Datasets that a rollout file of the user evaluates one at a time."""
         _registry.bind(config.overlay.mark, self)
 
     @property
     def traces(self) -> bool:
-        """Whether what samples go through is noted in them: dumps are where anybody would look for it."""
+        """True if samples record traces, which is so if rollouts are dumped, because dumps show them."""
         return self.args.save_debug_rollout_data is not None
 
-    def span(self, target: Any, name: str) -> AbstractContextManager[Span | None]:
-        """A stretch of time in the traces of samples; nothing where nothing is traced."""
+    def span(self, target: object, name: str) -> AbstractContextManager[Span | None]:
+        """Record a span in the traces of samples; does nothing if samples are not traced."""
         return trace_span(target, name) if self.traces else nullcontext()
 
     @property
     def pool(self) -> EnginePool:
-        """The engines; a run without engines must not ask."""
+        """The engines of the run; raises an error in a run without engines."""
         if self._pool is None:
             raise RuntimeError("this run has no engines, but its rollout function wants to generate")
         return self._pool
 
     @property
     def engine_urls(self) -> list[str]:
-        """The engines that are there now; none in a run without engines."""
+        """URLs of the current engines; empty in a run without engines."""
         return [] if self._pool is None else self._pool.urls
 
     def _seats(self) -> int:
@@ -163,22 +178,22 @@ class RolloutRuntime:
             self.semaphore.resize(self._seats())
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of ``--hf-checkpoint``, loaded on first use."""
         return self._model.tokenizer
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of a sample's prompt; the samples of a group, which come one after the other, share the work."""
+        """Return the token ids of a sample's prompt; recent prompts are cached, so a group is encoded once."""
         return list(self._model.encode(prompt_text(self.tokenizer, sample)))
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that are no text: the end of a sequence, of a turn, padding."""
+        """Ids of special tokens, such as the end of a sequence or a turn, and padding."""
         return self._model.special_token_ids
 
     @property
     def bounds(self) -> Bounds:
-        """What the model says about the samples of this run; those of an evaluation are not trained on."""
+        """Limits that samples must satisfy for this model; those of an evaluation only the vocabulary size."""
         bounds = self._model.bounds
         return Bounds(bounds.vocab_size) if evaluating.get() else bounds
 
@@ -191,7 +206,7 @@ class RolloutRuntime:
         return self._hubs[settings]
 
     def seen_by(self, args: object) -> RolloutRuntime:
-        """This runtime for a call with `args`: itself, or one that differs only in what a copy of `args` says."""
+        """Return this runtime for a call with `args`: itself, or a copy that uses the changed flags in `args`."""
         if args is self.plugin_args or args is self.args or args is self.config:
             return self
         twin = copy.copy(self)
@@ -199,8 +214,8 @@ class RolloutRuntime:
         twin.args = args if isinstance(args, Config) else changed_by(self.args, args)
         return twin
 
-    def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., Any]:
-        """A plugin function by its path, loaded once; a generate function in the form that takes one sample."""
+    def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., object]:
+        """Return the plugin function of a path, loaded once; a generate function is adapted to take one sample."""
         key = (flag, path)
         if key not in self._functions:
             if flag == GENERATE_FLAG:
@@ -210,32 +225,33 @@ class RolloutRuntime:
         return self._functions[key]
 
     def key_of(self, url: str) -> str | None:
-        """What the engine of this run at a URL asks for; None for every other URL."""
+        """Return the API key of the engine of this run at a URL; None for every other URL."""
         address = urlsplit(url)
         pools = [*([] if self._pool is None else [self._pool]), *self.frozen_pools.values()]
         return next((key for pool in pools if (key := pool.key_of(f"http://{address.netloc}")) is not None), None)
 
-    async def call_function(self, function: Callable[..., Any], who: str, *args: Any, **kwargs: Any) -> Any:
-        """What a function of the user gives for a sample: an async one is awaited here, a plain one runs in a thread.
+    async def call_function(self, function: Callable[..., object], who: str, *args: object, **kwargs: object) -> object:
+        """Call a function of the user for a sample: an async one is awaited here, a plain one runs in a thread.
 
-        An exit or a cancellation of its own is an error like others. The clock of the sample stands still while a
-        plain function waits for a thread.
+        Its own SystemExit or CancelledError becomes an ordinary error (`contained`). The clock of the sample stops
+        while a plain function waits for a thread.
         """
         call = partial(function, *args, **kwargs)
         if is_async(function):
             return await contained(call, who)
-        return await contained(partial(self._result_of, call, who), who)
 
-    async def _result_of(self, call: Callable[[], Any], who: str) -> Any:
-        with clock_stopped():
-            future = await self.threads.begin(call, who)
-        result = await future
-        return await result if inspect.isawaitable(result) else result
+        async def call_in_thread() -> object:
+            with clock_stopped():
+                future = await self.threads.begin(call, who)
+            result = await future
+            return await result if inspect.isawaitable(result) else result
 
-    async def off_loop(self, function: Callable[..., T], who: str, *args: Any, **kwargs: Any) -> T:
-        """What a plain function over several samples returns, called in a thread, within `STALL_S`.
+        return await contained(call_in_thread, who)
 
-        One is called after the other: filters and data sources of the user need no locks.
+    async def off_loop(self, function: Callable[..., T], who: str, *args: object, **kwargs: object) -> T:
+        """Call a plain function over several samples in a thread, within `STALL_S`, and return its result.
+
+        Only one such call runs at a time, so filters and data sources of the user need no locks.
         """
         async with self._one_at_a_time:
             future = await self.threads.begin(partial(function, *args, **kwargs), who)
@@ -244,22 +260,22 @@ class RolloutRuntime:
 
     @property
     def router_address(self) -> tuple[str | None, bool, str | None]:
-        """The router before the engines, if there is one; whether only it takes requests; and the engines' key."""
+        """URL of the engines' router, if any; whether only the router takes requests; and the key of the engines."""
         return self._router_url, self._router_only, self._key
 
     def owned(self, name: str, make: Callable[[], T], close: Callable[[T], Awaitable[None]] | None = None) -> T:
-        """What others keep here for as long as the run lasts: made for the first who asks, closed with the runtime."""
+        """Return the object registered under `name`; it is created on the first call and closed with the runtime."""
         if name not in self._owned:
             self._owned[name] = make(), close
         kept: T = self._owned[name][0]
         return kept
 
-    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, *, whom: str | None = None) -> T:
-        """Run a coroutine on the runtime's event loop and wait for it; `whom` says what is waited for ("rollout 3")."""
+    def run(self, coro: Coroutine[object, object, T], timeout: float | None = None, *, whom: str | None = None) -> T:
+        """Run a coroutine on the runtime's event loop and wait for it; `whom` names the work ("rollout 3")."""
         return self.loop_thread.run(coro, timeout, whom=whom)
 
-    async def on_own_loop(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine on the runtime's event loop, from whatever loop this is called on."""
+    async def on_own_loop(self, coro: Coroutine[object, object, T]) -> T:
+        """Await a coroutine on the runtime's event loop, from any event loop."""
         if asyncio.get_running_loop() is self.loop_thread.loop:
             return await coro
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self.loop_thread.loop))
@@ -268,7 +284,7 @@ class RolloutRuntime:
         """Close connections, reward workers, router and loop; a second call does nothing."""
         if self.loop_thread.loop.is_closed():
             return
-        with ExitStack() as last:  # what still runs in the loop finds its runtime until the loop has ended
+        with ExitStack() as last:  # tasks in the loop can find their runtime until the loop ends
             last.callback(_registry.unbind, self.config.overlay.mark)
             last.callback(self.loop_thread.close)
             self.run(self._aclose(), CLOSE_ALL_TIMEOUT_S)
@@ -309,7 +325,7 @@ class RolloutRuntime:
             await _closed("connections to the engines", self._pool.aclose())
         self.threads.close()
 
-    def _router_addresses(self) -> dict[str, Any]:
+    def _router_addresses(self) -> JsonObject:
         if self._pool is None:
             return {}
         host, port = self._address([self._router_url] if self._router_url else self.engine_urls, self._pool)
@@ -324,7 +340,7 @@ class RolloutRuntime:
         return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": models}
 
     def _address(self, urls: Sequence[str], pool: EnginePool) -> tuple[str, int]:
-        """The only URL, or a router of our own over the pool, which knows engines that join and their keys."""
+        """Return the address of the only engine, or of a new router over the pool, which handles joining engines."""
         may_grow = self.config.fleet_address is not None and pool is self._pool and self._router_url is None
         if len(urls) > 1 or not self._is_open or may_grow:
             router = Router(pool)
@@ -337,25 +353,25 @@ class RolloutRuntime:
 
 
 async def _closed(what: str, closing: Awaitable[None]) -> None:
-    """Closed, or left behind with a warning: what a run has made by then is whole, and a slow end takes none of it."""
+    """Wait until a resource is closed; on timeout log a warning and continue, because the results are complete."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await closing
     except TimeoutError:
-        logger.warning("%s: not closed after %g s, and left to end with the process", what, CLOSE_TIMEOUT_S)
+        logger.warning("%s: not closed after %g s; it ends with the process", what, CLOSE_TIMEOUT_S)
 
 
 class _Model:
-    """What the model folder says about text, read on first use."""
+    """Tokenizer and sample limits of the model folder, read on first use."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.encode = lru_cache(maxsize=_PROMPTS_KNOWN)(lambda text: tuple(encode(self.tokenizer, text)))
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._config.hf_checkpoint is None:
-            raise UserError("there is no tokenizer without a model: args.hf_checkpoint must name its folder")
+            raise UserError("args.hf_checkpoint must name its folder: the tokenizer is read from the model")
         return load_tokenizer(self._config.hf_checkpoint, trust_remote_code=self._config.trust_remote_code)
 
     @cached_property
@@ -368,7 +384,7 @@ class _Model:
 
 
 def bounds_of(config: Config) -> Bounds:
-    """What the model of a run says about its samples."""
+    """Return the limits that the model of a run sets for its samples."""
     folder = config.hf_checkpoint
     if folder is None:
         return Bounds()
@@ -376,7 +392,7 @@ def bounds_of(config: Config) -> Bounds:
 
 
 class _Registry:
-    """Which runtime belongs to which mark, in the order they were made."""
+    """Maps the marks of `args` to runtimes, in order of creation."""
 
     def __init__(self) -> None:
         self._bound: dict[str, RolloutRuntime] = {}
@@ -398,9 +414,9 @@ _registry = _Registry()
 
 
 def runtime_for(args: object) -> RolloutRuntime:
-    """The runtime that these args, or what they were copied from, belong to; going by what these args say.
+    """Return the runtime of these args, or of the args they were copied from; it uses the values in these args.
 
-    A namespace that the user wrote has no mark: it means the rollout that is running.
+    A namespace without a mark, written by the user, means the running rollout.
     """
     runtime = find_runtime(args)
     if runtime is None:
@@ -412,7 +428,7 @@ def runtime_for(args: object) -> RolloutRuntime:
 
 
 def find_runtime(args: object) -> RolloutRuntime | None:
-    """The same; None where no rollout is running."""
+    """Return the runtime of these args like `runtime_for`; None if no rollout is running."""
     mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
     running = (one for one in _registry.newest_first() if one.is_of_run)
     runtime = next(running, None) if mark is None else _registry.find(mark)
@@ -420,12 +436,12 @@ def find_runtime(args: object) -> RolloutRuntime | None:
 
 
 def newest_runtime() -> RolloutRuntime | None:
-    """The runtime bound last, for compatibility helpers that are not given args."""
+    """Return the runtime created last, for compatibility helpers without args."""
     return next(iter(_registry.newest_first()), None)
 
 
 def state_behind(url: str) -> GenerateState | None:
-    """The rollout that the engines at this URL sample for; None for every other URL."""
+    """Return the state of the rollout that uses the engine at this URL; None for every other URL."""
     ticket = ticket_here()
     serving = [runtime.state for runtime in _registry.newest_first() if runtime.state.serves(url)]
     own = (state for state in serving if ticket is not None and state.gate is ticket.gate)
@@ -433,11 +449,11 @@ def state_behind(url: str) -> GenerateState | None:
 
 
 def key_behind(url: str) -> str | None:
-    """What the engine at this URL asks for, if it is one of a run in this process."""
+    """Return the API key of the engine at this URL if it belongs to a run in this process."""
     found = (runtime.key_of(url) for runtime in _registry.newest_first())
     return next((key for key in found if key is not None), None)
 
 
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether a plugin function takes this keyword by name."""
+def accepts(function: Callable[..., object], name: str) -> bool:
+    """Return whether a plugin function has a parameter of this name."""
     return name in inspect.signature(function).parameters

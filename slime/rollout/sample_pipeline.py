@@ -1,8 +1,8 @@
-"""One sample, and one group of samples, from prompt to reward: called, checked, hooked, taught, scored, recorded.
+"""Processes a sample, or a group of samples, from prompt to reward: generate, check, hooks, teacher, reward, record.
 
 Invariant: every dispatched sample comes back exactly once, as data, as ABORTED (to be resumed), or as a failure with
-its cause. What a generate function, hook or reward function raises ends here; only a `UserError` (no sample of the
-run could succeed) and cancellation pass.
+its cause. Exceptions of generate functions, hooks and reward functions become failures here. Only a `UserError` (no
+sample of the run could succeed) and cancellation are passed on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import SupportsFloat, TypeGuard, TypeVar
 
 from slime.cluster.watchdog import acting_as
 from slime.config import Config
@@ -43,24 +43,22 @@ from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import note_generated
 from slime.storage.group_commit import JournalFailed
+from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-"""Between two calls of a generate function that hands its sample back as aborted while the rollout goes on."""
+"""Backoff between two calls of a generate function that returns its sample as aborted during the rollout."""
 UNSCORED_AFTER_S = 0.25
-"""How long a verdict may take until the response goes into the journal without it."""
-
-
-# what a sample and a group go through
+"""After this time a response is recorded in the journal without its reward."""
 
 
 async def generate_and_rm_group(
-    args: Config, group: Sequence[Produced], sampling_params: dict[str, Any], evaluation: bool = False
+    args: Config, group: Sequence[Produced], sampling_params: JsonObject, evaluation: bool = False
 ) -> Group:
-    """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are taken as they are.
+    """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are not changed.
 
-    A group reward is asked for only when the whole group is there, not when part of it was aborted.
+    A group reward is computed only if no sample of the group was aborted.
     """
     runtime = runtime_for(args)
     config = runtime.args
@@ -87,11 +85,22 @@ async def generate_and_rm_group(
 
 
 async def _generated_member(
-    runtime: RolloutRuntime, member: Produced, sampling_params: dict[str, Any], evaluation: bool
+    runtime: RolloutRuntime, member: Produced, sampling_params: JsonObject, evaluation: bool
 ) -> Produced:
+    """Generate one sample of a group with its own copy of the sampling parameters.
+
+    The copy has the limits of the sample's dataset and a seed that depends only on the run's seed and the sample's
+    index. Each request with this seed gets a different derived seed.
+    """
     if not isinstance(member, Sample):
         return member
-    params = _own_params(runtime, member, sampling_params, evaluation)
+    limits = runtime.task_params.get(member.task, {}) if member.task is not None and not evaluation else {}
+    params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
+    if member.index is not None:
+        params.setdefault(
+            "sampling_seed", sampling_seed(runtime.args.rollout_seed, "eval" if evaluation else "train", member.index)
+        )
+        draw_with(params["sampling_seed"])
     before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
         produced = await _traced(runtime, member, params, evaluation)
@@ -106,53 +115,45 @@ async def _generated_member(
 
 
 async def generate_and_rm(
-    args: Config, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Config, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Produced:
-    """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
+    """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group."""
     return await _traced(runtime_for(args), sample, sampling_params, evaluation)
 
 
-async def _traced(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Produced:
-    """`generate_and_rm`, as a span of the sample's trace where samples are traced."""
+async def _traced(runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool) -> Produced:
+    """Run `generate_and_rm` as a span of the sample's trace, if samples are traced."""
     if runtime.traces and sample.status is not Sample.Status.PENDING:
         trace_next_attempt(sample)
     with runtime.span(sample, "generate_and_rm"):
-        return await _generate_and_rm(runtime, sample, sampling_params, evaluation)
-
-
-async def _generate_and_rm(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Produced:
-    config = runtime.args
-    origin, clock = Origin(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
-    produced: Produced = sample
-    if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-        if sample.status is Sample.Status.FAILED:
-            start_over(sample)  # a failed sample that was handed out again
-        async with runtime.semaphore:
-            if runtime.state.aborted:
-                sample.status = Sample.Status.ABORTED
-                return sample
-            if config.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
-                sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
-            with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
-                produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
-        produced = await _hooked(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
-    if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-        await _judged(runtime, origin, produced, evaluation)
+        config = runtime.args
+        origin, clock = Origin(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
+        produced: Produced = sample
+        if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+            if sample.status is Sample.Status.FAILED:
+                start_over(sample)  # a failed sample that was handed out again
+            async with runtime.semaphore:
+                if runtime.state.aborted:
+                    sample.status = Sample.Status.ABORTED
+                    return sample
+                if config.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
+                    sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
+                with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
+                    produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
+            produced = await _hooked(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
+        if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
+            await _judged(runtime, origin, produced, evaluation)
+            note_generated(sample, produced)
+            return produced
+        generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
+        note_generated(sample, generated)
+        await _kept_while(runtime, sample, generated, _judged(runtime, origin, produced, evaluation))
         note_generated(sample, produced)
         return produced
-    generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
-    note_generated(sample, generated)
-    await _kept_while(runtime, sample, generated, _judged(runtime, origin, produced, evaluation))
-    note_generated(sample, produced)
-    return produced
 
 
 async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, evaluation: bool) -> None:
-    """Teach and score what was generated (a group's reward comes later)."""
+    """Add teacher log-probs and rewards to the generated samples; group rewards are computed later."""
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
     if runtime.args.group_rm:
@@ -166,9 +167,9 @@ async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, e
 
 
 async def _kept_while(
-    runtime: RolloutRuntime, sample: Sample, generated: Produced, judging: Coroutine[Any, Any, None]
+    runtime: RolloutRuntime, sample: Sample, generated: Produced, judging: Coroutine[object, object, None]
 ) -> None:
-    """Await the verdict on a complete response, which is in the journal without it if that takes long."""
+    """Await the reward of a complete response; if it is slow, record the response in the journal without it."""
     task = asyncio.ensure_future(judging)
     try:
         done, _ = await asyncio.wait({task}, timeout=UNSCORED_AFTER_S)
@@ -181,7 +182,7 @@ async def _kept_while(
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order; when one raises, the others are cancelled and awaited before the error goes on."""
+    """Return the results in order; on an error the others are cancelled and awaited before it is raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -192,25 +193,7 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
         raise
 
 
-# calling the generate function, and checking what it made
-
-
-def _own_params(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> dict[str, Any]:
-    """A copy for one sample, with its dataset's limits and a seed that depends only on the run's seed and the sample's
-    index.
-
-    Requests that are made with it draw apart from one another.
-    """
-    limits = runtime.task_params.get(sample.task, {}) if sample.task is not None and not evaluation else {}
-    params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
-    if sample.index is not None:
-        params.setdefault(
-            "sampling_seed", sampling_seed(runtime.args.rollout_seed, "eval" if evaluation else "train", sample.index)
-        )
-        draw_with(params["sampling_seed"])
-    return params
+# generate function
 
 
 async def _generated(
@@ -218,18 +201,32 @@ async def _generated(
     origin: Origin,
     clock: SampleClock,
     sample: Sample,
-    sampling_params: dict[str, Any],
+    sampling_params: JsonObject,
     evaluation: bool,
 ) -> Produced:
+    """Call the generate function, again for a sample that it returns as aborted, and check its result."""
     path = sample.generate_function_path or runtime.args.custom_generate_function_path
     try:
         async with clock.running(path or "generate"):
             for attempt in range(MOST_RESUMES):
-                result = await _call_generate(runtime, path, sample, sampling_params, evaluation)
+                result: object
+                if path is None:
+                    result = await generate(runtime.plugin_args, sample, sampling_params)
+                else:
+                    custom = runtime.function(
+                        path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
+                    )
+                    extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
+                    result = await runtime.call_function(
+                        custom, path, runtime.plugin_args, sample, sampling_params, **extra
+                    )
                 produced = origin.claimed(result, path or "generate")
                 origin.settle(produced, "generate", runtime.failures, runtime.bounds)
                 if not isinstance(produced, Sample):
-                    return _whole(runtime, produced)
+                    if not _is_landing(runtime):  # a fan-out is not generated again: its aborted samples fail
+                        cut = [sample for sample in produced if sample.status is Sample.Status.ABORTED]
+                        mark_failed(cut, "generate: it was returned as aborted during the rollout")
+                    return produced
                 if produced.status is not Sample.Status.ABORTED:
                     return produced
                 sample = origin.again(produced)
@@ -238,51 +235,31 @@ async def _generated(
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
                 if _is_landing(runtime):
                     return sample
-            raise AbortedTooOften(f"{path} handed its sample back as aborted {MOST_RESUMES} times")
+            raise AbortedTooOften(f"{path} returned its sample as aborted {MOST_RESUMES} times")
     except (UserError, JournalFailed):
         raise
     except GivenUp:
         origin.forget_response(sample)
         sample.status = Sample.Status.ABORTED
         return sample
-    except Exception as error:  # noqa: BLE001 - whatever a generate function raises is this sample's outcome
+    except Exception as error:  # noqa: BLE001 - any error of a generate function fails only this sample
         sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
         origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))
         return sample
 
 
-async def _call_generate(
-    runtime: RolloutRuntime, path: str | None, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Any:
-    if path is None:
-        return await generate(runtime.plugin_args, sample, sampling_params)
-    custom = runtime.function(
-        path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")
-    )
-    extra = {"evaluation": evaluation} if accepts(custom, "evaluation") else {}
-    return await runtime.call_function(custom, path, runtime.plugin_args, sample, sampling_params, **extra)
-
-
 def _is_landing(runtime: RolloutRuntime) -> bool:
-    """Whether the rollout has what it needs: a sample that was cut off goes back to the buffer, or is held."""
+    """Return whether the batch is full, so that an aborted sample goes back to the buffer or is held."""
     ticket = ticket_here()
     return runtime.state.aborted or (ticket is not None and not ticket.gate.is_open)
-
-
-def _whole(runtime: RolloutRuntime, siblings: list[Sample]) -> list[Sample]:
-    """A fan-out of which something was given up is not begun again: what is finished stays, the rest has failed."""
-    if not _is_landing(runtime):
-        cut = [sample for sample in siblings if sample.status is Sample.Status.ABORTED]
-        mark_failed(cut, "generate: it was handed back as aborted while the rollout went on")
-    return siblings
 
 
 # hooks
 
 
-async def apply_hooks(args: Any, produced: Produced, rollout_id: int | None, evaluation: bool) -> Produced:
-    """A sample, or each of a fan-out, after the hooks; without a number they are told the rollout that is running."""
+async def apply_hooks(args: object, produced: Produced, rollout_id: int | None, evaluation: bool) -> Produced:
+    """Run the hooks on a sample, or on each sample of a fan-out; `rollout_id` defaults to the running rollout."""
     runtime = runtime_for(args)
     number = _rollout_id(runtime, evaluation) if rollout_id is None else rollout_id
     return await _hooked(runtime, SampleClock(runtime.args.rollout_sample_timeout), produced, number, evaluation)
@@ -295,7 +272,7 @@ def _rollout_id(runtime: RolloutRuntime, evaluation: bool) -> int | None:
 async def _hooked(
     runtime: RolloutRuntime, clock: SampleClock, produced: Produced, rollout_id: int | None, evaluation: bool
 ) -> Produced:
-    offered = {"rollout_id": rollout_id, "evaluation": evaluation}
+    offered: dict[str, object] = {"rollout_id": rollout_id, "evaluation": evaluation}
     if not runtime.args.rollout_sample_hook_path:
         return produced
     if isinstance(produced, Sample):
@@ -311,7 +288,7 @@ async def _hook_one(
     runtime: RolloutRuntime,
     clock: SampleClock,
     sample: Sample,
-    offered: dict[str, Any],
+    offered: dict[str, object],
     siblings: Sequence[Sample] = (),
 ) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
@@ -331,7 +308,7 @@ async def _hook_one(
                 raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a hook raises is this sample's outcome
+    except Exception as error:  # noqa: BLE001 - any error of a hook fails only this sample
         sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
         mark_failed([sample], runtime.failures.record("hook", error))
     origin.settle(sample, "hook", runtime.failures, runtime.bounds)
@@ -342,34 +319,34 @@ async def _hook_one(
 
 
 async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
-    """Give finished samples their `teacher_log_probs`; without a teacher nothing happens."""
+    """Set `teacher_log_probs` of finished samples; does nothing without a teacher."""
     teacher = runtime.state.teacher
     if teacher is None:
         return
-    await asyncio.gather(*(_teach_one(runtime, teacher, sample) for sample in samples if _wants_teacher(sample)))
 
+    async def teach_one(teacher: Teacher, sample: Sample) -> None:
+        try:
+            sample.teacher_log_probs = await teacher.log_probs(sample.token_array().tolist(), sample.response_length)
+        except UserError:
+            raise
+        except EngineError as error:
+            mark_failed([sample], runtime.failures.record("engine", error))
 
-async def _teach_one(runtime: RolloutRuntime, teacher: Teacher, sample: Sample) -> None:
-    try:
-        sample.teacher_log_probs = await teacher.log_probs(sample.token_array().tolist(), sample.response_length)
-    except UserError:
-        raise
-    except EngineError as error:
-        mark_failed([sample], runtime.failures.record("engine", error))
-
-
-def _wants_teacher(sample: Sample) -> bool:
-    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
-        return False
-    known = sample.column_array("teacher_log_probs")
-    return known is None or len(known) != sample.response_length
+    unscored: list[Sample] = []
+    for sample in samples:
+        if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
+            continue
+        known = sample.column_array("teacher_log_probs")
+        if known is None or len(known) != sample.response_length:
+            unscored.append(sample)
+    await asyncio.gather(*(teach_one(teacher, sample) for sample in unscored))
 
 
 # rewards
 
 
 async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
-    """Give a sample its reward, unless it has one or must not get one (failed, aborted)."""
+    """Set the reward of a sample, unless it has one, failed or was aborted."""
     if not _wants_reward(sample):
         return
     if _needs_none(runtime, sample):
@@ -381,12 +358,12 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
         _refuse_abort(sample)
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a reward function raises is this sample's outcome
+    except Exception as error:  # noqa: BLE001 - any error of a reward function fails only this sample
         mark_failed([sample], runtime.failures.record("reward", error))
 
 
 async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
-    """Give samples their rewards; those of one call to a function that takes a list fail together, others alone."""
+    """Set the rewards of samples; the samples of one call to a list function fail together, others individually."""
     for sample in samples:
         if _wants_reward(sample) and _needs_none(runtime, sample):
             sample.reward = 0.0
@@ -404,45 +381,38 @@ async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> 
                 raise outcome
             _refuse_abort(sample)
             sample.reward = outcome
-        except Exception as error:  # noqa: BLE001 - whatever a reward function raises is this sample's outcome
+        except Exception as error:  # noqa: BLE001 - any error of a reward function fails only this sample
             mark_failed([sample], runtime.failures.record("reward", error))
 
 
 def _refuse_abort(sample: Sample) -> None:
-    """What is scored was generated to its end: aborted now, it would be generated again and again."""
+    """Raise an error if a reward function aborted a complete sample, which would then be generated forever."""
     if sample.status is Sample.Status.ABORTED:
         raise ValueError("a reward function must not abort a sample: raise, or make it FAILED, to give it up")
 
 
 def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
-    """Raise a `UserError` for the first reward that is not a finite number, whoever gave it."""
+    """Raise a `UserError` for the first reward that is not a finite number, from any source."""
     for sample in samples:
         if sample.reward is None or not (evaluation or has_number(args, sample)):
             continue
         value = sample.reward_number(args, evaluation=evaluation)
         if not _is_number(value):
-            raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is no number")
+            raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is not a number")
         if not math.isfinite(float(value)):
             raise UserError(
-                f"sample {sample.index}: {_giver(args, sample)} gave the reward {float(value)}, which would spoil "
+                f"sample {sample.index}: {_giver(args, sample)} gave the reward {float(value)}, which would corrupt "
                 "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
                 f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[SupportsFloat]:
     return hasattr(value, "__float__") and not isinstance(value, str | bytes)
 
 
-def _is_unusable(args: Config, reward: Any) -> bool:
-    """Whether `refuse_bad_rewards` would refuse a reward for what it is, whatever --reward-key says."""
-    if isinstance(reward, dict):
-        reward = reward.get(args.reward_key)
-    return reward is not None and not (_is_number(reward) and math.isfinite(float(reward)))
-
-
 def _giver(args: Config, sample: Sample) -> str:
-    """The function a sample's reward comes from, as far as flags and the sample say."""
+    """Describe the function that gave a sample its reward, from the flags and the sample."""
     path = sample.custom_rm_path or args.custom_rm_path
     if path is not None:
         return f"the reward function {path}"
@@ -454,7 +424,7 @@ def _giver(args: Config, sample: Sample) -> str:
 
 
 def _needs_none(runtime: RolloutRuntime, sample: Sample) -> bool:
-    """Distillation without a verifier, or without the labels it compares with: the teacher is the only signal."""
+    """Return whether distillation is the only signal: there is no verifier, or the label it needs is missing."""
     if not runtime.state.rewardless or sample.custom_rm_path is not None:
         return False
     args, rm_type = runtime.state.args, sample.metadata.get("rm_type") or runtime.state.args.rm_type
@@ -470,17 +440,21 @@ def _wants_reward(sample: Sample) -> bool:
 
 
 async def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produced) -> None:
-    """What became of a sample is in the journal before anybody else sees it.
+    """Record the result of a sample in the journal, before anything else uses it.
 
-    An engine's failure is not: what the sample had before it stays there, for a run that ends of it and is resumed.
-    Nor is a reward that ends the run: whoever corrects the function finds the prompt again, not the reward.
+    An engine failure is not recorded: a run that it ends resumes from the earlier state of the sample. A reward that
+    ends the run is not recorded either, so the sample is scored again by the corrected function.
     """
     if runtime.journal is None or not isinstance(dispatched, Sample):
         return
-    if any(_is_unusable(runtime.args, sample.reward) for sample in leaves([produced])):
-        return
+    for sample in leaves([produced]):
+        reward: object = sample.reward
+        if isinstance(reward, dict):
+            reward = reward.get(runtime.args.reward_key)
+        if reward is not None and not (_is_number(reward) and math.isfinite(float(reward))):
+            return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         await runtime.journal.record(dispatched, produced)
         if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-            for told in runtime.when_recorded:
-                await told(dispatched)
+            for callback in runtime.when_recorded:
+                await callback(dispatched)

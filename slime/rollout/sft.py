@@ -1,10 +1,10 @@
-"""The rollout function of supervised training: answers come from the data, no engine takes part.
+"""Rollout function of supervised training: answers come from the data, without engines.
 
-Invariant: a text prompt is followed by its label and the end-of-sequence token, both trained on. A conversation is
-rendered once as a whole, and every assistant turn in it is trained on (`slime.data.turn_mask`); where the label is a
-conversation itself, it goes on from the prompt, and only its turns are. The response runs from the first trained token
-to the end. Nothing is generated or scored: samples have no reward, metrics no speed. The chat
-template finds the turns under every `--loss-mask-type`.
+Invariant: a text prompt is followed by its label and the end-of-sequence token, and both are trained on. A conversation
+is rendered once as a whole, and all its assistant turns are trained on (`slime.data.turn_mask`). If the label is a
+conversation itself, it continues the prompt, and only its turns are trained on. The response runs from the first
+trained token to the end. Nothing is generated or scored, so samples have no reward, and metrics have no speed. The
+turns are found with the chat template under every `--loss-mask-type`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,16 +23,21 @@ from slime.data.sample import Sample
 from slime.data.turn_mask import DROP_KEY, mask_turns
 from slime.errors import UserError
 from slime.rollout.metrics import sample_metrics, task_metrics
-from slime.rollout.outcomes import RolloutFnTrainOutput
+from slime.rollout.outcomes import PromptSource, RolloutFnTrainOutput
 from slime.rollout.runtime import runtime_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 _TOKENS_AT_AN_END = 2
 
 
-def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-    """The next `rollout_batch_size` groups as supervised samples."""
+def generate_rollout(
+    args: Config, rollout_id: int, data_buffer: PromptSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """Return the next `rollout_batch_size` groups as supervised samples."""
     if evaluation:
         raise UserError(
             "supervised training has no evaluation of its own: give --eval-function-path "
@@ -41,7 +46,7 @@ def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation
     started = time.monotonic()
     runtime = runtime_for(args)
     args, tokenizer = runtime.args, runtime.tokenizer
-    groups: list[Any] = data_buffer.get_samples(args.rollout_batch_size)
+    groups = data_buffer.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:
             fill_supervised(sample, tokenizer, max_context=args.rollout_max_context_len)
@@ -52,33 +57,50 @@ def generate_rollout(args: Config, rollout_id: int, data_buffer: Any, evaluation
     return RolloutFnTrainOutput(groups, metrics | {"perf/rollout_time": time.monotonic() - started})
 
 
-def fill_supervised(sample: Sample, tokenizer: Any, *, max_context: int | None = None) -> None:
-    """Write the answers of `sample` (its label, or its assistant turns) into it as a response to be trained on."""
+def fill_supervised(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, max_context: int | None = None) -> None:
+    """Set the answers of `sample` (its label, or its assistant turns) as its response to train on.
+
+    A response that exceeds `max_context` is truncated.
+    """
     if isinstance(sample.prompt, str):
-        _fill_text(sample, tokenizer)
+        answer = _label_text(sample)
+        answer_ids = encode(tokenizer, answer)
+        if tokenizer.eos_token_id is not None and answer_ids[-1:] != [tokenizer.eos_token_id]:
+            answer_ids.append(tokenizer.eos_token_id)
+        sample.tokens = prompt_token_ids(tokenizer, sample) + answer_ids
+        sample.response = answer
+        sample.response_length = len(answer_ids)
+        sample.loss_mask = [1] * len(answer_ids)
     else:
         _fill_conversation(sample, tokenizer)
     sample.status = Sample.Status.COMPLETED
     sample.rollout_log_probs = None
     sample.reward = None
     if max_context is not None and len(sample.tokens) > max_context:
-        _cut(sample, max_context)
+        assert sample.loss_mask is not None
+        if sample.response_length and sample.prompt_length >= max_context:  # the first trained token must fit
+            raise UserError(
+                f"sample {sample.index}: the prompt has {sample.prompt_length} tokens and leaves no room for an answer "
+                f"in --rollout-max-context-len {max_context}"
+            )
+        kept = max(0, max_context - sample.prompt_length)
+        sample.loss_mask = sample.loss_mask[:kept]
+        sample.tokens = sample.tokens[:max_context]
+        sample.response_length = kept
+        sample.status = Sample.Status.TRUNCATED
 
 
-def _fill_text(sample: Sample, tokenizer: Any) -> None:
-    answer = _label_text(sample)
-    answer_ids = encode(tokenizer, answer)
-    if tokenizer.eos_token_id is not None and answer_ids[-1:] != [tokenizer.eos_token_id]:
-        answer_ids.append(tokenizer.eos_token_id)
-    sample.tokens = prompt_token_ids(tokenizer, sample) + answer_ids
-    sample.response = answer
-    sample.response_length = len(answer_ids)
-    sample.loss_mask = [1] * len(answer_ids)
-
-
-def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
+def _fill_conversation(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the tokens of a conversation: the turns of the prompt, then those of the label, or the label as one turn."""
     assert isinstance(sample.prompt, list)
-    messages = _with_label(sample.prompt, sample)
+    messages: list[Message] = sample.prompt
+    if is_conversation(sample.label):
+        messages = [*({DROP_KEY: 0, **message} for message in messages), *sample.label]
+    else:
+        answered = any(message["role"] == ASSISTANT for message in messages)
+        is_complete = messages[-1]["role"] == ASSISTANT or (answered and sample.label in (None, ""))
+        if not is_complete:
+            messages = [*messages, {"role": ASSISTANT, "content": _label_text(sample)}]
     masked = mask_turns(
         tokenizer,
         messages,
@@ -92,46 +114,20 @@ def _fill_conversation(sample: Sample, tokenizer: Any) -> None:
     sample.loss_mask = masked.loss_mask[split:]
 
 
-def _with_label(prompt: list[Message], sample: Sample) -> list[Message]:
-    """The whole conversation: the prompt's turns, and those of the label, or the label as one."""
-    if is_conversation(sample.label):
-        return [*({DROP_KEY: 0, **message} for message in prompt), *sample.label]
-    answered = any(message["role"] == ASSISTANT for message in prompt)
-    if prompt[-1]["role"] == ASSISTANT or (answered and sample.label in (None, "")):
-        return prompt
-    return [*prompt, {"role": ASSISTANT, "content": _label_text(sample)}]
-
-
-def _warn_of_missing_stop(samples: Sequence[Sample], tokenizer: Any, folder: str) -> None:
-    """Say it when no answer ends with a special token: a model that is trained on them does not learn to stop."""
+def _warn_of_missing_stop(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """Log a warning if no answer ends with a special token, because the model then does not learn to stop."""
     whole = [sample for sample in samples if sample.status is Sample.Status.COMPLETED and sample.loss_mask]
-    stops = ending_token_ids(tokenizer, folder) if whole else frozenset()
-    if whole and not any(stops.intersection(_last_trained(sample)) for sample in whole):
-        logger.warning(
-            "no answer is trained on with a token that ends it: the model will not learn to stop; use a tokenizer with "
-            "an eos_token, or a chat template that ends the assistant's turns with it"
-        )
-
-
-def _last_trained(sample: Sample) -> list[int]:
-    """The last tokens that are trained on; behind the one that ends a turn a template may write a line break."""
-    trained = np.flatnonzero(np.asarray(sample.loss_mask))[-_TOKENS_AT_AN_END:]
-    return [int(token) for token in sample.token_array()[sample.prompt_length + trained]]
-
-
-def _cut(sample: Sample, max_context: int) -> None:
-    """Leave out what does not fit; the first trained token must."""
-    assert sample.loss_mask is not None
-    if sample.response_length and sample.prompt_length >= max_context:
-        raise UserError(
-            f"sample {sample.index}: the prompt has {sample.prompt_length} tokens and leaves no room for an answer "
-            f"in --rollout-max-context-len {max_context}"
-        )
-    kept = max(0, max_context - sample.prompt_length)
-    sample.loss_mask = sample.loss_mask[:kept]
-    sample.tokens = sample.tokens[:max_context]
-    sample.response_length = kept
-    sample.status = Sample.Status.TRUNCATED
+    if not whole:
+        return
+    stops = ending_token_ids(tokenizer, folder)
+    for sample in whole:  # a template may write a line break after the token that ends a turn
+        trained = np.flatnonzero(np.asarray(sample.loss_mask))[-_TOKENS_AT_AN_END:]
+        if stops.intersection(int(token) for token in sample.token_array()[sample.prompt_length + trained]):
+            return
+    logger.warning(
+        "no answer is trained on with a token that ends it: the model will not learn to stop; use a tokenizer with an "
+        "eos_token, or a chat template that ends the assistant's turns with it"
+    )
 
 
 def _label_text(sample: Sample) -> str:

@@ -1,8 +1,8 @@
-"""How far the weights that sampled a group are behind those that are to be trained on it.
+"""Staleness of groups: the difference between the weights that sampled a group and those trained on it.
 
-The staleness of a sample in rollout r is r minus the oldest weight version among its trained tokens: rollout r is
-trained on by weights of version r, so a synchronous run has staleness 0 throughout. Versions that are no numbers
-(engines that somebody else runs) say nothing.
+The staleness of a sample in rollout r is r minus the oldest weight version among its trained tokens. Weights of version
+r are trained on rollout r, so a synchronous run has staleness 0 throughout. Versions that are not numbers (from
+external engines) are ignored.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from slime.rollout.runtime import RolloutRuntime
 
 
 def group_version(group: Group) -> int | None:
-    """The oldest weights that sampled a trained token of the group; None when no token has a version."""
+    """Return the oldest weight version that sampled a trained token of the group; None if no token has a version."""
     versions = [sample.oldest_weight_version for sample in leaves(group)]
     return min((version for version in versions if version is not None), default=None)
 
 
 def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
-    """Whether a group would be older than `--max-weight-staleness` in this rollout."""
+    """Return whether a group exceeds `--max-weight-staleness` in this rollout."""
     bound, version = args.max_weight_staleness, group_version(group)
     return bound is not None and version is not None and rollout_id - version > bound
 
 
 class StaleGroups:
-    """What becomes of groups that are too old: sampled anew or left out, as `--stale-samples` says, and counted."""
+    """Regenerates or drops groups that are too old, as `--stale-samples` selects, and counts them."""
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
         self._groups = self._tokens = 0
 
     def fit(self, group: Group, rollout_id: int, prompts: Group | None = None) -> Group | None:
-        """The group if it may be trained on in this rollout; else its prompts, or nothing when it is left out."""
+        """Return the group if it is fresh enough for this rollout; else its prompts, or None if it is dropped."""
         args = self._runtime.args
         if not is_stale(args, group, rollout_id):
             return group
@@ -51,14 +51,14 @@ class StaleGroups:
         return None
 
     def counted(self) -> dict[str, float]:
-        """Groups given up and their tokens since the last call."""
+        """Return the number of stale groups and of their tokens since the last call."""
         counts = {"rollout/stale_groups": float(self._groups), "rollout/thrown_away_tokens": float(self._tokens)}
         self._groups = self._tokens = 0
         return counts
 
 
 def prompts_of(group: Group) -> Group | None:
-    """A group made fresh prompts, to be sampled anew; None when a member is a fan-out, whose prompt is gone."""
+    """Reset a group to its prompts for regeneration; None if a member is a fan-out, whose prompt no longer exists."""
     if not all(isinstance(member, Sample) for member in group):
         return None
     for sample in leaves(group):
@@ -68,12 +68,16 @@ def prompts_of(group: Group) -> Group | None:
 
 
 def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
-    """Mean and largest staleness of the samples, the share of trained tokens that older weights sampled, and the share
-    of samples under which the weights changed: several versions sampled their tokens."""
+    """Return the staleness metrics of samples.
+
+    These are the mean and largest staleness, the share of trained tokens that older weights sampled, and the share of
+    samples whose tokens were sampled by several weight versions.
+    """
     known = [version for sample in samples if (version := sample.oldest_weight_version) is not None]
     if not known:
         return {}
     old, trained = 0, 0
+    mixed: list[bool] = []
     for sample in samples:
         trained += sample.effective_response_length
         position, mask = 0, sample.loss_mask_array()
@@ -81,13 +85,10 @@ def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, f
             if version is not None and version.isdigit() and int(version) < rollout_id:
                 old += length if mask is None else int(mask[position : position + length].sum())
             position += length
+        mixed.append(len({version for version, _ in sample.version_spans if version is not None}) > 1)
     return {
         "rollout/staleness/mean": fmean(rollout_id - version for version in known),
         "rollout/staleness/max": float(rollout_id - min(known)),
         "rollout/off_policy_token_frac": old / trained if trained else 0.0,
-        "rollout/mixed_version_frac": fmean(len(_versions(sample)) > 1 for sample in samples),
+        "rollout/mixed_version_frac": fmean(mixed),
     }
-
-
-def _versions(sample: Sample) -> set[str]:
-    return {version for version, _ in sample.version_spans if version is not None}

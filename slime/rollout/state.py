@@ -1,4 +1,4 @@
-"""The state of a running rollout as slime plugins know it: `GenerateState(args)` and its attributes."""
+"""Holds the state of a running rollout under the names that slime plugins use: `GenerateState(args)`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
@@ -21,39 +21,43 @@ from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
 from slime.rollout.outcomes import Group, Produced, sampled_tokens
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.remote import Teacher
+from slime.storage.json_types import JsonObject
 
-Dispatch = Callable[[Config, Group, dict[str, Any]], Coroutine[Any, Any, Group]]
-"""What makes a finished group of a dispatched one: `(args, group, sampling_params)`."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Dispatch = Callable[[Config, Group, JsonObject], Coroutine[object, object, Group]]
+"""Function `(args, group, sampling_params)` that generates and scores a dispatched group."""
 
 _generated: ContextVar[dict[int, Produced] | None] = ContextVar("generated", default=None)
 
 
 @dataclass(eq=False)
 class UnderWay:
-    """One group: its task, the samples it works on, copies of them as they took off, and its ticket for the gate."""
+    """A group in flight: its task, its samples, copies from before the dispatch, and its ticket for the gate."""
 
     task: asyncio.Task[Group]
     group: Group
     prompts: Group
     ticket: Ticket | None
     generated: dict[int, Produced] = field(default_factory=dict)
-    """What samples (by their `id`) became when their generation ended: out of reach of reward functions."""
+    """Results by the `id` of the sample, stored when its generation ends; reward functions cannot change them."""
     was_held: bool = False
     order: int = 0
-    """Of taking off, among those of one flight."""
+    """Position in the order of dispatch."""
 
     def lost_tokens(self, group: Group) -> int:
-        """What is thrown away when `group`, which came of this one, starts over from its prompts."""
+        """Return the tokens that are lost if `group`, the result of this one, starts over from its prompts."""
         return max(0, sampled_tokens(group) - sampled_tokens(self.prompts))
 
 
 class GenerateState:
-    """One per runtime. `aborted` makes samples that have not started return as ABORTED; `reset` starts a rollout.
+    """State of the rollout of one runtime; `reset` starts a rollout.
 
-    `gate` keeps requests of held groups back between two rollouts; `held` are those groups, until the next rollout
-    takes them over. `teacher` scores finished samples for distillation; `rewardless` says that distillation alone may
-    teach, so that samples without a verifier, or without the label it needs, get the reward 0. `dispatch` makes the
-    groups.
+    With `aborted`, samples that have not started return as ABORTED. `gate` holds requests of `held` groups until the
+    next rollout takes these groups over. `teacher` scores finished samples for distillation. With `rewardless`,
+    distillation may be the only training signal: samples without a verifier, or without the label it needs, get the
+    reward 0. `dispatch` generates and scores the groups.
     """
 
     processor = None  # text only
@@ -64,7 +68,7 @@ class GenerateState:
         *,
         dispatch: Dispatch,
         semaphore: asyncio.Semaphore,
-        tokenizer: Callable[[], Any],
+        tokenizer: Callable[[], PreTrainedTokenizerBase],
         engine_urls: Callable[[], Sequence[str]],
     ) -> None:
         self._config = args
@@ -73,32 +77,32 @@ class GenerateState:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._engine_urls = engine_urls
-        self.sampling_params: dict[str, Any] = copy.deepcopy(rollout_sampling_params(args))
+        self.sampling_params: JsonObject = copy.deepcopy(rollout_sampling_params(args))
         self.group_sampling_seeds = [args.rollout_seed + i for i in range(args.n_samples_per_prompt)]
         self.rollout_id: int | None = None
         self.aborts_asked = 0
-        """How often a plugin has had the engines abort all of their requests: what these cut off is given up."""
+        """How often a plugin made the engines abort all requests; the aborted requests are not resumed."""
         self.evaluation_id: int | None = None
         self.weight_version: str | None = None
-        """What all engines have, as far as is known: an update under way counts when it is over."""
+        """The version that all engines have, if known; it changes when an update is complete."""
         self.when_updated: list[Callable[[str], None]] = []
-        """Told of each version that all engines have got, from whatever thread publishes it."""
+        """Callbacks run with each version that all engines have, in the thread that publishes it."""
         self._dp_users: Counter[int] = Counter()
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.custom_rm_path is None
         self.gate = Gate(semaphore)
         self.held: list[UnderWay] = []
         self.continuous: Any = None
-        """The generation that goes on between two calls of a user's rollout function (`slime.rollout.continuous`)."""
+        """The `ContinuousRollout` that keeps generating between two calls of a user's rollout function."""
         self.reset()
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer()
 
     @property
     def aborted(self) -> bool:
-        """Whether the rollout was given up; never so for groups that wait at the gate, nor for an evaluation."""
+        """True if the rollout was aborted; always False in groups with a ticket and in an evaluation."""
         return self._aborted and ticket_here() is None and not evaluating.get()
 
     @aborted.setter
@@ -106,18 +110,18 @@ class GenerateState:
         self._aborted = value
 
     def weights_arrived(self, version: str) -> None:
-        """All engines have this version now."""
+        """Record the version that all engines have now, and run the callbacks."""
         self.weight_version = version
-        for told in list(self.when_updated):
-            told(version)
+        for callback in list(self.when_updated):
+            callback(version)
 
     @cached_property
     def typed_hub(self) -> RewardHub:
-        """Rewards by ``rm_type`` alone, for evaluation datasets that name one; created on first use."""
+        """Reward hub that uses ``rm_type`` alone, for evaluation datasets that set it; created on first use."""
         return RewardHub(self._config.replace(custom_rm_path=None), args=self.args)
 
     def reset(self, rollout_id: int | None = None) -> None:
-        """Forget the previous rollout, but for the groups it held; without a number it is the same one still."""
+        """Start a rollout, and keep only the held groups of the previous one; None keeps the rollout id."""
         self.rollout_id = self.rollout_id if rollout_id is None else rollout_id
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Group]] = {one.task for one in self.held}
@@ -129,10 +133,10 @@ class GenerateState:
         tickets: Sequence[Ticket | None] | None = None,
         generated: Sequence[dict[int, Produced]] | None = None,
     ) -> list[asyncio.Task[Group]]:
-        """Start one task per group on the running loop; the tasks are also in `pendings`.
+        """Start one task per group on the running loop, and add the tasks to `pendings`.
 
-        Groups with a ticket wait at the gate instead of being aborted. `generated` are the places where each group
-        puts what it has generated.
+        Groups with a ticket wait at the gate instead of being aborted. Each group stores the results of its samples in
+        its dict of `generated`.
         """
         empty = [None] * len(samples)
         contexts = [copy_context() if ticket is None else ticket.context() for ticket in tickets or empty]
@@ -150,7 +154,7 @@ class GenerateState:
         return tasks
 
     def serves(self, url: str) -> bool:
-        """Whether this URL is one of the engines of this run, or of the router before them."""
+        """Return whether this URL belongs to an engine of this run, or to the router of these engines."""
         address, urls = urlsplit(url), self._engine_urls()
         here = (address.hostname, address.port)
         if urls and here == (self._config.carried["sglang_router_ip"], self._config.carried["sglang_router_port"]):
@@ -158,7 +162,7 @@ class GenerateState:
         return any(here == (one.hostname, one.port) for one in map(urlsplit, urls))
 
     async def cancel_held(self) -> None:
-        """End the groups that wait for the next rollout; for runs that end."""
+        """Cancel the groups that wait for the next rollout; used when the run ends."""
         held, self.held = self.held, []
         for one in held:
             one.task.cancel()
@@ -167,7 +171,7 @@ class GenerateState:
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """The least used data-parallel rank of an engine (``--sglang-dp-size``, default 1)."""
+        """Yield the least used data-parallel rank of an engine (``--sglang-dp-size``, default 1)."""
         ranks = range(int(self._config.carried.get("sglang_dp_size", 1)))
         rank = min(ranks, key=lambda r: self._dp_users[r])
         self._dp_users[rank] += 1
@@ -178,7 +182,7 @@ class GenerateState:
 
 
 def note_generated(dispatched: Sample, produced: Produced) -> None:
-    """The generation of a sample of the group that the running code belongs to has ended."""
+    """Store the result of a dispatched sample of the current group when its generation has ended."""
     place = _generated.get()
     if place is not None and not evaluating.get():
         place[id(dispatched)] = produced

@@ -1,26 +1,28 @@
-"""Writes that wait for a transaction, many in one, made by a thread of their own.
+"""Group commit: a thread writes many queued changes in one transaction.
 
-Invariants: a write that was awaited is in the file, or raised. Writes happen in the order in which they were asked for;
-whoever writes by itself calls `drain` first where the order matters. What fails in preparing one write fails that one;
-a transaction that fails fails all that were in it.
+Invariants: a write that was awaited is in the file, or raised. Writes happen in the order of their requests; code that
+writes outside the queue calls `drain` first if the order matters. An error while a write is prepared fails that write
+only; a transaction that fails fails all writes in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.errors import RunFailed
 
-Change = Callable[[Any], Callable[[], None] | None]
-"""Writes into a connection, inside a transaction; gives what is to be done once that has succeeded."""
+Change = Callable[[sqlite3.Connection], Callable[[], None] | None]
+"""Writes to a connection inside a transaction; returns a function to call after the commit, or None."""
 
 MOST_AT_ONCE = 64
+"""Largest number of writes in one transaction."""
 
 
 class JournalFailed(RunFailed):
@@ -28,10 +30,10 @@ class JournalFailed(RunFailed):
 
 
 class Transactions(Protocol):
-    """What is written to."""
+    """A database that the queue writes to."""
 
-    def transaction(self) -> AbstractContextManager[Any]:
-        """A connection: all of what is written inside, or nothing."""
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Open a transaction: everything written in it is committed, or nothing."""
         ...
 
 
@@ -42,23 +44,24 @@ class _Write:
     written: asyncio.Future[None]
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell whoever waits; nobody does when its loop is gone."""
+        """Resolve the future of the write; do nothing if its event loop is closed."""
+
+        def resolve() -> None:
+            if self.written.done():
+                return
+            if error is None:
+                self.written.set_result(None)
+            else:
+                self.written.set_exception(error)
+
         try:
-            self.loop.call_soon_threadsafe(self._end, error)
+            self.loop.call_soon_threadsafe(resolve)
         except RuntimeError:
             return  # the loop is closed
 
-    def _end(self, error: BaseException | None) -> None:
-        if self.written.done():
-            return
-        if error is None:
-            self.written.set_result(None)
-        else:
-            self.written.set_exception(error)
-
 
 class Commits:
-    """The queue of a journal and its thread, which starts with the first write."""
+    """The queue of writes to a journal, and its thread, which starts with the first write."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
@@ -69,7 +72,7 @@ class Commits:
         self._closed = False
 
     async def write(self, prepare: Callable[[], Change | None]) -> None:
-        """Prepare and write; returns when that is in the file. The event loop goes on meanwhile."""
+        """Queue a write and wait until it is in the file, without blocking the event loop."""
         loop = asyncio.get_running_loop()
         one = _Write(prepare, loop, loop.create_future())
         with self._work:
@@ -83,13 +86,13 @@ class Commits:
         await one.written
 
     def drain(self) -> None:
-        """Everything asked for so far is written when this returns."""
+        """Write everything that is queued."""
         with self._writing:
             while batch := self._taken():
                 self._commit(batch)
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write everything that is queued, and end the thread."""
         with self._work:
             self._closed = True
             self._work.notify()
@@ -117,7 +120,7 @@ class Commits:
         for one in batch:
             try:
                 change = one.prepare()
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001 - it is raised where the write is awaited
                 one.end(error)
                 continue
             if change is None:
@@ -129,7 +132,7 @@ class Commits:
         try:
             with self._database.transaction() as connection:
                 done = [change(connection) for _, change in ready]
-        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+        except Exception as error:  # noqa: BLE001 - it is raised where the writes are awaited
             for one, _ in ready:
                 one.end(error)
             return
@@ -137,7 +140,7 @@ class Commits:
             try:
                 if after is not None:
                     after()
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001 - it is raised where the write is awaited
                 one.end(error)
             else:
                 one.end()

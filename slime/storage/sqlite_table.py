@@ -1,7 +1,7 @@
-"""An SQLite file of rows that one noun of a run is kept in: made, recognised, written to.
+"""An SQLite file with one table of rows: creates, recognises and writes it.
 
-Invariants: all of a transaction is in the file or nothing. A file that is something else is set aside: it never keeps
-a run from starting.
+Invariants: a transaction is in the file completely or not at all. A file of another kind is renamed, so that it never
+prevents a run from starting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUSY_S = 30.0
 
 @dataclass(frozen=True)
 class RowKind:
-    """What tells files of one kind from all others; `probe` is a query that such a file answers."""
+    """Identifies the files of one kind; `probe` is a query that such a file answers."""
 
     what: str
     application_id: int
@@ -33,23 +33,43 @@ class RowKind:
 
 
 class RowFile:
-    """One process's hands on a file; others may have theirs. Usable from several threads."""
+    """A connection to such a file, usable from several threads; other processes may have theirs."""
 
     def __init__(self, path: Path, kind: RowKind) -> None:
-        """Make or open `path`."""
+        """Create or open `path`."""
         self.path, self._kind = path, kind
         self._lock = threading.RLock()
         if path.exists() and not _is_of(kind, path):
-            _set_aside(kind, path)
+            number = 1
+            while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+                number += 1
+            for suffix in ("", "-wal", "-shm"):
+                old = path.with_name(path.name + suffix)
+                if old.exists():
+                    old.rename(f"{aside}{suffix}")
+            logger.warning(
+                "%s: not a file of %s that this version of slime can read; renamed it to %s", path, kind.what, aside
+            )
         try:
-            self._connection = self._connected()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute("PRAGMA secure_delete=ON")  # deleted rows do not stay in free pages
+            connection.execute("BEGIN IMMEDIATE")
+            if not connection.execute("PRAGMA user_version").fetchone()[0]:
+                connection.execute(kind.schema)
+                connection.execute(f"PRAGMA application_id={kind.application_id}")
+                connection.execute(f"PRAGMA user_version={kind.format}")
+            connection.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._failed(error) from error
+        self._connection = connection
         self._commits = Commits(self)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written inside, or nothing."""
+        """Open a transaction: everything written in it is committed, or nothing."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -62,24 +82,10 @@ class RowFile:
                     self._connection.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Write what waits, and give the file back; safe to call again."""
+        """Write everything that is queued, and close the file. Safe to call again."""
         self._commits.close()
         with self._lock:
             self._connection.close()
-
-    def _connected(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("PRAGMA secure_delete=ON")  # what is forgotten is not left behind in free pages
-        connection.execute("BEGIN IMMEDIATE")
-        if not connection.execute("PRAGMA user_version").fetchone()[0]:
-            connection.execute(self._kind.schema)
-            connection.execute(f"PRAGMA application_id={self._kind.application_id}")
-            connection.execute(f"PRAGMA user_version={self._kind.format}")
-        connection.execute("COMMIT")
-        return connection
 
     def _failed(self, error: sqlite3.Error) -> JournalFailed:
         return JournalFailed(
@@ -89,7 +95,7 @@ class RowFile:
 
 
 def _is_of(kind: RowKind, path: Path) -> bool:
-    """Whether this is a file of the kind that can be read, or an empty one that is going to be one."""
+    """Return True for a readable file of the kind, and for an empty database that can become one."""
     try:
         with closing(sqlite3.connect(f"file:{path.absolute()}?mode=ro", uri=True, timeout=BUSY_S)) as connection:
             known = [
@@ -101,14 +107,3 @@ def _is_of(kind: RowKind, path: Path) -> bool:
             return known == [kind.application_id, kind.format]
     except sqlite3.DatabaseError:
         return False
-
-
-def _set_aside(kind: RowKind, path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    for suffix in ("", "-wal", "-shm"):
-        beside = path.with_name(path.name + suffix)
-        if beside.exists():
-            beside.rename(f"{aside}{suffix}")
-    logger.warning("%s: is no file of %s that this slime can read; it is now %s", path, kind.what, aside)

@@ -1,9 +1,9 @@
-"""Who computes what, in which order.
+"""Assigns the samples of a batch to optimizer steps, ranks and micro-batches.
 
-Invariant: every sample of a full step that is trainable appears exactly once, all samples of one rollout are in one
-optimizer step, and in each step every rank has the same number of micro-batches (an empty one where there is nothing
-left to give). Rollouts that do not fill a step are named, not dropped. Pure Python: the driver computes it, the ranks
-obey. Nothing takes samples times micro-batches or samples times ranks.
+Invariant: every trainable sample of a full step appears exactly once, all samples of one rollout are in one optimizer
+step, and in each step every rank has the same number of micro-batches (some may be empty). Rollouts that do not fill a
+step are listed, not dropped. Pure Python: the driver computes the schedule and the ranks follow it. No computation
+takes time proportional to samples times micro-batches or samples times ranks.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-# Numbers into k bins of nearly equal sums: the largest differencing method (Karmarkar and Karp 1982).
-#
-# Every number starts as a partition of its own. The two partitions with the largest spread (heaviest minus lightest
-# bin) are merged, heaviest bins onto lightest, until one is left. With `equal_size` numbers start k at a time,
-# neighbours in size together, one in each bin; every merge then keeps the bins equally full. What a heavy number costs
-# its bin there is won back by swaps with lighter bins, while they lower the heaviest.
-#
-# A partition lists only the bins that hold something, so a number that joins one costs no walk through all k.
-#
-# Invariant: every index is in exactly one bin, the same input gives the same bins, and with `equal_size` the bins'
-# sizes differ by at most one.
-
-Bin = tuple[float, Any]
-"""Its sum, and its numbers: an index, or a pair of such, nested."""
+Members = int | tuple["Members", "Members"]
+"""The indices in a bin: one index, or a pair of such members, nested."""
+Bin = tuple[float, Members]
+"""The sum of a bin, and its indices."""
 CLOSE_ENOUGH = 1.001
+"""Swaps stop when the heaviest bin is at most this factor above the mean."""
 
 
 def partition(weights: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
-    """The indices of `weights` in `k` bins, heaviest bin first, each in ascending order; bins may be empty."""
+    """Partition numbers into `k` bins of nearly equal sums by the largest differencing method (Karmarkar, Karp 1982).
+
+    Returns the indices of `weights`, heaviest bin first, each bin in ascending order; bins may be empty.
+
+    Every number starts as a partition of its own. The two partitions with the largest spread (heaviest minus lightest
+    bin) are merged, heaviest bins onto lightest, until one is left. With `equal_size`, partitions start with k numbers
+    of similar size, one in each bin, so every merge keeps the bins equally full; afterwards swaps with lighter bins
+    lower the heaviest bin. A partition lists only its non-empty bins, so merging a single number does not walk through
+    all k bins.
+
+    Invariant: every index is in exactly one bin, the same input gives the same bins, and with `equal_size` the bins'
+    sizes differ by at most one.
+    """
     if k < 1:
-        raise ValueError(f"numbers cannot be parted into {k} bins")
+        raise ValueError(f"numbers cannot be partitioned into {k} bins")
     heaviest_first = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     at_once = k if equal_size else 1
     heap: list[tuple[float, int, list[Bin]]] = []
@@ -54,28 +57,30 @@ def partition(weights: Sequence[float], k: int, *, equal_size: bool) -> list[lis
 
 
 def _merged(widest: list[Bin], other: list[Bin], k: int) -> list[Bin]:
-    """Heaviest bins of one onto the lightest of the other, heaviest first again."""
-    if len(other) == 1:  # onto an empty bin or the lightest one; the rest stays in its order
+    """Merge the heaviest bins of one partition onto the lightest of the other; heaviest first."""
+    if len(other) == 1:  # onto an empty bin or the lightest one; the order of the rest does not change
         total, members = other[0]
         if len(widest) == k:
             lightest, held = widest.pop()
             total, members = lightest + total, (held, members)
         widest.insert(bisect_right(widest, -total, key=lambda entry: -entry[0]), (total, members))
         return widest
-    alone = k - len(other)  # so many of `widest` meet an empty bin
+    alone = k - len(other)  # this many bins of `widest` meet an empty bin
     met = [(a + b, (one, two)) for (a, one), (b, two) in zip(widest[alone:], reversed(other), strict=False)]
     rest = other[: len(other) - len(met)]
     return sorted([*widest[:alone], *met, *reversed(rest)], key=lambda entry: -entry[0])
 
 
 def _entry(bins: list[Bin], k: int, order: int) -> tuple[float, int, list[Bin]]:
-    """What the heap sorts by: the widest spread, then the oldest; `bins` are sorted."""
+    """Make a heap entry: the widest spread comes first, then the oldest; `bins` are sorted."""
     lightest = bins[-1][0] if len(bins) == k else 0.0
     return lightest - bins[0][0], order, bins
 
 
-def _flat(members: Any) -> list[int]:
-    found, left = [], [members]
+def _flat(members: Members) -> list[int]:
+    """List the indices of a bin."""
+    found: list[int] = []
+    left: list[Members] = [members]
     while left:
         one = left.pop()
         if isinstance(one, tuple):
@@ -86,7 +91,7 @@ def _flat(members: Any) -> list[int]:
 
 
 def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
-    """Lighten the heaviest bin by swaps with the lightest bin that helps; at most one for each number."""
+    """Lighten the heaviest bin by swaps with the lightest bin that helps; at most one swap per number."""
     sums = [_sum(members, weights) for members in bins]
     enough = CLOSE_ENOUGH * sum(sums) / len(bins)
     lightest_first = sorted((total, b) for b, total in enumerate(sums))
@@ -98,7 +103,7 @@ def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
         own = sorted(weights[i] for i in bins[top])
         for light, other in lightest_first:
             least, most = spans[other]
-            above = bisect_right(own, least)  # what is swapped is heavier than the other, by less than the difference
+            above = bisect_right(own, least)  # swapped numbers differ by more than 0, less than the difference
             if above == len(own) or own[above] >= most + (heaviest - light):
                 continue
             swap = _best_swap(bins[top], bins[other], weights, heaviest - light)
@@ -109,7 +114,7 @@ def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
         mine, theirs = swap
         bins[top][bins[top].index(mine)], bins[other][bins[other].index(theirs)] = theirs, mine
         del lightest_first[bisect_left(lightest_first, (light, other))]
-        for changed in (top, other):  # the rest stays in its order: sorting it again would take most of the time
+        for changed in (top, other):  # insert instead of sorting everything again, which would take most of the time
             insort(lightest_first, (_sum(bins[changed], weights), changed))
             spans[changed] = _span(bins[changed], weights)
 
@@ -117,7 +122,7 @@ def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
 def _best_swap(
     heavy: Sequence[int], light: Sequence[int], weights: Sequence[float], difference: float
 ) -> tuple[int, int] | None:
-    """The swap that leaves the two bins closest to each other, if one brings them closer at all."""
+    """Find the swap that brings the sums of two bins closest to each other; None if no swap brings them closer."""
     ordered = sorted((weights[j], j) for j in light)
     best = (difference, -1, -1)
     for i in heavy:  # the best partner weighs half the difference less: look on both sides of that
@@ -144,7 +149,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step: `ranks[r][k]` are the positions in micro-batch k of rank r."""
+    """Plan of one optimizer step: `ranks[r][k]` has the positions in micro-batch k of rank r."""
 
     num_rollouts: int
     ranks: list[list[MicroBatchIndices]]
@@ -160,7 +165,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`left_over`: positions of the rollouts that wait for more to fill a step, in order."""
+    """The optimizer steps of a batch.
+
+    `left_over` has the positions of the rollouts that are carried over because they do not fill a step, in order.
+    """
 
     steps: list[StepPlan]
     left_over: list[int] = field(default_factory=list)
@@ -171,13 +179,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Of each sample: its group, all of which has one prompt, and the tokens of that prompt."""
+    """The group of each sample, whose samples share one prompt, and the number of tokens of that prompt."""
 
     groups: Sequence[int]
     lengths: Sequence[int]
 
     def computed(self, members: MicroBatchIndices, lengths: Sequence[int]) -> int:
-        """Tokens of a micro-batch when a prompt is computed once for all samples of its group that are in it."""
+        """Count the tokens of a micro-batch if each prompt is computed once for all its samples there."""
         seen: set[int] = set()
         total = 0
         for position in members:
@@ -202,21 +210,27 @@ def build_schedule(
     fill_last: bool = False,
     prompts: Prompts | None = None,
 ) -> Schedule:
-    """Steps of exactly `global_batch_size` rollouts; with `fill_last` what remains makes a smaller last one.
+    """Plan steps of exactly `global_batch_size` rollouts; with `fill_last` the rest forms a smaller last step.
 
-    Micro-batches are cut by samples or by `max_tokens`, and work is shared out by tokens. With `costs` (FLOPs of each
-    sample) it is shared out by those, and with `by_flops` also the micro-batches are made equal in them, as few as
-    `max_tokens` asks for on average. Samples that are not `trainable` count as part of their rollout and are given to
-    nobody. With `prompts` that are shared, groups are kept together where work is shared out by tokens, if as many
-    micro-batches hold them so and the ranks, which wait for each other, are done no later.
+    Micro-batches are limited by samples or by `max_tokens`, and work is balanced over ranks by tokens. With `costs`
+    (FLOPs of each sample) it is balanced by costs. With `by_flops` the micro-batches also have equal costs; their
+    number is the one that `max_tokens` requires on average. Samples that are not `trainable` count as part of their
+    rollout but are not assigned to any rank. With shared `prompts`, groups stay together where work is balanced by
+    tokens, provided that this needs no more micro-batches and the ranks, which wait for each other, finish no later.
     """
     if by_flops and (costs is None or max_tokens is None):
         raise ValueError("micro-batches of equal FLOPs need the costs of the samples and a number of tokens")
-    members = _members(rollout_ids)
-    whole = len(members) if fill_last else len(members) - len(members) % global_batch_size
+    if len(set(rollout_ids)) == len(rollout_ids):
+        rollouts = [[position] for position in range(len(rollout_ids))]
+    else:
+        members: dict[int, list[int]] = {}
+        for position, rollout_id in enumerate(rollout_ids):
+            members.setdefault(rollout_id, []).append(position)
+        rollouts = list(members.values())
+    whole = len(rollouts) if fill_last else len(rollouts) - len(rollouts) % global_batch_size
     steps = []
     for begin in range(0, whole, global_batch_size):
-        chosen = members[begin : min(begin + global_batch_size, whole)]
+        chosen = rollouts[begin : min(begin + global_batch_size, whole)]
         positions = [p for rollout in chosen for p in rollout]
         if trainable is not None:
             positions = [p for p in positions if trainable[p]]
@@ -227,17 +241,7 @@ def build_schedule(
         else:
             ranks = share_by_flops(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens)
         steps.append(StepPlan(num_rollouts=len(chosen), ranks=ranks))
-    return Schedule(steps, left_over=sorted(p for rollout in members[whole:] for p in rollout))
-
-
-def _members(rollout_ids: Sequence[int]) -> list[list[int]]:
-    """The positions of each rollout, in the order in which rollouts are named first."""
-    if len(set(rollout_ids)) == len(rollout_ids):
-        return [[position] for position in range(len(rollout_ids))]
-    rollouts: dict[int, list[int]] = {}
-    for position, rollout_id in enumerate(rollout_ids):
-        rollouts.setdefault(rollout_id, []).append(position)
-    return list(rollouts.values())
+    return Schedule(steps, left_over=sorted(p for rollout in rollouts[whole:] for p in rollout))
 
 
 def share_by_tokens(
@@ -248,7 +252,7 @@ def share_by_tokens(
     max_tokens: int | None,
     prompts: Prompts | None = None,
 ) -> list[list[MicroBatchIndices]]:
-    """Micro-batches of the whole step, handed out so that ranks get similar numbers of tokens."""
+    """Form the micro-batches of a step and assign them so that ranks get similar numbers of tokens."""
     bins = cut(positions, lengths, num_ranks, micro_batch_size, max_tokens)
     apart = assign_to_ranks(bins, lengths, num_ranks)
     if prompts is None or max_tokens is None:
@@ -261,14 +265,14 @@ def share_by_tokens(
 
 
 def _waited_for(ranks: list[list[MicroBatchIndices]], lengths: Sequence[int], prompts: Prompts) -> int:
-    """Tokens of the slowest rank in each micro-batch, added up."""
+    """Sum, over the micro-batches, the tokens of the slowest rank."""
     return sum(max(prompts.computed(members, lengths) for members in at_once) for at_once in zip(*ranks, strict=True))
 
 
 def whole_groups(
     positions: Sequence[int], lengths: Sequence[int], groups: Sequence[int], count: int, max_tokens: int
 ) -> list[MicroBatchIndices] | None:
-    """`count` micro-batches, each of whole groups; None where one would be too full or empty."""
+    """Form `count` micro-batches of whole groups; None if one would exceed `max_tokens` or be empty."""
     members: dict[int, MicroBatchIndices] = {}
     for position in positions:
         members.setdefault(groups[position], []).append(position)
@@ -288,9 +292,9 @@ def share_by_flops(
     micro_batch_size: int,
     max_tokens: int | None,
 ) -> list[list[MicroBatchIndices]]:
-    """Samples to ranks by their costs, then each rank's samples into micro-batches, as many on every rank.
+    """Assign samples to ranks by cost, then pack each rank's samples into the same number of micro-batches.
 
-    Each rank begins with its heaviest micro-batch: ranks wait for each other within micro-batches of the same number.
+    Each rank starts with its heaviest micro-batch, because ranks wait for each other in micro-batches of equal number.
     """
     shares = _parts(positions, costs, num_ranks, equal_size=max_tokens is None)
     count = max(len(cut(share, lengths, 1, micro_batch_size, max_tokens)) for share in shares)
@@ -301,7 +305,7 @@ def share_by_flops(
 def equal_flops(
     positions: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int
 ) -> list[list[MicroBatchIndices]]:
-    """Micro-batches of equal cost, which may exceed `max_tokens`; as many as the tokens of the step would fill."""
+    """Form micro-batches of equal cost, which may exceed `max_tokens`; their number follows from the step's tokens."""
     count = max(1, -(-_weight(positions, lengths) // (max_tokens * num_ranks)))
     shares = _parts(positions, costs, num_ranks, equal_size=False)
     return [_parts(share, costs, count, equal_size=False) for share in shares]
@@ -310,7 +314,10 @@ def equal_flops(
 def cut(
     positions: Sequence[int], lengths: Sequence[int], multiple: int, micro_batch_size: int, max_tokens: int | None
 ) -> list[MicroBatchIndices]:
-    """Micro-batches of so many samples, or of at most so many tokens each; their number is a multiple of `multiple`."""
+    """Form micro-batches of `micro_batch_size` samples, or of at most `max_tokens` tokens if that is given.
+
+    Their number is a multiple of `multiple`.
+    """
     if max_tokens is None:
         bins = fixed_size_bins(positions, lengths, micro_batch_size)
         even_out(bins, lengths, multiple)
@@ -325,18 +332,21 @@ def cut(
 
 
 def fixed_size_bins(positions: Sequence[int], lengths: Sequence[int], size: int) -> list[MicroBatchIndices]:
-    """Neighbours in length share a micro-batch."""
+    """Form micro-batches of `size` samples of similar length."""
     ordered = _longest_first(positions, lengths)
     return [ordered[begin : begin + size] for begin in range(0, len(ordered), size)]
 
 
 def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
-    """First-fit decreasing; a sample longer than `max_tokens` gets a micro-batch of its own."""
+    """Form micro-batches by first-fit decreasing; a sample longer than `max_tokens` gets its own micro-batch."""
     ordered = _longest_first(positions, lengths)
-    alone = _too_long_to_share(ordered, lengths, max_tokens)
+    alone = 0  # the number of samples that leave no room for the shortest one
+    if ordered:
+        most_beside = max_tokens - lengths[ordered[-1]]
+        alone = bisect_left(ordered, True, key=lambda position: lengths[position] <= most_beside)
     bins: list[MicroBatchIndices] = [[position] for position in ordered[:alone]]
     first, rest = len(bins), ordered[alone:]
-    # any two bins hold more than one may, so there are fewer than twice as many as would be full
+    # any two bins together exceed the limit of one, so there are fewer than twice as many bins as full ones
     most = min(len(rest), 2 * _weight(rest, lengths) // max_tokens + 1)
     size = 1 << max(most - 1, 0).bit_length()
     free = [-1] * (2 * size)  # a tree: entry i is the larger of 2i and 2i + 1, and bin first + i is entry size + i
@@ -365,14 +375,6 @@ def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens:
     return bins
 
 
-def _too_long_to_share(ordered: Sequence[int], lengths: Sequence[int], max_tokens: int) -> int:
-    """How many of these, longest first, leave no room for the shortest beside them."""
-    if not ordered:
-        return 0
-    most = max_tokens - lengths[ordered[-1]]
-    return bisect_left(ordered, True, key=lambda position: lengths[position] <= most)
-
-
 def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: int) -> None:
     """Raise the number of bins to a multiple of `num_ranks`: split the heaviest divisible bin, else add empty ones."""
     if bins and len(bins) % num_ranks == 0:
@@ -393,9 +395,9 @@ def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: i
 
 
 def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
-    """`count` bins of nearly equal weight: longest first, each into the lightest bin."""
+    """Form `count` bins of nearly equal weight: longest first, each into the lightest bin."""
     ordered = _longest_first(positions, lengths)
-    bins: list[MicroBatchIndices] = [[position] for position in ordered[:count]]  # into empty ones, while there are
+    bins: list[MicroBatchIndices] = [[position] for position in ordered[:count]]  # empty bins first
     bins += [[] for _ in range(count - len(bins))]
     rest = ordered[count:]
     by_weight = [(lengths[position], place) for place, position in enumerate(ordered[:count])] if rest else []
@@ -410,12 +412,12 @@ def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> 
 def assign_to_ranks(
     bins: Sequence[MicroBatchIndices], lengths: Sequence[int], num_ranks: int
 ) -> list[list[MicroBatchIndices]]:
-    """Heaviest first, each to the rank with the fewest tokens so far that still has a place."""
+    """Assign bins, heaviest first, each to the rank with the fewest tokens that still has a free place."""
     places = len(bins) // num_ranks
     ranks: list[list[MicroBatchIndices]] = [[] for _ in range(num_ranks)]
     with_a_place = [(0, rank) for rank in range(num_ranks)]
     weights = [_weight(members, lengths) for members in bins]
-    firsts = [members[0] if members else -1 for members in bins]  # what is in two of them differs
+    firsts = [members[0] if members else -1 for members in bins]  # orders bins of equal weight; bins are disjoint
     for place in sorted(sorted(range(len(bins)), key=firsts.__getitem__), key=weights.__getitem__, reverse=True):
         load, rank = with_a_place[0]
         own = ranks[rank]
@@ -428,7 +430,7 @@ def assign_to_ranks(
 
 
 def _longest_first(positions: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Of equally long ones the first comes first."""
+    """Sort positions by length, descending; of equally long samples, the lower position comes first."""
     return sorted(sorted(positions), key=lengths.__getitem__, reverse=True)
 
 

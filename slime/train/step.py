@@ -1,9 +1,8 @@
-"""One optimizer step: the losses of all micro-batches, their sum over ranks, and the update.
+"""Runs one optimizer step: the losses of all micro-batches, their sum over ranks, and the update.
 
-Invariant: the loss added up over the micro-batches of all ranks is the loss of the whole step, because every token
-comes with its final weight; how the step was cut changes nothing. Metrics stay on the device until the step's one
-transfer to the host. A loss or gradient that is not finite on one rank stops the step on all of them, before anything
-is updated.
+Invariant: the sum of the losses over the micro-batches of all ranks is the loss of the whole step, because every token
+carries its final weight; the split into micro-batches does not matter. Metrics stay on the device until one transfer to
+the host per step. A loss or gradient that is not finite on one rank cancels the step on all ranks, before any update.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Topology
 
 SKIPPED = "skipped_steps"
-"""Metric: 1 for a step without an update, whose loss or gradient was not finite."""
+"""Metric: 1 for a step without an update, because its loss or gradient was not finite."""
 
 
 class NotFinite(Exception):
-    """A step whose loss or gradient is not finite, raised on all ranks; weights and moments are as they were."""
+    """Raised on all ranks when the loss or gradient is not finite; weights and moments are unchanged."""
 
     def __init__(self, loss: float, grad_norm: float) -> None:
         super().__init__(f"loss {loss}, gradient norm {grad_norm}")
@@ -32,11 +31,11 @@ class NotFinite(Exception):
         self.grad_norm = grad_norm
 
     def sentence(self, where: str, names: Sequence[str], rate: str) -> str:
-        """What a user is told, with the samples by name."""
-        by_whom = f": {'; '.join(names)}" if names else ""
+        """Format a warning for the user that lists the samples."""
+        causes = f": {'; '.join(names)}" if names else ""
         return (
-            f"{where}: no update, the loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{by_whom}; look at "
-            f"the tokens, log-probs and rewards, or lower {rate}"
+            f"{where}: no update, the loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{causes}; check the "
+            f"tokens, log-probs and rewards, or lower {rate}"
         )
 
 
@@ -49,7 +48,7 @@ def train_step(
     reads: Reads = "log_probs",
     entropy: bool = False,
 ) -> dict[str, float]:
-    """Forward and backward over all micro-batches of this rank, then one clipped update; metrics of the whole step."""
+    """Run forward and backward over this rank's micro-batches, then one clipped update; return the step's metrics."""
     totals = backend.forward_backward(micro_batches, objective, reads=reads, entropy=entropy)
     grad_norm = backend.clip_gradients()
     metrics = _on_host(backend.topology, totals, grad_norm)
@@ -61,7 +60,7 @@ def train_step(
 
 
 def _on_host(topology: Topology, totals: Totals, grad_norm: Tensor) -> dict[str, float]:
-    """Reduce over ranks and read everything at once; ranks may have seen different names, in any order."""
+    """Reduce the metrics over ranks and copy them to the host at once; ranks may have different names, in any order."""
     names, largest = sorted(topology.world.union(totals.sums)), sorted(topology.world.union(totals.maxima))
     zero = grad_norm.float().new_zeros(())
     found = []
@@ -70,6 +69,6 @@ def _on_host(topology: Topology, totals: Totals, grad_norm: Tensor) -> dict[str,
     if largest:
         found.append(topology.largest(torch.stack([totals.maxima.get(name, zero).float() for name in largest])))
     norm = grad_norm.float().reshape(1)
-    not_finite = topology.world.max((~torch.isfinite(norm)).float())  # norms may differ between parts of a model
+    not_finite = topology.world.max((~torch.isfinite(norm)).float())  # norms may differ between model parts
     values = torch.cat([*found, norm, not_finite]).tolist()
     return dict(zip([*names, *largest, "grad_norm", SKIPPED], values, strict=True))

@@ -1,8 +1,8 @@
-"""One trainer rank as a process: `python -m slime.train.worker`, with `--fd N` or `--connect HOST:PORT/NAME`.
+"""Process of one trainer rank: `python -m slime.train.worker`, with `--fd N` or `--connect HOST:PORT/NAME`.
 
-Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`, and
-before it any number of reports `{id, progress}` of what is done; the process ends when the driver says `stop` or is
-gone.
+Invariant: each request `{id, method, params}` on the channel gets exactly one answer `{id, ok, result | error}`,
+preceded by any number of progress reports `{id, progress}`; the process ends when the driver sends `stop` or closes the
+channel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -24,6 +23,7 @@ from slime.cluster.rpc.channel import Channel, ChannelClosed
 from slime.cluster.rpc.connect import add_channel_flags, channel_from
 from slime.config import Config
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import Meeting
 from slime.train.timers import Progress
@@ -40,16 +40,17 @@ class Worker:
         self.progress = progress
         self.trainer: Trainer | None = None
 
-    def handle(self, method: str, params: dict[str, Any]) -> Any:
+    def handle(self, method: str, params: JsonObject) -> object:
+        """Call the trainer; verbs other than those in `asleep_too` find the model on the device."""
         if method == "init":
             config, device = Config.from_dict(params["config"]), params["device"]
-            self.progress.begin("meeting the other ranks")
+            self.progress.begin("joining the other ranks")
             self.trainer = Trainer(config, device, self.progress, names=params["names"])
             ranks = join_ranks(device, meeting=Meeting(**params["meeting"]), timeout_minutes=COLLECTIVE_MINUTES)
             return self.trainer.init(ranks)
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
-        methods: dict[str, Callable[..., Any]] = {
+        methods: dict[str, Callable[..., object]] = {
             "save": self.trainer.save,
             "export_weights": self.trainer.export_weights,
             "export_delta": self.trainer.export_delta,
@@ -65,7 +66,7 @@ class Worker:
             "weight_checksums": self.trainer.weight_checksums,
             "save_hf": self.trainer.save_hf,
         }
-        asleep_too: dict[str, Callable[..., Any]] = {
+        asleep_too: dict[str, Callable[..., object]] = {
             "sleep": self.trainer.sleep,
             "wake": self.trainer.wake,
             "train": self.trainer.train,
@@ -78,6 +79,7 @@ class Worker:
 
 
 def serve(channel: Channel) -> None:
+    """Answer requests until the driver stops the process or closes the channel."""
     serving: int | None = None
 
     def tell(text: str) -> None:
@@ -97,11 +99,12 @@ def serve(channel: Channel) -> None:
         serving = request["id"]
         progress.restart()
         reply = {"id": serving, **answer(worker, request["method"], request["params"])}
-        serving = None  # what goes on in the background reports to nobody until the next request
+        serving = None  # background work sends no reports between requests
         channel.send(reply)
 
 
-def answer(worker: Worker, method: str, params: dict[str, Any]) -> dict[str, Any]:
+def answer(worker: Worker, method: str, params: JsonObject) -> JsonObject:
+    """Run a request and return its result or its error."""
     try:
         return {"ok": True, "result": worker.handle(method, params)}
     except Exception as cause:  # the boundary of the process: the driver raises it again
@@ -122,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="one trainer rank; started by the driver")
     add_channel_flags(parser)
     args = parser.parse_args(argv)
-    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # the driver sends it when a wait times out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     if "OMP_NUM_THREADS" in os.environ:
@@ -130,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     serve(channel_from(args))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the communication threads of a live process group abort a normal interpreter exit now and then
+    os._exit(0)  # the communication threads of a live process group sometimes abort a normal exit
 
 
 if __name__ == "__main__":

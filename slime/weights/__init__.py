@@ -1,4 +1,4 @@
-"""New weights on their way from the trainer to the engines; each update's version is checked on arrival."""
+"""Sends new weights from the trainers to the engines, and checks the version of each update on arrival."""
 
 from slime.weights.publisher import PublishResult, WeightPublisher, WeightSource, WeightVersionMismatch
 from slime.weights.transport import choose_transport, make_publisher

@@ -1,8 +1,9 @@
-"""Weights through a process group: rank 0 of the trainers broadcasts, every engine receives (NCCL; gloo on a CPU).
+"""Publishes weights through a process group: rank 0 of the trainers broadcasts, every engine receives (NCCL or gloo).
 
-The invariant: the group is made once and again after a failure; what the trainer is going to send is compared with
-what embedded engines have before the first tensor leaves. An engine that got only some of the buckets does not generate
-until whole weights come: the embedded engine refuses, and SGLang stays without the new version, which fails the run.
+Invariant: the group is created once, and again after a failure. The shapes that the trainer will send are compared with
+those of embedded engines before the first tensor is sent. An engine that got only some of the buckets does not generate
+until it gets whole weights: the embedded engine rejects requests, and SGLang keeps reporting the old version, which
+fails the run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from slime.cluster.ports import free_port, is_loopback, own_address
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, EngineFailed
 from slime.errors import RunFailed
+from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
+    Buckets,
     EngineKind,
     RunAsync,
     Settings,
@@ -32,24 +34,25 @@ _JOIN_TIMEOUT_S = 120.0
 
 logger = logging.getLogger(__name__)
 
-Buckets = Sequence[Sequence[dict[str, Any]]]
 Meet = Callable[[Sequence[str]], tuple[str, int]]
-"""The address and the port at which the trainers' rank 0 is going to serve the store, for the engines at these URLs."""
+"""Returns the address and port at which the trainers' rank 0 serves the store, for the engines at these URLs."""
 
 
 def meet_on_this_machine(urls: Sequence[str]) -> tuple[str, int]:
-    """An address of this machine that every engine reaches: loopback only where all engines are here."""
+    """Return an address of this machine that every engine reaches (loopback if all are local), and a free port."""
     seen = list(dict.fromkeys(own_address(url) for url in urls))
     beyond = [address for address in seen if not is_loopback(address)]
     if len(beyond) > 1:
-        logger.warning("engines reach this machine as %s: all of them are told %s", ", ".join(beyond), beyond[0])
+        logger.warning("engines reach this machine as %s: all of them get %s", ", ".join(beyond), beyond[0])
     address = (beyond or seen)[0]
     return address, free_port(address)
 
 
 class BroadcastPublisher(WeightPublisher):
-    """`backend` is nccl or gloo; `processes_per_engine` is how many ranks of the group one engine fills. Without `meet`
-    the trainers' rank 0 is on this machine."""
+    """Broadcasts weights to all engines with `backend` nccl or gloo.
+
+    `processes_per_engine` is the number of ranks of one engine. Without `meet` the trainers' rank 0 is on this machine.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class BroadcastPublisher(WeightPublisher):
         self._meet = meet or meet_on_this_machine
         self._group: str | None = None
         self._buckets: Buckets = ()
-        self._adapter: dict[str, Any] | None = None
+        self._adapter: JsonObject | None = None
 
     def _stage(self, version: int) -> Staged:
         if self._group is None:
@@ -80,11 +83,11 @@ class BroadcastPublisher(WeightPublisher):
         return Staged(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
 
     def _plan_buckets(self) -> Buckets:
-        """What is going to be sent."""
+        """Return the buckets that will be sent."""
         return self._source.weight_buckets()
 
     def _send(self, version: int) -> None:
-        """Have the trainers send it to the group."""
+        """Make the trainers send the buckets to the group."""
         self._source.broadcast_weights(version)
 
     async def _compare_shapes(self) -> None:
@@ -100,8 +103,8 @@ class BroadcastPublisher(WeightPublisher):
                     )
 
     async def _connect(self) -> str:
-        """Make a group with all engines; its name."""
-        name = f"slime-{secrets.token_hex(16)}"  # without it nobody finds the group in its store
+        """Create a group with all engines, and return its name."""
+        name = f"slime-{secrets.token_hex(16)}"  # random: the group is found in its store only by this name
         address, port = await asyncio.to_thread(self._meet, [client.base_url for client in self._clients])
         world_size = 1 + len(self._clients) * self._processes_per_engine
         joining = asyncio.to_thread(
@@ -126,12 +129,12 @@ class BroadcastPublisher(WeightPublisher):
             for index, client in enumerate(self._clients)
         ]
         results = await asyncio.gather(joining, *answers, return_exceptions=True)
-        _raise_first(results[::-1])  # an engine's reason says more than the trainer's timeout
+        _raise_first(results[::-1])  # an engine's error is more specific than the trainer's timeout
         logger.info("%d engines joined group %s (%s) at %s:%d", len(self._clients), name, self._backend, address, port)
         return name
 
     async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
-        """Announce all buckets to one engine, the next when it has the one before."""
+        """Announce all buckets to one engine, each after it has the previous one."""
         assert self._group is not None
         for number, bucket in enumerate(self._buckets, start=1):
             await client.update_weights_from_distributed(
@@ -149,26 +152,26 @@ class BroadcastPublisher(WeightPublisher):
             try:
                 await all_of(clients, lambda client: self._announce(client, staged, version))
             except BaseException:
-                await self._disband()  # or the trainer would wait for an engine that does not listen
+                await self._disband()  # or the trainer would wait for an engine that does not receive
                 raise
 
         results = await asyncio.gather(announce_all(), asyncio.to_thread(self._send, version), return_exceptions=True)
         if any(isinstance(result, BaseException) for result in results):
             await self._disband()
         announced, sent = results
-        # an engine that waited in vain has no reason of its own: the trainer's comes first
+        # an engine that timed out has no cause of its own: the trainer's error comes first
         _raise_first((sent, announced) if isinstance(announced, EngineFailed) else (announced, sent))
         return ()
 
     async def _disband(self) -> None:
-        """The engines leave the group, as far as they can be reached; the next update makes a new one."""
+        """Make the reachable engines leave the group; the next update creates a new one."""
         name, self._group = self._group, None
         if name is not None:
             leaving = (client.destroy_weights_update_group(name, timeout_s=10) for client in self._clients)
             await asyncio.gather(*leaving, return_exceptions=True)
 
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
-        """An engine that has just come is in no group: it waits for the next update, which makes a new one."""
+        """Return False: a new engine is not in the group, and waits for the next update, which creates a new group."""
         self.engines_changed()
         return False
 
@@ -179,7 +182,7 @@ class BroadcastPublisher(WeightPublisher):
         pass
 
     def close(self) -> None:
-        """Leave the group. The trainer's side ends with its process."""
+        """Leave the group; the trainer's side ends with its process."""
         self._run_async(named(self._disband(), "end of the weight update group"))
 
 

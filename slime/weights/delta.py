@@ -1,7 +1,13 @@
-"""Only the bytes that changed: a version folder with a delta to the version before (`slime.models.delta`).
+"""Publishes only the bytes that changed: a version folder with a delta to the previous version (`slime.models.delta`).
 
-The invariant: an engine that applied a delta has exactly the trainer's bytes, or it said no and gets the whole weights
-in the same update. The first update, the one after a resume, and the one after a failure are whole.
+`LocalCheckpoint` is a model folder to which deltas are applied in place, for engines that can only load whole folders.
+
+Invariant: an engine that applied a delta has exactly the trainer's bytes; an engine that rejected it gets the whole
+weights in the same update. The first update, and those after a resume or a failure, are whole.
+Invariant: `.weight_sync/state.json` names the version of the local folder only while all its bytes are that version's.
+It says `applying` from before the first byte changes until the last one is synced to disk, so a folder from an
+interrupted update is recognised and rebuilt from a whole version. `.weight_sync/files.json` lists the files that
+updates wrote; only these are ever removed.
 """
 
 from __future__ import annotations
@@ -26,31 +32,24 @@ from slime.storage.files import MANIFEST, fsync_path
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
 from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed
 
-# A model folder that deltas are applied to in place, for engines that can only load whole folders.
-#
-# The invariant: `.weight_sync/state.json` names the version of the folder only while all of its bytes are that
-# version's. It says `applying` from before the first byte changes until after the last one is written through, so a
-# folder in which somebody died half-way is recognised, and made again from a whole version. `.weight_sync/files.json`
-# names the files that updates have put there: only these are ever removed.
-
 _FILES = LOCAL_FILES
 _SYNC = Path(LOCAL_FILES).parts[0]
 _STATE = f"{_SYNC}/state.json"
 
 
 class LocalCheckpointBroken(RunFailed):
-    """The folder cannot take this delta: another version, damaged files, or half of an earlier delta."""
+    """The delta cannot be applied to the folder: wrong version, damaged files, or an interrupted earlier delta."""
 
 
 class LocalCheckpoint:
-    """The folder, its state and its lock; one process changes it at a time."""
+    """Model folder with a state file and a lock; only one process changes it at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
 
     @property
     def version(self) -> int | None:
-        """The version of all its bytes; None if there is none such."""
+        """Version of the whole folder; None if its bytes are not of one version."""
         try:
             state = json.loads((self.folder / _STATE).read_text())
             return int(state["version"]) if state["status"] == "clean" else None
@@ -58,14 +57,18 @@ class LocalCheckpoint:
             return None
 
     def rebuild(self, whole: Path, version: int) -> None:
-        """Make it a copy of the version folder `whole`."""
+        """Replace its content by a copy of the version folder `whole`."""
         files = sorted(path.name for path in whole.iterdir() if path.is_file() and path.name != MANIFEST)
         with self._locked():
-            old = self._files()
-            strangers = sorted(path.name for path in self.folder.iterdir() if path.name not in {_SYNC, *old})
-            if strangers:
+            try:
+                listed = json.loads((self.folder / _FILES).read_text())
+            except (OSError, ValueError):
+                listed = []
+            old = [name for name in listed if Path(name).name == name]
+            foreign = sorted(path.name for path in self.folder.iterdir() if path.name not in {_SYNC, *old})
+            if foreign:
                 raise RunFailed(
-                    f"{self.folder} has {strangers[0]}, which no weight update put there: give "
+                    f"{self.folder} has {foreign[0]}, which no weight update put there: give "
                     "--update-weight-local-checkpoint-dir an empty folder"
                 )
             self._write(_FILES, sorted({*old, *files}))
@@ -80,7 +83,7 @@ class LocalCheckpoint:
             self._note(version, "clean")
 
     def apply(self, delta: Path) -> None:
-        """Bring it to the version of a delta folder."""
+        """Apply the delta of a version folder."""
         from slime.models.delta.apply import apply_to_files  # zstandard and xxhash: for deltas alone
 
         try:
@@ -94,14 +97,6 @@ class LocalCheckpoint:
                 self._note(index.version, "clean")
         except (OSError, ValueError) as cause:
             raise LocalCheckpointBroken(f"{self.folder} cannot take a delta: {cause}") from cause
-
-    def _files(self) -> list[str]:
-        """The files that updates have put into the folder."""
-        try:
-            files = json.loads((self.folder / _FILES).read_text())
-        except (OSError, ValueError):
-            return []
-        return [name for name in files if Path(name).name == name]
 
     def _note(self, version: int, status: str) -> None:
         self._write(_STATE, {"version": f"{version:06d}", "status": status})
@@ -126,7 +121,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaPublisher(DiskPublisher):
-    """Names the folder of a delta to embedded engines, which apply it to the weights they have."""
+    """Writes deltas to folders, and makes embedded engines apply them to their weights."""
 
     def __init__(
         self,
@@ -146,27 +141,26 @@ class DeltaPublisher(DiskPublisher):
         self._total_bytes = 0
 
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
-        """The last delta, for engines that have what it is based on; else whole weights. These the trainers remember,
-        so the next update is a delta only if all others have them too."""
-        if base is not None and self._bring_last(clients, version, base):
-            return True
+        """Send the last delta again to engines that have its base version, else the whole weights.
+
+        The trainers' next delta is based on the whole weights that they wrote last, so the next update is a delta only
+        if all other engines have this version too.
+        """
+        if base is not None:
+            folder = self._folder_of(version)
+            try:
+                index = read_index(folder) if folder.is_dir() else None
+            except BadDelta:
+                index = None
+            if index is not None and index.base_version == base:
+                staged = Staged(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
+                swap = self._swap(clients, staged, version)
+                if not self._run_async(named(swap, f"delta {version} for engines that came back")).refused:
+                    return True
         published, self._base = self._base, None
         brought = super().bring(clients, version)
         self._base = version if published == version else None
         return brought
-
-    def _bring_last(self, clients: Sequence[EngineClient], version: int, base: int) -> bool:
-        """Send what was sent last once more; whether all of them could apply it."""
-        folder = self._folder_of(version)
-        try:
-            index = read_index(folder) if folder.is_dir() else None
-        except BadDelta:
-            return False
-        if index is None or index.base_version != base:
-            return False
-        staged = Staged(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
-        swap = self._swap(clients, staged, version)
-        return not self._run_async(named(swap, f"delta {version} for engines that came back")).refused
 
     def _stage(self, version: int) -> Staged:
         base, self._base = self._base, None  # until this one has arrived
@@ -199,7 +193,7 @@ class DeltaPublisher(DiskPublisher):
         results = await asyncio.gather(*calls, return_exceptions=True)
         for client, result in zip(clients, results, strict=True):
             if isinstance(result, EngineRejected):
-                logger.warning("%s; it gets the whole weights of version %d", result, version)
+                logger.warning("%s; sending the whole weights of version %d", result, version)
                 refused.append(client)
             elif isinstance(result, BaseException):
                 raise result
@@ -221,9 +215,9 @@ class DeltaPublisher(DiskPublisher):
 
 
 class LocalDeltaPublisher(DeltaPublisher):
-    """Applies deltas to a model folder on the engines' machine, for SGLang, which reads it as any other.
+    """Applies deltas to a model folder on the engines' machine, which SGLang loads like any other folder.
 
-    The engines are not paused while that happens.
+    The engines are not paused while a delta is applied to the folder.
     """
 
     def __init__(
@@ -250,7 +244,7 @@ class LocalDeltaPublisher(DeltaPublisher):
         try:
             self._local.apply(staged.folder)
         except LocalCheckpointBroken as cause:
-            logger.warning("%s; it is made again from the whole weights of version %d", cause, version)
+            logger.warning("%s; rebuilding it from the whole weights of version %d", cause, version)
             whole = self._stage_whole(version)
             assert whole.folder is not None
             self._local.rebuild(whole.folder, version)

@@ -1,7 +1,7 @@
-"""Weights through a folder on disk: each version is a whole Hugging Face model folder, `weight_v{N:06d}`.
+"""Publishes weights through a folder on disk: each version is a whole Hugging Face model folder, `weight_v{N:06d}`.
 
-The invariant: a folder by that name is complete (it is written under another name and renamed), and the newest version
-that reached the engines is kept until a newer one has; older ones of a run are removed, unless all are kept.
+Invariant: a folder with such a name is complete (it is written under another name and renamed). The newest version on
+the engines is kept until a newer one arrives there. Older versions of a run are removed, unless all are kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _VERSION_NAME = re.compile(r"weight_v(\d{6,})")
 
 @dataclass(frozen=True)
 class VersionFolders:
-    """Where versions are written: under `root`, with the config and tokenizer files of `hf_checkpoint` beside the
-    tensors. `on_written` is called with the folder of a version once it is complete."""
+    """Location of versions on disk: under `root`, with the config and tokenizer files of `hf_checkpoint`.
+
+    `on_written` is called with the folder of a version once it is complete.
+    """
 
     root: Path
     hf_checkpoint: Path
@@ -35,7 +37,7 @@ class VersionFolders:
 
 
 class DiskPublisher(WeightPublisher):
-    """Names the folder of each version to the engines."""
+    """Writes each version to a folder, and makes the engines load it."""
 
     def __init__(
         self,
@@ -55,9 +57,19 @@ class DiskPublisher(WeightPublisher):
         return self._root
 
     def _stage(self, version: int) -> Staged:
+        """Write a version; its files get the names of a checkpoint, and an index."""
         with self._version_folder(version) as unfinished:
             written = [Path(path) for path in self._source.export_weights(unfinished, version)]
-            names = _name_like_a_checkpoint(written, unfinished)
+            names = [f"model-{number:05d}-of-{len(written):05d}.safetensors" for number in range(1, len(written) + 1)]
+            weight_map: dict[str, str] = {}
+            total_size = 0
+            for path, name in zip(written, names, strict=True):
+                entries = safetensors_entries(path)
+                weight_map.update({entry.name: name for entry in entries})
+                total_size += sum(entry.end - entry.start for entry in entries)
+                path.rename(unfinished / name)
+            index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+            (unfinished / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
             size = file_bytes(unfinished / name for name in names)
             copy_model_assets(self._folders.hf_checkpoint, unfinished)
         return Staged(size, self._folder_of(version))
@@ -67,7 +79,7 @@ class DiskPublisher(WeightPublisher):
 
     @contextmanager
     def _version_folder(self, version: int) -> Iterator[Path]:
-        """A folder to write a version into; it gets its name when all is written, and is gone if that fails."""
+        """Yield a folder to write a version into; it is renamed when the body ends, and removed if the body fails."""
         folder = self._folder_of(version)
         unfinished = self._root / f".{folder.name}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -96,38 +108,23 @@ class DiskPublisher(WeightPublisher):
                 _remove_version(folder)
 
     def close(self) -> None:
-        """Nothing: the last version is left for whoever wants to look at it or restart an engine from it."""
+        """Do nothing: the last version stays for inspection and for engine restarts."""
 
 
 def _remove_version(folder: Path) -> None:
-    """Remove what a run wrote as a version; anything else of that name stays, and is in the way of a new one."""
+    """Remove a version that a run wrote; a foreign folder with that name stays, and blocks the new version."""
     if is_marked(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_bytes(paths: Iterable[Path]) -> int:
-    """How much the files are together."""
+    """Return the total size of the files in bytes."""
     return sum(path.stat().st_size for path in paths)
 
 
 def copy_model_assets(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and other small files of a model folder: everything but weights and their indexes."""
+    """Copy config, tokenizer and other small files of a model folder, without weights and their indexes."""
     for path in sorted(source.iterdir()):
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-
-
-def _name_like_a_checkpoint(files: Sequence[Path], folder: Path) -> list[str]:
-    """Rename bucket files to `model-00001-of-0000N.safetensors`, write their index, and return the new names."""
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for path, name in zip(files, names, strict=True):
-        entries = safetensors_entries(path)
-        weight_map.update({entry.name: name for entry in entries})
-        total_size += sum(entry.end - entry.start for entry in entries)
-        path.rename(folder / name)
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    return names

@@ -1,10 +1,13 @@
-"""Weights through memory that trainer and engines of one machine share: the GPU's own where they are on one, or where
-one GPU reaches the other's; else a pinned region of the host.
+"""Publishes weights through memory that the trainer and the engines of one machine share.
 
-The invariant: engines are told where the memory is by CUDA's handle or a path, in JSON, and nothing is unpickled. What
-fits is exported before any engine hears of it, and each engine stands still for its own copy alone; what does not is
-sent in buckets while all are paused. Where memory of a kind cannot be had or opened (in other containers, say), nothing
-has changed yet: this update and all later ones go the next way, through files at last.
+This is device memory if they are on one GPU, or if one GPU can access the memory of the other, else a pinned region of
+the host.
+
+Invariant: engines get the location of the memory as a CUDA handle or a path, in JSON; nothing is unpickled. Weights
+that fit are exported before the first request to an engine, and each engine is paused only for its own copy. Weights
+that do not fit are sent in buckets while all engines are paused. If a kind of memory cannot be allocated or opened (in
+other containers, for example), no engine has changed yet: this update and all later ones use the next way, and finally
+files.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, choose_root
 from slime.engine.http.client import EngineClient, EngineRejected
+from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
+    Buckets,
     PublishResult,
     RunAsync,
     Settings,
@@ -36,12 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class NotShared(Exception):
-    """The first bucket could not be shared; the engines are as they were."""
+    """The first bucket could not be shared; the engines are unchanged."""
 
 
 class SharedMemoryPublisher(WeightPublisher):
-    """`ways` are tried in their order; `through_files` makes what takes over where none works. A region is at most
-    `largest_bytes`."""
+    """Publishes through shared memory; tries `ways` in order, and falls back to the publisher of `through_files`.
+
+    A region of the host has at most `largest_bytes`.
+    """
 
     def __init__(
         self,
@@ -60,8 +66,8 @@ class SharedMemoryPublisher(WeightPublisher):
         self._ways = list(ways)
         self._files: WeightPublisher | None = None
         self._staging: StagingFolder | None = None
-        self._buckets: Sequence[Sequence[dict[str, Any]]] = ()
-        self._first: dict[str, Any] = {}
+        self._buckets: Buckets = ()
+        self._first: JsonObject = {}
 
     def publish(self, version: int) -> PublishResult:
         while self._ways:
@@ -78,7 +84,7 @@ class SharedMemoryPublisher(WeightPublisher):
         return self._by_files().staged_in
 
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
-        """Through files: the trainers are asleep perhaps, and are woken once for it."""
+        """Send the weights through files; offloaded trainers are then loaded only once."""
         return self._by_files().bring(clients, version, base=base)
 
     def engines_changed(self) -> None:
@@ -96,26 +102,23 @@ class SharedMemoryPublisher(WeightPublisher):
             self._files = self._through_files()
         return self._files
 
-    def _region(self) -> str | None:
-        """Where the trainers' region of the host is, if that is the way."""
-        if self._ways[0] != HOST:
-            return None
-        if self._staging is None:
-            root, why = choose_root(self._largest_bytes)
-            if root != SHARED_MEMORY:
-                raise NotShared(why)
-            self._staging = StagingFolder(root, "weights")
-        return str(self._staging.path / "region")
-
     def _stage(self, version: int) -> Staged:
         self._first = self._share(1, version)
         self._buckets = self._first["buckets"]
         return Staged(sum(tensor_bytes(one) for each in self._buckets for one in each))
 
-    def _share(self, number: int, version: int) -> dict[str, Any]:
-        shared = self._source.share_bucket(number, version, self._region())
+    def _share(self, number: int, version: int) -> JsonObject:
+        region = None
+        if self._ways[0] == HOST:
+            if self._staging is None:
+                root, why = choose_root(self._largest_bytes)
+                if root != SHARED_MEMORY:
+                    raise NotShared(why)
+                self._staging = StagingFolder(root, "weights")
+            region = str(self._staging.path / "region")
+        shared = self._source.share_bucket(number, version, region)
         if "refused" in shared:
-            raise NotShared(f"the trainer has none to give: {shared['refused']}")
+            raise NotShared(f"the trainer cannot share memory: {shared['refused']}")
         return shared
 
     async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
@@ -133,9 +136,9 @@ class SharedMemoryPublisher(WeightPublisher):
         return ()
 
     async def _send(
-        self, clients: Sequence[EngineClient], number: int, shared: dict[str, Any], version: int
-    ) -> list[dict[str, Any]]:
-        """Have all engines copy a bucket. Where it is the only one they pause by themselves."""
+        self, clients: Sequence[EngineClient], number: int, shared: JsonObject, version: int
+    ) -> list[JsonObject]:
+        """Make all engines copy a bucket; if it is the only one, each engine pauses by itself."""
         count, settings = len(self._buckets), self._settings
         try:
             return await all_of(

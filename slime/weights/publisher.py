@@ -1,8 +1,8 @@
-"""What every transport has in common: the bracket around an update, and the check after it.
+"""Common part of all weight transports: pauses engines around an update, and checks their version after it.
 
-The invariant: when `publish(version)` returns, every engine samples with exactly that version and is generating again.
-Engines are paused only while they load; the trainer writes its tensors before. If anything fails, the engines are told
-to continue all the same, and the first error is the one that is raised.
+Invariant: when `publish(version)` returns, every engine samples with exactly that version and is generating again.
+Engines are paused only while they load; the trainer writes its tensors before. After a failure the engines continue
+too, and the first error is raised.
 """
 
 from __future__ import annotations
@@ -10,84 +10,90 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import RunFailed
+from slime.storage.json_types import JsonMapping, JsonObject
 
 T = TypeVar("T")
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 _CONTINUE_S = 10.0
-"""How long an engine of a failed update may take to go on: one that hangs is the reason why it failed."""
+"""Time in which an engine must continue after a failed update; an engine that hangs may be the cause of the failure."""
+
+
+Buckets = Sequence[Sequence[JsonObject]]
+"""Name, dtype and shape of each tensor, by bucket."""
 
 
 class WeightSource(Protocol):
-    """Who has the weights: the trainers. What a transport does not use, its source need not have."""
+    """Source of the weights: the trainers. A source may lack the methods that its transport does not use."""
 
     def export_weights(self, out_dir: Path, version: int) -> Sequence[Path]:
-        """Write HF-named tensors in the rollout dtype as safetensors files into `out_dir`; the files written."""
+        """Write HF-named tensors in the rollout dtype as safetensors files to `out_dir`, and return the files."""
         ...
 
-    def export_delta(self, out_dir: Path, version: int, base_version: int) -> Sequence[dict[str, Any]]:
-        """Write what changed since `base_version`; for each rank its file, the names in it and some numbers."""
+    def export_delta(self, out_dir: Path, version: int, base_version: int) -> Sequence[JsonObject]:
+        """Write the changes since `base_version`; return the file, tensor names and statistics of each rank."""
         ...
 
-    def weight_buckets(self) -> Sequence[Sequence[dict[str, Any]]]:
-        """Name, dtype and shape of each tensor in each bucket of a broadcast."""
+    def weight_buckets(self) -> Buckets:
+        """Return the tensors in each bucket of a broadcast."""
         ...
 
     def join_engines(
         self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
-        """Wait for the engines in a process group, as its rank 0."""
+        """Join a process group with the engines as its rank 0; waits for the engines."""
         ...
 
     def broadcast_weights(self, version: int) -> None:
-        """Send every bucket to that group."""
+        """Broadcast every bucket to that group."""
         ...
 
     def leave_engines(self) -> None:
         """Leave that group."""
         ...
 
-    def share_bucket(self, number: int, version: int, region: str | None = None) -> dict[str, Any]:
-        """Put tensors into memory that engines of this machine open: of the device, or a region of the host at that
-        path. Where it is (`memory`), or why it cannot be (`refused`). The first answer of an update also says
-        `buckets`: name, dtype and shape of each tensor in each of them, one bucket if the memory has room for all."""
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
+        """Put tensors into memory that engines on this machine can open: device memory, or a host region at a path.
+
+        Returns the location (`memory`), or the reason why it is impossible (`refused`). The first result of an update
+        also has `buckets`; it is one bucket if the memory has room for all tensors.
+        """
         ...
 
     def stop_sharing(self) -> None:
-        """All engines have them: memory of the device is free again."""
+        """Free the device memory once all engines have copied it."""
         ...
 
     def export_adapter(self, out_dir: Path, version: int) -> Sequence[Path]:
-        """Write the LoRA adapter that is trained as PEFT does; the files written."""
+        """Write the trained LoRA adapter in PEFT's format, and return the files."""
         ...
 
-    def adapter_buckets(self) -> tuple[dict[str, Any], Sequence[Sequence[dict[str, Any]]]]:
-        """What an engine must know of the adapter beside its tensors, and these as in `weight_buckets`."""
+    def adapter_buckets(self) -> tuple[JsonObject, Buckets]:
+        """Return the configuration of the adapter for the engines, and its tensors as in `weight_buckets`."""
         ...
 
     def broadcast_adapter(self, version: int) -> None:
-        """Send the adapter's buckets to that group."""
+        """Broadcast the buckets of the adapter to that group."""
         ...
 
     def weight_checksums(self) -> dict[str, str]:
-        """The xxh3-128 of every tensor in the rollout dtype."""
+        """Return the xxh3-128 checksum of every tensor in the rollout dtype."""
         ...
 
 
 class RunAsync(Protocol):
     """Runs a coroutine on the event loop that owns the engine clients, and waits for its result."""
 
-    def __call__(self, coro: Coroutine[Any, Any, T], /) -> T: ...
+    def __call__(self, coro: Coroutine[object, object, T], /) -> T: ...
 
 
 class WeightsNotWritten(RunFailed):
@@ -95,7 +101,7 @@ class WeightsNotWritten(RunFailed):
 
 
 class WeightVersionMismatch(RunFailed):
-    """An engine took an update and then named another version than the one sent."""
+    """An engine accepted an update and then reports another version than the one sent."""
 
     def __init__(self, url: str, expected: int, found: str) -> None:
         super().__init__(
@@ -108,10 +114,10 @@ class WeightVersionMismatch(RunFailed):
 
 @dataclass(frozen=True)
 class PublishResult:
-    """One update: its version, how long it took in all, how long of that the engines stood still, its size.
+    """Result of one update: version, total time, time for which the engines were paused, and size in bytes.
 
-    `write_seconds` is the part before the pause; of a delta also the share of bytes that changed, and how many engines
-    had to be sent the whole weights instead.
+    `write_seconds` is the time before the pause. A delta also has `density`, the share of bytes that changed, and
+    `full_fallbacks`, the number of engines that got the whole weights instead.
     """
 
     version: int
@@ -123,11 +129,11 @@ class PublishResult:
     full_fallbacks: int = 0
 
     def in_words(self) -> str:
-        """For the progress of a run: what arrived, and what it took."""
+        """Describe the update for the progress display."""
         return f"version {self.version} on all engines ({self.bytes / 2**20:.3g} MiB, {self.seconds:.2g} s)"
 
     def metrics(self) -> dict[str, float]:
-        """Under the names used in metrics files."""
+        """Return the metrics of the update under the names used in metrics files."""
         metrics = {
             "perf/update_weights_time": self.seconds,
             "perf/update_weights_paused_time": self.paused_seconds,
@@ -142,55 +148,55 @@ class PublishResult:
 
 @dataclass(frozen=True)
 class Staged:
-    """One version, ready for the engines: its size, and its files where there are any."""
+    """A version that is ready for the engines: its size, and its files if there are any."""
 
     bytes: int
     folder: Path | None = None
     files: tuple[Path, ...] = ()
     density: float | None = None
-    """Of a delta: the share of bytes that changed."""
+    """Share of bytes that changed; only for a delta."""
     full_fallbacks: int = 0
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """The engines after an update: how long they stood still, and those that refused it (still paused)."""
+    """Outcome of an update on the engines: the time they were paused, and those that rejected it (still paused)."""
 
     paused_seconds: float
     refused: Sequence[EngineClient] = ()
 
 
 class Delivery(Protocol):
-    """Brings what is staged to engines that do not see this machine's files."""
+    """Copies staged files to engines that cannot read this machine's files."""
 
     async def deliver(self, client: EngineClient, folder: Path) -> Path | None:
-        """Where the folder is on the engine's machine; None where it sees the folder itself."""
+        """Copy the folder to the engine's machine and return its path there; None if the engine can read the folder."""
 
     async def forget(self, client: EngineClient, folder: Path) -> None:
-        """What was delivered is no longer needed."""
+        """Remove a delivered copy."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How every transport treats the engines; requests are only cut off by an update in pause mode `abort`."""
+    """Settings of all transports; an update aborts requests only in pause mode `abort`."""
 
     timeout_s: float = 600.0
     pause_mode: PauseMode = "abort"
     check: Callable[[int], None] | None = None
-    """Called with the version after an update (`slime.weights.transport`)."""
+    """Check called with the version after an update (`slime.weights.transport`)."""
     delivery: Delivery | None = None
 
     @property
     def flush_cache(self) -> bool:
-        """SGLang dies of a flush with live requests, which only `abort` does not leave behind."""
+        """True in pause mode `abort`: a flush with live requests crashes SGLang, and only this mode leaves none."""
         return self.pause_mode == "abort"
 
 
 class WeightPublisher(ABC):
-    """Publishes a source's weights to all engines; a transport says how they are staged, announced and removed.
+    """Publishes the weights of a source to all engines; a transport defines how to stage, announce and remove them.
 
-    `clients` may be a live view of engines that come and go (`EnginePool.roster`): each update is for those that are
-    there when it begins.
+    `clients` may be a live view of elastic engines (`EnginePool.roster`): each update goes to the engines that are
+    present when it starts.
     """
 
     def __init__(
@@ -209,9 +215,12 @@ class WeightPublisher(ABC):
         self._copies: dict[EngineClient, Path] = {}
 
     def publish(self, version: int) -> PublishResult:
-        """Bring every engine to the trainer's present weights under the number `version`."""
+        """Send the trainer's current weights to every engine as version `version`."""
         started = time.perf_counter()
-        self._follow_roster()
+        present = list(self._roster)
+        if present != self._clients:
+            self.engines_changed()
+            self._clients = present
         staged = written_or_failed(self._stage, version)
         written = time.perf_counter() - started
         arrived = False
@@ -242,72 +251,50 @@ class WeightPublisher(ABC):
 
     @property
     def staged_in(self) -> Path | None:
-        """The folder in which engines find what is staged; None for a transport without files."""
+        """Folder in which the weights are staged; None for a transport without files."""
         return None
 
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
-        """Send the trainer's present weights, which are `version`, to these engines only.
+        """Send the trainer's current weights, version `version`, to these engines only.
 
-        `base` is a version of this run that all of them have, if one is known. False where that cannot be done before
+        `base` is a version of this run that all of them have, if known. Returns False if the engines have to wait for
         the next update.
         """
         staged = written_or_failed(self._stage, version)
         try:
-            self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {_urls(clients)}"))
+            urls = " ".join(client.base_url for client in clients)
+            self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {urls}"))
         finally:
             self._retire(staged, version, arrived=False)
         return True
 
-    def engines_changed(self) -> None:  # noqa: B027 (most transports know nothing about engines)
-        """Some engine came, went or was started again since the last update."""
-
-    def _follow_roster(self) -> None:
-        """From here on this is about the engines that are there now."""
-        present = list(self._roster)
-        if present != self._clients:
-            self.engines_changed()
-            self._clients = present
+    def engines_changed(self) -> None:  # noqa: B027 (most transports keep no state of engines)
+        """Handle engines that joined, left or restarted since the last update."""
 
     def _stage_whole(self, version: int) -> Staged:
-        """Like `_stage`, for engines whose version nobody knows."""
+        """Stage the whole weights, for engines whose version is unknown."""
         return self._stage(version)
 
     @abstractmethod
     def _stage(self, version: int) -> Staged:
-        """Have the source write its weights where the engines can read them."""
+        """Make the source write its weights to a place that the engines can read."""
 
     @abstractmethod
     async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
-        """Have one engine load what is staged."""
+        """Make one engine load the staged weights."""
 
     @abstractmethod
     def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
-        """Remove what is no longer needed now that the update has `arrived` everywhere, or failed."""
+        """Remove data that is not needed after the update has `arrived` everywhere, or failed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove everything this publisher still holds. Safe to call again."""
+        """Remove all data of this publisher; may be called again."""
 
     async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
-        """Have the paused engines load what is staged; those that refused it and are to get whole weights."""
+        """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
         await all_of(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
         return ()
-
-    @asynccontextmanager
-    async def _delivered(self, clients: Sequence[EngineClient], staged: Staged) -> AsyncIterator[None]:
-        """While the body runs, what is staged is also where engines are that do not see this machine's files."""
-        delivery, folder = self._settings.delivery, staged.folder
-        if delivery is None or folder is None:
-            yield
-            return
-        copies = await all_of(clients, lambda client: delivery.deliver(client, folder))
-        self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
-        try:
-            yield
-        finally:
-            copied, self._copies = self._copies, {}
-            for client, copy in copied.items():
-                await delivery.forget(client, copy)
 
     def _seen_by(self, client: EngineClient, staged: Staged) -> Staged:
         copy = self._copies.get(client)
@@ -316,12 +303,22 @@ class WeightPublisher(ABC):
         return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
 
     def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
-        """Bring engines that refused an update, and are still paused, to `version` all the same."""
+        """Send the whole weights to engines that rejected an update and are still paused."""
         raise NotImplementedError(f"{type(self).__name__} has no refusals")
 
     async def _swap(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
-        async with self._delivered(clients, staged):
+        """Update the engines; those that cannot read this machine's files get copies of the staged files."""
+        delivery, folder = self._settings.delivery, staged.folder
+        if delivery is None or folder is None:
             return await self._swapped(clients, staged, version)
+        copies = await all_of(clients, lambda client: delivery.deliver(client, folder))
+        self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
+        try:
+            return await self._swapped(clients, staged, version)
+        finally:
+            copied, self._copies = self._copies, {}
+            for client, copy in copied.items():
+                await delivery.forget(client, copy)
 
     async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
         started = time.perf_counter()
@@ -344,7 +341,7 @@ class WeightPublisher(ABC):
 
 
 def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
-    """What `stage` writes; a file that could not be written ends the run with a sentence."""
+    """Stage a version; an error while writing files is raised as `WeightsNotWritten`."""
     try:
         return stage(version)
     except OSError as cause:
@@ -353,24 +350,20 @@ def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
         ) from cause
 
 
-def tensor_bytes(tensor: dict[str, Any]) -> int:
-    """The size of a tensor that is described by `dtype` and `shape`."""
+def tensor_bytes(tensor: JsonMapping) -> int:
+    """Return the size in bytes of a tensor that is described by `dtype` and `shape`."""
     return prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]]
 
 
 def require_version(clients: Sequence[EngineClient], version: int, found: Sequence[str]) -> None:
-    """Refuse an update after which an engine names another version."""
+    """Raise `WeightVersionMismatch` if an engine reports another version after an update."""
     for client, engine_version in zip(clients, found, strict=True):
         if engine_version != str(version):
             raise WeightVersionMismatch(client.base_url, version, engine_version)
 
 
-def _urls(clients: Sequence[EngineClient]) -> str:
-    return " ".join(client.base_url for client in clients)
-
-
 async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-    """Call all engines at once; the first error is raised after every call has ended."""
+    """Call all engines concurrently; the first error is raised after every call has ended."""
     results = await asyncio.gather(*(call(client) for client in clients), return_exceptions=True)
     values: list[T] = []
     for result in results:
@@ -380,6 +373,5 @@ async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient],
     return values
 
 
-# What answers at the engines' addresses: it decides which calls an update may use.
-
 EngineKind = Literal["embedded", "sglang"]
+"""Kind of server at the engines' addresses; it determines which calls an update may use."""

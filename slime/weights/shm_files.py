@@ -1,9 +1,12 @@
-"""Weights through shared memory: the trainer writes safetensors, engines on the same machine map them.
+"""Publishes weights through shared memory: the trainer writes safetensors, and engines on the same machine map them.
 
-The embedded engine is told the files. SGLang takes tensors from other processes only as pickles, which are never sent
-here; it is told a whole model folder in shared memory instead.
+The embedded engine gets the paths of the files. SGLang accepts tensors from other processes only as pickles, which are
+never sent here, so it gets a whole model folder in shared memory. A LoRA adapter can be sent instead of whole weights
+to embedded engines; each merges it into the weights of its model folder.
 
-The invariant: the files live only from their writing to the end of the update; at most one version exists at a time.
+Invariant: the files exist only until the end of the update, and at most one version exists at a time.
+Invariant: an engine that merged an adapter has the bytes that the trainers would have sent as whole weights, regardless
+of its earlier weights; a restarted engine gets the adapter like any other.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from pathlib import Path
 
 from slime.cluster.memory.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
-from slime.weights.broadcast import BroadcastPublisher, Buckets
+from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
-from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
+from slime.weights.publisher import Buckets, RunAsync, Settings, Staged, WeightPublisher, WeightSource
 
 
 class TensorPublisher(WeightPublisher):
-    """Stages under `root` (shared memory, as a rule) and names the files to embedded engines."""
+    """Stages files under `root` (usually shared memory), and makes embedded engines load them."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class TensorPublisher(WeightPublisher):
 
 
 class FolderInMemoryPublisher(DiskPublisher):
-    """The same for SGLang: a model folder under `root` that is gone after the update."""
+    """Stages a model folder for SGLang under `root`, and removes it after the update."""
 
     def __init__(
         self,
@@ -86,16 +89,11 @@ class FolderInMemoryPublisher(DiskPublisher):
         self._staging.close()
 
 
-# A LoRA adapter instead of whole weights, for embedded engines: each merges it into the weights of its model folder.
-#
-# The invariant: an engine that took an adapter has the bytes that the trainers would have sent whole, whatever it had
-# before; so one that was started again is sent the adapter like any other.
-
 ADAPTER_NAME = "slime"
 
 
 class AdapterDiskPublisher(DiskPublisher):
-    """Names to the engines the folder of each version: an adapter as PEFT writes it."""
+    """Writes an adapter in PEFT's format to the folder of each version, and makes the engines load it."""
 
     def _stage(self, version: int) -> Staged:
         with self._version_folder(version) as unfinished:
@@ -114,11 +112,11 @@ class AdapterDiskPublisher(DiskPublisher):
 
 
 class AdapterInMemoryPublisher(AdapterDiskPublisher, FolderInMemoryPublisher):
-    """The same in shared memory; the folder is gone after the update."""
+    """Stages the adapter in shared memory, and removes its folder after the update."""
 
 
 class AdapterBroadcastPublisher(BroadcastPublisher):
-    """A and B through a process group; engines check each bucket before it is sent and merge with the last."""
+    """Broadcasts A and B of an adapter; engines check each bucket before it is sent, and merge at the last one."""
 
     def _plan_buckets(self) -> Buckets:
         self._adapter, buckets = self._source.adapter_buckets()
@@ -128,4 +126,4 @@ class AdapterBroadcastPublisher(BroadcastPublisher):
         self._source.broadcast_adapter(version)
 
     async def _compare_shapes(self) -> None:
-        """Nothing: no weight changes before the last bucket, so a shape that does not fit does no harm."""
+        """Do nothing: no weight changes before the last bucket, so a wrong shape does no damage."""

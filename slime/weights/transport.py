@@ -1,4 +1,8 @@
-"""Which transport a run uses, and the publisher that goes with it."""
+"""Chooses the transport of weight updates, and creates its publisher and the check of the engines' weights.
+
+Invariant: a check (`--check-weight-update-equal`) that returns has compared every tensor of every engine; a difference
+ends the run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from slime.cluster.memory.staging import choose_root
 from slime.cluster.node import Cluster, Node, Placement
@@ -18,6 +22,7 @@ from slime.config.plugins.view import plugin_args
 from slime.engine.http.client import EngineClient, EngineRejected, PauseMode
 from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
+from slime.storage.json_types import JsonObject
 from slime.weights.broadcast import BroadcastPublisher, Meet
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
@@ -31,19 +36,15 @@ from slime.weights.shm_files import (
     TensorPublisher,
 )
 
-# Whether the engines have exactly the trainers' weights (`--check-weight-update-equal`).
-#
-# The invariant: a check that returns has compared every tensor of every engine; a difference ends the run.
-
 _NAMED = 3
 
 
 class WeightsDiffer(RunFailed):
-    """An engine has other bytes than the trainers after an update."""
+    """The bytes of an engine differ from the trainers' after an update."""
 
 
 class ChecksumCheck:
-    """Embedded engines name the checksum of each tensor; the trainers compute theirs."""
+    """Compares the tensor checksums that embedded engines report with those of the trainers."""
 
     def __init__(
         self, source: WeightSource, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
@@ -71,8 +72,10 @@ class ChecksumCheck:
 
 
 class ReloadCheck:
-    """SGLang keeps its tensors under its own names and compares them only with a snapshot of itself: the engines take
-    one, load a folder with all weights, and compare."""
+    """Checks SGLang's engines: they take a snapshot, load a folder with all weights, and compare it with the snapshot.
+
+    SGLang stores its tensors under its own names, and can compare them only with a snapshot of itself.
+    """
 
     def __init__(
         self, reload: WeightPublisher, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
@@ -92,7 +95,7 @@ class ReloadCheck:
                 f"version {version} differs from the same weights loaded as a folder: {cause}"
             ) from cause
 
-    def _ask(self, action: str) -> Coroutine[Any, Any, list[dict[str, Any]]]:
+    def _ask(self, action: str) -> Coroutine[object, object, list[JsonObject]]:
         return all_of(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))
 
 
@@ -105,8 +108,10 @@ logger = logging.getLogger(__name__)
 def choose_transport(
     config: Config, device: str, engine_kind: EngineKind = "embedded", *, nodes: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """The transport (`tensor`, `nccl` or `disk`) of a run, and why; refuses flags that contradict one another. `nodes`
-    are those with trainers or engines that are not the driver's machine."""
+    """Return the transport (`tensor`, `nccl` or `disk`) of a run and the reason; raises an error for conflicting flags.
+
+    `nodes` are the nodes with trainers or engines other than the driver's machine.
+    """
     asked = config.update_weight_transport
     if sends_adapter(config):
         _refuse_with_adapters(config, engine_kind)
@@ -117,8 +122,13 @@ def choose_transport(
             )
         where = "each engine applies them to its own weights"
         if engine_kind == "sglang":
-            _refuse_local_folder(config, nodes)
-            where = "they are applied to a model folder beside the engines, which load it"
+            if nodes and config.update_weight_local_checkpoint_dir is None:
+                raise UserError(
+                    "--update-weight-mode delta: SGLang's servers load the folder that deltas are applied to, and "
+                    f"{_some(nodes)} does not have the driver's: use --update-weight-mode full, or name a folder that "
+                    "all nodes share with --update-weight-local-checkpoint-dir"
+                )
+            where = "they are applied to a model folder next to the engines, which load it"
         return "disk", f"only changed bytes ({config.update_weight_delta_encoding}), {where}"
     if asked == "nccl" and device == "cuda" and config.colocate and not nodes:
         raise UserError(
@@ -135,7 +145,8 @@ def choose_transport(
         return asked, "asked for"
     if nodes:
         return "nccl", f"trainers and engines are on several nodes ({_some(nodes)})"
-    if away := _addresses_elsewhere(config):
+    addresses = config.rollout_external_engine_addrs or []
+    if away := [one for one in addresses if not one.removeprefix("http://").startswith(_LOOPBACK)]:
         return "nccl", f"engines run on other machines ({', '.join(away)})"
     how = "files in shared memory" if engine_kind == "embedded" else "a model folder in shared memory"
     if device == "cuda" and engine_kind == "embedded" and not sends_adapter(config):
@@ -149,18 +160,12 @@ def _some(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
 
 
-def _refuse_local_folder(config: Config, nodes: Sequence[str]) -> None:
-    if nodes and config.update_weight_local_checkpoint_dir is None:
-        raise UserError(
-            "--update-weight-mode delta: SGLang's servers load the folder that deltas are applied to, and "
-            f"{_some(nodes)} has not the driver's: use --update-weight-mode full, or name a folder that all share "
-            "with --update-weight-local-checkpoint-dir"
-        )
-
-
 def with_delta_checksum(config: Config, device: str, backend: str) -> Config:
-    """The same with a checksum of deltas, if it has none: one that GPUs compute where engines apply deltas there, and
-    one that is quick on the host where deltas are applied to files, as for SGLang."""
+    """Return the config with a default checksum of deltas, if none is set.
+
+    The default is fast on GPUs if the engines apply deltas there, and on the host if deltas are applied to files, as
+    for SGLang.
+    """
     if config.update_weight_mode != "delta":
         return config
     where = device if backend == "embedded" else "cpu"
@@ -168,29 +173,30 @@ def with_delta_checksum(config: Config, device: str, backend: str) -> Config:
 
 
 def sends_whole_weights(config: Config, engine_kind: EngineKind) -> bool:
-    """Whether an update needs nothing of what an engine had before; asked for embedded engines, which can forget it."""
+    """Return whether an update is independent of the earlier weights, which embedded engines can then discard."""
     return engine_kind == "embedded" and config.update_weight_mode == "full" and not sends_adapter(config)
 
 
 def weights_folder(config: Config, run_dir: str | os.PathLike[str]) -> Path:
-    """Where versions on disk are."""
+    """Return the folder of versions on disk."""
     return Path(config.update_weight_disk_dir or Path(run_dir) / "weights")
 
 
 def check_weights_folder(config: Config, cluster: Cluster, run_dir: str | os.PathLike[str]) -> None:
-    """Weights that pass through files need a folder that all nodes share: one that does not see it is named."""
+    """Raise an error if weights pass through files and a node does not share their folder."""
     if config.update_weight_transport != "disk" and config.update_weight_mode != "delta":
         return
     folder = weights_folder(config, run_dir)
-    if strangers := cluster.strangers_to(str(folder)):
+    if others := cluster.strangers_to(str(folder)):
         raise UserError(
-            f"weights pass through the folder {folder}, which is not the same on the node {strangers[0]}: give one on "
-            "a file system that all nodes share with --update-weight-disk-dir, or use --update-weight-transport nccl"
+            f"weights pass through the folder {folder}, which is not the same on the node {others[0]}: set "
+            "--update-weight-disk-dir to one on a file system that all nodes share, or use --update-weight-transport "
+            "nccl"
         )
 
 
 def sends_adapter(config: Config) -> bool:
-    """Whether the engines get a LoRA adapter in the place of whole weights."""
+    """Return whether the engines get a LoRA adapter instead of whole weights."""
     return config.lora_rank > 0 and config.lora_sync == "adapter"
 
 
@@ -219,8 +225,11 @@ def make_publisher(
     placement: Placement | None = None,
     delivery: Delivery | None = None,
 ) -> WeightPublisher:
-    """The publisher of this run; loading new weights gets as long as loading the first ones (engine_start_timeout).
-    Without a placement trainers and engines are on this machine."""
+    """Create the publisher of this run.
+
+    Loading new weights has the same deadline as loading the first ones (engine_start_timeout). Without a placement,
+    trainers and engines are on this machine.
+    """
     nodes = () if placement is None else tuple(node.name for node in placement.nodes if not node.is_here)
     transport, reason = choose_transport(config, device, engine_kind, nodes=nodes)
     logger.info("weight updates by %s: %s", transport, reason)
@@ -242,7 +251,8 @@ def make_publisher(
             source,
             clients,
             run_async,
-            backend=_broadcast_backend(config, device),
+            # NCCL does not allow two members on one GPU, which colocated trainers and engines would be
+            backend="nccl" if device == "cuda" and not config.colocate else "gloo",
             meet=None if placement is None or not nodes else _meeting_at(placement.trainers[0].node),
             engine_kind=engine_kind,
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
@@ -266,12 +276,12 @@ def make_publisher(
 
 
 def largest_export_bytes(hf_checkpoint: Path) -> int:
-    """An upper bound of what one version takes: the checkpoint's tensors, should a 16-bit one be published in 32."""
+    """Return an upper bound of the size of a version: twice the checkpoint, as 16 bits may be published as 32."""
     return 2 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
 
 
 def largest_adapter_bytes(hf_checkpoint: Path, rank: int) -> int:
-    """An upper bound of an adapter: two float32 matrices of that rank beside every matrix of the folder."""
+    """Return an upper bound of the size of an adapter: two float32 matrices of that rank per matrix of the folder."""
     entries = [entry for path in hf_checkpoint.glob("*.safetensors") for entry in safetensors_entries(path)]
     return sum(4 * rank * sum(entry.shape) for entry in entries if len(entry.shape) == 2)
 
@@ -328,13 +338,8 @@ def _make_check(
     return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
 
 
-def _broadcast_backend(config: Config, device: str) -> str:
-    """NCCL refuses two members on one GPU, which trainers and engines that share theirs would be."""
-    return "nccl" if device == "cuda" and not config.colocate else "gloo"
-
-
 def _meeting_at(node: Node) -> Meet:
-    """Where the trainers' rank 0 serves the store of the group: a port of its node."""
+    """Return a function that chooses a port of the node, where the trainers' rank 0 serves the store of the group."""
     return lambda urls: (node.address, node.free_ports(1)[0])
 
 
@@ -348,8 +353,3 @@ def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callabl
         hook(plugin_args(config), str(version_dir), list(clients))
 
     return call
-
-
-def _addresses_elsewhere(config: Config) -> list[str]:
-    addresses = config.rollout_external_engine_addrs or []
-    return [one for one in addresses if not one.removeprefix("http://").startswith(_LOOPBACK)]

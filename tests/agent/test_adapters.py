@@ -165,7 +165,7 @@ def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers:
     rebound = post(handle.url + path, {**BODY, **more}, **headers, Host="evil.example")[1]["error"]["message"]
     assert ("Host: 'evil.example' is not known here" in rebound) == (sid == "default")  # an id that everybody knows
     adapter.open_session(sid)
-    with pytest.raises(ValueError, match="is known already"):
+    with pytest.raises(ValueError, match="is already known"):
         adapter.open_session(sid)
     assert post(handle.url + path, {**BODY, **more}, **headers)[0] == 200
     assert adapter.manager.has_session(sid)

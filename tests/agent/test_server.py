@@ -221,7 +221,7 @@ def test_a_session_without_a_turn_says_why(served):
     async def use(session):
         return await session.finish(1.0)
 
-    with pytest.raises(NoTurns, match="asked for nothing"):
+    with pytest.raises(NoTurns, match="sent no request"):
         in_session(runtime, use)
 
 

@@ -202,7 +202,7 @@ def test_conversations_that_are_not_open_yet_share_one_allowance(
 
     answers, told, while_answered = in_server(agent_tokenizer, use, door_of=door_of)
     assert answers == [200, 200, 429, 429, 200, 429, 200]
-    assert told == "128 requests of new conversations are in flight: ask again soon"
+    assert told == "128 requests of new conversations are in flight: retry later"
     assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # one that is answered counts with its conversation
 
 

@@ -234,10 +234,10 @@ def test_answers_that_a_client_wrote_have_their_thoughts_and_calls() -> None:
     assert "<|channel|>analysis<|message|>hm\n\nYes.<|end|><|start|>assistant to=functions.bash" in in_oss
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", ""])
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "", "[" * 50_000])
 def test_arguments_that_are_no_object(arguments: str) -> None:
     answer = said("", ToolCall("call_1", "bash", arguments))
-    shown = {"not json": "not json", "[1]": "[1]", "": ""}[arguments]
+    shown = arguments
     for family in ("qwen3", "qwen3_coder", "glm4_5", "deepseek_v3"):
         assert shown in continued(family, said("Done."), user("Look."), answer, result("a.txt"))
 
@@ -442,5 +442,5 @@ def test_tools_that_say_too_little_for_a_template() -> None:
 def test_a_template_that_shows_nothing_is_refused_in_a_sentence() -> None:
     template, _ = made_template("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert template.refusal == (
-        "the model's chat template does not show what an assistant said: no turn of it can be continued"
+        "the model's chat template does not render the text of assistant messages: its turns cannot be continued"
     )

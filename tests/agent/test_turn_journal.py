@@ -124,7 +124,7 @@ def test_damaged_rows_end_one_session(
     damaged(path, statement, value)
     hurt = Attempt("run", 8, 3, 0) if "sample = 8" in statement else OURS
     assert journal.restore(hurt) is None
-    assert "begins anew" in caplog.text
+    assert "starts over" in caplog.text
     session = journal.restore(healthy)
     assert session is not None
     assert session.samples(base_sample()) == talk.session.samples(base_sample())
@@ -141,7 +141,7 @@ def test_a_file_that_is_something_else_is_set_aside(tmp_path: Path, caplog: pyte
     assert journal.restore(OURS) is not None
     journal.close()
     assert (tmp_path / "sessions-1.sqlite").read_bytes() == b"no database" * 500
-    assert "it is now" in caplog.text
+    assert "renamed it to" in caplog.text
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version=9")
     journal = TurnJournal(path)

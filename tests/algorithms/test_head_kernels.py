@@ -10,16 +10,16 @@ pytestmark = pytest.mark.kernels
 
 PROGRAM = r"""
 import torch
-from slime.algorithms import fused_head, head_kernels, logprobs
+from slime.algorithms import fused_head, logprobs
 from slime.algorithms.logit_transform import LogitTransform
 
-head_kernels.STATS_BLOCK = head_kernels.GRADIENT_BLOCK = 64
+fused_head.STATS_BLOCK = fused_head.GRADIENT_BLOCK = 64
 fused_head.ROWS = fused_head.COLUMNS = fused_head.DEPTH = 16
 fused_head.GROUP, fused_head.JOINED_TILES, fused_head.JOINED_ROWS = 2, 8, 4
 
 def gradient_of(raw, *rest):
     out = torch.empty(raw.shape, dtype=rest[-1])
-    head_kernels.logits_gradient(raw, *rest[:-1], out=out)
+    fused_head.logits_gradient(raw, *rest[:-1], out=out)
     return out
 
 for softcap, scale, temperature, with_bias in ((None, 1.0, 1.0, False), (5.0, 0.5, 0.7, True), (None, 2.0, 1.3, True)):
@@ -38,10 +38,10 @@ for softcap, scale, temperature, with_bias in ((None, 1.0, 1.0, False), (5.0, 0.
     own = torch.where(targets >= 0, log_p[torch.arange(rows), targets.clamp(0)] + z.logsumexp(1), 0.0)
     entropy = -(log_p.exp() * log_p).sum(1)
 
-    normaliser, picked, found = head_kernels.softmax_stats(raw, bias, targets, transform, with_entropy=True)
+    normaliser, picked, found = fused_head.softmax_stats(raw, bias, targets, transform, with_entropy=True)
     for name, a, b in (("normaliser", normaliser, z.logsumexp(1)), ("picked", picked, own), ("entropy", found, entropy)):
         torch.testing.assert_close(a.double(), b.detach(), rtol=0, atol=2e-5, msg=lambda text: name + text)
-    assert head_kernels.softmax_stats(raw, bias, targets, transform, with_entropy=False)[2] is None
+    assert fused_head.softmax_stats(raw, bias, targets, transform, with_entropy=False)[2] is None
 
     toward, bonus = torch.linspace(-1, 2, rows), torch.linspace(0.5, -0.5, rows)
     log_probs = own - z.logsumexp(1)

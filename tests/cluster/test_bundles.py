@@ -55,7 +55,7 @@ def test_what_is_missing_is_named_with_every_node() -> None:
     with pytest.raises(UserError) as refused:
         fit(make_bundles(config, "cuda", nodes, trainers=8, rollout=1), nodes, "cuda")
     assert str(refused.value) == (
-        "a training node needs 4 GPUs on one node, and no node of the Ray cluster has so many left: a has 4 GPUs (4 for "
+        "a training node needs 4 GPUs on one node, but no node of the Ray cluster has enough left: a has 4 GPUs (4 for "
         "trainers); b has 2 GPUs: lower --actor-num-nodes or --actor-num-gpus-per-node, or add nodes"
     )
     with pytest.raises(UserError, match=r"an engine needs 1 CPU on one node.*a has 0 CPUs: lower --rollout-num-gpus"):

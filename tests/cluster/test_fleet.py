@@ -244,7 +244,7 @@ def test_an_engine_whose_node_is_lost_goes_to_another_one_or_leaves(tmp_path: Pa
         ):
             fleet.restart(1)
         assert (len(fleet.urls), asked[2:]) == (1, [third])
-        assert fleet.why_ended(1) == "it is no part of the fleet any more"
+        assert fleet.why_ended(1) == "it was removed from the fleet"
         fleet.check()
         assert len(fleet.pids()) == 3
 

@@ -83,7 +83,7 @@ def test_a_plugin_that_only_the_other_package_has_is_named_with_both(upstream: P
     with pytest.raises(UserError) as caught:
         load_function("slime.rollout.theirs.reward", what="--custom-rm-path")
     assert str(caught.value) == (
-        "--custom-rm-path slime.rollout.theirs.reward: module slime.rollout.theirs does not import "
-        "(ModuleNotFoundError: No module named 'slime.rollout.theirs'): it is in the slime of this folder, but the run "
-        f"is that of {Path(OURS).parent}; name its file instead"
+        "--custom-rm-path slime.rollout.theirs.reward: module slime.rollout.theirs could not be imported "
+        "(ModuleNotFoundError: No module named 'slime.rollout.theirs'): it is in slime of this folder, but the run "
+        f"uses that of {Path(OURS).parent}; give its file instead"
     )

@@ -64,6 +64,6 @@ def test_shared_memory_is_used_only_with_room(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_nobody_would_look_for_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nobody would look for"):
+    with pytest.raises(ValueError, match="unknown kind of staging folder"):
         StagingFolder(tmp_path, "others")
     assert list(tmp_path.iterdir()) == []

@@ -57,7 +57,7 @@ def test_asynchronous_engines_have_gpus_of_their_own(mode: str, flags: dict[str,
 def test_asynchronous_engines_may_share_the_trainers_gpus(mode: str, flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, async_mode=mode, colocate=True, actor_num_gpus_per_node=2))
     assert (config.colocate, config.rollout_num_gpus) == (True, 2)
-    with pytest.raises(UserError, match="--offload-rollout takes the engines' memory away during training"):
+    with pytest.raises(UserError, match="--offload-rollout frees the engines' memory during training"):
         resolve(Config(**flags, async_mode=mode, colocate=True, offload=True))
 
 
@@ -85,17 +85,17 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"async_mode": "one-step", "offload_rollout": True}, "--offload-rollout takes the engines' memory away"),
-        ({"async_mode": "one-step", "offload_train": True}, "--offload-train takes the trainers' memory away"),
-        ({"update_weights_interval": 3, "max_weight_staleness": 1}, "less than the 2 steps that samples get old"),
+        ({"async_mode": "one-step", "offload_rollout": True}, "--offload-rollout frees the engines' memory"),
+        ({"async_mode": "one-step", "offload_train": True}, "--offload-train frees the trainers' memory"),
+        ({"update_weights_interval": 3, "max_weight_staleness": 1}, "less than the age of 2 steps that samples reach"),
         (
             {"update_weights_interval": 2, "offload_rollout": True},
             "--update-weights-interval 2 sends them only every 2",
         ),
-        ({"async_mode": "full", "debug_rollout_only": True}, "--debug-rollout-only leaves one half of the loop out"),
+        ({"async_mode": "full", "debug_rollout_only": True}, "--debug-rollout-only runs only half of the loop"),
         (
             {"async_mode": "one-step", "load_debug_rollout_data": "{rollout_id}.pt"},
-            "--load-debug-rollout-data leaves one half of the loop out",
+            "--load-debug-rollout-data runs only half of the loop",
         ),
         (
             {"async_mode": "full", "max_weight_staleness": 1, "update_weights_interval": 2},
@@ -103,7 +103,7 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
         ),
         (
             {"async_mode": "one-step", "max_weight_staleness": 2, "async_buffer_size": 2, "update_weights_interval": 2},
-            "--max-weight-staleness 2 cannot be kept",
+            "--max-weight-staleness 2 cannot be guaranteed",
         ),
         ({"async_mode": "full", "loss_type": "sft_loss"}, "supervised training has none"),
         ({"async_mode": "full", "rollout_function_path": "json.loads"}, "use --async-mode one-step"),

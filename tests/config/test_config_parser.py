@@ -64,7 +64,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
 
 def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert parse("--eval-prompt-data /data/test.jsonl").eval_prompt_data == [("aime", "/data/test.jsonl")]
-    assert caplog.messages == ["--eval-prompt-data /data/test.jsonl has no name: it is called aime, as upstream does"]
+    assert caplog.messages == ["--eval-prompt-data /data/test.jsonl has no name: it is named aime, as in upstream slime"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest
         (["--eval-prompt-data", "a", "x", "b"], "--eval-prompt-data takes pairs NAME PATH, but got 3 values: a x b"),
         (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
-        (["--release-train"], "--release-train is not taken: trainers live as long as the run"),
-        (["--enable-mtp-training"], "--enable-mtp-training is not taken: layers that predict several tokens at once"),
+        (["--release-train"], "--release-train is not supported: trainers live as long as the run"),
+        (["--enable-mtp-training"], "--enable-mtp-training is not supported: layers that predict several tokens at once"),
         (["--optimizer", "sgd"], "--optimizer sgd exists in slime, but this version does not have it yet: use adam"),
         (["--num-layers", "x"], "--num-layers must be a whole number, not 'x'"),
         (["--num-layers"], "--num-layers needs a value"),
@@ -110,7 +110,7 @@ def test_all_unknown_flags_are_named_at_once() -> None:
     assert count == "3 flags are not known here:"
     assert lines[0] == "  unknown flag --qqq (slime flags lists all)"
     assert lines[1] == "  --beta is a name of TRL: here it is --use-kl-loss with --kl-loss-coef"
-    assert lines[2].startswith("  --release-train is not taken: trainers live as long as the run")
+    assert lines[2].startswith("  --release-train is not supported: trainers live as long as the run")
     with pytest.raises(UserError) as caught:
         parse_flags(["data.train_files=x", "--qqq", "1", "trainer.nnodes=2"])
     assert str(caught.value).splitlines() == [
@@ -130,7 +130,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     assert count == "3 keys are not known here:"
     assert lines[0] == f"  unknown key rollout_batchsize in {file}: did you mean rollout_batch_size?"
     assert lines[1] == f"  {file}: beta is a name of TRL: here it is --use-kl-loss with --kl-loss-coef"
-    assert lines[2].startswith(f"  {file}: --release-train is not taken: trainers live as long as the run")
+    assert lines[2].startswith(f"  {file}: --release-train is not supported: trainers live as long as the run")
 
 
 def test_carried_flags_are_typed_and_read_like_fields() -> None:
@@ -223,7 +223,7 @@ def test_lists_in_files_are_replaced_by_the_command_line(tmp_path: Path) -> None
         ("rollout_batchsize: 3", "unknown key rollout_batchsize in {file}: did you mean rollout_batch_size?"),
         ("lr: fast", "lr in {file} must be a number, not 'fast'"),
         ("use_kl_loss: 3", "use_kl_loss in {file} must be true or false, not 3"),
-        ("release_train: true", "{file}: --release-train is not taken: trainers live as long as the run"),
+        ("release_train: true", "{file}: --release-train is not supported: trainers live as long as the run"),
         ("- 1", "{file} must hold a mapping of flag names to values"),
         ("a: [", "{file} is not valid YAML"),
         ("rollout_stop: {a: 1}", "rollout_stop in {file} must be a list of texts"),
@@ -268,9 +268,9 @@ def test_custom_config_sets_flags_over_the_command_line_and_adds_entries(tmp_pat
         ),
         ("tis_clip: -1", "tis_clip in {file} must be greater than 0, not -1.0"),
         ("lr: null", "lr in {file} must have a value: drop the key for the default"),
-        ("replace: 3", "replace in {file} is taken: args.replace has a meaning already, rename the key"),
-        ("config: x.yaml", "config in {file} is taken: args.config has a meaning already, rename the key"),
-        ("release_train: true", "{file}: --release-train is not taken: "),
+        ("replace: 3", "replace in {file} is reserved: args.replace already has a meaning, rename the key"),
+        ("config: x.yaml", "config in {file} is reserved: args.config already has a meaning, rename the key"),
+        ("release_train: true", "{file}: --release-train is not supported: "),
     ],
 )
 def test_a_bad_custom_config_is_one_sentence_with_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:
@@ -299,7 +299,7 @@ def test_custom_arguments_land_in_carried(tmp_path: Path, capsys: pytest.Capture
     assert "--verbose-search" in capsys.readouterr().out
     with pytest.raises(UserError, match="did you mean --search-top-k"):
         parse_flags(["--search-topk", "1"], add)
-    with pytest.raises(UserError, match="custom flag --lr exists already"):
+    with pytest.raises(UserError, match="custom flag --lr already exists"):
         parse_flags([], lambda parser: parser.add_argument("--lr") and parser)
 
 

@@ -130,10 +130,10 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"rollout_batch_size": None}, "--rollout-batch-size must have a value"),
         ({"rollout_batch_size": 0}, "--rollout-batch-size must be at least 1, not 0"),
         ({"rollout_temperature": 0}, "--rollout-temperature must be greater than 0, not 0"),
-        ({"rollout_top_p": 0.0}, "--rollout-top-p must lie in (0, 1], not 0.0"),
+        ({"rollout_top_p": 0.0}, "--rollout-top-p must be in (0, 1], not 0.0"),
         ({"rollout_top_k": 0}, "--rollout-top-k must be -1 or at least 1, not 0"),
         ({"rollout_top_p": 0.9}, "--rollout-top-p 0.9: tokens are sampled from a part of the vocabulary"),
-        ({"rollout_top_k": 20}, "or accept that with --allow-biased-sampling"),
+        ({"rollout_top_k": 20}, "or accept the bias with --allow-biased-sampling"),
         ({"lr": "fast"}, "--lr must be a number, not 'fast'"),
         ({"metadata_key": None}, "--metadata-key must have a value"),
         ({"rm_type": "maths"}, "--rm-type must be one of math, dapo, deepscaler"),
@@ -153,7 +153,7 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"ckpt_keep": 2}, "--ckpt-keep 2 has no effect without --save DIR"),
         ({"save_hf": "hf_{step}"}, "--save-hf hf_{step} may hold only the placeholder {rollout_id}"),
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "--rollout-num-gpus 3 is not a multiple of"),
-        ({"rollout_num_gpus": 0}, "--rollout-num-gpus 0 leaves nobody to generate"),
+        ({"rollout_num_gpus": 0}, "--rollout-num-gpus 0 leaves no rollout engines"),
         (
             {"actor_num_gpus_per_node": 4, "fsdp_shard_size": 3, "global_batch_size": None},
             "--fsdp-shard-size 3 does not divide the 4 training processes (--actor-num-nodes 1 x "
@@ -169,24 +169,24 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"freeze_params_name_list": ["a"], "only_train_params_name_list": ["b"]}, "exclude each other"),
         ({"lr_decay_style": "cosine", "min_lr": 1.0}, "--min-lr 1.0 is larger than --lr 1e-06"),
         ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "--lr-warmup-iters 5 must be less than --lr-decay-iters 5"),
-        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "are lengths of one warm-up: keep one"),
-        ({"lr_decay_samples": 8, "lr_decay_iters": 5}, "are two lengths of one decay: keep one"),
-        ({"lr_warmup_init": 1.0}, "--lr-warmup-init 1.0 is larger than --lr 1e-06: a warm-up goes up"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "all set the warm-up's length: keep one"),
+        ({"lr_decay_samples": 8, "lr_decay_iters": 5}, "both set the length of the decay: keep one"),
+        ({"lr_warmup_init": 1.0}, "--lr-warmup-init 1.0 is larger than --lr 1e-06, where warm-up ends: lower it"),
         ({"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ({"lr_wsd_decay_iters": 5}, "--lr-wsd-decay-iters is part of --lr-decay-style WSD, not of constant"),
         ({"start_weight_decay": 0.1}, "need --weight-decay-incr-style linear or cosine"),
         ({"weight_decay_incr_style": "linear"}, "linear needs both --start-weight-decay and --end-weight-decay"),
         (
             {"num_rollout": None, "disable_rollout_global_dataset": True},
-            "--disable-rollout-global-dataset leaves no prompts to pass over",
+            "--disable-rollout-global-dataset leaves no prompts to count epochs",
         ),
         ({"hf_checkpoint": "/nowhere"}, "there is no model folder /nowhere"),
-        ({"hf_checkpoint": __file__}, "is a file: it takes a model folder"),
+        ({"hf_checkpoint": __file__}, "is a file, but a model folder is needed"),
         ({"prompt_data": "/nowhere.jsonl@[0:5]"}, "--prompt-data: there is no file /nowhere.jsonl"),
         ({"prompt_data": "/tmp"}, "--prompt-data: /tmp is a folder"),
         ({"load": __file__}, "is a file, but a folder is needed"),
         ({"output_dir": __file__}, "is a file, but a folder is needed"),
-        ({"save": f"{__file__}/a/b"}, f"cannot be made: {__file__} is a file"),
+        ({"save": f"{__file__}/a/b"}, f"cannot be created: {__file__} is a file"),
         ({"custom_rm_path": "no_such_module_x.rm"}, "--custom-rm-path no_such_module_x.rm: module"),
     ],
 )
@@ -303,7 +303,7 @@ def test_routing_is_repeated_by_models_with_routers(valid: dict[str, Any]) -> No
     for flag in ("use_routing_replay", "use_rollout_routing_replay"):
         words = flag.replace("_", "-")
         assert refused(valid, **{flag: True}) == (
-            f"--{words} repeats which experts routers chose, and the model of {file} has none: drop the flag"
+            f"--{words} repeats the choices of routers, but the model of {file} has none: drop the flag"
         )
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 8, "num_experts_per_tok": 2}))
     assert resolve(Config(**valid, use_rollout_routing_replay=True)).use_routing_replay

@@ -111,11 +111,11 @@ def test_other_forms_of_the_file(write: Any) -> None:
         ("eval: {datasets: [{name: a}]}", ", dataset a: path is missing: name a .jsonl or .parquet file"),
         ("eval: {datasets: {a: {path: x, temprature: 1}}}", ", dataset a: unknown key temprature: did you mean temperature?"),
         ("eval: {datasets: {a: {path: x, temperature: hot}}}", ", dataset a: temperature must be a number, not 'hot'"),
-        ("eval: {datasets: {a: {path: x, top_p: 2}}}", ", dataset a: top_p must lie in (0, 1], not 2"),
+        ("eval: {datasets: {a: {path: x, top_p: 2}}}", ", dataset a: top_p must be in (0, 1], not 2"),
         ("eval: {datasets: {a: {path: x, stop: y}}}", ", dataset a: stop must be a list of texts, not 'y'"),
         ("eval: {datasets: {a: {path: x, top_k: true}}}", ", dataset a: top_k must be an integer, not True"),
         ("eval: {datasets: {a: {path: x, rm_type: maths}}}", ", dataset a: rm_type must be one of math, "),
-        ("eval: {defaults: {path: x}, datasets: {a: y}}", ": defaults: path belongs to a dataset of its own"),
+        ("eval: {defaults: {path: x}, datasets: {a: y}}", ": defaults: path belongs in the entry of a single dataset"),
         ("eval: {datasets: [{name: a, path: x}, {name: a, path: y}]}", " has two datasets named a: give each its own name"),
     ],
 )  # fmt: skip

@@ -45,7 +45,7 @@ def test_what_is_carried_or_refused_or_called_otherwise_elsewhere_is_found_too()
     assert "Megatron-LM's, carried through under their names\n" in text
     assert "refused: it is decided by --rollout-num-gpus-per-engine" in search_flags(["sglang-tp"], DECIDED, width=100)
     assert "--sglang-*" in found("sglang")
-    assert "is not taken" in search_flags(["release-train"], width=100)
+    assert "is not supported" in search_flags(["release-train"], width=100)
     assert "WANDB_API_KEY" in search_flags(["wandb-key"], width=100)
     elsewhere = search_flags(["num_generations"], width=100)
     assert "a name of TRL: here it is --n-samples-per-prompt" in elsewhere

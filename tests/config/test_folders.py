@@ -152,7 +152,7 @@ def test_a_saved_model_may_lie_in_the_run_folder(valid: dict[str, Any], work: Pa
 def test_only_an_earlier_export_is_replaced(valid: dict[str, Any], work: Path) -> None:
     folder = make_model(work / "hf_3")
     assert refused(valid, save_hf="hf_{rollout_id}") == (
-        f"--save-hf hf_{{rollout_id}} would replace {folder}, which holds what no run saved there (config.json): choose "
+        f"--save-hf hf_{{rollout_id}} would replace {folder}, which holds what no run saved (config.json): choose "
         "another folder, or move that away"
     )
     mark_written(folder)
@@ -170,7 +170,7 @@ def test_checkpoints_of_another_run_are_not_overwritten(valid: dict[str, Any], w
     (work / "run" / LATEST).write_text("4\n")
     sentence = (
         "--save run holds the checkpoints of an earlier run (up to iter_0000004), which this one would overwrite: add "
-        "--load run to go on from them, or choose another folder"
+        "--load run to resume from them, or choose another folder"
     )
     assert refused(valid, save="run") == sentence
     for load in ("run", "run/iter_0000001", str(work / "run")):
@@ -195,7 +195,7 @@ def test_versions_and_local_copies_are_of_runs(valid: dict[str, Any], work: Path
     flags = {"update_weight_local_checkpoint_dir": "local"}
     resolve(Config(**{**valid, **flags}))
     (work / "local/thesis.txt").touch()
-    assert "holds what no run wrote there" in refused(valid, **flags)
+    assert "holds files that no run wrote" in refused(valid, **flags)
     (work / "local/.weight_sync").mkdir()
     (work / "local/.weight_sync/files.json").write_text("[]")
     resolve(Config(**{**valid, **flags}))
@@ -217,7 +217,7 @@ def test_dumps_overwrite_only_dumps(valid: dict[str, Any], work: Path, flag: str
         (work / "d/0.jsonl").write_text(json.dumps({"format": "slime-rollout"}) + "\n")
         flags = {flag: "d/{rollout_id}.jsonl", "load_debug_rollout_data": "./d/{rollout_id}.jsonl"}
         (work / "d/eval_2.jsonl").unlink()
-        assert "a dump would be written over itself" in refused(valid, **flags)
+        assert "the dump would overwrite itself" in refused(valid, **flags)
 
 
 def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
@@ -234,8 +234,8 @@ def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
     (work / "out/.lock").unlink()
     (work / "out/config.yaml").write_text("# The resolved config of a run; start it again with --config x\n")
     resolve(Config(**valid))
-    assert "leads out of the run folder" in refused(valid, tb_project_name=str(work))
-    assert "leads out of the run folder" in refused(valid, tb_project_name="ok", tb_experiment_name="../../tb")
+    assert "is outside the run folder" in refused(valid, tb_project_name=str(work))
+    assert "is outside the run folder" in refused(valid, tb_project_name="ok", tb_experiment_name="../../tb")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ FLAGS = {spec.flag for spec in FLAG_SPECS.values()}
         ),
         (
             ["--lora-dropout", "0.1"],
-            "--lora-dropout is a name of TRL: nothing is dropped out in training: drop it",
+            "--lora-dropout is a name of TRL: there is no dropout in training: drop it",
         ),
         (
             ["actor_rollout_ref.rollout.n=5"],
@@ -77,7 +77,7 @@ def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
 def test_python_gets_the_same_hints_as_keywords() -> None:
     for keyword, sentence in {
         "learning_rate": "learning_rate is a name of TRL: here it is lr",
-        "release_train": "release_train is not taken: trainers live as long as the run: offload_train frees their "
+        "release_train": "release_train is not supported: trainers live as long as the run: offload_train frees their "
         "memory instead",
         "lora_r": "lora_r is a name of TRL: here it is lora_rank",
     }.items():

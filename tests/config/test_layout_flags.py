@@ -29,44 +29,44 @@ def megatron(valid: dict[str, Any], **changes: Any) -> Config:
             {TP: 3, PP: 2, CP: 2},
             "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 2 x --context-parallel-size 2 = 12, which "
             "does not divide the 8 training processes (--actor-num-nodes 1 x --actor-num-gpus-per-node 8): every copy "
-            "of the model needs as many",
+            "of the model needs that many",
         ),
         (
             {TP: 2, EP: 8, PP: 1},
             "--expert-tensor-parallel-size 2 x --expert-model-parallel-size 8 x --pipeline-model-parallel-size 1 = 16, "
             "which does not divide the 8 training processes",
         ),
-        ({"fsdp_shard_size": 4}, "--fsdp-shard-size 4 is a matter of FSDP alone, and Megatron trains"),
-        ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload is a matter of FSDP alone"),
+        ({"fsdp_shard_size": 4}, "--fsdp-shard-size 4 works only with FSDP, but Megatron trains"),
+        ({"fsdp_cpu_offload": True}, "--fsdp-cpu-offload works only with FSDP"),
         (
             {"lora_rank": 8},
-            "--lora-rank 8 is a matter of FSDP alone, and Megatron trains: drop it, or use --train-backend",
+            "--lora-rank 8 works only with FSDP, but Megatron trains: drop it, or use --train-backend",
         ),
-        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 is a matter of FSDP alone"),
-        ({"share_prompts": True}, "--share-prompts is a matter of FSDP alone"),
-        ({"log_probs_keep_gib": 1.0}, "--log-probs-keep-gib 1.0 is a matter of FSDP alone"),
-        ({"use_stateless_adam": True}, "--use-stateless-adam is a matter of FSDP alone"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload is a matter of FSDP alone"),
+        ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype bf16 works only with FSDP"),
+        ({"share_prompts": True}, "--share-prompts works only with FSDP"),
+        ({"log_probs_keep_gib": 1.0}, "--log-probs-keep-gib 1.0 works only with FSDP"),
+        ({"use_stateless_adam": True}, "--use-stateless-adam works only with FSDP"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload works only with FSDP"),
         (
             {PP: 2, "num_layers_per_virtual_pipeline_stage": 1, "num_virtual_stages_per_pipeline_rank": 2},
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are two ways",
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both set the stages",
         ),
         (
             {"num_virtual_stages_per_pipeline_rank": 2},
-            "--num-virtual-stages-per-pipeline-rank cuts the stages of a pipeline: add --pipeline-model-parallel-size",
+            "--num-virtual-stages-per-pipeline-rank splits the stages of a pipeline: add --pipeline-model-parallel-size",
         ),
         (
             {PP: 2, "microbatch_group_size_per_virtual_pipeline_stage": 2},
-            "--microbatch-group-size-per-virtual-pipeline-stage is about interleaved stages",
+            "--microbatch-group-size-per-virtual-pipeline-stage applies to interleaved stages",
         ),
-        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers is about the stages"),
+        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers applies to the stages"),
         (
             {PP: 2, "pipeline_model_parallel_layout": "Et|(t|)*1tL"},
             "--pipeline-model-parallel-layout Et|(t|)*1tL has 3 stages, which --pipeline-model-parallel-size 2",
         ),
         (
             {PP: 2, "pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
-            "--pipeline-model-parallel-layout says all of --account-for-loss-in-pipeline-split already",
+            "--pipeline-model-parallel-layout already includes --account-for-loss-in-pipeline-split",
         ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "norm"]},
@@ -114,7 +114,7 @@ def test_both_names_of_recomputation_ask_for_it(valid: dict[str, Any]) -> None:
 def test_functions_that_only_megatron_calls_are_refused_with_fsdp(valid: dict[str, Any], name: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve(Config(**valid, **{name: "mine.function"}))
-    assert str(caught.value).startswith(f"{flag_name(name)} is not taken: ")
+    assert str(caught.value).startswith(f"{flag_name(name)} is not supported: ")
     assert "--train-backend megatron" in str(caught.value)
 
 

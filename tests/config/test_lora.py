@@ -76,7 +76,7 @@ def test_alpha_is_twice_the_rank_and_targets_are_all_layers(valid: dict[str, Any
     ],
 )
 def test_flags_of_lora_without_a_rank_are_refused(valid: dict[str, Any], changes: dict[str, Any], flag: str) -> None:
-    assert refused(valid, **changes) == f"{flag} is about LoRA: add --lora-rank, or drop it"
+    assert refused(valid, **changes) == f"{flag} needs LoRA: add --lora-rank, or drop it"
 
 
 def test_adapters_have_no_average(valid: dict[str, Any]) -> None:
@@ -118,10 +118,10 @@ def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_loaded(valid: d
         config = resolved(valid, lora_load=folder, **given)
         assert (config.lora_rank, config.lora_alpha, config.lora_target_modules) == (4, 32.0, ["q_proj", "v_proj"])
     assert refused(valid, lora_load=folder, lora_rank=8) == (
-        f"--lora-rank 8 is not that of --lora-load {folder}, which is 4: drop --lora-rank"
+        f"--lora-rank 8 contradicts --lora-load {folder}, which has 4: drop --lora-rank"
     )
     assert refused(valid, lora_load=folder, lora_target_modules=["q_proj"]) == (
-        f"--lora-target-modules q_proj is not that of --lora-load {folder}, which is q_proj v_proj: drop "
+        f"--lora-target-modules q_proj contradicts --lora-load {folder}, which has q_proj v_proj: drop "
         "--lora-target-modules"
     )
 
@@ -151,7 +151,7 @@ def test_an_adapter_that_is_not_whole_is_refused(valid: dict[str, Any], tmp_path
         f"--lora-load {folder} has no adapter_model.safetensors: save the adapter again"
     )
     assert refused(valid, lora_load=str(tmp_path)) == (
-        f"--lora-load {tmp_path} has no adapter_config.json: it takes a folder of an adapter as PEFT saves it"
+        f"--lora-load {tmp_path} has no adapter_config.json: give an adapter folder as PEFT saves it"
     )
 
 
@@ -167,19 +167,19 @@ def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
 ) -> None:
     whole, part = checkpoint(tmp_path / "whole", None), checkpoint(tmp_path / "part", SAVED)
     assert refused(valid, load=str(whole), lora_rank=8) == (
-        f"--load {whole}/iter_0000003 holds all weights and no adapter: give it with --ref-load to train one beside "
+        f"--load {whole}/iter_0000003 holds all weights and no adapter: give it as --ref-load to train an adapter on "
         "them, or drop --lora-rank"
     )
     assert refused(valid, load=str(part)) == (
         f"--load {part}/iter_0000003 holds an adapter, not all weights: add --lora-rank 8 --lora-alpha 16 "
-        "--lora-target-modules all-linear, or make a model folder of it with slime convert"
+        "--lora-target-modules all-linear, or convert it with slime convert"
     )
     assert refused(valid, load=str(part), lora_rank=4) == (
-        f"--load {part}/iter_0000003 holds another adapter than the flags ask for: resume with --lora-rank 8 "
+        f"--load {part}/iter_0000003 holds another adapter than the flags describe: resume with --lora-rank 8 "
         "--lora-alpha 16 --lora-target-modules all-linear"
     )
     assert refused(valid, ref_load=str(part), use_kl_loss=True) == (
-        f"--ref-load {part}/iter_0000003 holds an adapter, not all weights: make a model folder of it with slime convert"
+        f"--ref-load {part}/iter_0000003 holds an adapter, not all weights: convert it with slime convert"
     )
     assert resolved(valid, load=str(part), lora_rank=8).lora_rank == 8
 
@@ -210,5 +210,5 @@ def test_engines_that_get_the_adapter_alone_must_have_its_base(valid: dict[str, 
     assert resolved(valid, lora_rank=8, lora_sync="adapter").lora_sync == "adapter"
     assert refused(valid, lora_rank=8, lora_sync="adapter", ref_load=str(other)) == (
         f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {valid['hf_checkpoint']}, but the adapter "
-        f"is trained beside those of --ref-load {other}: use --lora-sync merged, or one folder"
+        f"is trained on those of --ref-load {other}: use --lora-sync merged, or one folder"
     )

@@ -48,7 +48,7 @@ def test_what_changes_numbers_is_refused_and_what_does_not_is_taken(name: str, v
     other = [] if MEGATRON_FLAGS[name] == SWITCH else ["sinkhorn" if MEGATRON_FLAGS[name] == TEXT else "0.25"]
     with pytest.raises(UserError) as caught:
         parse_args([*valid_argv, f"--{name}", *other])
-    assert str(caught.value) == f"{' '.join([f'--{name}', *other])} is not taken: {why}"
+    assert str(caught.value) == f"{' '.join([f'--{name}', *other])} is not supported: {why}"
 
 
 def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str, Any], tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str,
     (tmp_path / "ckpt" / "iter_0000003").mkdir(parents=True)
     (tmp_path / "ckpt" / "iter_0000003" / "meta.json").write_text("{}")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(UserError, match="--finetune is not taken: --load goes on with a run; to start anew"):
+    with pytest.raises(UserError, match="--finetune is not supported: --load resumes a run; to start fresh"):
         check_numbers_stay(config)
 
 
@@ -119,7 +119,7 @@ def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[s
     }
     assert flags_without_effect(config) == []
     assert flags_without_effect(parse_args([*valid_argv, "--bucket-size", "1000"])) == [
-        "Megatron flags without effect on the FSDP trainer: --bucket-size (--train-backend megatron goes by them; fsdp is "
+        "Megatron flags without effect on the FSDP trainer: --bucket-size (--train-backend megatron uses them; fsdp is "
         "the default here)"
     ]
 
@@ -130,13 +130,13 @@ def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[s
         ("--bucket-size many", "--bucket-size must be a whole number, not 'many'"),
         (
             "--use-megatron-fsdp",
-            "--use-megatron-fsdp is not taken: Megatron's own FSDP is not used: --train-backend fsdp",
+            "--use-megatron-fsdp is not supported: Megatron's own FSDP is not used: --train-backend fsdp",
         ),
-        ("--no-fp8-wgrad", "--no-fp8-wgrad is not taken: training computes in float32 or bfloat16"),
-        ("--spec my.module get_spec", "--spec my.module get_spec is not taken: slime has the layers of every family"),
+        ("--no-fp8-wgrad", "--no-fp8-wgrad is not supported: training computes in float32 or bfloat16"),
+        ("--spec my.module get_spec", "--spec my.module get_spec is not supported: slime has the layers of every family"),
         ("--moe-router-dtype fp16", "--moe-router-dtype fp16 is none of fp32, fp64"),
         ("--cp-comm-type p2p ring", "--cp-comm-type ring is none of p2p, all_gather, a2a"),
-        ("--attention-dropout 0.1", "--attention-dropout 0.1 is not taken: there is no dropout in training"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1 is not supported: there is no dropout in training"),
     ],
 )
 def test_what_megatron_cannot_go_by_is_refused(words: str, sentence: str, valid_argv: list[str]) -> None:
@@ -150,7 +150,7 @@ def test_what_only_fsdp_can_leave_out_is_refused_with_megatron(flag: str, valid_
     assert MEGATRON_CLASSES[flag] == OTHERS
     words = [f"--{flag}", *([] if MEGATRON_FLAGS[flag] == SWITCH else ["0.5"])]
     assert len(flags_without_effect(parse_args([*valid_argv, *words]))) == 1
-    with pytest.raises(UserError, match=f"--{flag} is not taken: "):
+    with pytest.raises(UserError, match=f"--{flag} is not supported: "):
         parse_args([*valid_argv, "--train-backend", "megatron", *words])
 
 
@@ -159,7 +159,7 @@ def test_files_and_logs_are_named_with_megatron_too(valid_argv: list[str]) -> No
         [*valid_argv, "--train-backend", "megatron", "--log-interval", "1", "--bf16", "--variable-seq-lengths"]
     )
     assert flags_without_effect(config) == [
-        "files, logs, first weights and log-probs are slime's own matter, so nothing goes by --log-interval"
+        "slime handles files, logs, initial weights and log-probs itself, so these flags have no effect: --log-interval"
     ]
 
 

@@ -95,14 +95,14 @@ AGAIN = "download the folder again"
         ),
         (
             wrong_shard,
-            f"--hf-checkpoint: DIR/model-00002-of-00002.safetensors lacks b.weight, which {INDEX} finds in it: {AGAIN}",
+            f"--hf-checkpoint: DIR/model-00002-of-00002.safetensors lacks b.weight, which {INDEX} lists in it: {AGAIN}",
         ),
         (
             lost_index,
             "--hf-checkpoint DIR has model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, but no "
-            f"{INDEX} that says what lies where: {AGAIN}",
+            f"{INDEX} that lists their tensors: {AGAIN}",
         ),
-        (broken_index, rf"--hf-checkpoint: DIR/{INDEX} is no index of weights \(TypeError\): {AGAIN}"),
+        (broken_index, rf"--hf-checkpoint: DIR/{INDEX} is not an index of weights \(TypeError\): {AGAIN}"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             f"--hf-checkpoint DIR has no weights: there is no model.safetensors, {AGAIN}",
@@ -113,7 +113,7 @@ AGAIN = "download the folder again"
         ),
         (
             written("model.safetensors", struct.pack("<Q", 10**9) + b"{"),
-            f"--hf-checkpoint: DIR/model.safetensors is no safetensors file, or only the beginning of one: {AGAIN}",
+            f"--hf-checkpoint: DIR/model.safetensors is not a safetensors file, or is truncated: {AGAIN}",
         ),
         (
             written("pytorch_model.bin", b""),
@@ -125,7 +125,7 @@ AGAIN = "download the folder again"
             "--hf-checkpoint DIR holds a LoRA adapter of Qwen/Qwen3-0.6B: give its base model, and the adapter with "
             "--lora-load to train it further; or merge the two .* and give that folder",
         ),
-        (gguf, "model folder DIR has no config.json: its GGUF files are a format for inference: take the folder .*"),
+        (gguf, "model folder DIR has no config.json: its GGUF files are a format for inference: give the folder .*"),
     ],
 )
 def test_what_lies_in_a_folder_is_said_with_the_remedy(
@@ -169,12 +169,12 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
         ({"num_hidden_layers": 1}, None),
         (
             {"intermediate_size": 24},
-            r"model.layers.0.mlp.gate_proj.weight in DIR has shape \(20, 8\), but its config.json asks for \(24, 8\) "
+            r"model.layers.0.mlp.gate_proj.weight in DIR has shape \(20, 8\), but its config.json requires \(24, 8\) "
             r"\(intermediate_size 24\): correct it, or take config and weights of the same model",
         ),
         (
             {"num_attention_heads": 4},
-            r"model.layers.0.self_attn.q_proj.weight in DIR has shape \(12, 8\), but its config.json asks for \(24, 8\) "
+            r"model.layers.0.self_attn.q_proj.weight in DIR has shape \(12, 8\), but its config.json requires \(24, 8\) "
             r"\(num_attention_heads 4, head_dim 6\): correct it, .*",
         ),
         (
@@ -257,7 +257,7 @@ def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
 
 def test_a_gguf_file_and_a_name_on_the_hub(valid: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "q4.gguf").write_bytes(b"GGUF")
-    assert "q4.gguf is a GGUF file, a format for inference: take" in refused(
+    assert "q4.gguf is a GGUF file, a format for inference: give" in refused(
         valid, hf_checkpoint=str(tmp_path / "q4.gguf")
     )
     assert refused(valid, hf_checkpoint="Qwen/Qwen3-0.6B") == (
@@ -308,7 +308,7 @@ def test_checkpoints_are_whole_or_refused(valid: dict[str, Any], tmp_path: Path)
     one.mkdir(parents=True)
     resolve(Config(**valid, load=str(saved)))
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
-    assert "names iteration '3', which is not there" in refused(valid, load=str(saved))
+    assert "names iteration '3', which does not exist" in refused(valid, load=str(saved))
     (one / "meta.json").write_text("{}")
     assert refused(valid, load=str(saved)) == (
         f"--load: checkpoint {one} has no weights (model-*.safetensors): choose another one"

@@ -28,7 +28,7 @@ def test_every_flag_without_effect_is_named_with_its_reason() -> None:
 
 def test_flags_of_one_reason_share_a_sentence() -> None:
     assert notes("--record-memory-history", "--memory-snapshot-dir", "/tmp", "--http-proxy", "p") == [
-        "--http-proxy p has no effect: engines are asked directly, as upstream",
+        "--http-proxy p has no effect: engines are called directly, as in upstream",
         "--record-memory-history, --memory-snapshot-dir /tmp has no effect: memory is not recorded",
     ]
 
@@ -66,7 +66,7 @@ def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:
         "9",
     )
     assert unused_by_layers(parse_flags(words), "cpu") == [
-        "layers are plain torch on a CPU, so nothing goes by --moe-permute-fusion, --attention-backend"
+        "layers are plain torch on a CPU, so these flags have no effect: --moe-permute-fusion, --attention-backend"
     ]
     assert unused_by_layers(parse_flags((*words, "--transformer-impl", "transformer_engine")), "cuda") == []
     assert unused_by_layers(parse_flags(words[2:]), "cpu") == [], "FSDP has a sentence of its own about them"
@@ -76,6 +76,6 @@ def test_megatrons_flags_are_named_by_their_class() -> None:
     used = ("--recompute-granularity", "full", "--bf16", "--hidden-dropout", "0")
     assert notes("--sequence-parallel", "--num-layers", "2", *used, "--moe-permute-fusion", "--swiglu") == [
         "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion"
-        " (--train-backend megatron goes by them; fsdp is the default here)",
-        "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
+        " (--train-backend megatron uses them; fsdp is the default here)",
+        "the model is built from its config.json, with which these flags are only compared: --num-layers, --swiglu",
     ]

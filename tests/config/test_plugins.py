@@ -69,16 +69,16 @@ def test_mistakes_are_one_sentence(plugin: Path, tmp_path: Path) -> None:
 def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken_plugin.py"
     broken.write_text("import no_such_dependency_q\n")
-    sentence = f"{broken} does not import (ModuleNotFoundError: No module named 'no_such_dependency_q')"
+    sentence = f"{broken} could not be imported (ModuleNotFoundError: No module named 'no_such_dependency_q')"
     assert refused(f"{broken}:f") == f"--custom-rm-path: {sentence}"
     for line, remedy in (
         (
             "from megatron.core import mpu",
-            "or drop the import, which slime.backends.megatron_utils works without)",
+            "or drop the import, which slime.backends.megatron_utils does not need)",
         ),
         (
             "import ray",
-            "functions of yours are called in the processes of the run and need none; drop the import, or pip install 'slime[ray]')",
+            "plugins are called in the processes of the run and do not need it; drop the import, or pip install 'slime[ray]')",
         ),
     ):
         monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # not installed, wherever this runs

@@ -102,7 +102,7 @@ def test_weights_of_a_megatron_checkpoint_are_what_a_run_starts_from(
     shown = folder / name if name else folder
     plan = planned(valid, load=str(folder))
     assert rows(plan)["starts from"] == f"--load {shown}, weights only"
-    assert f"--load {folder} is a Megatron checkpoint: its weights are read; " in " ".join(plan.notes)
+    assert f"--load {folder} is a Megatron checkpoint: only its weights are read; " in " ".join(plan.notes)
     plan = planned(valid, ref_load=str(folder), use_kl_loss=True)
     assert rows(plan)["starts from"] == f"--ref-load {shown}, weights only"
     assert rows(plan)["reference"] == f"--ref-load {shown}"
@@ -128,16 +128,16 @@ def test_megatron_checkpoints_are_told_by_what_lies_in_them(
     what = f"{folder} is a Megatron checkpoint ({shown})"
     for flag, others in (("hf_checkpoint", {}), ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"})):
         assert refused(valid, **others, **{flag: str(folder)}) == (
-            f"--{flag.replace('_', '-')} {what}, but a Hugging Face folder is needed: make one of it with slime convert, "
-            "or give it with --load or --ref-load"
+            f"--{flag.replace('_', '-')} {what}, but a Hugging Face folder is needed: convert it with slime convert, "
+            "or give it as --load or --ref-load"
         )
     if "torch_dist" in shown:
         (folder / "release" / ".metadata").unlink()
     for flag, others in (("load", {}), ("ref_load", {}), ("critic_load", {"advantage_estimator": "ppo"})):
-        remedy = " without .metadata: it is not whole, copy it again"
+        remedy = " without .metadata: it is incomplete, copy it again"
         if "torch," in shown:
             remedy = (
-                " of pickled objects, which are never opened here: have Megatron make a torch_dist one of it "
+                " of pickled objects, which are never opened here: convert it with Megatron to torch_dist "
                 "(--ckpt-convert-format torch_dist)"
             )
         assert refused(valid, **others, **{flag: str(folder)}) == f"--{flag.replace('_', '-')} {what}{remedy}"
@@ -272,9 +272,9 @@ def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: P
     assert find_start(fresh).checkpoint == saved / "iter_0000003"
     assert not find_start(fresh).resumes
     assert refused(valid, load=str(saved), ckpt_step=4).startswith(f"--load {saved} has no iteration 4")
-    assert "no folder of checkpoints to pick iteration 3 from" in refused(valid, ref_load=str(other), ref_ckpt_step=3)
+    assert "is not a folder of checkpoints to pick iteration 3 from" in refused(valid, ref_load=str(other), ref_ckpt_step=3)
     assert refused(valid, ref_ckpt_step=3) == (
-        "--ref-ckpt-step 3 picks a checkpoint of --ref-load: give it, or drop --ref-ckpt-step"
+        "--ref-ckpt-step 3 selects a checkpoint of --ref-load: give --ref-load, or drop --ref-ckpt-step"
     )
     ppo = refused(valid, ref_load=str(saved), advantage_estimator="ppo")
     assert ppo.endswith("which a critic cannot start from: give --critic-hf-checkpoint")

@@ -22,7 +22,7 @@ from tests.data.journal_samples import finish, open_journal
 
 ROWS = [{"input": f"question {number}", "label": number, "metadata": {"row": number}} for number in range(9)]
 SENTENCE = (
-    "{path}: {count} buffered prompts start over, because the journal with their responses is not here or has gone on"
+    "{path}: {count} buffered prompts start over, because the journal with their responses is missing or has changed"
 )
 
 
@@ -150,7 +150,7 @@ def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
     again = started(config, tmp_path / "run", 1)
     assert unnumbered(again.source.buffer) == unnumbered(groups)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the samples of an earlier run do not fit to rollout 1: they are now in {tmp_path / 'run/journal-1.sqlite'}"
+        f"the samples of an earlier run do not match rollout 1: they are now in {tmp_path / 'run/journal-1.sqlite'}"
     ]
     again.journal.close()
     once_more = started(config, tmp_path / "run", 1)  # they are in the new journal now

@@ -478,7 +478,7 @@ def test_a_newer_format_is_refused(written: Path) -> None:
     with sqlite3.connect(written / "journal.sqlite") as connection:
         connection.execute("PRAGMA user_version=5")
     connection.close()
-    refused(written, "has format 5, and this slime knows formats up to 4")
+    refused(written, "has format 5, but this version supports formats up to 4")
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)
@@ -491,14 +491,14 @@ def test_a_database_of_somebody_else_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "journal.sqlite")
     connection.execute("CREATE TABLE identity (name, value)")
     connection.close()
-    refused(tmp_path, "is an SQLite database, but no journal of slime")
+    refused(tmp_path, "is an SQLite database, but not a journal of slime")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(written: Path, share: float) -> None:
     path = written / "journal.sqlite"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    refused(written, "is no readable journal")
+    refused(written, "not a readable journal")
 
 
 def test_the_identity_of_a_run(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_an_evaluated_sample_that_cannot_be_kept_ends_nothing(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         journal.keep_evaluation(1, {"math": samples})
     assert evaluated(journal) == [(1, "math", 1)]
-    assert "evaluation on math: not kept to be looked at: sample 0.metadata.tool: a object" in caplog.text
+    assert "evaluation on math: sample not kept for inspection: sample 0.metadata.tool: a object" in caplog.text
 
 
 def test_the_reward_of_an_evaluation_is_the_one_of_its_key(tmp_path: Path) -> None:

@@ -46,15 +46,15 @@ def test_parts_in_parquet_have_the_keys_of_other_parts(tmp_path: Path) -> None:
     [
         (
             {"role": "user", "content": [*PARTS, IMAGE]},
-            "holds a part of type 'image_url'; this version reads text alone",
+            "has a part of type 'image_url', but only text is supported",
         ),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "holds a part of type 'input_audio'"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "has a part of type 'input_audio'"),
         ({"role": "user", "content": {"text": "a"}}, "'content' must be text or a list of parts, not dict"),
         ({"role": "user", "content": 5}, "'content' must be text or a list of parts, not int"),
         ({"role": "user", "content": [{"type": "text"}]}, "a part of type 'text' has no 'text'"),
         ({"role": "user", "content": [7]}, "a part of 'content' must be an object with a 'type', not 7"),
-        ({"role": "user", "content": None}, "the user says nothing"),
-        ({"role": "tool"}, "the tool says nothing"),
+        ({"role": "user", "content": None}, "the user message is empty"),
+        ({"role": "tool"}, "the tool message is empty"),
     ],
 )
 def test_what_is_no_text_is_refused_with_file_line_and_message(
@@ -113,7 +113,7 @@ def test_labels_to_compare_with_are_texts(write_jsonl: Callable[..., str], label
         ([{"answer": 4}], "the label must be a text"),
         ([["4"]], "the label must be a text"),
         (user("2+2="), "the label is a conversation without an assistant's message"),
-        ([{"role": "assistant", "content": [IMAGE]}], "label: message 0: holds a part of type 'image_url'"),
+        ([{"role": "assistant", "content": [IMAGE]}], "label: message 0: has a part of type 'image_url'"),
     ],
 )
 def test_labels_of_no_use_are_refused_at_their_row(
@@ -168,8 +168,8 @@ def test_a_refusal_says_what_would_do_and_what_came() -> None:
     with pytest.raises(UserError) as compared:
         checked_label({"a": 1}, "answer", "f.jsonl:3")
     assert str(compared.value) == (
-        "f.jsonl:3: the label must be a text, a number or a list of accepted ones; --custom-rm-path names a function "
-        'that may read others, not an object ({"a": 1})'
+        'f.jsonl:3: the label must be a text, a number or a list of accepted answers, not an object ({"a": 1}); for '
+        "other labels name a function with --custom-rm-path"
     )
     with pytest.raises(UserError) as trained_on:
         checked_label(["a"], "target", "f.jsonl:3")

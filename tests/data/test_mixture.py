@@ -189,7 +189,7 @@ def test_other_weights_count_from_where_they_begin(make_args: Make, caplog: pyte
     other = RolloutDataSource(make_args(weights={"copy": 1, "sort": 1, "add": 8}))
     with caplog.at_level(logging.WARNING):
         other.load(0)
-    assert "was saved with the weights copy 1, sort 1, add 1: prompts now come in other shares" in caplog.text
+    assert "was saved with the weights copy 1, sort 1, add 1: the proportions of prompts have changed" in caplog.text
     found = other.get_samples(10)
     assert Counter(tasks(found)) == {"copy": 1, "sort": 1, "add": 8}
     assert [group[0].prompt for group in found if group[0].task == "add"][:4] == ["add 3", "add 4", "add 5", "add 6"]

@@ -210,7 +210,7 @@ def test_a_damaged_state_is_named(live: Any, tmp_path: Path, args: Namespace) ->
     folder = tmp_path / "run" / "rollout"
     folder.mkdir(parents=True)
     (folder / "data_state_0.json").write_text('{"source": {}}')
-    with pytest.raises(UserError, match=r"data_state_0.json: is no position of --data-source-path mine.py"):
+    with pytest.raises(UserError, match=r"data_state_0.json: not a position of --data-source-path mine.py"):
         UserSource(Adaptive(), args).load(0)
 
 

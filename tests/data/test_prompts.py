@@ -300,7 +300,7 @@ def test_tokenizer_and_context_of_a_model_folder(model_folder: Path, tmp_path: P
     assert model_context_length(str(empty)) is None
     with pytest.raises(UserError, match="empty: has no tokenizer"):
         load_tokenizer(str(empty))
-    with pytest.raises(UserError, match="nowhere: is no model folder"):
+    with pytest.raises(UserError, match="nowhere: not a model folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (empty / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="its tokenizer does not load"):

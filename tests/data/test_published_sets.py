@@ -74,7 +74,7 @@ def test_every_prompt_says_how_to_answer(write_jsonl: Callable[..., str], byte_t
     assert PromptDataset(chat, prompt_suffix="!")[0].prompt == [talk[0], {"role": "user", "content": "u!"}, talk[2]]
     alone = write_jsonl([{"input": talk[:1]}], "alone.jsonl")
     with pytest.raises(
-        UserError, match=r"alone.jsonl:1: --prompt-suffix follows what a user says, and this prompt has"
+        UserError, match=r"alone.jsonl:1: --prompt-suffix is appended to the last user message, but this prompt has"
     ):
         PromptDataset(alone, prompt_suffix="!")
     numbered = write_jsonl([{"input": 7}], "number.jsonl")

@@ -56,10 +56,10 @@ def test_rows_are_needed_as_far_as_tokens_are_trained_on() -> None:
 def test_what_no_router_of_the_model_chose_is_named() -> None:
     too_large, negative, unrecorded = rows(5), rows(5).astype(np.int32), rows(5)
     too_large[2, 1, 0], negative[0, 2, 1], unrecorded[3, 2] = 8, -1, 0
-    assert refusal(too_large) == "rollout_routed_experts names expert 8, and there are 8"
-    assert refusal(negative) == "rollout_routed_experts has -1, which is no expert"
-    assert "nothing but zeros for token 3 in layer 2" in refusal(unrecorded)
-    assert "has 2 x 2 entries a token, not 3 layers x 2 experts" in refusal(rows(5)[:, 1:])
+    assert refusal(too_large) == "rollout_routed_experts contains expert 8, but the model has 8 experts"
+    assert refusal(negative) == "rollout_routed_experts has -1, which is not an expert id"
+    assert "only zeros for token 3 in layer 2" in refusal(unrecorded)
+    assert "has 2 x 2 entries per token, expected 3 layers x 2 experts" in refusal(rows(5)[:, 1:])
     assert "array of whole numbers" in refusal(rows(5).astype(np.float32))
     assert "array of whole numbers" in refusal(rows(5)[:, 1])
     assert "array of whole numbers" in refusal([[[1, 2]]])

@@ -206,13 +206,13 @@ def test_mistakes_are_sentences(journal: Journal, tmp_path: Path) -> None:
     assert told(empty) == f"{empty}: has no journal.sqlite; give the folder of a run (its --output-dir)"
     assert "no such run folder" in told(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello, this is not a database")
-    assert "notes.txt: is no readable journal" in told(tmp_path / "notes.txt")
+    assert "notes.txt: not a readable journal" in told(tmp_path / "notes.txt")
     assert "invalid choice: 'done'" in told(journal.path, "--state", "done")
     assert "invalid int value" in told(journal.path, "--rollout", "x")
     assert "required: RUN" in told()
     assert told(journal.path, "--limit", "0") == "--limit 0: must be at least 1"
     assert told(journal.path, "1", "--sample", "2") == "--sample 2: sample 1 is named already, drop one of them"
-    assert told(journal.path, "--descending") == "--descending: says nothing without --sort"
+    assert told(journal.path, "--descending") == "--descending: has no effect without --sort"
     assert "with --eval give --step or --dataset" in told(journal.path, "--eval", "--rollout", "2")
     assert "ends in .jsonl or .parquet" in told(journal.path, "--export", tmp_path / "a.csv")
     (tmp_path / "there.jsonl").write_text("mine")

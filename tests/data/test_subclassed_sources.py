@@ -163,7 +163,7 @@ def test_dataset_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -
     assert len(Dataset(path, byte_tokenizer, None, None, prompt_key="text", multimodal_keys=keys)) == len(rows)
     pictured = write_jsonl([*rows, {**rows[0], "images": ["a.png"]}])
     with pytest.raises(
-        UserError, match=r"'images' holds the image of this prompt \(--multimodal-keys\), but prompts are"
+        UserError, match=r"'images' holds the image of this prompt \(--multimodal-keys\), but only text prompts are"
     ):
         Dataset(pictured, byte_tokenizer, None, None, multimodal_keys=keys)
 

@@ -166,7 +166,7 @@ def test_nothing_that_goes_wrong_in_a_trace_reaches_the_sample(
         assert traced(sample) == "value"
     assert failures.count == 5
     assert [record.message for record in caplog.records] == [
-        "tracing failed in _begin; the samples go on, and further failures are counted"
+        "tracing failed in _begin; samples are not affected, and later failures are only counted"
     ]
     assert sample.trace == {"version": 9}  # type: ignore[attr-defined]
     trace_event(None, "nobody")

@@ -43,7 +43,7 @@ def test_train_async_is_one_step_off(place: Path) -> None:
 def test_taking_turns_is_refused_with_the_reason(place: Path) -> None:
     done = run([*TRAIN_ASYNC, *grpo_flags(), "--num-rollout", "1", "--colocate", "--offload-rollout"], place)
     assert done.code == 2
-    assert "--offload-rollout takes the engines' memory away during training" in done.err
+    assert "--offload-rollout frees the engines' memory during training" in done.err
     assert len(done.err.splitlines()) == 1
 
 

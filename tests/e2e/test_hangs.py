@@ -177,7 +177,7 @@ def test_rewards_that_hang_now_and_then_fail_their_samples_only(folder: Path, tm
 
 
 def assert_graph(log: str, line: str) -> None:
-    assert re.search(rf"who waits for whom:\n(  .*\n)*?  .*{line}", log), log[-4000:]
+    assert re.search(rf"wait-for graph:\n(  .*\n)*?  .*{line}", log), log[-4000:]
 
 
 # trainers

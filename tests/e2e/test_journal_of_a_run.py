@@ -74,7 +74,7 @@ def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
         running.popen.send_signal(signal.SIGQUIT)
         done = running.finish()
         assert done.code == 1
-        assert done.err.count("who waits for whom:") == 2
+        assert done.err.count("wait-for graph:") == 2
         assert done.err.count("  driver waits for rollout ") == 2
         assert done.err.count("more like it wait for the reward function napping.py:nap") == 2, done.err
         assert "error: the run was ended by SIGQUIT" in done.err

@@ -43,8 +43,8 @@ def test_a_disk_that_is_full_at_the_end_costs_the_run_and_not_the_weights(place:
     last = done.err.splitlines()[-1]
     assert last.startswith("error: cannot write the checkpoint of rollout 0 to small/ckpt/iter_0000000: ")
     assert last.endswith(
-        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to go on from with "
-        f"--load {kept}-checkpoint"
+        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to resume from "
+        f"with --load {kept}-checkpoint"
     )
     assert "Traceback" not in done.err
     before, after = (load_file(folder / "model.safetensors") for folder in (place / "model", kept))

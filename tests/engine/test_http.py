@@ -290,7 +290,7 @@ def test_openai_dialect(engine: EngineProcess) -> None:
     image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
     status, answer = engine.post("/v1/chat/completions", image)
     assert status == 400
-    assert "messages: message 0: holds a part of type 'image_url'" in json.dumps(answer)
+    assert "messages: message 0: has a part of type 'image_url'" in json.dumps(answer)
     assert (
         engine.post("/v1/completions", {"prompt": "what is", "max_tokens": 3})[1]["choices"][0]["finish_reason"]
         == "length"

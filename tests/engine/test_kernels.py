@@ -14,7 +14,7 @@ PROGRAM = r"""
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np, torch
-from slime.engine.embedded.model import kernels
+from slime.engine.embedded.model import decode_kernels
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles, ExtendTuning, extend_attention
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 
@@ -44,7 +44,7 @@ total = sum(queries)
 q, k, v = torch.randn(total, HEADS, DIM), torch.randn(total, KV, DIM), torch.randn(total, KV, VDIM)
 slots = torch.cat([table[r, n - m : n].long() for r, n, m in zip(rows, lens, queries)])
 tiles = ExtendTiles.build(rows, queries, lens, torch.device("cpu"))
-out = kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, sinks, rules.scale, softcap, window)
+out = decode_kernels.paged_extend(q, k, v, slots, keys, values, table, tiles, sinks, rules.scale, softcap, window)
 together = ExtendTuning(1 + (HEADS // KV + 1) % 2, keys=16, warps=4, stages=1)  # two heads in a program if they pair
 again = extend_attention(q, keys, values, table, tiles, sinks, rules.scale, softcap, window, together)
 first, worst = 0, 0.0
@@ -56,7 +56,7 @@ for row, n, m in zip(rows, lens, queries):
 
 q, k, v = torch.randn(3, HEADS, DIM), torch.randn(3, KV, DIM), torch.randn(3, KV, VDIM)
 slots = torch.stack([table[r, n - 1].long() for r, n in zip(rows, lens)])
-out = kernels.paged_decode(
+out = decode_kernels.paged_decode(
     q, k, v, slots, keys, values, table, torch.tensor(rows), torch.tensor(lens, dtype=torch.int32), sinks, rules.scale,
     softcap, window)
 assert torch.equal(keys[:, slots], k.transpose(0, 1))
@@ -87,7 +87,7 @@ def test_kernels_match_attention_spelled_out(
 EXPERTS = r"""
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from slime.engine.embedded.model import delta_kernels, delta_net, expert_kernels
+from slime.engine.embedded.model import delta_net_kernels, expert_kernels, gated_delta_net
 from tests.tiny_models import SMALL
 
 torch.manual_seed(0)
@@ -123,10 +123,10 @@ picked = torch.tensor([3, 0])
 token = [torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 40), -torch.rand(2, 3), torch.rand(2, 3)]
 states, inputs = torch.randn(5, 3, 8, 40), torch.randn(5, 3, 24)
 plain_states, plain_inputs = states.clone(), inputs.clone()
-worst = max(worst, (delta_kernels.step(states, picked, *token) - delta_net.step(plain_states, picked, *token)).abs().max().item())
+worst = max(worst, (delta_net_kernels.step(states, picked, *token) - gated_delta_net.step(plain_states, picked, *token)).abs().max().item())
 fresh, weight = torch.randn(2, 24), torch.randn(24, 4)
-found = delta_kernels.convolve(inputs, picked, fresh, weight)
-worst = max(worst, (found - delta_net.convolve(plain_inputs, picked, fresh, weight)).abs().max().item())
+found = delta_net_kernels.convolve(inputs, picked, fresh, weight)
+worst = max(worst, (found - gated_delta_net.convolve(plain_inputs, picked, fresh, weight)).abs().max().item())
 worst = max(worst, (states - plain_states).abs().max().item(), (inputs - plain_inputs).abs().max().item())
 print("worst", worst)
 assert worst < 1e-4, worst

@@ -200,7 +200,7 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
     (tmp_path / "no_folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_folder"))
     with (
-        pytest.raises(UserError, match=r"cannot be kept in .*/7 \(Not a directory\): name a folder"),
+        pytest.raises(UserError, match=r"cannot be stored in .*/7 \(Not a directory\): set XDG_CACHE_HOME"),
         control_key(options, 7),
     ):
         raise AssertionError("an engine without a key would be open")
@@ -260,7 +260,7 @@ def test_an_engine_that_others_can_reach_never_goes_without_a_key(
     assert capsys.readouterr().out == ""
     made = key_of("--host", "10.0.0.2")
     assert made is not None
-    assert f"asks for the key {made} " in capsys.readouterr().out
+    assert f"requires the key {made} " in capsys.readouterr().out
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert key_of("--host", "0.0.0.0") == KEY
     assert KEY_VARIABLE not in os.environ  # what the engine starts need not know it

@@ -88,8 +88,8 @@ def test_supervised_training_through_the_asynchronous_driver(place: Path) -> Non
     for sentence in (
         "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --recompute-method, "
         "--recompute-num-layers, --attention-backend, --accumulate-allreduce-grads-in-fp32, "
-        "--attention-softmax-in-fp32 (--train-backend megatron goes by them; fsdp is the default here)",
-        "the model is what its config.json says, of which these only speak: --num-layers, --swiglu",
+        "--attention-softmax-in-fp32 (--train-backend megatron uses them; fsdp is the default here)",
+        "the model is built from its config.json, with which these flags are only compared: --num-layers, --swiglu",
         "--disable-wandb-random-suffix has no effect: names in W&B never get a random suffix",
     ):
         assert done.out.count(f"note: {sentence}\n") == 1, sentence

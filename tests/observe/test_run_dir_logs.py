@@ -84,7 +84,7 @@ def test_a_live_run_on_another_machine_is_named_whether_or_not_the_storage_share
     monkeypatch.setattr(run_dir, "SILENCE_S", 120.0)
     if shares_locks:
         fcntl.flock(elsewhere, fcntl.LOCK_EX)
-    with beating(elsewhere), pytest.raises(UserError, match=r"still going \(process 12 on node-a\).*--output-dir"):
+    with beating(elsewhere), pytest.raises(UserError, match=r"still alive \(process 12 on node-a\).*--output-dir"):
         RunDir(tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
     (tmp_path / ".lock").write_text("12 node-a 0000-1111\n")
     fcntl.flock(elsewhere, fcntl.LOCK_EX)
     monkeypatch.setattr(run_dir, "RELEASE_S", 0.1)
-    with pytest.raises(UserError, match=r"locked by process 12 on node-a, which gives no sign of life"):
+    with pytest.raises(UserError, match=r"locked by process 12 on node-a, which has no heartbeat"):
         RunDir(tmp_path)
     monkeypatch.setattr(run_dir, "RELEASE_S", 240.0)
     looked = threading.Event()

@@ -109,8 +109,8 @@ def test_of_named_templates_the_one_that_renders_the_request_gives_the_formats()
     [
         ("gemma3", "does not render tools"),
         ("plain", "does not render tools"),
-        ("glm4", "in no format that is read here"),
-        ("gemma4", "in no format that is read here"),
+        ("glm4", "in an unknown format"),
+        ("gemma4", "in an unknown format"),
         ("llama3", None),
         ("qwen3", None),
     ],

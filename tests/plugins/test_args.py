@@ -46,7 +46,7 @@ def test_a_flag_that_a_plugin_writes_is_warned_of_once_and_changes_nothing(caplo
         args.num_rollout = 100
         args.num_rollout = 200
     assert [record.getMessage() for record in caplog.records] == [
-        "a plugin set args.num_rollout = 100: plugins see it, but the run goes on with None; to change the run, "
+        "a plugin set args.num_rollout = 100: plugins see it, but the run keeps None; to change the run, "
         "give --num-rollout before it starts"
     ]
     assert (args.num_rollout, config.num_rollout) == (200, None)
@@ -57,7 +57,7 @@ def test_a_name_that_nobody_has_set_is_an_attribute_error() -> None:
     args = plugin_args(config_of())
     assert not hasattr(args, "own_thing")
     assert getattr(args, "own_thing", 5) == 5
-    with pytest.raises(AttributeError, match="args has no own_thing: it is no flag"):
+    with pytest.raises(AttributeError, match="args has no own_thing: it is neither a flag"):
         _ = args.own_thing
     del args.hf_checkpoint
     assert "hf_checkpoint" not in args

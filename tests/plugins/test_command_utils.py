@@ -84,7 +84,7 @@ def test_a_training_script_gets_the_models_flags_and_its_own(
 
 def test_a_checkpoint_that_needs_no_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "hf" / "Qwen3-4B"
-    with pytest.raises(UserError, match="is no Hugging Face folder"):
+    with pytest.raises(UserError, match="is not a Hugging Face folder"):
         U.convert_checkpoint("Qwen3-4B", "qwen3-4B", 8, dir_dst=str(tmp_path), hf_checkpoint=str(model))
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")

@@ -106,7 +106,7 @@ def test_what_each_flag_takes_and_refuses(contract: Any, write: Write) -> None:
         (
             "custom_rm_path",
             "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): pass",
-            "is made with model_path, which is no flag: put model_path: ... into a YAML file",
+            "needs the argument model_path, which is not a flag: put model_path: ... into a YAML file",
         ),
         ("data_source_path", "class f: pass", "is a class without get_samples(num_samples): add this method"),
         (
@@ -117,7 +117,7 @@ def test_what_each_flag_takes_and_refuses(contract: Any, write: Write) -> None:
         (
             "data_source_path",
             "class f:\n    def get_samples(self, n): pass\n    async def save(self, rollout_id): pass",
-            ":f: save is async, but nobody awaits it: write it as a plain def",
+            ":f: save is async, but it is not awaited: write it as a plain def",
         ),
         (
             "data_source_path",

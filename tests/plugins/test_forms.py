@@ -234,7 +234,7 @@ def test_a_wrong_reward_ends_the_run_and_names_its_function(engine, make_runtime
         generate_rollout(runtime.args, 0, prompts(["a"], n=2))
     endless = write("endless.py", "def endless(args, sample):\n    return float('inf')\n")
     runtime = make_runtime([engine.url], custom_rm_path=endless)
-    with pytest.raises(UserError, match=r"endless.py: the reward of sample \d is inf, which is no finite number"):
+    with pytest.raises(UserError, match=r"endless.py: the reward of sample \d is inf, which is not a finite number"):
         generate_rollout(runtime.args, 0, prompts(["a"], n=2))
 
 

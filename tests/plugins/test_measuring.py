@@ -144,7 +144,7 @@ def test_metrics_go_to_the_run_that_calls_the_plugin(
     assert outer == [({"a": 2, "step": 5}, "step")]
     assert [record.getMessage() for record in caplog.records] == [
         "the metric e is a list and not logged: log numbers and texts",
-        "no run calls plugins in this process: the metrics ['a'] are logged nowhere",
+        "no run calls plugins in this process: the metrics ['a'] are not logged",
     ]
 
 

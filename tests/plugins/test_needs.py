@@ -46,7 +46,7 @@ def test_a_number_that_is_computed_with_must_be_there(generate: Callable[[str], 
         check(custom_generate_function_path=path)
     assert str(caught.value) == (
         f"--custom-generate-function-path {path} computes with args.max_turns, which has no value: give --max-turns, "
-        "or let the function choose one (args.max_turns or 1)"
+        "or use a default in the function (args.max_turns or 1)"
     )
 
 

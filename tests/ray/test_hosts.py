@@ -38,7 +38,7 @@ def test_hosts_without_the_files_are_sent_them(place: Path, tmp_path: Path, monk
         done = run(head.command([*TRAIN, *words, *own, "--ray-address", address, "--output-dir", "far"]), place)
         assert done.code == 0, done.err + done.out
         log = (place / "far" / "logs" / "driver.log").read_text()
-        assert log.count("has no slime or another one: this one is sent there") == 3
+        assert log.count("has no slime or a different one: sending this one") == 3
         assert log.count(f"{place / 'model'} as /tmp/slime-node-cache/model-") == 3
         assert [record["rollout_id"] for record in records(place / "far", "train")] == [0, 1]
         refused = run(

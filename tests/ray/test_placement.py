@@ -144,7 +144,7 @@ def test_a_lost_node_ends_its_processes_and_a_spare_takes_its_place(cluster: Clu
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("127.0.0.1:1", r"--ray-address 127.0.0.1:1: nobody answers there \(.*\): start the cluster with `ray start"),
+        ("127.0.0.1:1", r"--ray-address 127.0.0.1:1: no server answers there \(.*\): start the cluster with `ray start"),
         ("ray://127.0.0.1:10001", r"--ray-address ray://127.0.0.1:10001: give HOST:PORT of the cluster's head"),
         ("nowhere", r"--ray-address nowhere: give HOST:PORT, or auto"),
     ],

@@ -112,7 +112,7 @@ def test_metadata_as_files_hold_it() -> None:
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        (None, "the metadata has no instruction_id_list"),
+        (None, "instruction_id_list in the metadata must be a list of names"),
         ({"instruction_id_list": ["a", "b"], "kwargs": [{}]}, "kwargs must be a list of 2 objects"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [3]}, "the kwargs of keywords:existence must be an"),
         ({"instruction_id_list": ["keywords:existence"]}, "cannot be checked: its keywords must be a list of texts"),

@@ -156,7 +156,7 @@ def test_a_custom_function_that_gives_no_reward(
         ("text", rf":text: {wanted} '1.0' \(str\): {remedy}$"),
         ("a_list", rf":a_list: {wanted} \[1.0\] \(list\): {remedy}$"),
         ("several", rf":several: {wanted} array\(\[1., 2.\]\) \(ndarray\): {remedy}$"),
-        ("not_a_number", r":not_a_number: the reward of sample 3 is nan, which is no finite number"),
+        ("not_a_number", r":not_a_number: the reward of sample 3 is nan, which is not a finite number"),
         ("infinite_entry", r":infinite_entry: the reward's score of sample 3 is inf"),
         ("text_entry", r":text_entry: the reward's score of sample 3 must be a number or a dict, got '1.0' \(str\)"),
     ):

@@ -90,10 +90,10 @@ def test_rows_that_cannot_be_trained_with_end_their_sample_alone(engine, make_ru
     assert samples["a"].failure is None
     np.testing.assert_array_equal(samples["a"].rollout_routed_experts, rows(samples["a"].tokens))
     for prompt, cause in {
-        "b": "names expert 8, and there are 8",
-        "c": "nothing but zeros for token 0 in layer 1",
+        "b": "contains expert 8, but the model has 8 experts",
+        "c": "only zeros for token 0 in layer 1",
         "d": "1 rows for 3 tokens, not 2",
-        "e": "there are no rollout_routed_experts",
+        "e": "rollout_routed_experts is missing",
     }.items():
         assert cause in samples[prompt].failure, prompt
         assert samples[prompt].rollout_routed_experts is None

@@ -91,7 +91,7 @@ def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
     assert told == [True, True, False, True, False, False, False, True, False]
     (last,) = [text for n in range(9, 16) for text in concerns.about(n, [sample(0), sample(0)], 0.0)]
     assert last.startswith("rollout 15: all 2 samples got the reward 0")
-    assert last.endswith("(so in 16 rollouts by now)")
+    assert last.endswith("(16 rollouts so far)")
     assert concerns.about(16, [sample(0), sample(1)], 1.0) == []
 
 

@@ -214,7 +214,7 @@ def test_what_ends_the_generation_is_raised_where_it_is_missed(begin: Any, timed
     reward = write_plugin("def f(args, sample):\n    return float('nan') if sample.prompt == 'c' else 1.0\n")
     generation = begin(rm_type=None, custom_rm_path=reward)
     taken = []
-    with pytest.raises(UserError, match="the reward of sample 2 is nan, which is no finite number"):
+    with pytest.raises(UserError, match="the reward of sample 2 is nan, which is not a finite number"):
         taken.extend(generation.take(rollout_id) for rollout_id in range(3))
 
 

@@ -75,12 +75,12 @@ class NotPlain:
 def test_foreign_files_are_refused(tmp_path):
     path = tmp_path / "0.jsonl"
     cases = [
-        ("", "is no dump of a rollout"),
-        ('{"index": 0}\n', "is no dump of a rollout"),
+        ("", "is not a rollout dump"),
+        ('{"index": 0}\n', "is not a rollout dump"),
         ('{"format": "slime-rollout", "version": 2}\n', "has version 2 of the format, this slime reads version 1"),
         ('{"format": "slime-rollout", "version": 1}\n', "holds no samples"),
         ('{"format": "slime-rollout", "version": 1}\nnope\n', "0.jsonl:2: not valid JSON"),
-        ('{"format": "slime-rollout", "version": 1}\n{"status": "odd"}\n', "holds a sample of another kind"),
+        ('{"format": "slime-rollout", "version": 1}\n{"status": "odd"}\n', "has an invalid sample"),
     ]
     for text, sentence in cases:
         path.write_text(text)
@@ -90,7 +90,7 @@ def test_foreign_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--load-debug-rollout-data: there is no dump .*gone\.pt"):
         read_dump(tmp_path / "gone.pt")
     torch.save({"samples": [NotPlain()]}, tmp_path / "bad.pt")
-    with pytest.raises(UserError, match="is no dump that can be read safely"):
+    with pytest.raises(UserError, match="is not a dump that can be read safely"):
         read_dump(tmp_path / "bad.pt")
     torch.save({"tensors": 1}, tmp_path / "bad.pt")
     with pytest.raises(UserError, match="it has no list of samples"):

@@ -265,11 +265,11 @@ CAUSES = {
     "ids": "tokens must be a list of whole numbers",
     "texts": "tokens must be a list of whole numbers",
     "none": "tokens is None: it must be a list of token ids",
-    "vocabulary": "tokens has 1000000, which is no token id, of which there are 200",
-    "metadata": "metadata is None, which is no dict",
-    "response": "response is None, which is no str",
-    "status": "status is 'finished', which is no samplestatus",
-    "versions": "version_spans has 1, which is no [version, number of tokens]",
+    "vocabulary": "tokens has 1000000, which is not a token id: the vocabulary has 200 ids",
+    "metadata": "metadata is None, expected dict",
+    "response": "response is None, expected str",
+    "status": "status is 'finished', expected samplestatus",
+    "versions": "version_spans has 1, expected [version, number of tokens]",
 }
 
 
@@ -340,7 +340,7 @@ def test_a_reward_that_ends_the_run_is_not_in_the_journal(make_runtime, prompts,
     runtime = make_runtime([engine.url], custom_generate_function_path=write_plugin(own_reward))
     runtime.journal = open_journal(tmp_path)
     source = JournaledSource(prompts(["a", "b"], n=2), runtime.journal)
-    with pytest.raises(UserError, match=r"sample 1: the generate function .* gave 'good', which is no number"):
+    with pytest.raises(UserError, match=r"sample 1: the generate function .* gave 'good', which is not a number"):
         generate_rollout(runtime.args, 0, source)
     runtime.journal.close()
     again = open_journal(tmp_path)

@@ -20,7 +20,7 @@ from tests.rollout.clocks import ClockAhead
 STATUS = Sample.Status
 ENDINGS = {
     "exit": ("import sys; sys.exit(3)", "called sys.exit(3)"),
-    "cancelled": ("raise asyncio.CancelledError", "let a CancelledError out that nobody here asked for"),
+    "cancelled": ("raise asyncio.CancelledError", "let a CancelledError out although its task was not cancelled"),
 }
 GENERATE = """
 import asyncio

@@ -21,14 +21,14 @@ STATUS = Sample.Status
 
 SLOW = """
 import asyncio
-from slime.rollout import flight
+from slime.rollout import inflight
 JUDGING = asyncio.Event()
 async def f(args, sample):
     while "{slow}" in sample.prompt:
         sample.metadata["half"] = "written"
         JUDGING.set()
         if all(one.response for one in args.carried.get("awaited", ())):
-            flight.ABORT_DEADLINE_S = 0.0
+            inflight.ABORT_DEADLINE_S = 0.0
         await asyncio.sleep(0.005)
     if "{slow}" != "no":
         await JUDGING.wait()

@@ -26,7 +26,7 @@ def test_no_load_starts_from_the_model() -> None:
 
 def test_latest_file_decides(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("12\n")
-    with pytest.raises(UserError, match="names iteration '12', which is not there"):
+    with pytest.raises(UserError, match="names iteration '12', which does not exist"):
         find_start(config(load=str(tmp_path)))
     folder = tmp_path / "iter_0000012"
     folder.mkdir()

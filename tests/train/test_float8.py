@@ -21,7 +21,7 @@ import copy
 import torch
 from torch import nn
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.fused import float8
+from slime.train.backends.fsdp.fused import matmul_kernels
 from slime.train.backends.fsdp.fused.layer import fuse_layers
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import pack
@@ -37,7 +37,7 @@ def rounded(rows):
 
 rows = torch.randn(5, 48) * torch.tensor([1.0, 1e-4, 300.0, 0.0, 1.0])[:, None]
 for dtype in (torch.float32, torch.bfloat16):
-    found, scales = float8.quantize(rows.to(dtype))
+    found, scales = matmul_kernels.quantize(rows.to(dtype))
     wanted, wanted_scales = rounded(rows.to(dtype))
     assert found.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(scales, wanted_scales[:, 0], rtol=1e-6, atol=0)
@@ -45,8 +45,8 @@ for dtype in (torch.float32, torch.bfloat16):
     assert torch.equal(found.float().abs().amax(1), torch.tensor([448.0, 448, 448, 0, 448]))
 print("rows right")
 
-float8.quantize = lambda rows: (rounded(rows)[0].to(torch.float8_e4m3fn), rounded(rows)[1][:, 0])
-float8.scaled_product = lambda a, of_a, b, of_b, dtype: (
+matmul_kernels.quantize = lambda rows: (rounded(rows)[0].to(torch.float8_e4m3fn), rounded(rows)[1][:, 0])
+matmul_kernels.scaled_product = lambda a, of_a, b, of_b, dtype: (
     (a.float() @ b.float().t()) * of_a[:, None] * of_b[None, :]
 ).to(dtype)
 
@@ -98,9 +98,9 @@ def test_layers_multiply_rounded_rows_and_keep_the_gradients_of_exact_products()
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"device": "cpu"}, "--fp8 needs an NVIDIA GPU with units for 8-bit floats, and --device cpu trains on none"),
-        ({"dtype": "float32"}, "--fp8 goes with --dtype bfloat16, and --dtype float32 was given: drop one"),
-        ({"lora_rank": 4}, "--fp8 is for training all weights, and --lora-rank 4 trains an adapter: drop one"),
+        ({"device": "cpu"}, "--fp8 needs an NVIDIA GPU with units for 8-bit floats, but --device cpu is given"),
+        ({"dtype": "float32"}, "--fp8 needs --dtype bfloat16, but --dtype float32 is given: drop one"),
+        ({"lora_rank": 4}, "--fp8 is for training all weights, but --lora-rank 4 trains an adapter: drop one"),
     ],
 )
 def test_flags_that_do_not_go_with_it(flags: dict[str, object], sentence: str) -> None:

@@ -15,7 +15,7 @@ import copy, sys
 import numpy as np
 import torch
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.fused import gated, kernels
+from slime.train.backends.fsdp.fused import kernels, matmul_kernels
 from slime.models.lora import Lora
 from slime.train.backends.fsdp.fused.layer import FusedLayer, fuse_layers
 from slime.train.backends.fsdp.lora import put_adapter
@@ -25,8 +25,8 @@ from slime.train.samples.packing import pack
 from tests.train.tiny_training import build_model
 
 kernels.PROGRAMS.update(norm=3, rotate=3)  # fewer than rows
-gated.ROWS = gated.COLUMNS = gated.DEPTH = 16
-gated.GROUP = 2
+matmul_kernels.ROWS = matmul_kernels.COLUMNS = matmul_kernels.DEPTH = 16
+matmul_kernels.GROUP = 2
 register_packed_attention()
 generator = torch.Generator().manual_seed(0)
 tokens = [torch.randint(0, 128, (n,), generator=generator).numpy() for n in (5, 6, 3, 4, 4, 4)]
@@ -46,12 +46,12 @@ def compare_scores(kind, model, other, row):
     with torch.no_grad():
         wanted = PolicyModel(model)(row)[0]
         torch.testing.assert_close(PolicyModel(other)(row)[0], wanted, rtol=0, atol=2e-5)
-        taken, product, takes = [], gated.product, gated.takes
-        gated.product = lambda rows, *weights: taken.append(len(rows)) or product(rows, *weights)
-        gated.takes = lambda rows, gate: True
+        taken, product, takes = [], matmul_kernels.product, matmul_kernels.takes
+        matmul_kernels.product = lambda rows, *weights: taken.append(len(rows)) or product(rows, *weights)
+        matmul_kernels.takes = lambda rows, gate: True
         torch.testing.assert_close(PolicyModel(other)(row)[0], wanted, rtol=0, atol=2e-5)
         assert len(taken) == 2, (kind, taken)
-        gated.product, gated.takes = product, takes
+        matmul_kernels.product, matmul_kernels.takes = product, takes
 
 def compare(kind, model, other, trained):
     (plain, wanted), (fused, got) = model, other

@@ -117,8 +117,8 @@ def test_a_checkpoint_that_does_not_fit_is_saved_beside_the_weights(trainers: Tr
     kept = only(elsewhere / "out")
     assert sentence.startswith(f"cannot write the checkpoint of rollout 0 to {disk}/iter_0000000: ")
     assert sentence.endswith(
-        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to go on from with "
-        f"--load {kept}-checkpoint"
+        f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint to resume from "
+        f"with --load {kept}-checkpoint"
     )
     resumed = InProcess(trainers.inner.config.replace(load=f"{kept}-checkpoint"))
     assert resumed.start == 1
@@ -137,10 +137,10 @@ def test_the_next_place_is_tried_when_one_is_lost(trainers: Trainers, elsewhere:
         run_of(trainers, elsewhere, save_hf=str(elsewhere / "lost/hf")),
         lambda: raise_(OSError(errno.EIO, os.strerror(errno.EIO), "metrics.jsonl")),
     )
-    assert sentence.startswith("the run can write no more: [Errno 5] Input/output error: 'metrics.jsonl'; ")
+    assert sentence.startswith("cannot write to disk: [Errno 5] Input/output error: 'metrics.jsonl'; ")
     place = {1: "tmp", 2: "shm", 3: None}[len(full)]
     if place is None:
-        assert "; no place takes the weights after rollout 0 (" in sentence
+        assert "; could not save the weights after rollout 0 anywhere (" in sentence
         return
     kept = only(elsewhere / place)
     assert f"the weights after rollout 0 are saved in {kept}, a Hugging Face folder" in sentence
@@ -152,7 +152,7 @@ def test_the_place_that_was_asked_for_comes_first(trainers: Trainers, elsewhere:
     sentence = failure(run, lambda: raise_(JournalFailed("journal.sqlite: cannot be written (disk is full)")))
     assert sentence == (
         "journal.sqlite: cannot be written (disk is full); the weights after rollout 0 are saved in "
-        f"{elsewhere}/hf_0, a Hugging Face folder, and a checkpoint to go on from with --load {elsewhere}/ckpt"
+        f"{elsewhere}/hf_0, a Hugging Face folder, and a checkpoint to resume from with --load {elsewhere}/ckpt"
     )
     assert_has_weights(trainers, elsewhere / "hf_0")
     assert (elsewhere / "ckpt/iter_0000000/meta.json").is_file()
@@ -165,7 +165,7 @@ def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) 
         run = run_of(trainers, elsewhere, save_hf=str(elsewhere / "hf"))
         run.trained, run.saved = trained, saved
         assert failure(run, lambda: raise_(lost)).endswith(words)
-    asked_for_nothing = "neither --save nor --save-hf asked for the weights to be kept"
+    asked_for_nothing = "the weights are not saved, as neither --save nor --save-hf is set"
     assert failure(run_of(trainers, elsewhere), lambda: raise_(lost)).endswith(asked_for_nothing)
     for error in (ConnectionResetError("engine"), UserError("typo"), KeyboardInterrupt()):
         with pytest.raises(type(error)), weights_rescued(run_of(trainers, elsewhere)):

@@ -241,8 +241,8 @@ def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], P
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "does not go with --context-parallel-size 2"),
-        ({"use_routing_replay": True}, "does not go with routing replay"),
+        ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "cannot be combined with --context-parallel-size 2"),
+        ({"use_routing_replay": True}, "cannot be combined with routing replay"),
     ],
 )
 def test_flags_that_exclude_it(

@@ -154,7 +154,7 @@ def test_a_death_in_the_background_ends_the_wait_for_something_else() -> None:
 
 def test_the_loop_names_whom_it_waited_for_and_what_blocks_it() -> None:
     loop = LoopThread("test")
-    with pytest.raises(LoopTimeout, match=r"test: rollout 3 did not finish within 0\.05 s\nwho waits for whom:"):
+    with pytest.raises(LoopTimeout, match=r"test: rollout 3 did not finish within 0\.05 s\nwait-for graph:"):
         loop.run(asyncio.sleep(60), 0.05, whom="rollout 3")
     begun, release = threading.Event(), threading.Event()
 

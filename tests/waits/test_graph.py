@@ -32,7 +32,7 @@ from slime.errors import RunFailed
 def graph_lines(text: str) -> list[str]:
     """The lines of the graph itself, without the stacks below it, with times as N."""
     lines = text.splitlines()
-    assert lines[0] == "who waits for whom:"
+    assert lines[0] == "wait-for graph:"
     inner = []
     for line in lines[1:]:
         if not line.startswith("  "):
@@ -63,7 +63,7 @@ def in_thread(name: str, whom: str, why: str, **deadline: object) -> Iterator[No
 
 def test_an_empty_board_says_so() -> None:
     assert board.waits() == []
-    assert graph_lines(describe()) == ["  nobody waits for anything"]
+    assert graph_lines(describe()) == ["  no waits"]
 
 
 def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
@@ -122,7 +122,7 @@ def test_a_circle_is_written_once_and_called_one() -> None:
     assert lines == [
         "  left waits for right to give way: N s, no deadline of its own",
         "    right waits for left to give way: N s, no deadline of its own",
-        "      left waits for its own end: this is a circle",
+        "      left waits for itself: this is a cycle",
     ]
 
 
@@ -181,7 +181,7 @@ def test_remaining_counts_down_to_nothing_and_an_expired_wait_carries_the_graph(
     assert isinstance(error, RunFailed)
     first, *rest = str(error).splitlines()
     assert re.fullmatch(r"publisher waited 0\.06 s for engine-0 to load \(--load-timeout\)", first)
-    assert rest[0] == "who waits for whom:"
+    assert rest[0] == "wait-for graph:"
     assert re.search(r"publisher waits for engine-0 to load: \d+\.\d s of 0\.05 s \(--load-timeout\)", rest[1])
 
 
@@ -258,7 +258,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
     assert asyncio.run(main()) == ["late"] * 20
     logged = [record.getMessage() for record in caplog.records if record.name == "slime.cluster.watchdog.timeouts"]
     assert len(logged) == 1
-    assert logged[0].startswith("late\nwho waits for whom:\n  sample ")
+    assert logged[0].startswith("late\nwait-for graph:\n  sample ")
     assert re.search(r"and 19 more like it wait for the judge to answer: longest \d+\.\d s of 0\.1 s", logged[0])
     assert reports is not fresh
 

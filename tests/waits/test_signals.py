@@ -44,7 +44,7 @@ def command(words):
 slime.cli._command = lambda words: command
 sys.exit(main(["x"]))
 """
-GRAPH = "who waits for whom:\n  driver waits for the tide to turn: "
+GRAPH = "wait-for graph:\n  driver waits for the tide to turn: "
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def assert_shown(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
-    assert process.stderr.readline() == "who waits for whom:\n"
+    assert process.stderr.readline() == "wait-for graph:\n"
     assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")
 
 

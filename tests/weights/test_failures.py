@@ -315,7 +315,7 @@ def test_an_engine_with_some_of_the_buckets_does_not_generate(
     with pytest.raises(EngineFailed, match="bucket 2 of 2 did not arrive"):
         run_async(client.update_weights_from_distributed(announced, 2, group_name="half", bucket=(2, 2)))
     run_async(client.continue_())
-    with pytest.raises(EngineFailed, match="only 1 of 2 buckets of version 2 came"):
+    with pytest.raises(EngineFailed, match="only 1 of 2 buckets of version 2 arrived"):
         log_probs(client, run_async, PROMPT)
     run_async(client.destroy_weights_update_group("half"))
     run_async(client.update_weights_from_disk(tmp_path / "weight_v000001", 1))

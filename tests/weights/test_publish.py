@@ -168,7 +168,7 @@ ELSEWHERE = {"rollout_external_engine_addrs": ["127.0.0.1:30000", "10.0.0.7:3000
         ({"actor_num_nodes": 2}, "embedded", "tensor", "one machine"),
         (ELSEWHERE, "sglang", "nccl", r"other machines \(10.0.0.7:30000\)"),
         (DELTA, "embedded", "disk", r"changed bytes \(sparse\), each engine applies"),
-        (DELTA, "sglang", "disk", "a model folder beside the engines"),
+        (DELTA, "sglang", "disk", "a model folder next to the engines"),
     ],
 )
 def test_choice_of_transport(flags: dict[str, Any], kind: Any, expected: str, reason: str) -> None:
@@ -185,9 +185,9 @@ def test_choice_of_transport(flags: dict[str, Any], kind: Any, expected: str, re
         ({"update_weight_transport": "nccl", "colocate": True}, "embedded", "cuda", ("nccl", "asked for")),
         ({"update_weight_transport": "disk"}, "sglang", "cuda", ("disk", "asked for")),
         ({"update_weight_transport": "tensor"}, "embedded", "cpu", "tensor passes weights through the memory of one machine, and n1"),
-        (DELTA, "sglang", "cpu", "n1, n2, n3 and 1 more has not the driver's: use --update-weight-mode full"),
+        (DELTA, "sglang", "cpu", "n1, n2, n3 and 1 more does not have the driver's: use --update-weight-mode full"),
         (DELTA | {"update_weight_local_checkpoint_dir": "/nfs"}, "sglang", "cpu",
-            ("disk", "only changed bytes (sparse), they are applied to a model folder beside the engines, which load it")),
+            ("disk", "only changed bytes (sparse), they are applied to a model folder next to the engines, which load it")),
     ],
 )  # fmt: skip
 def test_choice_of_transport_over_several_nodes(flags: Any, kind: Any, device: str, expected: Any) -> None:

@@ -1,4 +1,4 @@
-"""Agent programs: how each is installed, told where its model is, started, waited for, and what is kept of it."""
+"""Harnesses of agent programs: install, configure, start and wait for a program, and collect its result."""
 
 from slime.agent.harness.base import BaseHarness, CommandHarness, HarnessContext
 from slime.agent.harness.chat_completions_clis import MiniSweAgentHarness, OpenCodeHarness, QwenCodeHarness

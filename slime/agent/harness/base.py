@@ -1,8 +1,8 @@
-"""An agent program at work in a sandbox: installed, configured, started, waited for, and asked what it did.
+"""Runs an agent program in a sandbox: installs, configures and starts it, waits for its end, and collects its diff.
 
-Invariant: a harness holds settings, and what it knows of a sandbox goes with the sandbox, so one serves all samples at
-once. The prompt reaches the program as a file on its standard input, or as one item of its arguments, and never as a
-part of a shell's text.
+Invariants: a harness holds settings, and its state for a sandbox is dropped with the sandbox, so one harness serves all
+samples concurrently. The program gets the prompt as a file on its standard input, or as one item of its arguments, and
+never as a part of a shell's text.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from slime.agent.sandbox.protocol import ReachingSandbox
 from slime.errors import UserError
 
 READ_BYTES = 262144
-"""Of the end of a program's output, to find in it what it says about its end."""
+"""Bytes at the end of a program's output that are searched for its result."""
 VERSION_TIMEOUT_S = 60
 AGENT = "agent"
-"""The user that agents work as; several refuse to be root."""
+"""The user that runs agents; several agents refuse to run as root."""
 
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """Where the agent works and whom it asks: `adapter_url` as it is reached from inside the sandbox, without /v1."""
+    """The agent's working folder and session; `adapter_url` is the endpoint's URL inside the sandbox, without /v1."""
 
     workdir: str
     session_id: str
@@ -50,20 +50,20 @@ class HarnessContext:
 
     @property
     def base_url(self) -> str:
-        """What Anthropic's clients call the base URL."""
+        """The base URL for Anthropic's clients."""
         return self.adapter_url.rstrip("/")
 
     @property
     def openai_url(self) -> str:
-        """What OpenAI's clients call the base URL."""
+        """The base URL for OpenAI's clients."""
         return f"{self.base_url}/v1"
 
 
 class BaseHarness:
     """One agent program, headless, without telemetry and updates, with few retries: the session's answers are final.
 
-    `context_tokens` and `max_output_tokens` are told to the program, which counts on the limits of a model it knows
-    otherwise. `compaction` lets it shorten its own history, which makes another sample of the session.
+    `context_tokens` and `max_output_tokens` are passed to the program, which otherwise assumes the limits of a model
+    that it knows. `compaction` lets it shorten its own history, which adds a sample to the session.
     """
 
     name: ClassVar[str] = "agent"
@@ -89,54 +89,57 @@ class BaseHarness:
         self._places: WeakKeyDictionary[Sandbox, _Place] = WeakKeyDictionary()
         self._versions: dict[tuple[str, ...], str] = {}
 
-    # what a program is
-
     def arguments(self, ctx: HarnessContext, prompt: str) -> list[str]:
-        """What the program is called with; the prompt among them unless `prompt_on_stdin`."""
+        """The arguments of the program, including the prompt unless `prompt_on_stdin`."""
         raise NotImplementedError
 
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
-        """What the program's environment has besides the sandbox's."""
+        """Environment variables of the program, in addition to those of the sandbox."""
         return {}
 
     def files(self, ctx: HarnessContext) -> dict[str, str]:
-        """Configuration by its path under the program's home folder."""
+        """Configuration files, by their paths in the program's home folder."""
         return {}
 
     def verdict(self, exit_code: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
-        """How it ended and what it says about that, by its exit code and the end of its output."""
+        """The outcome and its reason, from the exit code and the end of the output."""
         if exit_code == 0:
             return "finished", ""
         return "failed", " ".join((stderr.strip() or stdout.strip())[-500:].split())
 
     def version_command(self, argv: Sequence[str]) -> list[str]:
-        """What prints the version of the program that is started by `argv`."""
+        """The command that prints the version of the program that `argv` starts."""
         return [*argv, "--version"]
 
-    # what is done with it
-
     def host_program(self) -> HostProgram | None:
-        """The program of this machine that sandboxes here should be shown (`folders`, read-only); None without one."""
+        """The program on this machine, whose `folders` local sandboxes mount read-only; None if there is none."""
         return self.package.on_this_machine() if self.package is not None else None
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Make the program available; raises `CliMissing`."""
+        """Install the program in the sandbox; raises `CliMissing`."""
         if self.package is not None:
             place = await self._place(sb)
             place.argv = await provide(sb, self.package, place.folder)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Write its configuration into a home folder of its own."""
+        """Write the program's configuration into its own home folder."""
         place = await self._place(sb)
         for path, text in self.files(ctx).items():
             await sb.write_file(f"{place.home}/{path}", text, user=AGENT)
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
-        """Run the program to its end; its exit code, or `EXIT_TIME_BUDGET_EXCEEDED` when everything was killed."""
+        """Run the program and return its exit code, or `EXIT_TIME_BUDGET_EXCEEDED` if it was killed after its time."""
         place = await self._place(sb)
         await sb.write_file(f"{place.folder}/prompt", prompt, user=AGENT)
+        environment = {**self.environment(ctx), **self._extra_env, **_extra_envs(self.package), "HOME": place.home}
+        program = place.argv or ([self.package.program] if self.package else [])
+        argv = [*program, *self.arguments(ctx, prompt), *self._extra_args, *_extra_args(self.package)]
+        source = shlex.quote(f"{place.folder}/prompt") if self.prompt_on_stdin else "/dev/null"
+        out, err = shlex.quote(f"{place.folder}/stdout"), shlex.quote(f"{place.folder}/stderr")
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+        start = f"exec {shlex.join(argv)} <{source} >{out} 2>{err}\n"
         script = f"{place.folder}/launch.sh"
-        await sb.write_file(script, self._script(place, ctx, prompt), user=AGENT)
+        await sb.write_file(script, f"cd {shlex.quote(ctx.workdir)} || exit 126\n{exports}{start}", user=AGENT)
         command = f"sh {shlex.quote(script)}"
         return await exec_and_wait(sb, cmd=command, time_budget_sec=time_budget_sec, tag=self.name, user=AGENT)
 
@@ -150,19 +153,23 @@ class BaseHarness:
         time_budget_sec: int,
         prompt: str,
     ) -> int:
-        """Do all of it; the exit code."""
+        """Install, configure and run the program; returns its exit code."""
         result = await self.work(
             sb, HarnessContext(workdir, session_id, adapter_url), prompt=prompt, time_budget_sec=time_budget_sec
         )
         return result.exit_code
 
     async def work(self, sb: Sandbox, ctx: HarnessContext, *, prompt: str, time_budget_sec: int) -> HarnessResult:
-        """Do all of it; how it went, with output and diff."""
+        """Install, configure and run the program; returns its result with output and diff."""
         await self.install_cli(sb)
         version = await self.version(sb)
         await self.write_config(sb, ctx)
-        await _hand_over(sb, ctx.workdir)
-        base = await _git_head(sb, ctx.workdir)
+        folder = shlex.quote(ctx.workdir)
+        code, _, _ = await sb.exec(f"test -w {folder}", user=AGENT)
+        if code != 0:
+            await sb.exec(f"chown -R {AGENT} {folder}", user="root", timeout=INSTALL_TIMEOUT_S, check=True)
+        code, head, _ = await sb.exec(f"{_git(ctx.workdir)} rev-parse --verify -q HEAD", user=AGENT)
+        base = head.strip() if code == 0 else None
         began = time.monotonic()
         exit_code = await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
         wall_s = time.monotonic() - began
@@ -170,7 +177,7 @@ class BaseHarness:
         diff, diff_truncated = await _diff(sb, ctx.workdir, base, f"{place.folder}/index")
         stdout, stderr = await _end_of(sb, f"{place.folder}/stdout"), await _end_of(sb, f"{place.folder}/stderr")
         outcome: Outcome = "timeout"
-        reason = f"not done after {time_budget_sec} s"
+        reason = f"not finished after {time_budget_sec} s"
         if exit_code != EXIT_TIME_BUDGET_EXCEEDED:
             outcome, reason = self.verdict(exit_code, stdout, stderr)
         return HarnessResult(
@@ -187,7 +194,7 @@ class BaseHarness:
         )
 
     async def version(self, sb: Sandbox) -> str:
-        """The program's version; asked once for each program, since some take seconds to say it."""
+        """The program's version; queried once for each program, because some take seconds to print it."""
         if self.package is None:
             return ""
         place = await self._place(sb)
@@ -195,11 +202,12 @@ class BaseHarness:
         if argv not in self._versions:
             command = f"HOME={shlex.quote(place.home)} {shlex.join(self.version_command(argv))} </dev/null"
             code, out, _ = await sb.exec(command, user=AGENT, timeout=VERSION_TIMEOUT_S)
-            self._versions[argv] = _version_in(out) if code == 0 else ""
+            number = next((word for word in out.split() if word[:1].isdigit() and "." in word), out.strip()[:40])
+            self._versions[argv] = number if code == 0 else ""
         return self._versions[argv]
 
     async def _place(self, sb: Sandbox) -> _Place:
-        """Where the agent program's own things are in this sandbox: under its home folder, apart from the task's."""
+        """The folder of the agent program's own files in this sandbox; created under the agent user's home folder."""
         if sb not in self._places:
             await ensure_agent_user(sb)
             make = 'mkdir -p "$HOME/.slime-agent/home" && printf %s "$HOME"'
@@ -207,19 +215,10 @@ class BaseHarness:
             self._places[sb] = _Place(f"{home.strip()}/.slime-agent")
         return self._places[sb]
 
-    def _script(self, place: _Place, ctx: HarnessContext, prompt: str) -> str:
-        environment = {**self.environment(ctx), **self._extra_env, **_extra_envs(self.package), "HOME": place.home}
-        program = place.argv or ([self.package.program] if self.package else [])
-        argv = [*program, *self.arguments(ctx, prompt), *self._extra_args, *_extra_args(self.package)]
-        source = shlex.quote(f"{place.folder}/prompt") if self.prompt_on_stdin else "/dev/null"
-        out, err = shlex.quote(f"{place.folder}/stdout"), shlex.quote(f"{place.folder}/stderr")
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
-        return f"cd {shlex.quote(ctx.workdir)} || exit 126\n{exports}exec {shlex.join(argv)} <{source} >{out} 2>{err}\n"
-
 
 @dataclass
 class _Place:
-    """A folder in a sandbox for the program's home, prompt and output; and how the program is started there."""
+    """A folder in a sandbox for the program's home, prompt and output, and the program's command there."""
 
     folder: str
     argv: list[str] | None = None
@@ -247,41 +246,33 @@ def _extra_envs(package: Package | None) -> dict[str, str]:
     return {str(name): str(value) for name, value in given.items()}
 
 
-def _version_in(text: str) -> str:
-    words = [word for word in text.split() if word[:1].isdigit() and "." in word]
-    return words[0] if words else text.strip()[:40]
-
-
 async def _end_of(sb: Sandbox, path: str) -> str:
     _, text, _ = await sb.exec(f"tail -c {READ_BYTES} {shlex.quote(path)}", user=AGENT)
     return text
-
-
-async def _hand_over(sb: Sandbox, workdir: str) -> None:
-    """The agent's user may write in the folder of the task."""
-    folder = shlex.quote(workdir)
-    code, _, _ = await sb.exec(f"test -w {folder}", user=AGENT)
-    if code != 0:
-        await sb.exec(f"chown -R {AGENT} {folder}", user="root", timeout=INSTALL_TIMEOUT_S, check=True)
 
 
 def _git(workdir: str) -> str:
     return f"git -C {shlex.quote(workdir)} -c safe.directory='*' -c core.fsmonitor=false"
 
 
-async def _git_head(sb: Sandbox, workdir: str) -> str | None:
-    code, out, _ = await sb.exec(f"{_git(workdir)} rev-parse --verify -q HEAD", user=AGENT)
-    return out.strip() if code == 0 else None
-
-
 async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> tuple[str, bool]:
-    """What has changed since `base`, committed or not, new files too; the repository's own index stays as it is. And
-    whether it is not all of that.
+    """The changes since `base`, including commits and new files, and True if they are incomplete.
 
-    Where there is no repository, what the sandbox itself says.
+    The repository's own index is not changed. Changes of files that are not UTF-8 are in git's binary format, which is
+    text. Without a repository, the changes are those that the sandbox reports.
     """
     if base is not None:
-        raw, is_cut = await _git_diff(sb, workdir, base, index)
+        git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)} -c core.quotePath=true"
+        diff = f"diff --cached --binary --src-prefix=a/ --dst-prefix=b/ {base}"
+        raw, is_cut = await _bytes_of(sb, f"{git} read-tree {base} && {git} add -A && {git} {diff}")
+        parts = re.split(rb"(?m)^(?=diff --git )", raw)
+        odd = sorted({name for part in parts if not _is_utf8(part) for name in _names(part)})
+        if odd and len(raw) <= DIFF_BYTES:
+            others = shlex.join([":/", *(f":(top,exclude,literal){name}" for name in odd)])
+            theirs = shlex.join(f":(top,literal){name}" for name in odd)
+            no_text = shlex.quote(f"{index}.attributes")
+            binary = f"echo '* -diff' > {no_text} && {git} -c core.attributesFile={no_text} {diff}"
+            raw, is_cut = await _bytes_of(sb, f"{git} {diff} -- {others} && {binary} -- {theirs}")
     elif isinstance(sb, ReachingSandbox):
         changes = await sb.diff()
         raw, is_cut = changes.patch.encode(errors="replace"), changes.truncated
@@ -292,27 +283,11 @@ async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> tupl
     return raw.decode(errors="replace"), is_cut or not _is_utf8(raw)
 
 
-async def _git_diff(sb: Sandbox, workdir: str, base: str, index: str) -> tuple[bytes, bool]:
-    """The patch as git makes it, and whether it is not all of that.
-
-    Changes of files that are not UTF-8 are in git's binary form, which is text.
-    """
-    git = f"GIT_INDEX_FILE={shlex.quote(index)} {_git(workdir)} -c core.quotePath=true"
-    diff = f"diff --cached --binary --src-prefix=a/ --dst-prefix=b/ {base}"
-    raw, is_cut = await _bytes_of(sb, f"{git} read-tree {base} && {git} add -A && {git} {diff}")
-    parts = re.split(rb"(?m)^(?=diff --git )", raw)
-    odd = sorted({name for part in parts if not _is_utf8(part) for name in _names(part)})
-    if not odd or len(raw) > DIFF_BYTES:
-        return raw, is_cut
-    others = shlex.join([":/", *(f":(top,exclude,literal){name}" for name in odd)])
-    theirs = shlex.join(f":(top,literal){name}" for name in odd)
-    no_text = shlex.quote(f"{index}.attributes")
-    binary = f"echo '* -diff' > {no_text} && {git} -c core.attributesFile={no_text} {diff}"
-    return await _bytes_of(sb, f"{git} {diff} -- {others} && {binary} -- {theirs}")
-
-
 async def _bytes_of(sb: Sandbox, command: str) -> tuple[bytes, bool]:
-    """What a command writes, up to the size of a diff, and whether that is not all of it: `exec` gives text only."""
+    """The output of a command as bytes, up to the size of a diff, and True if it is incomplete.
+
+    The output is encoded in base64, because `exec` returns text only.
+    """
     code, text, _ = await sb.exec(f"{{ {command}; }} | head -c {DIFF_BYTES + 1} | base64", user=AGENT)
     whole = re.split(r"[^\w+/=\s]", text, maxsplit=1)[0]
     packed = "".join(whole.split())
@@ -320,7 +295,7 @@ async def _bytes_of(sb: Sandbox, command: str) -> tuple[bytes, bool]:
 
 
 def _names(part: bytes) -> list[str]:
-    """The old and the new name of the file that one part of a patch changes, those that are UTF-8."""
+    """The old and new name of the file that one part of a patch changes; names that are not UTF-8 are omitted."""
     lines = [line[4:].rstrip(b"\t") for line in part.split(b"\n") if line.startswith((b"--- ", b"+++ "))][:2]
     names = [
         line[1:-1].decode("unicode_escape").encode("latin-1") if line.startswith(b'"') else line
@@ -338,14 +313,12 @@ def _is_utf8(raw: bytes) -> bool:
     return True
 
 
-# Any program that takes a base URL.
-
-
 class CommandHarness(BaseHarness):
-    """A command with its arguments, one by one, which no shell reads.
+    """Any program that takes a base URL, as a list of arguments that no shell parses.
 
-    `{url}`, `{openai_url}`, `{key}`, `{model}`, `{workdir}` and `{prompt}` in them are replaced. The same stand in the
-    environment under the names that clients of OpenAI and Anthropic look for, and the prompt is on standard input too.
+    `{url}`, `{openai_url}`, `{key}`, `{model}`, `{workdir}` and `{prompt}` in the arguments are replaced. The
+    environment has the same values under the names that clients of OpenAI and Anthropic read, and the prompt is on
+    standard input too.
     """
 
     name = "command"
@@ -381,7 +354,7 @@ class CommandHarness(BaseHarness):
 
 
 def _filled(item: str, values: Mapping[str, str]) -> str:
-    """With the names replaced in one go: what a prompt contains is not looked at again."""
+    """Replace all names in one pass, so that names inside a prompt stay as they are."""
     parts, rest = [], item
     while rest:
         found = [(at, name) for name in values if (at := rest.find(name)) >= 0]

@@ -1,4 +1,7 @@
-"""mini-swe-agent, headless (`mini -y`), through OpenAI's chat completions."""
+"""Harnesses that use OpenAI's chat completions: mini-swe-agent, opencode and Qwen Code, headless.
+
+Their commands are `mini -y`, `opencode run` and `qwen -p`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 from slime.agent.harness.base import BaseHarness, HarnessContext
 from slime.agent.harness.packages import Package
+from slime.storage.json_types import JsonObject
 
 
 class MiniSweAgentHarness(BaseHarness):
@@ -40,24 +44,22 @@ class MiniSweAgentHarness(BaseHarness):
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # its client retries by itself; this one waits 4 to 60 s
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # its client retries already; this retry waits 4 to 60 s
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
 
     def version_command(self, argv: Sequence[str]) -> list[str]:
-        """By its package's metadata, where its Python is known: the program itself imports for ten seconds."""
+        """Read the package's metadata if its Python is known: the program itself imports for ten seconds."""
         if len(argv) == 1:
             return [*argv, "--version"]
         return [argv[0], "-c", "import importlib.metadata as m; print(m.version('mini-swe-agent'))"]
 
 
-# opencode, headless (`opencode run`), through OpenAI's chat completions.
-
 DEFAULT_CONTEXT, DEFAULT_OUTPUT = 131_072, 8192
 
 
 class OpenCodeHarness(BaseHarness):
-    """opencode with one provider; a `--title` spares the request in which it would ask the model for one."""
+    """opencode with one provider; with `--title` it makes no extra request for a title."""
 
     name = "opencode"
     package = Package(
@@ -83,7 +85,7 @@ class OpenCodeHarness(BaseHarness):
             "options": {"baseURL": ctx.openai_url, "apiKey": ctx.session_id},
             "models": {ctx.model_label: {"limit": limit}},
         }
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "autoupdate": False,
             "share": "disabled",
             "snapshot": False,
@@ -97,10 +99,8 @@ class OpenCodeHarness(BaseHarness):
         return {".config/opencode/opencode.json": json.dumps(config, indent=1)}
 
 
-# Qwen Code, headless (`qwen -p`), through OpenAI's chat completions.
-
 TIMEOUT_MS = 900_000
-"""Of one answer; its own 120 s make it ask again while the first answer is still being sampled."""
+"""Timeout of one answer; its default of 120 s makes it retry while the first answer is still being sampled."""
 
 
 class QwenCodeHarness(BaseHarness):
@@ -127,12 +127,12 @@ class QwenCodeHarness(BaseHarness):
         }
 
     def files(self, ctx: HarnessContext) -> dict[str, str]:
-        generation: dict[str, Any] = {"timeout": TIMEOUT_MS, "maxRetries": self.retries}
+        generation: JsonObject = {"timeout": TIMEOUT_MS, "maxRetries": self.retries}
         if self.context_tokens is not None:
             generation["contextWindowSize"] = self.context_tokens
         if self.max_output_tokens is not None:
             generation["samplingParams"] = {"max_tokens": self.max_output_tokens}
-        model: dict[str, Any] = {"generationConfig": generation}
+        model: JsonObject = {"generationConfig": generation}
         if not self.compaction:
             model["chatCompression"] = {"contextPercentageThreshold": 0}
         settings = {

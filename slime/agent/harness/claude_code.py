@@ -1,4 +1,4 @@
-"""Claude Code, headless (`claude -p`), through Anthropic's Messages."""
+"""Harness of Claude Code, headless (`claude -p`), which uses Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
 class ClaudeCodeHarness(BaseHarness):
-    """Claude Code with few tools; `small_prompt` (`--bare`) leaves a prompt of 4 KB and Bash, Edit and Read."""
+    """Claude Code with few tools; `small_prompt` (`--bare`) reduces it to a prompt of 4 KB and Bash, Edit and Read."""
 
     name = "claude_code"
     package = Package(
@@ -41,7 +41,7 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_MODEL": model,
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
             "CLAUDE_CODE_SUBAGENT_MODEL": model,
-            "IS_SANDBOX": "1",  # or root may not skip the questions
+            "IS_SANDBOX": "1",  # lets root skip the permission prompts
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -61,22 +61,15 @@ class ClaudeCodeHarness(BaseHarness):
         return given
 
     def verdict(self, exit_code: int, stdout: str, stderr: str) -> tuple[Outcome, str]:
-        """By its result event: `subtype` says success for errors of the API too, so that `is_error` counts."""
-        result = _result_event(stdout)
-        if result is None:
-            return super().verdict(exit_code, stdout, stderr)
-        said = str(result.get("terminal_reason") or result.get("subtype") or "")
-        if exit_code == 0 and not result.get("is_error"):
-            return "finished", said
-        return "failed", f"{said}: {result.get('result', '')}"[:500]
-
-
-def _result_event(stdout: str) -> dict[str, Any] | None:
-    for line in reversed(stdout.split("\n")):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and event.get("type") == "result":
-            return event
-    return None
+        """Read the result event: `subtype` is success for API errors too, so `is_error` counts."""
+        for line in reversed(stdout.split("\n")):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.get("type") == "result":
+                reason = str(event.get("terminal_reason") or event.get("subtype") or "")
+                if exit_code == 0 and not event.get("is_error"):
+                    return "finished", reason
+                return "failed", f"{reason}: {event.get('result', '')}"[:500]
+        return super().verdict(exit_code, stdout, stderr)

@@ -1,4 +1,4 @@
-"""Codex, headless (`codex exec`), through OpenAI's Responses: it has refused chat completions since 0.95."""
+"""Harness of Codex, headless (`codex exec`), which uses OpenAI's Responses API (no chat completions since 0.95)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.agent.harness.base import BaseHarness, HarnessContext
 from slime.agent.harness.packages import Outcome, Package
+from slime.storage.json_types import JsonObject
 
 IDLE_TIMEOUT_MS = 900_000
 NEVER = 1_000_000_000
@@ -18,7 +19,7 @@ _ENDS = ("turn.failed", "error", "turn.completed")
 
 
 class CodexHarness(BaseHarness):
-    """Codex without web search and sub-agents; `small_prompt` puts a line in the place of its 17 KB of instructions."""
+    """Codex without web search and sub-agents; `small_prompt` replaces its 17 KB of instructions by one line."""
 
     name = "codex"
     package = Package(
@@ -41,8 +42,8 @@ class CodexHarness(BaseHarness):
         return {"OPENAI_API_KEY": ctx.session_id}
 
     def files(self, ctx: HarnessContext) -> dict[str, str]:
-        """Its config.toml; strings in TOML are written as in JSON."""
-        top: dict[str, Any] = {
+        """The config.toml of Codex; TOML strings have the same syntax as in JSON."""
+        top: JsonObject = {
             "model": ctx.model_label,
             "model_provider": "slime",
             "web_search": "disabled",
@@ -82,5 +83,5 @@ class CodexHarness(BaseHarness):
         return super().verdict(exit_code, stdout, stderr)
 
 
-def _toml(values: dict[str, Any]) -> str:
+def _toml(values: JsonObject) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())

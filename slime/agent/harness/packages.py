@@ -1,7 +1,9 @@
-"""Where agent programs come from: a package that the user has, found here and shown or brought to the sandbox.
+"""Finds the packages of agent programs, provides them in sandboxes, and describes the result of a run.
 
-Invariant: nothing is downloaded. A program is the one that its environment variable names, or a tarball, or the one in
-the sandbox's image, or the one on the PATH of this machine; if there is none, one sentence says what to install.
+Invariants: nothing is downloaded. A program is the one that its environment variable names, or a tarball, or the one in
+the sandbox's image, or the one on the PATH of this machine; if there is none, an error says what to install. A program
+that could not do its work raises `HarnessFailed` with a cause, and never gives a result that looks like a bad attempt;
+its output is kept in both cases, cut to `KEPT_BYTES`.
 """
 
 from __future__ import annotations
@@ -16,47 +18,44 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slime.agent.sandbox import Sandbox
 from slime.errors import UserError
-
-# How an agent program ended, as it is kept with the sample, and the ways in which it can fail.
-#
-# Invariant: a program that could not do its work is a `HarnessFailed` with a cause, in one sentence, and never a
-# result that looks like a bad attempt; what it had printed is kept either way, cut to `KEPT_BYTES`.
+from slime.storage.json_types import JsonObject
 
 KEPT_BYTES = 16384
-"""Of each of stdout and stderr: the end."""
+"""Bytes kept at the end of stdout and of stderr."""
 DIFF_BYTES = 131072
-"""Of the diff: the beginning, in whole lines."""
+"""Bytes kept at the beginning of the diff, in whole lines."""
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 Outcome = Literal["finished", "failed", "timeout"]
 
 
 class HarnessFailed(Exception):
-    """The agent program did not get to work, or ended in a way that says nothing about the model."""
+    """The agent program did not start to work, or ended in a way that gives no evidence about the model."""
 
 
 class CliMissing(HarnessFailed):
-    """The agent program is not there."""
+    """The agent program is not installed or cannot be started."""
 
 
 class CliCrashed(HarnessFailed):
-    """The agent program died, or gave up before it had asked for one turn."""
+    """The agent program died, or ended before it requested a turn."""
 
 
 class CliTimedOut(HarnessFailed):
-    """The agent program used up its time without asking for one turn."""
+    """The agent program ran out of time before it requested a turn."""
 
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """One run of an agent program. `reason` is what it said about its end; `stdout` and `stderr` are their last part.
+    """The result of one run of an agent program. `stdout` and `stderr` are the ends of its output.
 
-    `finished`: it ended by itself and calls that a success. `failed`: it says, or its exit code says, that something
-    went wrong, the end of the session included. `timeout`: its time was up.
+    `reason` is the program's own message about its end. The outcome is `finished` if it ended by itself and reports
+    success, `failed` if it or its exit code reports an error, including the end of the session, and `timeout` if its
+    time was up.
     """
 
     harness: str
@@ -69,14 +68,14 @@ class HarnessResult:
     stderr: str = ""
     diff: str = ""
     diff_truncated: bool = False
-    """The diff does not hold every change: `git apply` may refuse it, and so may a verifier that counts on it."""
+    """The diff is incomplete: `git apply` may refuse it, and so may a verifier that uses it."""
 
-    def to_metadata(self) -> dict[str, Any]:
+    def to_metadata(self) -> JsonObject:
         """Plain values, for `sample.metadata["harness"]`."""
         return asdict(self)
 
     def check(self, turns: int) -> None:
-        """Raise `HarnessFailed` unless this run says something about the model: a crash does not, nor does silence.
+        """Raise `HarnessFailed` unless this run is an attempt of the model: a crash or a run without turns is not.
 
         With `turns` in the session, a program that gave up or ran out of time has made an attempt, which can be judged.
         """
@@ -87,17 +86,15 @@ class HarnessResult:
             if not turns:
                 raise CliTimedOut(f"{what} asked for no turn within {self.wall_s:.0f} s: {self._last_words()}")
         elif self.exit_code > 128 or (self.exit_code < 0 and self.outcome != "finished"):
-            raise CliCrashed(f"{what} was ended by signal {self._signal()}: {self._last_words()}")
+            signal = self.exit_code - 128 if self.exit_code > 128 else -self.exit_code
+            raise CliCrashed(f"{what} was ended by signal {signal}: {self._last_words()}")
         elif not turns:
             raise CliCrashed(
                 f"{what} ended with exit code {self.exit_code} before its first turn: {self._last_words()}"
             )
 
-    def _signal(self) -> int:
-        return self.exit_code - 128 if self.exit_code > 128 else -self.exit_code
-
     def _last_words(self) -> str:
-        words = self.reason or self.stderr.strip() or self.stdout.strip() or "it said nothing"
+        words = self.reason or self.stderr.strip() or self.stdout.strip() or "it printed nothing"
         return " ".join(words[-300:].split())
 
 
@@ -108,14 +105,14 @@ _ARCHITECTURES = {"aarch64": "arm64", "arm64": "arm64", "x86_64": "x64", "AMD64"
 
 @dataclass(frozen=True)
 class Package:
-    """An agent program: its command, its name for people, and the prefix of its environment variables."""
+    """An agent program: its command, its title for messages, and the name in its environment variables."""
 
     program: str
     title: str
     variable: str
     install: str
     natives: tuple[str, ...] = ()
-    """Where the native binary is, from the folder of the npm package's parent scope: `{arch}` is arm64 or x64."""
+    """Glob patterns of the native binary, from any parent folder of the program; `{arch}` is arm64 or x64."""
     needs_node: bool = False
 
     @property
@@ -127,11 +124,11 @@ class Package:
         return f"SLIME_AGENT_{self.variable}_TARBALL"
 
     def tarball(self) -> Path | None:
-        """The tarball that the user names."""
+        """The tarball that the environment variable names; None if it is not set."""
         return named_file(self.tarball_variable)
 
     def on_this_machine(self) -> HostProgram | None:
-        """The program that the user names, or the first one on the PATH; None when there is none."""
+        """The program that the environment variable names, or the first one on the PATH; None if there is none."""
         named = os.environ.get(self.path_variable)
         if named:
             path = Path(named).expanduser()
@@ -143,10 +140,22 @@ class Package:
             if found is None:
                 return None
             path = Path(found)
-        return _host_program(path.absolute(), self)
+        path = path.absolute()
+        real, machine = path.resolve(), platform.machine()
+        for pattern in self.natives:
+            for parent in real.parents:
+                binaries = sorted(parent.glob(pattern.format(arch=_ARCHITECTURES.get(machine, machine))))
+                if binaries:
+                    return HostProgram((str(binaries[0]),), (binaries[0].parent,))
+        if self.needs_node:
+            return _node_program(real, self)
+        folder, python = path.parent.parent, path.parent / "python"
+        if python.exists() and (folder / "pyvenv.cfg").is_file():  # the folder and the Python of a virtual environment
+            return HostProgram((str(python), str(path)), (folder, python.resolve().parent.parent))
+        return HostProgram((str(real),), (real.parent,))
 
     def missing(self) -> str:
-        """One sentence for when it is nowhere."""
+        """The error message for a program that is not installed."""
         return (
             f"{self.title} is not installed: {self.install}, or name the program with {self.path_variable} "
             f"or a package with {self.tarball_variable}"
@@ -155,28 +164,14 @@ class Package:
 
 @dataclass(frozen=True)
 class HostProgram:
-    """A program of this machine: how it is started, and the folders that it needs to see, by their path here."""
+    """A program on this machine: its command, and the folders that it needs, by their paths on this machine."""
 
     argv: tuple[str, ...]
     folders: tuple[Path, ...]
 
 
-def _host_program(path: Path, package: Package) -> HostProgram:
-    real = path.resolve()
-    for pattern in package.natives:
-        for parent in real.parents:
-            found = sorted(parent.glob(pattern.format(arch=_ARCHITECTURES.get(platform.machine(), platform.machine()))))
-            if found:
-                return HostProgram((str(found[0]),), (found[0].parent,))
-    if package.needs_node:
-        return _node_program(real, package)
-    if (path.parent / "python").exists() and (path.parent.parent / "pyvenv.cfg").is_file():
-        return _venv_program(path)
-    return HostProgram((str(real),), (real.parent,))
-
-
 def _node_program(script: Path, package: Package) -> HostProgram:
-    """A program in JavaScript: its `node_modules`, and the newest Node.js among that folder's own and the PATH's."""
+    """A JavaScript program: its `node_modules`, and the Node.js in that folder if there is one, else on the PATH."""
     modules = next((parent for parent in script.parents if parent.name == "node_modules"), script.parent)
     own = modules / "node" / "bin" / "node"
     node = own.resolve() if own.exists() else Path(shutil.which("node") or "")
@@ -186,15 +181,8 @@ def _node_program(script: Path, package: Package) -> HostProgram:
     return HostProgram((str(node), str(script)), tuple(folders))
 
 
-def _venv_program(path: Path) -> HostProgram:
-    """A program of a virtual environment: that folder, and the Python that it was made of."""
-    folder = path.parent.parent
-    python = (path.parent / "python").resolve()
-    return HostProgram((str(path.parent / "python"), str(path)), (folder, python.parent.parent))
-
-
 def named_file(variable: str) -> Path | None:
-    """The file that an environment variable names; None when it is not set."""
+    """The file that an environment variable names; None if it is not set."""
     named = os.environ.get(variable)
     if not named:
         return None
@@ -205,10 +193,17 @@ def named_file(variable: str) -> Path | None:
 
 
 async def provide(sb: Sandbox, package: Package, folder: str) -> list[str]:
-    """How the program is started in the sandbox, into whose `folder` it is brought if need be; or `CliMissing`."""
+    """Provide the program in the sandbox, copied to `folder` if needed; returns its command. Raises `CliMissing`."""
     tarball, named = package.tarball(), bool(os.environ.get(package.path_variable))
     if not named and tarball is not None:
-        return await _from_tarball(sb, package, tarball, folder)
+        native = await asyncio.to_thread(_native_member, tarball, package.program)
+        if native is None:
+            await install_node22(sb)
+            await install_npm_cli(sb, tarball, package.program)
+            return [package.program]
+        root = f"{folder}/{package.program}"
+        await _unpack(sb, tarball, root, strip=0)
+        return [f"{root}/{native}"]
     if not named:
         code, out, _ = await sb.exec(f"command -v {shlex.quote(package.program)}")
         if code == 0 and out.strip():
@@ -216,17 +211,9 @@ async def provide(sb: Sandbox, package: Package, folder: str) -> list[str]:
     program = await asyncio.to_thread(package.on_this_machine)
     if program is None:
         raise CliMissing(package.missing())
-    return list(program.argv) if await _is_visible(sb, program) else await _copied(sb, program, folder)
-
-
-async def _is_visible(sb: Sandbox, program: HostProgram) -> bool:
-    tests = " && ".join(f"test -r {shlex.quote(path)}" for path in program.argv)
-    code, _, _ = await sb.exec(tests)
-    return code == 0
-
-
-async def _copied(sb: Sandbox, program: HostProgram, folder: str) -> list[str]:
-    """Bring the program's folders into the sandbox, as one archive."""
+    code, _, _ = await sb.exec(" && ".join(f"test -r {shlex.quote(path)}" for path in program.argv))
+    if code == 0:
+        return list(program.argv)
     root = f"{folder}/packages"
     with tempfile.TemporaryDirectory() as scratch:
         archive = Path(scratch) / "package.tar"
@@ -241,19 +228,8 @@ def _pack(folders: Sequence[Path], archive: Path) -> None:
             tar.add(folder, arcname=str(folder).lstrip("/"))
 
 
-async def _from_tarball(sb: Sandbox, package: Package, tarball: Path, folder: str) -> list[str]:
-    """A package of npm: one with the native binary is unpacked, any other installed by the sandbox's npm."""
-    native = await asyncio.to_thread(_native_member, tarball, package.program)
-    if native is None:
-        await install_node22(sb)
-        await install_npm_cli(sb, tarball, package.program)
-        return [package.program]
-    root = f"{folder}/{package.program}"
-    await _unpack(sb, tarball, root, strip=0)
-    return [f"{root}/{native}"]
-
-
 def _native_member(tarball: Path, program: str) -> str | None:
+    """The native binary in an npm package; None if the sandbox's npm must install the package."""
     with tarfile.open(tarball) as tar:
         for member in tar:
             if (
@@ -274,7 +250,7 @@ async def _unpack(sb: Sandbox, tarball: Path, root: str, strip: int) -> None:
 
 
 async def install_node22(sb: Sandbox, tarball: Path | None = None) -> None:
-    """Node.js 22 in the sandbox: the one it has, or the one in `SLIME_AGENT_NODE_TARBALL`, under /usr/local."""
+    """Provide Node.js 22 in the sandbox: its own, or that of `SLIME_AGENT_NODE_TARBALL`, unpacked to /usr/local."""
     code, out, _ = await sb.exec("node --version")
     major = out.strip().lstrip("v").partition(".")[0]
     if code == 0 and major.isdigit() and int(major) >= 22:
@@ -287,14 +263,14 @@ async def install_node22(sb: Sandbox, tarball: Path | None = None) -> None:
 
 
 async def install_npm_cli(sb: Sandbox, tarball: Path, program: str) -> None:
-    """`npm install -g` of a tarball in the sandbox, which must hold all that the program needs: there is no network."""
+    """Run `npm install -g` on a tarball in the sandbox; it must contain all dependencies: there is no network."""
     where = f"/tmp/{program}.tgz"
     await sb.write_file(where, tarball)
     command = f"npm install -g --offline --no-audit --no-fund {shlex.quote(where)} && {shlex.quote(program)} --version"
     code, out, err = await sb.exec(command, timeout=INSTALL_TIMEOUT_S)
     if code != 0:
-        said = " ".join((err or out)[-300:].split())
+        output = " ".join((err or out)[-300:].split())
         raise CliMissing(
-            f"{tarball.name} gives no {program} that starts ({said}): name the package with the native binary, such as "
+            f"{tarball.name} has no {program} that starts ({output}): name the package with the native binary, such as "
             f"the one for linux-{_ARCHITECTURES.get(platform.machine(), 'x64')}"
         )

@@ -1,4 +1,4 @@
-"""Harnesses by name, and one call that runs an agent."""
+"""The registry of harnesses, and a function that runs an agent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HARNESSES: dict[str, type[BaseHarness]] = {
 
 
 def make_harness(name: str, *, command: Sequence[str] | None = None, **settings: Any) -> BaseHarness:
-    """The harness of a name; `command` is the list of arguments of the one that is called `command`."""
+    """Create a harness by name; `command` is the argument list of the harness named "command"."""
     if name == CommandHarness.name:
         if not command:
-            raise UserError("the agent 'command' needs the command that is run: give its arguments as a list")
+            raise UserError("the agent 'command' needs a command: give its arguments as a list")
         return CommandHarness(command, **settings)
     if name not in HARNESSES:
         known = ", ".join([*HARNESSES, CommandHarness.name])
@@ -42,7 +42,7 @@ async def run_agent(
     prompt: str,
     model_label: str = "slime-actor",
 ) -> HarnessResult:
-    """Run an agent in a sandbox to its end; what it did."""
+    """Run an agent in a sandbox to its end and return its result."""
     agent = make_harness(harness) if isinstance(harness, str) else harness
     context = HarnessContext(workdir, session_id, adapter_url, model_label)
     return await agent.work(sb, context, prompt=prompt, time_budget_sec=time_budget_sec)

@@ -1,11 +1,11 @@
-"""Conversations of clients whom nobody dispatched: they come with the service's key and a name for the conversation.
+"""Conversations of external clients, whose requests have the live service's key and a name for the conversation.
 
-A conversation is a session like any other. When its client goes on from an answer, that answer and what the client says
-about it are an exchange; with consent, and if the filter lets it pass, it is kept to be trained on.
+A conversation is an ordinary session. When its client continues after an answer, the answer and the client's next
+message form an exchange; with consent, and if the filter accepts it, the exchange is stored for training.
 
-Invariants: a request without consent is answered and leaves nothing on any disk; one such request withdraws the consent
-of its conversation, and of what still waits from an earlier one of the same name. An answer after which nothing comes
-is never kept. What a filter does not say yes to is not kept.
+Invariants: a request without consent is answered and leaves nothing on any disk. One such request withdraws the consent
+of its conversation and deletes the waiting exchanges of earlier conversations with the same name. An answer that is not
+followed by a message is never stored. An exchange that the filter does not accept is not stored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import hmac
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.agent.online.interaction import Exchange, ExchangeStore, exchange_of
 from slime.agent.server.dialects import Kind, Problem
@@ -28,11 +27,12 @@ from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import LiveSettings, Opening
 from slime.agent.session.session import Prompt
 from slime.config.plugins import load_plugin
+from slime.storage.json_types import JsonMapping
 
 NAME, CONSENT, DONE = "X-Session-Id", "X-Consent", "X-Session-Done"
 LONGEST_NAME = 200
 POLL_S = 30.0
-"""How long a call for an exchange waits before it says that there is none."""
+"""Seconds after which a call for an exchange returns None."""
 _YES, _NO = ("yes", "true", "1"), ("no", "false", "0", "")
 
 logger = logging.getLogger(__name__)
@@ -45,46 +45,52 @@ class _Conversation:
     held: OpenSession
     consents: bool
     last: float
-    """When it was last asked something, or was still being answered."""
+    """Time of the last request, or the last time at which a request was being answered."""
     seen: set[str]
-    """Turns that were followed by something already."""
+    """Turns that were followed by a message."""
     is_done: bool = False
-    """Nothing comes after the answer that is under way."""
+    """The answer in flight is the last one."""
 
 
 class Door:
-    """The conversations that are open, and the store of what they leave."""
+    """The open conversations of a live service, and the store of their exchanges."""
 
     def __init__(self, settings: LiveSettings, sessions: Sessions) -> None:
         self._settings, self._sessions = settings, sessions
         self._store = ExchangeStore(Path(settings.store))
-        self._filter = _filter_of(settings.filter_path)
+        path = settings.filter_path
+        self._filter = None if path is None else load_plugin(path, "--live-filter-path")
         self._open: OrderedDict[str, _Conversation] = OrderedDict()
-        """By name, the one that was heard of longest ago first."""
+        """Open conversations by name, in the order of eviction."""
         most = max(settings.most_conversations, IntakeLimits.requests)
         self._entering = sessions.common_intake(settings.limits.get("max_context"), most, "new conversations")
-        """The first requests of conversations, until they are read: a client may choose any number of names."""
+        """Limits of the first requests of conversations, until they are read: a client may use any number of names."""
         self._keeping: set[asyncio.Task[None]] = set()
         self._arrived = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self._sweeping = asyncio.create_task(self._sweep())
 
     def is_for(self, key: str | None) -> bool:
-        """Whether a request has the service's key."""
-        return key is not None and hmac.compare_digest(key.encode(), self._settings.key.encode())
+        """True if a request has the service's key."""
+        return key is not None and hmac.compare_digest(key.encode(errors="surrogateescape"), self._settings.key.encode())
 
     def intake(self, headers: Mapping[str, str]) -> Intake:
-        """What limits the requests of a conversation, which may not be open yet; or a `Problem`."""
+        """The limits for a request; its conversation need not be open yet. Raises `Problem`."""
         found = self._open.get(_name_of(headers))
         return self._entering if found is None else found.held.intake
 
     async def enter(self, headers: Mapping[str, str]) -> OpenSession:
-        """The session of the conversation that a request belongs to, or a `Problem`."""
+        """The session of a request's conversation, which is opened if needed; raises `Problem`."""
         name, consents = _name_of(headers), _flag_of(headers, CONSENT)
         if not consents:
             await self._withdraw(name)
         if name not in self._open and len(self._open) >= self._settings.most_conversations:
-            await self._make_room()
+            silent = next((one for one in self._open.values() if not one.held.is_answering), None)
+            if silent is None:
+                self.counts["refused"] += 1
+                raise Problem(Kind.FULL, f"{len(self._open)} conversations are being answered: retry later")
+            self.counts["evicted"] += 1
+            await self._end(silent)
         found = self._open.get(name) or self._opened(name, consents)
         found.consents &= consents
         found.last = asyncio.get_running_loop().time()
@@ -94,8 +100,8 @@ class Door:
             self._open.move_to_end(name, last=False)
         return found.held
 
-    async def take(self, slot: int) -> Mapping[str, Any] | None:
-        """The record of an exchange for this slot; None when none has come for a while."""
+    async def take(self, slot: int) -> JsonMapping | None:
+        """The record of an exchange for this slot; None if none arrives within `POLL_S` seconds."""
         deadline = asyncio.get_running_loop().time() + POLL_S
         while True:
             self._arrived.clear()
@@ -110,15 +116,15 @@ class Door:
 
     @property
     def store(self) -> ExchangeStore:
-        """What waits to be trained on."""
+        """The exchanges that wait to be trained on."""
         return self._store
 
     def stats(self) -> dict[str, int]:
-        """What happened so far, and how many exchanges wait."""
+        """Counters of events, and the number of waiting exchanges."""
         return {**self.counts, "open": len(self._open), "waiting": self._store.waiting()}
 
     async def aclose(self) -> None:
-        """Keep what is being kept, and close the store."""
+        """Finish the pending writes, and close the store."""
         self._sweeping.cancel()
         await asyncio.gather(self._sweeping, *self._keeping, return_exceptions=True)
         logger.info("the live service ends: %s", dict(self.counts))
@@ -145,7 +151,7 @@ class Door:
         return made
 
     async def _withdraw(self, name: str) -> None:
-        """Nothing waits under this name when this returns, nor will from its open conversation."""
+        """Withdraw consent: deletes waiting exchanges of this name, and its open conversation adds none."""
         known = self._open.get(name)
         if known is not None:
             if not known.consents:
@@ -154,20 +160,11 @@ class Door:
             self.counts["withdrawn"] += 1
         await self._store.withdraw(self._hidden(name))
 
-    async def _make_room(self) -> None:
-        """Let the conversation go that was silent longest; one that is being answered stays."""
-        silent = next((one for one in self._open.values() if not one.held.is_answering), None)
-        if silent is None:
-            self.counts["refused"] += 1
-            raise Problem(Kind.FULL, f"{len(self._open)} conversations are being answered: ask again soon")
-        self.counts["evicted"] += 1
-        await self._end(silent)
-
-    def _continued(self, conversation: _Conversation, prompt: Prompt) -> asyncio.Future[Any]:
-        """The client has gone on from an answer; done when what is to be kept of it is kept."""
+    def _continued(self, conversation: _Conversation, prompt: Prompt) -> asyncio.Future[None]:
+        """Handle a message after an answer; the future is done when the exchange is stored or discarded."""
         turn = prompt.node.parent
         self.counts["answers"] += 1
-        nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         nothing.set_result(None)
         if turn is None or turn.id in conversation.seen:
             return nothing
@@ -184,20 +181,20 @@ class Door:
     async def _keep(self, conversation: _Conversation, exchange: Exchange) -> None:
         try:
             may_be_kept = self._filter is None or await asyncio.to_thread(self._filter, exchange) is True
-        except Exception as error:  # noqa: BLE001 - whatever a filter raises, it has not said yes
-            logger.warning("the filter raised %s: the exchange is not kept", type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - a filter that raises has not accepted
+            logger.warning("--live-filter-path raised %s: the exchange is not stored", type(error).__name__)
             may_be_kept = False
         if not may_be_kept:
             self.counts["filtered"] += 1
             return
-        if not conversation.consents:  # withdrawn meanwhile
+        if not conversation.consents:  # withdrawn while the filter ran
             return
         await self._store.put(self._hidden(conversation.name), exchange.to_record())
         self.counts["kept"] += 1
         self._arrived.set()
 
     async def _sweep(self) -> None:
-        """End the conversations that nobody has gone on with."""
+        """End idle conversations."""
         while True:
             await asyncio.sleep(min(1.0, self._settings.idle_s / 4))
             now = asyncio.get_running_loop().time()
@@ -216,15 +213,9 @@ class Door:
         await self._sessions.close(conversation.key, Problem(Kind.CLOSED, "this conversation is over"))
 
     def _hidden(self, name: str) -> str:
-        """A conversation's name as the store knows it: a client may have put anything into it."""
+        """The name of a conversation in the store: a hash, because clients may put any text into names."""
         key = self._settings.key.encode()[:64]
         return hashlib.blake2b(name.encode(errors="surrogateescape"), key=key, digest_size=16).hexdigest()
-
-
-def _filter_of(path: str | None) -> Callable[[Exchange], Any] | None:
-    if path is None:
-        return None
-    return load_plugin(path, "--live-filter-path")
 
 
 def _name_of(headers: Mapping[str, str]) -> str:

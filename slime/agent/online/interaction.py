@@ -1,7 +1,13 @@
-"""An exchange: what was asked, what the model answered, and what the client said next; the unit that is trained on.
+"""Exchanges of a live service: a conversation, the model's answer and the client's next message; the training unit.
 
-Invariant: the record of an exchange is a session of one turn, whose context holds the ids that the engine was sent and
-whose turn those that it sampled; nothing here is encoded a second time.
+Exchanges wait to be trained on in an SQLite file in the run folder. A row is written before the client has the end of
+its next answer. It belongs to one slot (a sample of the run) from the moment at which it is taken, and is deleted when
+the slot's sample is in the journal.
+
+Invariants: the record of an exchange is a session of one turn; its context has the ids that the engine received, its
+turn has the ids that the engine sampled, and nothing is tokenized a second time. An exchange is given to one slot, and
+to the same slot again after a crash: no exchange is lost or trained on twice. Exchanges without consent are never
+stored.
 """
 
 from __future__ import annotations
@@ -9,10 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.agent.messages import Message
 from slime.agent.session.limits import Counters
@@ -20,42 +24,44 @@ from slime.agent.session.records import BadRecord, message_of, message_record, t
 from slime.agent.session.session import Session
 from slime.agent.session.tree import Context, Turn, joined, path
 from slime.data.buffer.codec import Codec
+from slime.storage.json_types import JsonMapping, JsonObject
 from slime.storage.sqlite_table import RowFile, RowKind
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One answer and its neighbourhood, as judges and filters see it.
+    """One answer and its context, as judges and filters see it.
 
-    `asked` is the whole conversation before the answer, `followed_by` what the client sent after it: usually the
-    user's next message, but the result of a tool where the answer called one.
+    `asked` is the whole conversation before the answer, `followed_by` the messages that the client sent after it:
+    usually the user's next message, but the result of a tool if the answer called one.
     """
 
     id: str
     asked: tuple[Message, ...]
     answer: Message
     followed_by: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    session: Mapping[str, Any]
-    """The one-turn session (`Session.to_record`) that samples are made of."""
+    tools: tuple[JsonMapping, ...]
+    session: JsonMapping
+    """The one-turn session (`Session.to_record`) from which samples are made."""
 
     @property
     def question(self) -> str:
-        """What the user had said last before the answer; "" where nobody had."""
+        """The last message of the user before the answer; "" if there is none."""
         return next((message.content for message in reversed(self.asked) if message.role == "user"), "")
 
     @property
     def next_user_turn(self) -> str | None:
-        """What the user said next; None where something else came first."""
+        """The first message of the user after the answer; None if there is none."""
         return next((message.content for message in self.followed_by if message.role == "user"), None)
 
     def texts(self) -> list[str]:
-        """Every word of it, for filters: also those of the history, which is in the prompt that is trained on."""
-        said = (*self.asked, self.answer, *self.followed_by)
-        calls = (call.arguments for message in said for call in message.tool_calls)
-        return [*(message.content for message in said), *(message.reasoning or "" for message in said), *calls]
+        """All texts of the exchange, for filters; includes the history, because it is in the prompt of the sample."""
+        messages = (*self.asked, self.answer, *self.followed_by)
+        calls = (call.arguments for message in messages for call in message.tool_calls)
+        texts = (message.content for message in messages)
+        return [*texts, *(message.reasoning or "" for message in messages), *calls]
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> JsonObject:
         """Plain values and arrays."""
         return {
             "id": self.id,
@@ -67,8 +73,8 @@ class Exchange:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Exchange:
-        """The inverse of `to_record`, or a `BadRecord`."""
+    def from_record(cls, record: JsonMapping) -> Exchange:
+        """The inverse of `to_record`; raises `BadRecord`."""
         try:
             return cls(
                 id=str(record["id"]),
@@ -85,7 +91,7 @@ class Exchange:
 def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) -> Exchange:
     """The exchange around a turn of an open session."""
     history = path(turn.parent)
-    said = session.messages(turn)
+    messages = session.messages(turn)
     tools = (history[0] if history else turn).context.tools
     context = Context(number=1, parent=None, messages=(), ids=joined(history, turn.context), tools=tools)
     alone = Turn(
@@ -110,23 +116,23 @@ def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) 
         "counters": counters.to_dict(),
         "turns": [turn_record(alone)],
     }
-    return Exchange(turn.id, tuple(said[:-1]), turn.message, followed_by, tuple(tools), record)
+    return Exchange(turn.id, tuple(messages[:-1]), turn.message, followed_by, tuple(tools), record)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge makes of an exchange.
+    """The result of judging an exchange.
 
-    `reward` is what training gets. `hint` is what the client's next turn says about how the answer should have been:
-    appended to the question, it makes the model its own teacher (`--use-opd --opd-type sample`).
+    `reward` is the reward for training. `hint` is a text, from the client's next turn, on how the answer should have
+    been: appended to the question, it makes the model its own teacher (`--use-opd --opd-type sample`).
     """
 
     reward: float
     hint: str | None = None
 
     @classmethod
-    def of(cls, given: Any, who: str) -> Verdict | None:
-        """What a judge returned: a verdict, a number, or None for "this says nothing about the answer"."""
+    def of(cls, given: object, who: str) -> Verdict | None:
+        """Validate the return value of a judge: a verdict, a number, or None if the exchange gives no evidence."""
         if given is None or isinstance(given, Verdict):
             verdict = given
         elif isinstance(given, int | float) and not isinstance(given, bool):
@@ -137,14 +143,6 @@ class Verdict:
             raise ValueError(f"{who} gave the reward {verdict.reward}: it must be finite")
         return verdict
 
-
-# Exchanges that wait to be trained on, in an SQLite file beside the run.
-#
-# A row is written before the client has the whole of its next answer, belongs to one slot (a sample of the run) from
-# the moment that it is taken, and goes when the slot's sample is in the journal.
-#
-# Invariants: an exchange is given to one slot, and to the same one again after a crash: none is lost and none is
-# trained on twice. What has no consent never comes here.
 
 logger = logging.getLogger(__name__)
 
@@ -159,15 +157,15 @@ _KIND = RowKind("exchanges of a live service", 0x736C6C76, 1, _SCHEMA, "SELECT s
 
 
 class ExchangeStore(RowFile):
-    """The waiting exchanges, oldest first."""
+    """Stores the waiting exchanges, oldest first."""
 
     def __init__(self, path: Path) -> None:
         """Make or open `path`."""
         super().__init__(path, _KIND)
         self._codec = Codec()
 
-    async def put(self, conversation: str, record: Mapping[str, Any]) -> None:
-        """Keep an exchange (`Exchange.to_record`); in the file when this returns."""
+    async def put(self, conversation: str, record: JsonMapping) -> None:
+        """Store an exchange (`Exchange.to_record`); it is in the file when this returns."""
 
         def change(connection: sqlite3.Connection) -> None:
             content = self._codec.pack(dict(record), f"exchange {record['id']}")
@@ -178,8 +176,8 @@ class ExchangeStore(RowFile):
 
         await self._commits.write(lambda: change)
 
-    def take(self, slot: int) -> Mapping[str, Any] | None:
-        """The exchange of this slot: the one it had before a crash, else the oldest that nobody has, else None."""
+    def take(self, slot: int) -> JsonMapping | None:
+        """Assign an exchange to this slot: the one it had before a crash, else the oldest unassigned one, else None."""
         self._commits.drain()
         with self.transaction() as connection:
             while True:
@@ -196,35 +194,35 @@ class ExchangeStore(RowFile):
                     if isinstance(record, dict):
                         return record
                 except (ValueError, TypeError, KeyError) as error:
-                    logger.warning("%s: an exchange cannot be read (%s); it is left out", self.path, error)
+                    logger.warning("%s: an exchange cannot be read (%s); it is deleted", self.path, error)
                 connection.execute("DELETE FROM exchanges WHERE number = ?", (row[0],))
 
     def taken(self) -> list[tuple[int, str]]:
-        """Slots that have an exchange, and its id."""
+        """The slots with an exchange, and its id."""
         with self._lock:
             rows = self._connection.execute("SELECT slot, id FROM exchanges WHERE slot IS NOT NULL").fetchall()
         return [(int(slot), str(name)) for slot, name in rows]
 
     async def forget(self, name: str) -> None:
-        """An exchange is in the journal, or is not to be trained on."""
+        """Delete an exchange that is in the journal or will not be trained on."""
         await self._delete("id = ?", (name,))
 
     async def forget_slot(self, slot: int) -> None:
-        """The exchange of a slot is in the journal."""
+        """Delete the exchange of a slot, because its sample is in the journal."""
         await self._delete("slot = ?", (slot,))
 
     async def withdraw(self, conversation: str) -> None:
-        """Consent is taken back: what nobody has taken yet goes."""
+        """Delete the unassigned exchanges of a conversation, whose client withdrew consent."""
         await self._delete("conversation = ? AND slot IS NULL", (conversation,))
 
     def waiting(self) -> int:
-        """How many nobody has taken."""
+        """The number of unassigned exchanges."""
         self._commits.drain()
         with self._lock:
             row = self._connection.execute("SELECT COUNT(*) FROM exchanges WHERE slot IS NULL").fetchone()
         return int(row[0])
 
-    async def _delete(self, where: str, values: tuple[Any, ...]) -> None:
+    async def _delete(self, where: str, values: tuple[str | int, ...]) -> None:
         def change(connection: sqlite3.Connection) -> None:
             connection.execute(f"DELETE FROM exchanges WHERE {where}", values)
 

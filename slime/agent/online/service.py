@@ -1,14 +1,20 @@
 """The driver's side of a live service: every dispatched sample is a slot that waits for an exchange of a client.
 
-An exchange becomes the slot's sample: its tokens as they were sampled, the judge's reward, and where the client gave a
-hint the log-probs that the model gives to its own answer once it has read the hint.
+An exchange becomes the slot's sample: its tokens as they were sampled, the judge's reward, and, if the judge returned a
+hint, the log-probs of the model for its own answer with the hint in the prompt.
 
-Invariants: slots are filled in the order of their numbers, so the oldest are never overtaken. An exchange is forgotten
-by the store once its slot's sample is in the journal, and one that is not to be trained on at once.
+`traffic_baseline` computes rewards of answers to different questions. Live traffic has one answer per prompt, so there
+is no group to compare with; the other exchanges of the batch are the group: `r_i = R_i - mean_{j != i} R_j`. The
+baseline of an answer does not depend on that answer, so the gradient stays unbiased. It has no state, so a resumed run
+computes the same one.
+
+Invariants: slots are filled in the order of their numbers. The store deletes an exchange once its slot's sample is in
+the journal, and at once if it will not be trained on.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import heapq
@@ -33,18 +39,19 @@ from slime.rollout.generate import generate as generate_answer
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.rollout.staleness import is_stale
+from slime.storage.json_types import JsonObject
 
 JUDGE_FLAG = "--live-judge-path"
 MOST_STARTS = 3
-"""How often in a row the process of the endpoints may die before a slot has its exchange."""
+"""How often in a row the agent server may die while a slot waits for its exchange."""
 
 logger = logging.getLogger(__name__)
 
 
 async def generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Any, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """The generate function of a live run: an exchange for `sample`; prompts of evaluations are answered as ever."""
+    """The generate function of a live run: fills `sample` with an exchange; evaluation prompts are sampled as usual."""
     if evaluation:
         return await generate_answer(args, sample, sampling_params)
     runtime = runtime_for(args)
@@ -53,7 +60,7 @@ async def generate(
 
 
 class LiveService:
-    """Slots in, samples out."""
+    """Fills slots with exchanges of clients and turns them into samples."""
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
@@ -62,12 +69,12 @@ class LiveService:
         self._is_clean = False
         self._judge = runtime.function(runtime.args.live_judge_path or "", flag=JUDGE_FLAG, params=("args", "exchange"))
         self.counts: Counter[str] = Counter()
-        """What became of exchanges that were taken: trained, stale, unlabelled, failed."""
+        """Counts of taken exchanges by result: trained, stale, unlabelled, failed."""
         self._teacher = Teacher(runtime.pool, concurrency=runtime.args.sglang_server_concurrency)
         runtime.when_recorded.append(self._recorded)
 
     async def fill(self, slot: Sample) -> Sample:
-        """The sample that an exchange makes of this slot; waits until there is one."""
+        """Wait for an exchange and return the sample made from it for this slot."""
         assert slot.index is not None, "the data source numbers its samples"
         while True:
             exchange = await self._taken(slot.index)
@@ -78,16 +85,21 @@ class LiveService:
             await self._call("forget", id=exchange.id)
 
     async def aclose(self) -> None:
-        """Say what came of the traffic."""
+        """Log the results of the exchanges."""
         self._runtime.when_recorded.remove(self._recorded)
         logger.info("exchanges of the live service: %s", dict(self.counts))
 
     async def _judged(self, slot: Sample, exchange: Exchange) -> Sample | None:
-        """The sample, or None for what is not to be trained on: it is too old, or says nothing about the answer."""
+        """The sample of an exchange; None if it is too old, cannot be read, or gives no evidence about the answer."""
         try:
-            made = _sample_of(slot, exchange, self._runtime.plugin_args)
+            base = copy.copy(slot)
+            base.prompt = [{"role": message.role, "content": message.content} for message in exchange.asked]
+            session = Session.from_record(exchange.session)
+            after = [{"role": message.role, "content": message.content} for message in exchange.followed_by]
+            metadata = {"live": {"id": exchange.id, "followed_by": after}}
+            [made] = session.samples(base, metadata=metadata, args=self._runtime.plugin_args)
         except BadRecord as error:
-            logger.warning("an exchange is left out: %s", error)
+            logger.warning("an exchange is skipped: %s", error)
             self.counts["failed"] += 1
             return None
         if is_stale(self._runtime.args, [made], self._runtime.state.rollout_id or 0):
@@ -97,7 +109,7 @@ class LiveService:
         try:
             given = await self._runtime.call_function(self._judge, path, self._runtime.plugin_args, exchange)
             verdict = Verdict.of(given, f"{JUDGE_FLAG} {path}")
-        except Exception as error:  # noqa: BLE001 - whatever a judge raises leaves this exchange without a verdict
+        except Exception as error:  # noqa: BLE001 - an exchange whose judge raises has no verdict
             self._runtime.failures.record("judge", error)
             self.counts["failed"] += 1
             return None
@@ -111,7 +123,7 @@ class LiveService:
         return made
 
     async def _taught(self, exchange: Exchange, made: Sample, hint: str | None) -> list[float]:
-        """What the model, having read the hint, thinks of each token of its answer; without one, what it thought."""
+        """The log-probs of the answer's tokens with the hint in the prompt; without a hint, the sampled log-probs."""
         if not hint:
             known = made.column_array("rollout_log_probs")
             return [] if known is None else known.tolist()
@@ -123,9 +135,8 @@ class LiveService:
         response = made.token_array().tolist()[-made.response_length :]
         return await self._teacher.log_probs([*prompt.tolist(), *response], made.response_length)
 
-    # the store
-
     async def _taken(self, slot: int) -> Exchange:
+        """Wait until it is this slot's turn, and then for an exchange from the store."""
         with clock_stopped(), waiting("clients of the live service", "for a finished exchange", timeout_s=None):
             async with self._turn.of(slot):
                 await self._forget_recorded()
@@ -136,10 +147,10 @@ class LiveService:
                     try:
                         return Exchange.from_record(record)
                     except BadRecord as error:
-                        logger.warning("an exchange is left out: %s", error)
+                        logger.warning("an exchange is skipped: %s", error)
                         await self._call("recorded", slot=slot)
 
-    async def _call(self, name: str, **arguments: Any) -> Any:
+    async def _call(self, name: str, **arguments: object) -> Any:
         for attempt in range(MOST_STARTS):
             running = await self._endpoints.running()
             try:
@@ -150,12 +161,12 @@ class LiveService:
         raise AssertionError("the loop returns or raises")
 
     async def _recorded(self, dispatched: Sample) -> None:
-        """The sample of a slot is in the journal: the store need not know it any more."""
+        """Delete the exchange of a slot whose sample is in the journal."""
         if dispatched.index is not None:
             await self._call("recorded", slot=dispatched.index)
 
     async def _forget_recorded(self) -> None:
-        """After a crash: exchanges that are in the journal, though the store was not told any more."""
+        """Delete exchanges that were journaled before a crash but not yet deleted from the store."""
         if self._is_clean:
             return
         self._is_clean = True
@@ -174,18 +185,8 @@ def _is_in_journal(folder: Path, slot: int, name: str) -> bool:
     return any(isinstance(live, Mapping) and live.get("id") == name for live in found)
 
 
-def _sample_of(slot: Sample, exchange: Exchange, args: Any) -> Sample:
-    """The exchange as the sample of a slot; its prompt is what was said before the answer."""
-    base = copy.copy(slot)
-    base.prompt = [{"role": message.role, "content": message.content} for message in exchange.asked]
-    session = Session.from_record(exchange.session)
-    said = [{"role": message.role, "content": message.content} for message in exchange.followed_by]
-    [made] = session.samples(base, metadata={"live": {"id": exchange.id, "followed_by": said}}, args=args)
-    return made
-
-
 class _InOrder:
-    """One at a time; of those who wait the one with the smallest number goes first."""
+    """A lock that is granted to the waiter with the smallest number."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -219,7 +220,7 @@ class _InOrder:
 
 
 class _Place:
-    """A turn at an `_InOrder`, as a block."""
+    """Holds an `_InOrder` for the duration of a `with` block."""
 
     def __init__(self, order: _InOrder, number: int) -> None:
         self._order, self._number = order, number
@@ -231,15 +232,8 @@ class _Place:
         self._order.leave()
 
 
-# Rewards of answers to different questions, less what the others of the batch got.
-#
-# Live traffic has one answer a prompt, so there is no group to compare with. The other exchanges of the batch are the
-# group: `r_i = R_i - mean_{j != i} R_j`. The baseline of an answer does not depend on that answer, so the gradient
-# stays unbiased; it has no state, so a run that is killed and resumed has the same one.
-
-
-def traffic_baseline(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: (raw rewards, rewards); a sample that failed has 0 and no say."""
+def traffic_baseline(args: argparse.Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: (raw rewards, rewards); failed samples get 0 and are not in the baseline."""
     raw = [0.0 if _failed(sample) else float(sample.get_reward_value(args)) for sample in samples]
     counted = [value for value, sample in zip(raw, samples, strict=True) if not _failed(sample)]
     total, others = sum(counted), len(counted) - 1

@@ -1,4 +1,4 @@
-"""Where agents work: the protocol, its backends, and the names that upstream has here."""
+"""Sandboxes that agents work in: the protocol, its backends, and the names that upstream exports here."""
 
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.long_commands import ensure_agent_user, exec_and_wait

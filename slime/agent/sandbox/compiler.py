@@ -1,4 +1,4 @@
-"""The machine's C compiler, for programs that a model wrote: found once, run only in sandboxes."""
+"""The machine's C compiler, for programs that a model wrote; it runs only in sandboxes."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _LINKING = re.compile(r"^.*?((?:undefined reference|multiple definition|undefine
 
 @dataclass(frozen=True)
 class CCompiler:
-    """A compiler of this machine, which sandboxes see too (`/usr` is visible there)."""
+    """A compiler of this machine, which is visible in sandboxes too (as part of `/usr`)."""
 
     path: str
     version: str
-    """The first line that it says about itself: what verdicts on programs depend on."""
+    """First line of its `--version` output, which verdicts on programs depend on."""
 
     async def build(
         self, sandbox: MachineSandbox, sources: Sequence[str], output: str, flags: Sequence[str] = ()
     ) -> Outcome:
-        """Compile and link in the sandbox, under its limits; the outcome is the compiler's."""
+        """Compile and link in the sandbox, under its limits; return the compiler's outcome."""
         return await sandbox.exec([self.path, *flags, *sources, "-o", output])
 
 
 def find_c_compiler(names: Sequence[str] = NAMES) -> CCompiler:
-    """The first of these that is on the PATH; UserError with the remedy where there is none."""
+    """Find the first of these compilers on the PATH; UserError with install commands if there is none."""
     for name in names:
         path = shutil.which(name)
         if path is None:
             continue
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-        if said.returncode == 0 and said.stdout:
-            return CCompiler(path, said.stdout.splitlines()[0])
+        result = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if result.returncode == 0 and result.stdout:
+            return CCompiler(path, result.stdout.splitlines()[0])
     raise UserError(
-        f"there is no C compiler on the PATH ({', '.join(names)}): install one, such as by `apt install gcc libc6-dev`"
+        f"no C compiler on the PATH ({', '.join(names)}): install one, for example with `apt install gcc libc6-dev`"
         ", `dnf install gcc` or `xcode-select --install`"
     )
 
 
 def first_error(outcome: Outcome, *, limit: int = 120) -> str:
-    """What the compiler complained of first, in its words and in one line, without the place; quotes are plain ones."""
+    """The compiler's first error message as one line, without the source position and with ASCII quotes."""
     if outcome.cause is not None:
         return f"the compiler ran into the limit on {outcome.cause}"
     found = _ERROR.search(outcome.err) or _LINKING.search(outcome.err)

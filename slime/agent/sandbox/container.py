@@ -1,7 +1,7 @@
-"""`docker` and `podman`: one container a sandbox, driven by the program's own command line, words only.
+"""`docker` and `podman`: one container per sandbox, driven by the program's command line without a shell.
 
-The container lives as long as the pipe to its first process: when the driver is gone, however it died, that process
-reads the end of it and the container is removed. It has no network; `reach` opens a port inside from outside.
+The container lives as long as the pipe to its first process: when the driver dies for any reason, that process reads
+the end of the pipe, exits, and the container is removed. It has no network; `reach` opens a port inside from outside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slime.errors import UserError
 
 WORKDIR = "/workspace"
 _START_S = 300.0
-"""An image may have to be pulled."""
+"""Time limit of a start, in which an image may have to be pulled."""
 _CONTROL_S = 60.0
 _LET_GO_S = 5.0
 _FIRST = "mkdir -p /workspace; echo ready; exec cat"
@@ -44,11 +44,11 @@ _END = (
     'for round in 1 2 3; do for process in /proc/[0-9]*; do grep -qs "SLIME_COMMAND=$1" "$process/environ" && '
     'kill -9 "${process#/proc/}" 2>/dev/null; done; done; true'
 )
-"""Every process that a command started has its mark in the environment."""
+"""Kills the processes of a command, which carry its mark in their environment."""
 
 
 class ContainerSandbox:
-    """One container. Its limits are the program's flags."""
+    """One container, whose limits are flags of the program."""
 
     boundary = True
 
@@ -63,7 +63,7 @@ class ContainerSandbox:
         devices: Sequence[str | Path] = (),
     ) -> None:
         if image is None:
-            raise UserError(f"--sandbox {kind} starts from an image: name one with --sandbox-image")
+            raise UserError(f"--sandbox {kind} starts from an image: set --sandbox-image")
         program = shutil.which(kind)
         if program is None:
             raise UserError(f"--sandbox {kind} needs the program {kind}, which is not installed")
@@ -77,6 +77,7 @@ class ContainerSandbox:
         self._devices = checked_devices(devices)
         self._name = f"slime-sandbox-{secrets.token_hex(8)}"
         self._first: asyncio.subprocess.Process | None = None
+        self._reaching = asyncio.Lock()
         self._port_forwards: dict[str, tuple[subprocess.Popen[bytes], socket.socket, int]] = {}
         self._killed_for_memory = 0
 
@@ -85,7 +86,7 @@ class ContainerSandbox:
         return self._name
 
     def run_words(self) -> list[str]:
-        """The command line that makes the container."""
+        """Command line that creates the container."""
         limits = self.limits
         words = [
             *(self._program, "run", "--rm", "--interactive", "--init", "--name", self._name, "--network", "none"),
@@ -128,9 +129,10 @@ class ContainerSandbox:
             await self.__aexit__()
             raise SandboxError(f"{self.kind} did not start {self.image} within {_START_S:g} s") from None
         if line.strip() != b"ready":
-            said = (await self._first.stderr.read()).decode(errors="replace").strip().splitlines()
+            errors = (await self._first.stderr.read()).decode(errors="replace").strip().splitlines()
             await self._first.wait()
-            raise SandboxError(f"{self.kind} could not start {self.image}: {said[-1] if said else 'it said nothing'}")
+            reason = errors[-1] if errors else "it printed no error message"
+            raise SandboxError(f"{self.kind} could not start {self.image}: {reason}")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -167,8 +169,9 @@ class ContainerSandbox:
     async def _run(
         self, words: Sequence[str], user: str, env: Mapping[str, str], seconds: float, data: bytes | None = None
     ) -> Outcome:
+        """Run a program in the container, with `data` as its input."""
         if self._first is None or self._first.returncode is not None:
-            raise SandboxGone(f"container {self._name} does not run")
+            raise SandboxGone(f"container {self._name} is not running")
         mark = secrets.token_hex(8)
         marked = {**env, "SLIME_COMMAND": mark}
         flags = [word for name, value in marked.items() for word in ("--env", f"{name}={value}")]
@@ -187,8 +190,12 @@ class ContainerSandbox:
         if cause is not None:
             await self._end(process, user, mark)
         code = await process.wait()
-        if cause is None and code == _KILLED and await self._was_killed_for_memory():
-            cause = MEMORY
+        if cause is None and code == _KILLED:
+            _, lines = await self._control("exec", self._name, "/bin/sh", "-c", _OOM)
+            counters = [line.split()[1] for line in lines.splitlines() if line.split()[1:2]]
+            counts = [int(counter) for counter in counters if counter.isdigit()]
+            before, self._killed_for_memory = self._killed_for_memory, max(counts, default=0)
+            cause = MEMORY if self._killed_for_memory > before else None
         ended = cause in (TIMEOUT, OUTPUT)
         texts = [kept.result() for kept in (out, err)]
         decoded = [text.decode(errors="replace") for text, _ in texts]
@@ -197,6 +204,7 @@ class ContainerSandbox:
     async def _watched(
         self, process: asyncio.subprocess.Process, seconds: float, data: bytes | None
     ) -> tuple[Kept, Kept, str | None]:
+        """Capture a command's output until it ends or hits the output or time limit; return that limit, if any."""
         out, err = Kept(self.limits.output_kb * 1024), Kept(self.limits.output_kb * 1024)
         most, too_much = self.limits.output_mb << 20, asyncio.Event()
         assert process.stdout is not None
@@ -227,18 +235,14 @@ class ContainerSandbox:
                 task.cancel()
 
     async def _end(self, process: asyncio.subprocess.Process, user: str, mark: str) -> None:
+        """Kill all processes of a command."""
         await self._control("exec", "--user", user, self._name, "/bin/sh", "-c", _END, "sh", mark)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await _drained(process)
 
-    async def _was_killed_for_memory(self) -> bool:
-        _, said = await self._control("exec", self._name, "/bin/sh", "-c", _OOM)
-        counts = [int(line.split()[1]) for line in said.splitlines() if line.split()[1:2] and line.split()[1].isdigit()]
-        before, self._killed_for_memory = self._killed_for_memory, max(counts, default=0)
-        return self._killed_for_memory > before
-
     async def _control(self, *words: str) -> tuple[int, str]:
+        """Run a subcommand of the program; return its exit code and output."""
         process = await asyncio.create_subprocess_exec(
             self._program, *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -248,12 +252,12 @@ class ContainerSandbox:
                 out, _ = await process.communicate()
         except TimeoutError:
             process.kill()
-            raise SandboxError(f"{self.kind} {words[0]} did not answer within {_CONTROL_S:g} s") from None
+            raise SandboxError(f"{self.kind} {words[0]} did not finish within {_CONTROL_S:g} s") from None
         assert process.returncode is not None
         return process.returncode, out.decode(errors="replace")
 
     async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
-        """Make a file, and the folders above it; a `Path` is a file on this side."""
+        """Write a file, creating its parent folders; a `Path` as content is a file of the host."""
         if isinstance(content, Path):
             data = await asyncio.to_thread(content.read_bytes)
         else:
@@ -264,53 +268,54 @@ class ContainerSandbox:
             raise SandboxError(f"cannot write {path} in container {self._name}: {outcome.cause or outcome.err.strip()}")
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a plain file, as much of it as an output may have."""
+        """Read the text of a regular file, which must fit into `output_kb`."""
         line = 'test -f "$1" && cat "$1"'
         outcome = await self._run(["/bin/sh", "-c", line, "sh", path], user, {}, _CONTROL_S)
         if outcome.code != 0:
-            raise FileNotFoundError(2, f"cannot read {path} in container {self._name}: no plain file, or not readable")
+            raise FileNotFoundError(
+                2, f"cannot read {path} in container {self._name}: not a regular file, or not readable"
+            )
         if outcome.truncated:
-            raise SandboxError(f"{path} in container {self._name} is larger than output_kb {self.limits.output_kb}")
+            raise SandboxError(
+                f"{path} in container {self._name} is larger than the limit output_kb of {self.limits.output_kb}"
+            )
         return outcome.out
 
     async def reach(self, endpoint: str) -> str:
-        """The base URL inside of a URL, or of the path of a unix socket, outside."""
+        """Make an endpoint outside, a URL or the path of a unix socket, reachable inside; return its base URL there."""
         target, path = target_of(endpoint)
-        if target not in self._port_forwards:
-            _, said = await self._control("inspect", "--format", "{{.State.Pid}}", self._name)
-            if not said.strip().isdigit():
-                raise SandboxGone(f"container {self._name} does not run")
-            self._port_forwards[target] = await self._port_forward(int(said), target)
+        async with self._reaching:
+            if target not in self._port_forwards:
+                _, pid = await self._control("inspect", "--format", "{{.State.Pid}}", self._name)
+                if not pid.strip().isdigit():
+                    raise SandboxGone(f"container {self._name} is not running")
+                life, theirs = socket.socketpair()
+                life.setblocking(False)
+                command = python_command("main_port_forward", str(HERE), "port_forward")
+                words = [*command, str(theirs.fileno()), str(int(pid)), target]
+                with theirs:
+                    process = await asyncio.to_thread(
+                        lambda: subprocess.Popen(
+                            words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={}, cwd="/"
+                        )
+                    )
+                try:
+                    reply, _ = await receive(life)
+                except EOFError:
+                    reply = {"error": "its process exited"}
+                if "error" in reply:
+                    life.close()
+                    await asyncio.to_thread(process.wait)
+                    raise SandboxError(
+                        f"cannot open a port in container {self._name}: {reply['error']}; run as root or as the "
+                        "container's user"
+                    )
+                self._port_forwards[target] = (process, life, int(reply["port"]))
         return f"http://127.0.0.1:{self._port_forwards[target][2]}{path}"
-
-    async def _port_forward(self, pid: int, target: str) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-        life, theirs = socket.socketpair()
-        life.setblocking(False)
-        words = [
-            *python_command("main_port_forward", str(HERE), "port_forward"),
-            str(theirs.fileno()),
-            str(pid),
-            target,
-        ]
-        with theirs:
-            process = await asyncio.to_thread(
-                lambda: subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={}, cwd="/")
-            )
-        try:
-            told, _ = await receive(life)
-        except EOFError:
-            told = {"error": "its process ended"}
-        if "error" in told:
-            life.close()
-            await asyncio.to_thread(process.wait)
-            raise SandboxError(
-                f"cannot open a port in container {self._name}: {told['error']}; it takes root, or the container's user"
-            )
-        return process, life, int(told["port"])
 
 
 async def _drained(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process that ends, and let go of its pipes, which somebody else may hold on to."""
+    """Wait for an ending process; stop reading its pipes after a while, as another process may keep them open."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LET_GO_S):
             for stream in (process.stdout, process.stderr):

@@ -1,4 +1,4 @@
-"""Sandboxes on this machine: what `local` and `subprocess` have in common, over the box that each has built."""
+"""`MachineSandbox`: the base class of the sandboxes on this machine, `local` and `subprocess`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox.inside import cgroups
@@ -34,8 +34,7 @@ from slime.agent.sandbox.protocol import (
     Snapshot,
 )
 from slime.errors import UserError
-
-# Which limit a command ran into, from what the kernel counted, how it ended, and what it said.
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _OF_SIGNAL = {128 + signal.SIGXCPU: CPU_TIME, 128 + signal.SIGXFSZ: FILE_SIZE}
 _SAID = (
@@ -50,47 +49,47 @@ _TAIL = 4096
 
 
 def cause_of(
-    told: Mapping[str, Any],
+    reply: JsonMapping,
     err: str,
     before: Mapping[str, int],
     after: Mapping[str, int],
     limits: SandboxLimits,
     held: frozenset[str],
 ) -> str | None:
-    """The worker's own verdict first, then what was counted while the command ran, then how it failed."""
-    if told["cause"] is not None:
-        return str(told["cause"])
+    """Find the limit that a command hit: by the worker's response, the kernel's counters, its exit, or its errors."""
+    if reply["cause"] is not None:
+        return str(reply["cause"])
     for limit in (MEMORY, PROCESSES):
         if after[limit] > before[limit]:
             return limit
-    if told["code"] == 0:
+    if reply["code"] == 0:
         return None
-    if told["code"] in _OF_SIGNAL:
-        return _OF_SIGNAL[told["code"]]
-    if told["code"] == 128 + signal.SIGKILL and told["cpu_s"] >= limits.cpu_seconds:
+    if reply["code"] in _OF_SIGNAL:
+        return _OF_SIGNAL[reply["code"]]
+    if reply["code"] == 128 + signal.SIGKILL and reply["cpu_s"] >= limits.cpu_seconds:
         return CPU_TIME
     return next((cause for words, cause in _SAID if words in err[-_TAIL:] and cause not in held), None)
 
 
-# Device nodes of this machine that a sandbox is given: what a program inside needs to use a GPU.
-
 _NVIDIA = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia[0-9]*", "nvidia-caps/nvidia-cap[0-9]*")
-"""The control nodes, managed memory, the cards themselves, and the parts that a card may be divided into."""
+"""Device nodes for control, managed memory, the GPUs, and the partitions of a GPU."""
 
 
 def nvidia_devices(folder: Path = Path("/dev")) -> list[str]:
-    """The nodes of this machine's NVIDIA cards and of their driver; empty where there are none."""
+    """List the device nodes of this machine's NVIDIA GPUs and of their driver; empty where there are none."""
     return sorted(str(path) for pattern in _NVIDIA for path in folder.glob(pattern))
 
 
 def checked_devices(devices: Sequence[str | Path]) -> tuple[str, ...]:
-    """Their paths, if each is a character device below /dev; UserError otherwise: disks are not handed out."""
+    """Normalize and check device paths; UserError unless each is a character device below /dev (disks are not)."""
     paths = sorted({os.path.normpath(path) for path in devices})
     for path in paths:
         if not path.startswith("/dev/") or not os.path.exists(path):
-            raise UserError(f"there is no device {path} to show to a sandbox: name a node below /dev that exists")
+            raise UserError(f"there is no device {path} to give to a sandbox: name an existing node below /dev")
         if not stat.S_ISCHR(os.stat(path).st_mode):
-            raise UserError(f"{path} is no character device: a sandbox is shown such ones only, as GPUs are")
+            raise UserError(
+                f"{path} is not a character device: a sandbox can only be given character devices, like GPUs"
+            )
     return tuple(paths)
 
 
@@ -99,13 +98,13 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class MachineSandbox:
-    """A sandbox of this machine. Use as an async context manager; all that it started ends with it."""
+    """A sandbox of this machine, used as an async context manager; all its processes end with it."""
 
     kind = ""
     own_processes = False
-    """The process namespace is its own."""
+    """The sandbox has its own process namespace."""
     overdue_s = 10.0
-    """How much longer than its time a worker may take before it counts as stopped by what it watches over."""
+    """Time after a command's deadline, in seconds, after which its worker counts as stopped by the command."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class MachineSandbox:
         self._box = self._make_box()
         try:
             await self._box.start()
-        except BaseException:  # cancelled, perhaps: nothing is left of what had begun
+        except BaseException:  # a cancelled start must leave no processes either
             await self._box.close()
             raise
         return self
@@ -160,11 +159,11 @@ class MachineSandbox:
 
     @property
     def held(self) -> frozenset[str]:
-        """The limits that hold for all processes together."""
+        """Limits that a control group enforces for all processes together."""
         return frozenset(self.box.told["holds"])
 
     def environment(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a command gets; nothing comes from this process's own environment."""
+        """Environment of a command; nothing is inherited from this process."""
         base = {"PATH": PATH, "HOME": self.home, "LANG": "C.UTF-8", "USER": "agent", "SHELL": "/bin/sh", "TERM": "dumb"}
         return {**base, **self._env, **(env or {})}
 
@@ -179,24 +178,40 @@ class MachineSandbox:
         idempotent: bool = True,
         cwd: str | None = None,
     ) -> Outcome:
-        """Run a line in the sandbox's shell, or a program with its arguments. There is one user, whatever `user`."""
+        """Run a line in the sandbox's shell, or a program with its arguments. `user` is ignored: there is one user."""
         seconds = self.limits.seconds if timeout is None else timeout
         before = await self._events()
         answer = await self.box.ask(self._command(cmd, env, seconds, cwd))
         with answer:
             try:
                 async with asyncio.timeout(seconds + self.limits.grace_seconds + self.overdue_s):
-                    outcome = await self._outcome(answer, before)
-            except (EOFError, TimeoutError) as error:
-                outcome = await self._lost_worker(error, before)
+                    reply, _ = await answer.message()
+                    if "error" in reply:
+                        cause = PROCESSES if reply.get("errno") == errno.EAGAIN else None
+                        outcome = Outcome(-1, "", f"{reply['error']}\n", cause)
+                    else:
+                        out = (await answer.data(reply["out"])).decode(errors="replace")
+                        err = (await answer.data(reply["err"])).decode(errors="replace")
+                        cause = cause_of(reply, err, before, await self._events(), self.limits, self.held)
+                        outcome = Outcome(reply["code"], out, err, cause, reply["truncated"])
+            except (EOFError, TimeoutError) as error:  # the worker was killed or stopped: kill the command's processes
+                if not self.box.alive:
+                    raise SandboxGone(f"sandbox {self._id} has ended") from None
+                await self.box.sweep(own_processes=self.own_processes)
+                now = await self._events()
+                killed = next((limit for limit in now if now[limit] > before[limit]), KILLED)
+                outcome = Outcome(-1, "", "", TIMEOUT if isinstance(error, TimeoutError) else killed)
         if check and outcome.code != 0:
             why = outcome.cause or outcome.err.strip()[-500:] or outcome.out.strip()[-500:]
-            raise CommandFailed(f"exit code {outcome.code} of {_shown(cmd)} in sandbox {self._id}: {why}", outcome)
+            text = cmd if isinstance(cmd, str) else " ".join(cmd)
+            shown = repr(text if len(text) <= 200 else text[:200] + "...")
+            raise CommandFailed(f"exit code {outcome.code} of {shown} in sandbox {self._id}: {why}", outcome)
         return outcome
 
     def _command(
         self, cmd: str | Sequence[str], env: Mapping[str, str] | None, seconds: float | None, cwd: str | None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
+        """Build the request that runs a command."""
         argv = None if isinstance(cmd, str) else [str(word) for word in cmd]
         if argv is not None and not argv:
             raise ValueError("a command needs at least one word")
@@ -218,29 +233,11 @@ class MachineSandbox:
             "own_processes": self.own_processes,
         }
 
-    async def _outcome(self, answer: Answer, before: Mapping[str, int]) -> Outcome:
-        told, _ = await answer.message()
-        if "error" in told:
-            return Outcome(-1, "", f"{told['error']}\n", PROCESSES if told.get("errno") == errno.EAGAIN else None)
-        out = (await answer.data(told["out"])).decode(errors="replace")
-        err = (await answer.data(told["err"])).decode(errors="replace")
-        cause = cause_of(told, err, before, await self._events(), self.limits, self.held)
-        return Outcome(told["code"], out, err, cause, told["truncated"])
-
-    async def _lost_worker(self, error: Exception, before: Mapping[str, int]) -> Outcome:
-        """The process that watched over a command was killed or stopped: nothing of the command is left to run on."""
-        if not self.box.alive:
-            raise SandboxGone(f"sandbox {self._id} has ended") from None
-        await self.box.sweep(own_processes=self.own_processes)
-        now = await self._events()
-        killed = next((limit for limit in now if now[limit] > before[limit]), KILLED)
-        return Outcome(-1, "", "", TIMEOUT if isinstance(error, TimeoutError) else killed)
-
     async def _events(self) -> dict[str, int]:
         return cgroups.events(self.box.told["folders"])
 
     async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
-        """Make a file, and the folders above it; a `Path` is a file on this side."""
+        """Write a file, creating its parent folders; a `Path` as content is a file of the host."""
         if isinstance(content, Path):
             source = os.open(content, os.O_RDONLY | os.O_CLOEXEC)
             mode = os.fstat(source).st_mode & 0o777
@@ -265,44 +262,46 @@ class MachineSandbox:
             await sending
 
     async def read_bytes(self, path: str) -> bytes:
-        """What a file holds."""
+        """Read the bytes of a file."""
         with await self.box.ask({"do": "read", **self._place(path)}) as answer:
-            told = await self._file_answer(answer, path, "read")
-            return await answer.data(told["size"])
+            reply = await self._file_answer(answer, path, "read")
+            return await answer.data(reply["size"])
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a file."""
+        """Read the text of a file."""
         return (await self.read_bytes(path)).decode(errors="replace")
 
-    def _place(self, path: str) -> dict[str, Any]:
+    def _place(self, path: str) -> JsonObject:
+        """Build the fields of a request that name a file."""
         if not path or "\0" in path:
-            raise ValueError(f"{path!r} is no path")
+            raise ValueError(f"{path!r} is not a valid path")
         if path == "~" or path.startswith("~/"):
             path = self.home + path[1:]
         return {"path": path, "cwd": self.workdir, "within": self._within, "most": self.limits.file_mb << 20}
 
-    async def _file_answer(self, answer: Answer, path: str, what: str) -> dict[str, Any]:
+    async def _file_answer(self, answer: Answer, path: str, what: str) -> JsonObject:
+        """Receive the response to a file request; an error becomes an exception."""
         try:
-            told, _ = await answer.message()
+            reply, _ = await answer.message()
         except EOFError:
             raise SandboxError(f"sandbox {self._id} could not {what} {path}: its worker was killed") from None
-        if "error" in told:
-            number = told.get("errno")
+        if "error" in reply:
+            number = reply.get("errno")
             kind = FileNotFoundError if number == 2 else PermissionError if number == 13 else SandboxError
-            text = f"cannot {what} {path} in sandbox {self._id}: {told['error']}"
+            text = f"cannot {what} {path} in sandbox {self._id}: {reply['error']}"
             raise kind(number, text) if kind is not SandboxError else SandboxError(text)
-        return told
+        return reply
 
     async def listen(self, port: int = 0) -> socket.socket:
-        """A listening socket on the sandbox's own loopback interface, for whoever serves what is inside."""
+        """Open a listening socket on the sandbox's own loopback interface, for a server that accepts on it outside."""
         with await self.box.ask({"do": "listen", "port": port}) as answer:
-            told, descriptors = await answer.message()
-            if "error" in told:
-                raise SandboxError(f"cannot listen on port {port} in sandbox {self._id}: {told['error']}")
+            reply, descriptors = await answer.message()
+            if "error" in reply:
+                raise SandboxError(f"cannot listen on port {port} in sandbox {self._id}: {reply['error']}")
             return socket.socket(fileno=descriptors[0])
 
     async def reach(self, endpoint: str) -> str:
-        """The base URL inside of a URL, or of the path of a unix socket, outside."""
+        """Make an endpoint outside, a URL or the path of a unix socket, reachable inside; return its base URL there."""
         target, path = target_of(endpoint)
         async with self._reaching:
             if target not in self._ports:
@@ -314,16 +313,17 @@ class MachineSandbox:
     async def popen(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> MachineProcess:
-        """Start a program with pipes; it runs until it ends, is killed, or the sandbox ends."""
+        """Start a program with pipes; it runs until it exits, is killed, or the sandbox ends."""
         return await self._with_pipes(self._command(list(argv), env, None, cwd))
 
     async def popen_program(self, arguments: Sequence[str]) -> MachineProcess:
-        """The same with the program that the fork server of this sandbox has compiled: no Python is started."""
+        """Start, with pipes, the program that this sandbox's fork server has compiled: no Python is started."""
         if self.server is None:
-            raise SandboxError(f"sandbox {self._id} has no fork server, which would hold a program")
+            raise SandboxError(f"sandbox {self._id} has no fork server, so it has no compiled program")
         return await self._with_pipes({**self._command(["-c", *arguments], None, None, None), "program": True})
 
-    async def _with_pipes(self, spec: Mapping[str, Any]) -> MachineProcess:
+    async def _with_pipes(self, spec: JsonMapping) -> MachineProcess:
+        """Send the request that starts a program, with three pipes as its streams."""
         pipes = [os.pipe() for _ in range(3)]
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
         outer = [pipes[0][1], pipes[1][0], pipes[2][0]]
@@ -339,14 +339,14 @@ class MachineSandbox:
         return await MachineProcess.opened(answer, *outer)
 
     async def diff(self) -> Changes:
-        """What changed in the folder (or the whole root) that the sandbox was given; nothing if it was given none."""
+        """Compute the changes in the folder, or the whole root, that the sandbox was given; empty if there is none."""
         folder = "/" if self.files is not None and self.files.root else self.workdir
         with await self.box.ask(
             {"do": "changes", "folder": folder, "most": _PATCH_BYTES, "without": self._placed}
         ) as answer:
-            told = await self._file_answer(answer, folder, "compare")
-            patch = (await answer.data(told["patch"])).decode(errors="replace")
-        return Changes(tuple((kind, path) for kind, path in told["changes"]), patch, told["truncated"])
+            reply = await self._file_answer(answer, folder, "compare")
+            patch = (await answer.data(reply["patch"])).decode(errors="replace")
+        return Changes(tuple((kind, path) for kind, path in reply["changes"]), patch, reply["truncated"])
 
 
 class MachineProcess:
@@ -363,6 +363,7 @@ class MachineProcess:
 
     @classmethod
     async def opened(cls, answer: Answer, stdin: int, stdout: int, stderr: int) -> MachineProcess:
+        """Open streams over our ends of the pipes of a program that was started."""
         self = cls(answer)
         self.stdin = await _writer(stdin)
         self.stdout, self.stderr = await _reader(stdout), await _reader(stderr)
@@ -371,19 +372,19 @@ class MachineProcess:
     async def _wait_for_answer(self) -> None:
         code = -1
         with contextlib.suppress(EOFError):
-            told, _ = await self._answer.message()
-            code = told.get("code", -1)
-            if told.get("err"):
-                self.error = (await self._answer.data(told["err"])).decode(errors="replace")
+            reply, _ = await self._answer.message()
+            code = reply.get("code", -1)
+            if reply.get("err"):
+                self.error = (await self._answer.data(reply["err"])).decode(errors="replace")
         self._code.set_result(code)
         self._answer.close()
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended; -1 if it was ended."""
+        """Wait until the program has ended; return its exit code, -1 if it did not end by itself."""
         return await asyncio.shield(self._code)
 
     async def kill(self) -> None:
-        """End it and all that came of it."""
+        """Kill the program and all its descendants."""
         if not self._code.done():
             with contextlib.suppress(OSError):
                 self._answer.sock.shutdown(socket.SHUT_WR)
@@ -408,7 +409,7 @@ async def _writer(descriptor: int) -> asyncio.StreamWriter:
 
 
 async def _pour(descriptor: int, data: bytes) -> None:
-    """Write everything to a pipe and close it; who reads it may stop earlier."""
+    """Write all the data to a pipe and close it; the reader may stop early."""
     writer = await _writer(descriptor)
     with contextlib.suppress(ConnectionError):
         writer.write(data)
@@ -419,7 +420,7 @@ async def _pour(descriptor: int, data: bytes) -> None:
 
 
 def target_of(endpoint: str) -> tuple[str, str]:
-    """`host:port` or the path of a unix socket, and the path of the URL."""
+    """Split an endpoint into `host:port`, or the path of a unix socket, and the path of its URL."""
     if endpoint.startswith("/"):
         return endpoint, ""
     parts = urlsplit(endpoint)
@@ -427,12 +428,7 @@ def target_of(endpoint: str) -> tuple[str, str]:
         return parts.path, ""
     if parts.scheme != "http" or parts.hostname is None:
         raise SandboxError(
-            f"{endpoint!r} is not reached from a sandbox: give an http:// URL or the path of a unix socket"
+            f"{endpoint!r} cannot be reached from a sandbox: give an http:// URL or the path of a unix socket"
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{host}:{parts.port or 80}", parts.path.rstrip("/")
-
-
-def _shown(cmd: str | Sequence[str]) -> str:
-    text = cmd if isinstance(cmd, str) else " ".join(cmd)
-    return repr(text if len(text) <= 200 else text[:200] + "...")

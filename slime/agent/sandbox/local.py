@@ -1,7 +1,7 @@
-"""`local`: a throw-away user in namespaces of its own, whose root folder holds the system and nothing else of the host.
+"""`local`: a temporary user in namespaces of its own, whose root folder shows only the system folders of the host.
 
-Bubblewrap enters the namespaces where it is installed, our own init otherwise; what is inside is the same. As root each
-sandbox has a user id that nobody else has; as another user a user namespace takes its place.
+Bubblewrap enters the namespaces where it is installed, our own init otherwise; the inside is the same. As root, each
+sandbox gets a user id of its own; as another user, a user namespace is used instead.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.inside import fd_messages
 from slime.agent.sandbox.monitor_client import HERE, Box, ForkServer, python_command
 from slime.agent.sandbox.protocol import SandboxLimits, Snapshot
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 WORKDIR = "/workspace"
 HOME = "/home/agent"
 INNER_UID = 1000
-"""Of a sandbox whose user is in truth the one that started it."""
+"""User id inside a sandbox whose user is, outside, the one that started it."""
 _FIRST_UID = 1 << 30
 _PROBE_S = 20.0
 _CAP_SYS_ADMIN = 21
@@ -43,11 +43,11 @@ _FILES = {
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
     "/etc/resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n",
 }
-"""Names are not resolved; a program that tries is told so after a second, not after five for each name."""
+"""Host names do not resolve; a lookup fails after one second instead of five for each name."""
 
 
 class LocalSandbox(MachineSandbox):
-    """A sandbox that nothing gets out of but by the endpoints it was given."""
+    """A sandbox that is isolated from the host except for the endpoints it was given."""
 
     kind = "local"
     boundary = True
@@ -66,23 +66,23 @@ class LocalSandbox(MachineSandbox):
     ) -> None:
         super().__init__(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
         self.workdir, self.home = WORKDIR, HOME
-        via = "unshare" if server is not None else via  # bubblewrap would execute another Python
+        via = "unshare" if server is not None else via  # bubblewrap would start another Python
         self.via = choose_via(via, root_file_system=files is not None and files.root)
 
     @property
     def python(self) -> str:
-        """An interpreter that commands can use."""
+        """Path of a Python interpreter that commands can use."""
         whole = self.files is not None and self.files.root
         return "python3" if whole else os.path.realpath(sys.executable)
 
     @property
     def unenforced(self) -> tuple[str, ...]:
-        """The limits that hold for each process and not, as asked, for all of them together."""
+        """Limits that are enforced for each process only, not for all processes together."""
         return tuple(limit for limit in self.limits.of_the_group() if limit not in self.held)
 
     @property
     def filtered(self) -> bool:
-        """Whether the kernel filters the system calls of what runs inside."""
+        """True if the kernel filters the system calls of processes inside."""
         return self.box.filtered
 
     def _make_box(self) -> Box:
@@ -94,13 +94,13 @@ class LocalSandbox(MachineSandbox):
 
 def jail_spec(
     limits: SandboxLimits, files: Snapshot | None, visible: Sequence[str], via: str, devices: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What the monitor is told to build."""
+) -> JsonObject:
+    """Build the specification that the monitor sets the sandbox up from."""
     rootless = not _is_privileged()
     uid = INNER_UID if rootless else throw_away_uid()
     whole = files is not None and files.root
     seen = [] if whole else [*interpreter_folders(), *([str(HERE / "inside")] if via == "bwrap" else [])]
-    walls = {
+    jail = {
         "rootless": rootless,
         "uid": uid,
         "file_uid": uid,
@@ -116,8 +116,8 @@ def jail_spec(
         "bwrap_end": [],
     }
     if via == "bwrap":
-        walls["bwrap"] = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--uid", str(uid), "--gid", str(uid)]
-        walls["bwrap_end"] = [
+        jail["bwrap"] = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--uid", str(uid), "--gid", str(uid)]
+        jail["bwrap_end"] = [
             "--proc",
             "/proc",
             "--remount-ro",
@@ -127,11 +127,11 @@ def jail_spec(
             "--",
             *python_command("main_inside", str(HERE)),
         ]
-    return {"jail": walls, "groups": limits.of_the_group(), "remove": None, "lower": None}
+    return {"jail": jail, "groups": limits.of_the_group(), "remove": None, "lower": None}
 
 
 def _is_privileged() -> bool:
-    """Whether this is a root that may make namespaces; that of a container often is another user in this respect."""
+    """True if this is root with CAP_SYS_ADMIN, which may create namespaces; root in a container often lacks it."""
     if os.geteuid() != 0:
         return False
     with open("/proc/self/status") as lines:
@@ -140,58 +140,56 @@ def _is_privileged() -> bool:
 
 
 def throw_away_uid() -> int:
-    """A user id that no account has, nor, but for a chance of one in a billion, another sandbox."""
+    """Draw a random user id that no account has; the chance that another sandbox has it is one in a billion."""
     with open("/proc/self/uid_map") as lines:
         most = max(int(inner) + int(count) for inner, _, count in (line.split() for line in lines))
-    first = min(_FIRST_UID, most // 2)  # a container may have few of them
+    first = min(_FIRST_UID, most // 2)  # a container may have few user ids
     return first + secrets.randbelow(max(1, min(most, 2 * _FIRST_UID) - first))
 
 
 def interpreter_folders() -> list[str]:
-    """Where this Python is; its site packages of a virtual environment are not."""
+    """Folder of this Python, without the site packages of a virtual environment; empty if it is in /usr."""
     return [os.path.realpath(sys.base_prefix)] if os.path.realpath(sys.base_prefix) != "/usr" else []
 
 
 def accounts(uid: int, files: Snapshot | None) -> dict[str, str]:
-    """The sandbox's own passwd and group: those of the root file system, if it brings some, and the agent's."""
-    users, groups = "root:x:0:0:root:/root:/bin/sh\n", "root:x:0:\n"
+    """The sandbox's own passwd and group files: those of the root file system, if any, plus the agent's entries."""
+    known = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
     if files is not None and files.root:
-        users, groups = (
-            _plain_text(files.path / "etc" / name) or text for name, text in (("passwd", users), ("group", groups))
-        )
+        for name in ("passwd", "group"):
+            path = files.path / "etc" / name
+            if path.is_file() and not path.is_symlink():
+                known[name] = path.read_text() or known[name]
     return {
-        "/etc/passwd": f"{users.rstrip()}\nagent:x:{uid}:{uid}:agent:{HOME}:/bin/sh\n",
-        "/etc/group": f"{groups.rstrip()}\nagent:x:{uid}:\n",
+        "/etc/passwd": f"{known['passwd'].rstrip()}\nagent:x:{uid}:{uid}:agent:{HOME}:/bin/sh\n",
+        "/etc/group": f"{known['group'].rstrip()}\nagent:x:{uid}:\n",
     }
 
 
-def _plain_text(path: Path) -> str | None:
-    return path.read_text() if path.is_file() and not path.is_symlink() else None
-
-
 def choose_via(via: str, *, root_file_system: bool = False) -> str:
-    """Who enters the namespaces: `bwrap` or `unshare`; UserError, in one sentence, where neither can."""
+    """Choose the program that enters the namespaces, `bwrap` or `unshare`; UserError where neither can."""
     if via == "auto":
         via = "unshare" if root_file_system or refusal("bwrap") is not None else "bwrap"
     why = refusal(via)
     if why is not None:
         raise UserError(
             f"this machine has no local sandbox: {why}; allow namespaces (docs/sandboxes.md says how), use --sandbox "
-            "docker, podman or e2b or, only for code that you trust, --sandbox subprocess, which is no boundary"
+            "docker, podman or e2b or, only for code that you trust, --sandbox subprocess, which is not a security "
+            "boundary"
         )
     if via == "bwrap" and root_file_system:
-        raise UserError("a root file system as a snapshot is entered by unshare: bubblewrap would need a Python in it")
+        raise UserError("a root file system as a snapshot needs via='unshare': bubblewrap would need a Python in it")
     return via
 
 
 @functools.cache
 def refusal(via: str) -> str | None:
-    """Why sandboxes cannot be made this way here, in a few words; None if they can, which is tried once."""
+    """Reason why this machine cannot create sandboxes this way, or None; found by one trial start and cached."""
     if not sys.platform.startswith("linux"):
-        return f"namespaces are Linux's, and this is {sys.platform}"
+        return f"namespaces need Linux, and this is {sys.platform}"
     if via == "bwrap":
         if not _is_privileged():
-            return "bubblewrap is used as root; other users enter the namespaces themselves"
+            return "bubblewrap is used only as root; other users enter the namespaces with unshare"
         if (path := shutil.which("bwrap")) is None:
             return "bubblewrap is not installed"
         text = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
@@ -199,11 +197,12 @@ def refusal(via: str) -> str | None:
         if version is None or tuple(map(int, version.groups())) < _OLDEST_BUBBLEWRAP:
             return f"bubblewrap {text.split()[-1] if text else '?'} is older than 0.8"
     elif os.uname().machine not in ("x86_64", "aarch64"):
-        return f"there are no numbers of system calls for {os.uname().machine}"
+        return f"system call numbers for {os.uname().machine} are not known"
     return _tried(jail_spec(SandboxLimits(disk_mb=1), None, (), via))
 
 
-def _tried(spec: Mapping[str, Any]) -> str | None:
+def _tried(spec: JsonMapping) -> str | None:
+    """Start a monitor for the specification and end it; return its error, if any."""
     life, theirs = socket.socketpair()
     control, init_end = socket.socketpair()
     numbers = (theirs.fileno(), init_end.fileno())
@@ -231,9 +230,9 @@ def _tried(spec: Mapping[str, Any]) -> str | None:
             except (fd_messages.Broken, OSError):
                 received = None
             if received is None:
-                error = error or "its first process ended before it was ready"
+                error = error or "its first process exited before it was ready"
             elif "error" in received[0]:
                 error = str(received[0]["error"])
-    _, said = process.communicate()
-    lines = said.decode(errors="replace").strip().splitlines()
+    _, stderr = process.communicate()
+    lines = stderr.decode(errors="replace").strip().splitlines()
     return error and (f"{error} ({lines[-1]})" if lines else error)

@@ -1,4 +1,4 @@
-"""Commands that take as long as a whole attempt, and the user they run as: upstream's functions, for any sandbox."""
+"""Runs commands that last for a whole attempt, and creates their user: upstream's functions, for any sandbox."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ async def exec_and_wait(
     env: Mapping[str, str] | None = None,
     poll_interval_sec: float = POLL_S,
 ) -> int:
-    """The exit code of a long command, or EXIT_TIME_BUDGET_EXCEEDED; what it printed is in `log_of(tag)`.
+    """Run a long command; return its exit code or EXIT_TIME_BUDGET_EXCEEDED. Its output is in `log_of(tag)`.
 
-    In a sandbox of this machine it is one command. Elsewhere a connection may not live that long: the command runs
-    detached and leaves its exit code in a file, which is looked for now and then.
+    In a sandbox of this machine it is one command. In other sandboxes a connection may not last that long: the command
+    runs detached and writes its exit code to a file, which is polled every `poll_interval_sec`.
     """
     log = log_of(tag)
     if isinstance(sb, MachineSandbox):
-        line = f"{{\n{cmd}\n}} > {_in_machine(sb, log)} 2>&1"
+        target = log if sb.own_processes else shlex.quote(f"{sb.home}/{log.rpartition('/')[2]}")
+        line = f"{{\n{cmd}\n}} > {target} 2>&1"
         outcome = await sb.exec(line, user=user, env=env, timeout=time_budget_sec)
         return outcome.code
     done, pid = log.removesuffix(".log") + ".done", log.removesuffix(".log") + ".pid"
@@ -43,7 +44,10 @@ async def exec_and_wait(
     while True:
         code, out, _ = await sb.exec(f"cat {done} 2>/dev/null", user=user, timeout=_CONTROL_S)
         if code == 0 and out.strip():
-            return _exit_code(out, tag)
+            try:
+                return int(out)
+            except ValueError:
+                raise SandboxError(f"the exit code file of {tag} holds {out[:80]!r}, which is not a number") from None
         left = deadline - time.monotonic()
         if left <= 0:
             await sb.exec(f"kill -KILL -- -$(cat {pid})", user=user, timeout=_CONTROL_S)
@@ -52,26 +56,15 @@ async def exec_and_wait(
 
 
 def log_of(tag: str) -> str:
-    """Where the output of a long command is, in the sandbox."""
+    """Path, in the sandbox, of the output of a long command."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", tag):
-        raise ValueError(f"{tag!r} is no tag: letters, digits, dots, dashes and underscores")
+        raise ValueError(f"{tag!r} is not a valid tag: use letters, digits, dots, dashes and underscores")
     return f"/tmp/slime-{tag}.log"
 
 
 async def ensure_agent_user(sb: Sandbox) -> None:
-    """Make the user `agent` with a home folder, where the sandbox has none; agents refuse to work as root."""
+    """Create the user `agent` with a home folder if the sandbox has none; agents refuse to work as root."""
     if isinstance(sb, MachineSandbox):
-        return  # its one user is no root, or the one who started it
+        return  # its only user is not root, or is the user that started it
     have = "id -u agent >/dev/null 2>&1"
     await sb.exec(f"{have} || useradd -m -s /bin/bash agent || adduser -D agent", user="root", check=True)
-
-
-def _in_machine(sb: MachineSandbox, log: str) -> str:
-    return log if sb.own_processes else shlex.quote(f"{sb.home}/{log.rpartition('/')[2]}")
-
-
-def _exit_code(text: str, tag: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise SandboxError(f"the file that should hold the exit code of {tag} holds {text[:80]!r}") from None

@@ -1,8 +1,7 @@
-"""The driver's end of a sandbox that runs on this machine: its monitor, and requests to its init.
+"""The driver's client of a sandbox on this machine: starts its monitor and sends requests to its init.
 
-Nothing here blocks the event loop: a request is a small message with a socket of its own for the answer, and closing
-that socket takes the request back. The descriptors are this process's alone, so that its end is theirs, and with it
-that of the sandbox.
+Nothing here blocks the event loop. A request is a small message with its own socket for the response, and closing that
+socket cancels the request. No other process inherits the descriptors, so when this process ends, the sandbox ends too.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from slime.agent.sandbox.inside import cgroups, fd_messages
 from slime.agent.sandbox.protocol import SandboxError, SandboxGone
+from slime.storage.json_types import JsonMapping, JsonObject
 
 HERE = Path(__file__).resolve().parent
 _START_S = 60.0
@@ -29,16 +29,16 @@ _BOOT = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import
 
 
 def python_command(entry: str, folder: str, module: str = "monitor", *, site: bool = False) -> list[str]:
-    """The words that start a program of `inside`, with nothing of the environment and, without `site`, of packages."""
+    """Command line of a program of `inside`, isolated from the environment and, without `site`, from packages."""
     code = _BOOT.format(folder=folder, module=module, entry=entry)
     return [os.path.realpath(sys.executable), "-I", *([] if site else ["-S"]), "-c", code]
 
 
 class ForkServer:
-    """A process that forks the monitors of sandboxes, which spares each the start of a Python.
+    """A process that forks the monitors of sandboxes, so that none of them has to start a Python interpreter.
 
-    It runs no code of anybody's and has compiled `program`, so that sandboxes run that by a fork too. It starts with
-    the first sandbox, again if it has died, and ends with `close` or this process; its sandboxes end with it.
+    It runs no untrusted code. It has compiled `program`, which sandboxes then run by a fork too. It starts with the
+    first sandbox, restarts if it has died, and ends with `close` or with this process; its sandboxes end with it.
     """
 
     def __init__(self, program: Path) -> None:
@@ -48,36 +48,35 @@ class ForkServer:
         self._starting = threading.Lock()
 
     def fork(self, descriptors: Sequence[int]) -> None:
-        """Have a monitor forked: the ends of its life and control sockets, and where its errors go."""
+        """Fork a monitor, given the descriptors of its life socket, its control socket and its error file."""
         with self._starting:
             if self._process is None or self._process.poll() is not None:
-                self._start()
+                self._let_go()
+                ours, theirs = socket.socketpair()
+                number = str(theirs.fileno())
+                with theirs:
+                    command = python_command("main_server", str(HERE), site=True)
+                    self._process = subprocess.Popen(
+                        [*command, number, str(os.getpid()), str(self._program)],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=_CLEAN,
+                        cwd="/",
+                        start_new_session=True,
+                    )
+                self._requests = ours
             assert self._requests is not None
             fd_messages.send(self._requests, {}, descriptors)
 
-    def _start(self) -> None:
-        self._let_go()
-        ours, theirs = socket.socketpair()
-        number = str(theirs.fileno())
-        with theirs:
-            self._process = subprocess.Popen(
-                [*python_command("main_server", str(HERE), site=True), number, str(os.getpid()), str(self._program)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_CLEAN,
-                cwd="/",
-                start_new_session=True,
-            )
-        self._requests = ours
-
     def close(self) -> None:
-        """End the process and every sandbox it has forked."""
+        """End the process and every sandbox that it has forked."""
         with self._starting:
             self._let_go()
 
     def _let_go(self) -> None:
+        """Close the request socket, which ends the process, and wait for it."""
         if self._requests is not None:
             self._requests.close()
         if self._process is not None:
@@ -86,13 +85,14 @@ class ForkServer:
 
 
 class Box:
-    """One monitor, from its start to its end. `server` forks it, else it is a program of its own."""
+    """Lifecycle of one monitor, which `server` forks or which is started as a program of its own."""
 
-    def __init__(self, spec: Mapping[str, Any], name: str, server: ForkServer | None = None) -> None:
+    def __init__(self, spec: JsonMapping, name: str, server: ForkServer | None = None) -> None:
         self.spec = spec
         self.name = name
         self.server = server
-        self.told: dict[str, Any] = {}
+        self.told: JsonObject = {}
+        """Status that the monitor sent at the start: its control groups, the limits they enforce, the init's pid."""
         self.overlay = False
         self.filtered = False
         self._life: socket.socket | None = None
@@ -102,13 +102,13 @@ class Box:
         self._sending = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the monitor and wait until the sandbox takes requests."""
+        """Start the monitor and wait until the sandbox accepts requests."""
         life, theirs = socket.socketpair()
         control, init_end = socket.socketpair()
         self._life, self._control = life, control
         for sock in (life, control):
             sock.setblocking(False)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read if the start fails, closed with the box)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read if the start fails, closed in `close`)
         try:
             self._process = await asyncio.to_thread(self._spawn, theirs, init_end)
         finally:
@@ -123,7 +123,12 @@ class Box:
             await self.close()
             raise SandboxError(f"sandbox {self.name} did not start within {_START_S:g} s") from None
         except (OSError, fd_messages.Broken, EOFError):
-            raise SandboxError(f"sandbox {self.name} did not start: {await self._last_words()}") from None
+            await self.close(keep_errors=True)
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            self._errors.close()
+            reason = lines[-1] if lines else "its monitor exited without an error message"
+            raise SandboxError(f"sandbox {self.name} did not start: {reason}") from None
         if error := self.told.get("error") or ready.get("error"):
             await self.close()
             raise SandboxError(f"sandbox {self.name} did not start: {error}")
@@ -146,16 +151,8 @@ class Box:
             start_new_session=True,
         )
 
-    async def _last_words(self) -> str:
-        await self.close(keep_errors=True)
-        assert self._errors is not None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        self._errors.close()
-        return lines[-1] if lines else "its monitor ended without a word"
-
-    async def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Answer:
-        """Send a request; the answer is read from what comes back."""
+    async def ask(self, request: JsonMapping, descriptors: Sequence[int] = ()) -> Answer:
+        """Send a request to the init; the response is read from the returned object."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -168,20 +165,21 @@ class Box:
         return Answer(ours)
 
     async def sweep(self, *, own_processes: bool) -> None:
-        """End everything that runs in the sandbox."""
+        """Kill every process in the sandbox except its init."""
         await self._tell({"do": "sweep", "own_processes": own_processes}, ())
 
-    async def _tell(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    async def _tell(self, request: JsonMapping, descriptors: Sequence[int]) -> None:
+        """Send a message to the init; SandboxGone if the sandbox has ended."""
         async with self._sending:
             if self._control is None:
                 raise SandboxGone(f"sandbox {self.name} has ended")
             try:
                 await send(self._control, request, descriptors)
             except OSError as error:
-                raise SandboxGone(f"sandbox {self.name} is gone: {error.strerror}") from None
+                raise SandboxGone(f"sandbox {self.name} has ended: {error.strerror}") from None
 
     async def relay(self, listener: socket.socket, target: str) -> None:
-        """Have the monitor carry the connections of a socket inside to an address outside."""
+        """Have the monitor forward the connections to a socket inside to an address outside."""
         async with self._sending:
             if self._life is None:
                 raise SandboxGone(f"sandbox {self.name} has ended")
@@ -189,18 +187,18 @@ class Box:
 
     @property
     def alive(self) -> bool:
-        """Whether the monitor runs; it does as long as the sandbox does."""
+        """True while the monitor, and so the sandbox, runs."""
         if self._life is None:
             return False
         try:
-            return bool(self._life.recv(1, socket.MSG_PEEK))  # it says nothing after the start
+            return bool(self._life.recv(1, socket.MSG_PEEK))  # the monitor sends nothing after the start
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     async def close(self, *, keep_errors: bool = False) -> None:
-        """End the sandbox; returns when nothing is left of it."""
+        """End the sandbox; return after its processes have ended and its control groups are removed."""
         life, control, process = self._life, self._control, self._process
         self._life = self._control = None
         if control is not None:
@@ -220,20 +218,20 @@ class Box:
 
 
 class Answer:
-    """One request's own socket; closed before the answer is there, it takes the request back."""
+    """Response to one request, read from the request's own socket; closing it early cancels the request."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    async def message(self) -> tuple[dict[str, Any], list[int]]:
-        """The answer, and the descriptors that came with it. EOFError: there is none, its worker was killed."""
+    async def message(self) -> tuple[JsonObject, list[int]]:
+        """Receive the response and its descriptors; EOFError if the worker was killed before it responded."""
         try:
             return await receive(self.sock)
         except (OSError, fd_messages.Broken):
             raise EOFError from None
 
     async def data(self, count: int) -> bytes:
-        """That many bytes after the answer."""
+        """Receive `count` bytes after the response."""
         parts = bytearray()
         loop = asyncio.get_running_loop()
         while len(parts) < count:
@@ -253,8 +251,8 @@ class Answer:
         self.close()
 
 
-async def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send on a socket that does not block."""
+async def send(sock: socket.socket, message: JsonMapping, descriptors: Sequence[int] = ()) -> None:
+    """Send a message on a non-blocking socket."""
     length, body = fd_messages.packed(message)
     while True:
         try:
@@ -265,8 +263,8 @@ async def send(sock: socket.socket, message: Mapping[str, Any], descriptors: Seq
     await asyncio.get_running_loop().sock_sendall(sock, body)
 
 
-async def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message on a socket that does not block; EOFError at the end."""
+async def receive(sock: socket.socket) -> tuple[JsonObject, list[int]]:
+    """Receive the next message on a non-blocking socket; EOFError at the end of the stream."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -290,6 +288,7 @@ async def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 async def _ready(sock: socket.socket, *, write: bool) -> None:
+    """Wait until a socket can be read or written."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
     number = sock.fileno()

@@ -1,7 +1,7 @@
-"""What a sandbox is to those who use one: commands, files, and one way out to the session's endpoint.
+"""The sandbox protocols: limits, commands, files, snapshots, and access to the session's endpoint.
 
-The first part is upstream's protocol, so its harnesses and ours run in any sandbox that has it. A command that fails is
-an outcome; an exception means that the sandbox itself failed, or that what was asked of it cannot be.
+`Sandbox` is upstream's protocol, so its harnesses and ours run in any sandbox that implements it. A failed command is
+an outcome; an exception means that the sandbox itself failed or that a request is not possible.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from typing import Protocol, Self, runtime_checkable
 
 from slime.errors import UserError
 
-# What one sandbox may use.
-
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Memory, processes and files are those of the whole sandbox, the rest of one command."""
+    """Limits of one sandbox: memory, processes, CPUs and disk apply to the whole sandbox, the others to one command."""
 
     seconds: float = 120.0
-    """How long a command may take, unless its caller says otherwise."""
+    """Default time limit of a command."""
     grace_seconds: float = 1.0
-    """Between asking a command to end and ending it."""
+    """Time between SIGTERM and SIGKILL when a command is ended."""
     memory_mb: int = 4096
-    """Of all processes together, with the files they wrote: these are in memory."""
+    """Memory of all processes together, including the files they wrote, which are in memory."""
     processes: int = 512
     cpus: float | None = None
     cpu_seconds: int = 3600
-    """Of one process."""
+    """CPU time of one process."""
     disk_mb: int = 2048
-    """All that the sandbox writes."""
+    """Total size of the files that the sandbox writes."""
     file_mb: int = 1024
-    """One file."""
+    """Size of one file."""
     open_files: int = 4096
-    """Of one process."""
+    """Open files of one process."""
     output_kb: int = 256
-    """What is kept of each output stream of a command: its beginning and its end."""
+    """Size of the beginning and end that are kept of each output stream of a command."""
     output_mb: int = 64
-    """What a command may write to its output streams before it is ended."""
+    """Output of a command, above which it is ended."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and not value > 0:
-                raise UserError(f"the limit {name} of a sandbox must be more than 0, not {value}: change it")
+                raise UserError(f"the limit {name} of a sandbox must be more than 0, not {value}")
 
     def of_each_process(self, held: frozenset[str]) -> dict[str, int]:
-        """By the kernel's names. `held` are the limits that hold for all processes together, by a control group."""
+        """Per-process limits by the kernel's names; `held` are the limits that a control group enforces."""
         limits = {
             "FSIZE": self.file_mb << 20,
             "CPU": self.cpu_seconds,
@@ -61,13 +59,13 @@ class SandboxLimits:
         return limits
 
     def of_the_group(self) -> dict[str, float]:
-        """What a control group is asked to hold."""
+        """Limits to set on a control group."""
         limits: dict[str, float] = {"memory": self.memory_mb << 20, "processes": self.processes}
         return limits if self.cpus is None else {**limits, "cpus": self.cpus}
 
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
-"""The exit code of a command that did not end by itself."""
+"""Exit code of a command that did not end by itself: it reached a limit, was cancelled or was killed."""
 
 TIMEOUT = "timeout"
 MEMORY = "memory"
@@ -82,15 +80,15 @@ CAUSES = (TIMEOUT, MEMORY, PROCESSES, OUTPUT, FILE_SIZE, DISK, CPU_TIME, KILLED,
 
 
 class SandboxError(Exception):
-    """The sandbox could not do what it was asked: one sentence."""
+    """The sandbox could not fulfil a request; the text is one sentence."""
 
 
 class SandboxGone(SandboxError):
-    """The sandbox has ended, or was ended from outside."""
+    """The sandbox has ended or was killed."""
 
 
 class CommandFailed(SandboxError):
-    """A command with `check=True` that did not exit with 0."""
+    """A command run with `check=True` did not exit with 0."""
 
     def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
@@ -98,14 +96,15 @@ class CommandFailed(SandboxError):
 
 
 class Outcome(tuple[int, str, str]):
-    """`code, out, err = outcome`, as upstream has it, and why a command was ended or failed, if a limit was the cause.
+    """Result of a command: `code, out, err = outcome`, as upstream has it, and the limit that was hit, if any.
 
-    `code` is -1 for a command that was ended, 128 + n for one that a signal n ended, 127 for one that did not start.
+    `code` is -1 for a command that did not end by itself, 128 + n for one ended by signal n, 127 for one that could not
+    be started.
     """
 
     cause: str | None
     truncated: bool
-    """Part of the output was left out."""
+    """Part of the output was omitted."""
 
     def __new__(cls, code: int, out: str, err: str, cause: str | None = None, truncated: bool = False) -> Self:
         self = super().__new__(cls, (code, out, err))
@@ -131,14 +130,14 @@ class Outcome(tuple[int, str, str]):
 
 @dataclass(frozen=True)
 class Changes:
-    """What a sandbox changed in the folder that it was given."""
+    """Changes of a sandbox in the folder that it was given."""
 
     files: tuple[tuple[str, str], ...]
-    """(added, modified or deleted; path below the folder), by path."""
+    """Pairs of "added", "modified" or "deleted" and a path relative to the folder, sorted by path."""
     patch: str
-    """What `git apply` takes; binary files are in it too."""
+    """A patch for `git apply`, including binary files."""
     truncated: bool
-    """`patch` does not hold all of it: it is too long, or a file is too large or no file (docs/sandboxes.md)."""
+    """`patch` is incomplete: it is too long, or a file is too large or not a regular file (docs/sandboxes.md)."""
 
 
 class Process(Protocol):
@@ -149,17 +148,17 @@ class Process(Protocol):
     stderr: asyncio.StreamReader
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until the program has ended; return its exit code."""
         ...
 
     async def kill(self) -> None:
-        """End it and all that came of it."""
+        """Kill the program and all its descendants."""
         ...
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """What upstream's harnesses use."""
+    """Upstream's sandbox protocol, which harnesses use."""
 
     @property
     def sandbox_id(self) -> str: ...
@@ -178,28 +177,28 @@ class Sandbox(Protocol):
         check: bool = False,
         idempotent: bool = True,
     ) -> tuple[int, str, str]:
-        """Run a line in the sandbox's own shell, or a program with its arguments; 120 s unless told otherwise."""
+        """Run a line in the sandbox's own shell, or a program with its arguments; the default time limit is 120 s."""
         ...
 
     async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
-        """Make a file, and the folders above it; a `Path` is a file on this side."""
+        """Write a file, creating its parent folders; a `Path` as content is a file of the host."""
         ...
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a file."""
+        """Read the text of a file."""
         ...
 
 
 @runtime_checkable
 class ReachingSandbox(Sandbox, Protocol):
-    """What ours have besides."""
+    """A sandbox with our additions to upstream's protocol."""
 
     workdir: str
-    """Where commands start, and where the snapshot is."""
+    """Initial folder of commands, which holds the snapshot."""
     limits: SandboxLimits
 
     async def reach(self, endpoint: str) -> str:
-        """The base URL inside for a URL, or the path of a unix socket, outside."""
+        """Make an endpoint outside, a URL or the path of a unix socket, reachable inside; return its base URL there."""
         ...
 
     async def popen(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Process: ...
@@ -207,25 +206,23 @@ class ReachingSandbox(Sandbox, Protocol):
     async def diff(self) -> Changes: ...
 
 
-# A prepared file tree that many sandboxes start from.
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """A folder that no sandbox changes: each writes over it, into a layer of its own.
+    """A prepared folder that many sandboxes start from and none changes: each writes to a layer of its own.
 
-    `root`: it is a whole root file system, and becomes the sandbox's; else it becomes the working folder. All of it
-    belongs to the sandbox's user inside. `how`: laid over where the kernel can, else copied; or one of the two.
+    With `root` the folder is a whole root file system and becomes the sandbox's root, else it becomes the working
+    folder. Inside, all of it belongs to the sandbox's user. `how` is "overlay", "copy", or "auto": an overlay where the
+    kernel supports it, else a copy.
     """
 
     path: Path
-    """A text is taken too."""
+    """A string is accepted too."""
     root: bool = False
     how: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
         if not self.path.is_dir():
-            raise UserError(f"there is no folder {self.path} to start sandboxes from: prepare it first")
+            raise UserError(f"there is no folder {self.path} to start sandboxes from: create it first")
         if self.how not in ("auto", "overlay", "copy"):
-            raise UserError(f"a snapshot is taken by auto, overlay or copy, not {self.how!r}")
+            raise UserError(f"the `how` of a Snapshot must be auto, overlay or copy, not {self.how!r}")

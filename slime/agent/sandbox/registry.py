@@ -1,7 +1,12 @@
-"""Which kind of sandbox: by name. None without a boundary is made unless it is asked for."""
+"""Creates sandboxes by kind, and `SubprocessSandbox`, the kind without a security boundary.
+
+A sandbox of the kind `subprocess` is created only when it is named: its commands run on this machine as this user, with
+limits on each process.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import logging
@@ -11,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
@@ -22,30 +27,28 @@ from slime.agent.sandbox.monitor_client import Box, ForkServer
 from slime.agent.sandbox.protocol import SandboxLimits, Snapshot
 from slime.errors import UserError
 
-# `subprocess`: commands on this machine as this user, with limits on each process. It is no boundary, and says so.
-
 logger = logging.getLogger(__name__)
 WITHOUT_BOUNDARY = (
-    "--sandbox subprocess is no boundary: what a model writes runs with the rights of this user, and can read and "
-    "change every file, process, secret and network that this user can; use it for code that you trust"
+    "--sandbox subprocess is not a security boundary: code from a model runs with the rights of this user and can read "
+    "and change every file, process, secret and network that this user can; use it only for code that you trust"
 )
 
 
 @functools.cache
 def warn_without_boundary() -> None:
-    """Say once what such a sandbox does not contain."""
+    """Log once that such a sandbox is not a security boundary."""
     logger.warning(WITHOUT_BOUNDARY)
 
 
 class SubprocessSandbox(MachineSandbox):
-    """A folder of its own, limits, and an end for all that it started; everything else of this user is in reach."""
+    """A sandbox with its own folder, limits and process cleanup; commands can access everything that this user can."""
 
     kind = "subprocess"
     boundary = False
 
     @property
     def python(self) -> str:
-        """An interpreter that commands can use."""
+        """Path of a Python interpreter that commands can use."""
         return os.path.realpath(sys.executable)
 
     async def __aenter__(self) -> Self:
@@ -69,7 +72,7 @@ class SubprocessSandbox(MachineSandbox):
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
-        if self._within is not None:  # the monitor has done it, unless it was killed
+        if self._within is not None:  # the monitor has removed it, unless it was killed
             await asyncio.to_thread(files.remove_tree, self._within)
 
     def _make_box(self) -> Box:
@@ -101,13 +104,13 @@ def make_sandbox(
     image: str | None = None,
     server: ForkServer | None = None,
 ) -> AnySandbox:
-    """A sandbox that is not started yet.
+    """Create a sandbox, without starting it; UserError if this machine cannot create one of that kind.
 
-    `files` is what it starts with; `env` what its commands find in their environment, besides the usual; `visible` are
-    folders of this machine that are there under the same path, read-only; `devices` are device nodes that commands may
-    use (`nvidia_devices()` of `slime.agent.sandbox.host_sandbox` names those of GPUs); `image` is what sandboxes start from
-    that are no part of this machine; `server` forks those of this machine. "auto" is "local": without a boundary there
-    is none. UserError where there is no such kind.
+    `files` is the snapshot that it starts from. `env` is added to the environment of its commands. `visible` are
+    folders of this machine that it sees under the same path, read-only. `devices` are device nodes that commands may
+    use (`nvidia_devices()` of `slime.agent.sandbox.host_sandbox` lists those of GPUs). `image` is the image that
+    containers and remote sandboxes start from. `server` forks the sandboxes of this machine. "auto" means "local":
+    a sandbox without a boundary is never chosen automatically.
     """
     if kind in ("auto", "local"):
         return LocalSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
@@ -115,16 +118,23 @@ def make_sandbox(
         warn_without_boundary()
         return SubprocessSandbox(limits=limits, files=files, env=env, visible=visible, devices=devices, server=server)
     if kind in ("docker", "podman"):
-        _has_no_snapshot(kind, files)
+        if files is not None:
+            raise UserError(
+                f"--sandbox {kind} starts from an image, not from a folder: build an image that holds {files.path}"
+            )
         return ContainerSandbox(kind, image, limits=limits, env=env, visible=visible, devices=devices)
     if kind == "e2b":
-        _has_none_of_this_machine(kind, files, [*visible, *devices])
+        if files is not None or visible or devices:
+            raise UserError(
+                f"--sandbox {kind} starts from an image and sees no folder or device of this machine: put the files "
+                "into the image"
+            )
         return E2BSandbox(image, limits=limits, env=env)
     raise UserError(f"there is no sandbox {kind!r}: choose one of {', '.join(KINDS)}")
 
 
 def sandbox_from(
-    args: Any,
+    args: argparse.Namespace,
     *,
     files: Snapshot | None = None,
     env: Mapping[str, str] | None = None,
@@ -132,7 +142,7 @@ def sandbox_from(
     devices: Sequence[str | Path] = (),
     image: str | None = None,
 ) -> AnySandbox:
-    """A sandbox as the run's flags say; `image` is a sample's own, in the place of `--sandbox-image`."""
+    """Create the sandbox that the run's flags select; `image`, of a sample, replaces `--sandbox-image`."""
     limits = SandboxLimits(
         seconds=args.sandbox_timeout,
         memory_mb=args.sandbox_memory_mb,
@@ -143,15 +153,3 @@ def sandbox_from(
     return make_sandbox(
         args.sandbox, limits=limits, files=files, env=env, visible=visible, devices=devices, image=image
     )
-
-
-def _has_none_of_this_machine(kind: str, files: Snapshot | None, shown: Sequence[str | Path]) -> None:
-    if files is not None or shown:
-        raise UserError(
-            f"--sandbox {kind} starts from an image and sees no folder or device of this machine: put files into it"
-        )
-
-
-def _has_no_snapshot(kind: str, files: Snapshot | None) -> None:
-    if files is not None:
-        raise UserError(f"--sandbox {kind} starts from an image, not from a folder: build one that holds {files.path}")

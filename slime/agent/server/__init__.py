@@ -1,1 +1,1 @@
-"""The process in front of the engines: the endpoints that agents talk to, and the sessions behind them."""
+"""The agent server: a process in front of the engines with the endpoints for agents and the sessions behind them."""

@@ -1,4 +1,4 @@
-"""`python -m slime.agent.server`: for a run, which hands its settings over a socket, or alone, with flags."""
+"""`python -m slime.agent.server`: serves a run, which sends the settings over a socket, or alone, with flags."""
 
 from __future__ import annotations
 
@@ -36,23 +36,22 @@ from slime.engine.http.blocking import KEY_VARIABLE
 from slime.errors import UserError
 from slime.models.parsers.formats import Formats
 from slime.rollout.event_loop import DaemonExecutor
-
-# The process of the endpoints from its start to its end.
+from slime.storage.json_types import JsonObject
 
 DEFAULT_NAMES = ("slime-actor", "default")
 
 _MOST_CONNECTIONS = 4096
 
 _LINGERING_S = 2.0
-"""How long the rest of a refused body is read, so that its client sees the answer and no reset."""
+"""How long the rest of a refused body is read, so that its client gets the answer and not a connection reset."""
 
 logger = logging.getLogger(__name__)
 
 
 async def serve(
-    settings: ServerSettings, ready: Callable[[dict[str, Any]], None], over: Callable[[], asyncio.Future[Any]]
+    settings: ServerSettings, ready: Callable[[JsonObject], None], over: Callable[[], asyncio.Future[Any]]
 ) -> None:
-    """Serve until a signal comes or `over()` is done; `ready` is told the addresses once everybody may come."""
+    """Serve until a signal or until `over()` is done; calls `ready` with the addresses when all of them accept."""
     os.umask(0o077)
     asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # a live filter that hangs blocks no other call
     tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
@@ -64,7 +63,7 @@ async def serve(
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
     door = None if settings.live is None else Door(settings.live, sessions)
-    connections = Connections(most_connections(_MOST_CONNECTIONS, descriptors_each=2))  # one more to an engine
+    connections = Connections(most_connections(_MOST_CONNECTIONS, descriptors_each=2))  # to the client and an engine
     agents = _runner(AgentApp(sessions, tokenizer, names, connections, door).app, auto_decompress=False)
     listeners = Listeners(agents, connections, str(folder / LISTENERS), settings.secret)
     control = _runner(ControlApp(sessions, pool, listeners, settings.secret, door).app)
@@ -74,9 +73,15 @@ async def serve(
         await web.UnixSite(control, str(folder / CONTROL)).start()
         await listeners.start()
         gc.collect()
-        gc.freeze()  # what was loaded stays: nobody looks through it again
+        gc.freeze()  # loaded modules and tokenizer stay: exclude them from later collections
         ready({"host": settings.host, "port": port, "model": names[0], "folder": str(folder)})
-        await _told_to_end(over())
+        is_over = over()
+        loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+        for number in ending_signals():
+            loop.add_signal_handler(number, signalled.set)
+        waiting = asyncio.ensure_future(signalled.wait())
+        await asyncio.wait({waiting, is_over}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
     finally:
         await sessions.close_all(Problem(Kind.SHUTTING_DOWN, "the run is over"))
         await connections.aclose()
@@ -91,9 +96,15 @@ async def serve(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _runner(app: web.Application, **options: Any) -> web.AppRunner:
-    options |= {"access_log": None, "shutdown_timeout": 1.0, "lingering_time": _LINGERING_S}
-    return web.AppRunner(app, handler_cancellation=True, **options)
+def _runner(app: web.Application, *, auto_decompress: bool = True) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=auto_decompress,
+        access_log=None,
+        shutdown_timeout=1.0,
+        lingering_time=_LINGERING_S,
+    )
 
 
 async def _listen(agents: web.AppRunner, connections: Connections, settings: ServerSettings, path: Path) -> int:
@@ -104,37 +115,39 @@ async def _listen(agents: web.AppRunner, connections: Connections, settings: Ser
         bound = await bound_sockets(settings.host, settings.port)
     except OSError as error:
         raise UserError(
-            f"agents cannot be served at {settings.host}:{settings.port} ({error.strerror}): choose another port with "
-            "--agent-server-port, or another address with --host"
+            f"the agent server cannot listen at {settings.host}:{settings.port} ({error.strerror}): choose another "
+            "port with --agent-server-port, or another address with --host"
         ) from error
     port = int(bound[0].getsockname()[1])
     file = bound_file(path)
-    os.chmod(path, 0o666)  # for whoever has it bound into a sandbox; the folder is closed to all others
+    os.chmod(path, 0o666)  # for users of a sandbox that binds it; other users cannot enter the folder
     for listening in (*bound, file):
         connections.accept_on(listening, agents.server)
     return port
 
 
-async def _told_to_end(over: asyncio.Future[Any]) -> None:
-    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-    for number in ending_signals():
-        loop.add_signal_handler(number, signalled.set)
-    waiting = asyncio.ensure_future(signalled.wait())
-    await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-
-
 SWITCH_S = 0.001
-"""How long a thread that tokenizes may keep the event loop waiting for the interpreter."""
+"""Seconds for which a tokenizing thread may keep the event loop waiting for the interpreter."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m slime.agent.server", description=__doc__)
+    add = parser.add_argument
+    add("--channel", type=int, help="descriptor of the socket to the driver, which sends all other settings")
+    add("--model", help="model folder: tokenizer, chat template and config.json")
+    add("--engine", action="append", default=[], metavar="URL", help="URL of an engine; repeat for several")
+    add("--router", metavar="URL", help="URL of a router in front of the engines")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0, help="0: a free one")
+    add("--folder", help="folder of the sockets; must exist and be accessible to this user only (default: a new one)")
+    add("--fault-tolerant", action="store_true", help="continue on another engine when an engine dies")
+    add("--log-level", default="info")
+    options = parser.parse_args(argv)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(ClientNoise())
     logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler]
     )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(ClientNoise())
     sys.setswitchinterval(SWITCH_S)
     try:
         asyncio.run(_for_a_run(options.channel) if options.channel is not None else _alone(options))
@@ -144,29 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m slime.agent.server", description=__doc__)
-    add = parser.add_argument
-    add("--channel", type=int, help="descriptor of the socket to the driver, which says everything else")
-    add("--model", help="model folder: tokenizer, chat template and config.json")
-    add("--engine", action="append", default=[], metavar="URL", help="an engine; several times for several")
-    add("--router", metavar="URL", help="a router before the engines")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=0, help="0: a free one")
-    add("--folder", help="where the sockets go; must exist and be this user's alone (default: a new one)")
-    add("--fault-tolerant", action="store_true", help="go on elsewhere when an engine dies")
-    add("--log-level", default="info")
-    return parser
-
-
 async def _for_a_run(descriptor: int) -> None:
-    """One line in: the settings. One line out: the addresses. The other end closing it is the end."""
+    """Serve a run: read one line with the settings, write one line with the addresses, end when the driver closes."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
     settings = ServerSettings.from_dict(json.loads(await reader.readline()))
 
-    def ready(addresses: dict[str, Any]) -> None:
+    def ready(addresses: JsonObject) -> None:
         writer.write(json.dumps(addresses).encode() + b"\n")
 
     try:
@@ -180,7 +178,7 @@ async def _for_a_run(descriptor: int) -> None:
 
 
 async def _alone(options: argparse.Namespace) -> None:
-    """Settings from flags; the line with the addresses, and the secret for the control socket, goes to stdout."""
+    """Serve with settings from flags; prints a line with the addresses and the secret for the control socket."""
     if not options.model or not options.engine:
         raise UserError("python -m slime.agent.server needs --model DIR and at least one --engine URL")
     settings = ServerSettings(
@@ -195,12 +193,12 @@ async def _alone(options: argparse.Namespace) -> None:
         port=options.port,
     )
 
-    def ready(addresses: dict[str, Any]) -> None:
+    def ready(addresses: JsonObject) -> None:
         print(json.dumps({**addresses, "secret": settings.secret}), flush=True)
 
     await serve(settings, ready, asyncio.get_running_loop().create_future)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # stacks go to the log
     sys.exit(main())

@@ -1,7 +1,9 @@
-"""The endpoints that agents talk to: HTTP in, the dialect of its path, the session of its key.
+"""The HTTP endpoints for agents: the path selects the dialect, the key selects the session.
 
-Invariants: whatever a client sends is answered in its own dialect, and touches no session but the one whose key it has.
-Nothing of a body is read before its key is known, and what a body costs counts against the limits of its session.
+Invariants: every request is answered in its own dialect, and affects only the session of its key. Nothing of a body is
+read before its key is known, and the cost of a body counts against the limits of its session. A stream has its headers
+at once and is never silent for longer than `KEEP_ALIVE_S`. A turn is recorded before the end of its answer is sent.
+When a client disconnects or a session ends, the turn that is being sampled is abandoned.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -44,11 +46,8 @@ from slime.engine.http.errors import EngineError, EngineRejected
 from slime.models.parsers.events import Event
 from slime.rollout.retry import AbortedTooOften
 
-# One answer to a client, streamed or whole, from the turn that is being sampled for it.
-#
-# Invariants: a stream has its headers at once and is never silent for longer than `KEEP_ALIVE_S`; a turn is recorded
-# before the last of its answer is sent; a client that goes away, and a session that ends, give up what is being
-# sampled.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEEP_ALIVE_S = 10.0
 _STREAM_HEADERS = {
@@ -60,17 +59,19 @@ _STREAM_HEADERS = {
 logger = logging.getLogger(__name__)
 
 
-async def answer_whole(held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: Any) -> web.StreamResponse:
-    """The answer in one piece; raises `Problem`."""
+async def answer_whole(
+    held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: PreTrainedTokenizerBase
+) -> web.StreamResponse:
+    """Sample a turn and return its complete answer; raises `Problem`."""
     _, task = await held.begin(asked.request, None)
     taken = await _turn_of(held, task)
     return json_response(dialect.whole(asked, finished_turn(taken, asked, tokenizer)))
 
 
 async def answer_stream(
-    http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: Any
+    http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: PreTrainedTokenizerBase
 ) -> web.StreamResponse:
-    """The answer as it is sampled; raises `Problem` as long as nothing was sent."""
+    """Sample a turn and stream its answer; raises `Problem` as long as nothing was sent."""
     stream = _Stream(http)
     prompt, task = await held.begin(asked.request, stream.event)
     try:
@@ -85,20 +86,20 @@ async def answer_stream(
             await stream.send(stream.writer.end(finished_turn(taken, asked, tokenizer)))
         await stream.response.write_eof()
     except ConnectionResetError:
-        logger.info("a client went away before its answer was complete")
+        logger.info("a client disconnected before its answer was complete")
     finally:
         task.cancel()
     return stream.response
 
 
 async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-    """Wait for one of them; whether one is done."""
+    """Wait until one of the futures is done; False after the timeout."""
     done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return bool(done)
 
 
 class _Stream:
-    """The bytes of a streamed answer."""
+    """Sends a streamed answer."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
@@ -108,19 +109,19 @@ class _Stream:
         self._is_silent = True
 
     async def open(self, dialect: Dialect, asked: Asked, prompt: Prompt) -> None:
-        """Headers and the beginning; from now on events are sent."""
+        """Send the headers and the beginning; events are sent from now on."""
         self.writer = dialect.writer(asked, prompt.turn_id)
         await self.response.prepare(self._http)
         await self.send(self.writer.begin())
         self._is_open.set()
 
     async def event(self, event: Event) -> None:
-        """What the model wrote just now."""
+        """Send new model output."""
         await self._is_open.wait()
         await self.send(self.writer.event(event))
 
     async def keep_alive(self) -> None:
-        """Called regularly: sends something if nothing else was sent since the last time."""
+        """Send a keep-alive if nothing was sent since the last call."""
         if self._is_silent:
             await self.response.write(self.writer.keep_alive())
         self._is_silent = True
@@ -132,14 +133,14 @@ class _Stream:
 
 
 async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTurn:
-    """The turn, when it is recorded, or the `Problem` that keeps it from being so."""
+    """Wait until the turn is recorded and return it; raises `Problem` if it failed."""
     try:
         await _first_of(task, held.ended)
         if not task.done():
             task.cancel()
             raise held.ended.result().again()
         if task.cancelled():  # by the end of the session
-            raise held.ended.result().again() if held.ended.done() else Problem(Kind.CLOSED, "this turn was given up")
+            raise held.ended.result().again() if held.ended.done() else Problem(Kind.CLOSED, "this turn was abandoned")
         return task.result()
     except (EngineError, AbortedTooOften) as error:
         held.failure = str(error)
@@ -157,8 +158,8 @@ async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTur
         task.cancel()
 
 
-def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: Any) -> Finished:
-    """What a dialect tells of a turn."""
+def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Finished:
+    """The parts of a recorded turn that a dialect needs for its answer."""
     answer, output = taken.answer, taken.output
     completion = len(answer.ids)
     thought = len(output.reasoning or "")
@@ -168,33 +169,31 @@ def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: Any) -> Finished:
         completion=completion,
         reasoning=round(completion * thought / len(answer.text)) if thought and answer.text else 0,
     )
-    log_probs = _log_probs(taken, tokenizer) if asked.want_log_probs else None
+    log_probs = None
+    if asked.want_log_probs:
+        ids = answer.ids.tolist()
+        texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        each = zip(texts, token_bytes(tokenizer, ids), answer.log_probs.tolist(), strict=True)
+        log_probs = [TokenLogProb(*entry) for entry in each]
     return Finished(taken.turn.id, output, taken.finish_reason, usage, log_probs)
 
 
-def _log_probs(taken: TakenTurn, tokenizer: Any) -> list[TokenLogProb]:
-    ids = taken.answer.ids.tolist()
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    each = zip(texts, token_bytes(tokenizer, ids), taken.answer.log_probs.tolist(), strict=True)
-    return [TokenLogProb(*entry) for entry in each]
-
-
-def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """A body as JSON."""
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """A response with a JSON body."""
     return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
 
 
 MOST_NOTES = 100
-"""Different notes about the requests of one session that are logged."""
+"""Maximum number of different notes that are logged for one session."""
 
 
 class AgentApp:
-    """The aiohttp application; `names` are the model's, the first is what clients are told."""
+    """The aiohttp application; `names` are the names of the model, of which `/v1/models` returns the first."""
 
     def __init__(
         self,
         sessions: Sessions,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         names: Sequence[str],
         connections: Connections,
         door: Door | None = None,
@@ -229,7 +228,7 @@ class AgentApp:
     def _understood(
         self, dialect: Dialect, path: str, body: bytes, headers: Mapping[str, str], context: int | None
     ) -> Asked:
-        """What a body asks for, which may have a prompt that fits; raises `Problem`."""
+        """Parse a body and check that its prompt may fit; raises `Problem`."""
         try:
             asked = dialect.asked(path, parse_json(body), headers)
             self._sessions.check_length(asked.request, context)

@@ -1,6 +1,10 @@
-"""What the driver tells the process of the endpoints: sessions opened, held, collected; engines that come and go.
+"""The control interface of the agent server: the driver opens, holds and collects sessions, and reports engine changes.
 
-Invariant: only who has the secret is heard. Bodies are the journal's bytes (`Codec`), so arrays arrive as they were.
+It also adopts listening sockets that others opened, for example inside a sandbox without a network. A connection to
+`listeners.sock` brings one descriptor and a JSON line with the secret and the key of its session; it is answered with
+"ok". The endpoints accept connections on the socket until the session is closed.
+
+Invariant: every call needs the secret. Bodies are encoded like the journal (`Codec`), so arrays arrive unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from aiohttp import web
 
@@ -24,11 +27,7 @@ from slime.cluster.http_checks import shows_key
 from slime.cluster.http_server import Connections
 from slime.data.buffer.codec import Codec
 from slime.engine.http.pool import EnginePool
-
-# Listening sockets that others opened, for example inside a sandbox that has no network but that one, and handed over.
-#
-# A connection to `listeners.sock` brings one descriptor and a JSON line with the secret and the key of the session
-# that it is for; it is answered with "ok". The endpoints accept there until the session is closed.
+from slime.storage.json_types import JsonObject
 
 _MOST_LINE = 4096
 _PATIENCE_S = 10.0
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Listeners:
-    """Adopts sockets for the endpoints of `runner`."""
+    """Adopts listening sockets for the endpoints of `runner`."""
 
     def __init__(self, runner: web.AppRunner, connections: Connections, path: str, secret: str) -> None:
         self._runner, self._connections, self._path, self._secret = runner, connections, path, secret
@@ -46,7 +45,7 @@ class Listeners:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take sockets from now on."""
+        """Start to adopt sockets."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self._path)
         self._socket.listen(64)
@@ -54,12 +53,12 @@ class Listeners:
         self._serving = asyncio.create_task(self._serve(self._socket))
 
     async def close(self, key: str) -> None:
-        """Accept no more on the sockets of a session."""
+        """Stop accepting on the sockets of a session."""
         for listening in self._adopted.pop(key, ()):
             await self._connections.stop(listening)
 
     async def aclose(self) -> None:
-        """Take no more sockets."""
+        """Stop adopting sockets."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -72,34 +71,32 @@ class Listeners:
             connection, _ = await loop.sock_accept(listening)
             with connection:
                 try:
-                    answer = await self._take(connection)
+                    connection.settimeout(_PATIENCE_S)
+                    line, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, connection, _MOST_LINE, 1)
+                    connection.setblocking(False)
+                    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+                    try:
+                        given = json.loads(line)
+                        key, secret = str(given["key"]), str(given["secret"])
+                    except (ValueError, KeyError, TypeError):
+                        key, secret = "", ""
+                    answer = b"refused"
+                    if not sockets or not hmac.compare_digest(secret.encode(errors="replace"), self._secret.encode()):
+                        for one in sockets:
+                            one.close()
+                    else:
+                        for one in sockets:
+                            assert self._runner.server is not None
+                            self._connections.accept_on(one, self._runner.server)
+                            self._adopted.setdefault(key, []).append(one)
+                        answer = b"ok"
                     await asyncio.wait_for(loop.sock_sendall(connection, answer), _PATIENCE_S)
                 except (OSError, TimeoutError) as error:
-                    logger.warning("a socket was not handed over: %s", error)
-
-    async def _take(self, connection: socket.socket) -> bytes:
-        connection.settimeout(_PATIENCE_S)
-        line, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, connection, _MOST_LINE, 1)
-        connection.setblocking(False)
-        sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        try:
-            given = json.loads(line)
-            key, secret = str(given["key"]), str(given["secret"])
-        except (ValueError, KeyError, TypeError):
-            key, secret = "", ""
-        if not sockets or not hmac.compare_digest(secret.encode(), self._secret.encode()):
-            for one in sockets:
-                one.close()
-            return b"refused"
-        for one in sockets:
-            assert self._runner.server is not None
-            self._connections.accept_on(one, self._runner.server)
-            self._adopted.setdefault(key, []).append(one)
-        return b"ok"
+                    logger.warning("could not adopt a listening socket: %s", error)
 
 
 async def hand_over(path: str, secret: str, key: str, listener: socket.socket) -> None:
-    """Have the endpoints behind `path` accept on a listening socket for as long as a session lasts."""
+    """Send a listening socket to the agent server behind `path`, which accepts on it until the session is closed."""
 
     def hand() -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -115,7 +112,7 @@ async def hand_over(path: str, secret: str, key: str, listener: socket.socket) -
 
 MOST_BODY_BYTES = 1 << 30
 
-Call = Callable[[dict[str, Any]], Awaitable[Any]]
+Call = Callable[[JsonObject], Awaitable[object]]
 
 
 class ControlApp:
@@ -124,94 +121,100 @@ class ControlApp:
     def __init__(
         self, sessions: Sessions, pool: EnginePool, listeners: Listeners, secret: str, door: Door | None = None
     ) -> None:
-        self._sessions, self._pool, self._listeners = sessions, pool, listeners
-        self._secret = secret
-        self._codec = Codec()
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
-        calls: dict[str, Call] = {
-            "open": self._open,
-            "close": self._close,
-            "turns": self._turns,
-            "hold": self._hold,
-            "release": self._release,
-            "engine": self._engine,
-            "version": self._version,
-            "stats": self._stats,
-        }
+        calls = _run_calls(sessions, pool, listeners)
         if door is not None:
             calls |= _live_calls(door)
+        codec = Codec()
+
+        def handler(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
+            async def handle(http: web.Request) -> web.Response:
+                if not shows_key(http.headers, secret):
+                    raise web.HTTPUnauthorized
+                try:
+                    answer = await call(codec.unpack(await http.read()))
+                except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
+                    return web.Response(status=400, text=f"{type(error).__name__}: {error}")
+                return web.Response(body=await asyncio.to_thread(codec.pack, answer, "an answer"))
+
+            return handle
+
         for name, call in calls.items():
-            self.app.router.add_post(f"/{name}", self._handler(call))
+            self.app.router.add_post(f"/{name}", handler(call))
 
-    def _handler(self, call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(http: web.Request) -> web.Response:
-            if not shows_key(http.headers, self._secret):
-                raise web.HTTPUnauthorized
-            try:
-                answer = await call(self._codec.unpack(await http.read()))
-            except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
-                return web.Response(status=400, text=f"{type(error).__name__}: {error}")
-            return web.Response(body=await asyncio.to_thread(self._codec.pack, answer, "an answer"))
 
-        return handle
+def _run_calls(sessions: Sessions, pool: EnginePool, listeners: Listeners) -> dict[str, Call]:
+    """The calls of every run: sessions, engines and the version of their weights."""
 
-    async def _open(self, body: dict[str, Any]) -> Any:
-        session = self._sessions.open(Opening(**body)).session
+    async def open_session(body: JsonObject) -> object:
+        session = sessions.open(Opening(**body)).session
         return {"turns": len(session.tree.turns), "refusal": session.template.refusal if session.template else None}
 
-    async def _close(self, body: dict[str, Any]) -> Any:
+    async def close(body: JsonObject) -> object:
         key, problem = body["key"], Problem(Kind(body["kind"]), body["message"])
-        closed = await self._sessions.close(key, problem)
-        await self._listeners.close(key)
+        closed = await sessions.close(key, problem)
+        await listeners.close(key)
         record = await asyncio.to_thread(closed.session.to_record) if body["collect"] else None
-        return {"record": record, "failure": closed.failure, "warning": self._sessions.warning}
+        return {"record": record, "failure": closed.failure, "warning": sessions.warning}
 
-    async def _turns(self, body: dict[str, Any]) -> Any:
-        session = self._sessions.find(body["key"]).session
-        turns = list(session.tree.turns.values())
-        said = session.messages(turns[-1]) if turns else []
-        return {"messages": [message_record(message) for message in said], "counters": session.counters.to_dict()}
+    async def turns(body: JsonObject) -> object:
+        session = sessions.find(body["key"]).session
+        recorded = list(session.tree.turns.values())
+        messages = session.messages(recorded[-1]) if recorded else []
+        records = [message_record(message) for message in messages]
+        return {"messages": records, "counters": session.counters.to_dict()}
 
-    async def _hold(self, body: dict[str, Any]) -> Any:
-        await self._sessions.find(body["key"]).hold()
+    async def hold(body: JsonObject) -> None:
+        await sessions.find(body["key"]).hold()
 
-    async def _release(self, body: dict[str, Any]) -> Any:
-        self._sessions.find(body["key"]).release()
+    async def release(body: JsonObject) -> None:
+        sessions.find(body["key"]).release()
 
-    async def _engine(self, body: dict[str, Any]) -> Any:
+    async def engine(body: JsonObject) -> None:
         state, url = body["state"], body["url"]
         if state == "given up":
-            self._pool.give_up(body["reason"])
+            pool.give_up(body["reason"])
         elif state == "added":
-            self._pool.add(url, api_key=body["key"])
+            pool.add(url, api_key=body["key"])
         elif state == "removed":
-            await self._pool.remove(url)
+            await pool.remove(url)
         else:
-            {"up": self._pool.set_up, "down": self._pool.set_down, "leaving": self._pool.leave}[state](url)
+            {"up": pool.set_up, "down": pool.set_down, "leaving": pool.leave}[state](url)
 
-    async def _version(self, body: dict[str, Any]) -> Any:
-        self._sessions.version = body["version"]
+    async def version(body: JsonObject) -> None:
+        sessions.version = body["version"]
 
-    async def _stats(self, body: dict[str, Any]) -> Any:
-        return {"open": len(self._sessions), "opened": self._sessions.opened}
+    async def stats(body: JsonObject) -> object:
+        return {"open": len(sessions), "opened": sessions.opened}
+
+    return {
+        "open": open_session,
+        "close": close,
+        "turns": turns,
+        "hold": hold,
+        "release": release,
+        "engine": engine,
+        "version": version,
+        "stats": stats,
+    }
 
 
 def _live_calls(door: Door) -> dict[str, Call]:
-    """What the driver asks of a live service."""
+    """The calls of a live service."""
 
-    async def take(body: dict[str, Any]) -> Any:
+    async def take(body: JsonObject) -> object:
         return await door.take(int(body["slot"]))
 
-    async def taken(body: dict[str, Any]) -> Any:
+    async def taken(body: JsonObject) -> object:
         return door.store.taken()
 
-    async def forget(body: dict[str, Any]) -> Any:
+    async def forget(body: JsonObject) -> None:
         await door.store.forget(str(body["id"]))
 
-    async def recorded(body: dict[str, Any]) -> Any:
+    async def recorded(body: JsonObject) -> None:
         await door.store.forget_slot(int(body["slot"]))
 
-    async def stats(body: dict[str, Any]) -> Any:
+    async def stats(body: JsonObject) -> object:
         return door.stats()
 
     return {

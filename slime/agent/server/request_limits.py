@@ -1,9 +1,9 @@
-"""What one session's requests may occupy of the process, and the threads that do the work on large ones.
+"""Limits on the resources that the requests of one session use, and a thread pool for work on large requests.
 
-Invariants: nothing of a body is read before its key is known, or, where only the body names its session, all such
-requests together have the limits of one session; work whose cost grows with a body is done on the event loop only below
-a size that takes it a few milliseconds; one session has one such job in the threads at a time, also when its client has
-gone away, so that the jobs of other sessions do not queue behind it.
+Invariants: nothing of a body is read before its key is known; where only the body names its session, all such requests
+together have the limits of one session. Work whose cost grows with the body runs on the event loop only below a size
+that takes it a few milliseconds. One session has one such job in the threads at a time, even after its client has
+disconnected, so that the jobs of other sessions do not queue behind it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class IntakeLimits:
     """The limits of one session's requests."""
 
     requests: int = 128
-    """In flight, from the key to the end of the answer."""
+    """Requests in flight, from the check of the key to the end of the answer."""
     body_bytes: int = 4 << 20
     values: int = 1 << 17
-    """JSON values in a body, as counted by its commas and brackets: a parser holds the process until its end."""
+    """JSON values in a body, counted by its commas and brackets: parsing blocks the process until it is done."""
     held_bytes: int = 64 << 20
-    """Of all bodies in flight together."""
+    """Total size of all bodies in flight."""
     body_s: float = 60.0
-    """Time for a body to arrive."""
+    """Seconds for a body to arrive."""
 
     @classmethod
     def of_context(cls, context: int | None) -> IntakeLimits:
-        """The limits where prompts have at most so many tokens."""
+        """The limits for prompts of at most `context` tokens."""
         if context is None:
             return cls(body_bytes=64 << 20, values=16 << 20, held_bytes=256 << 20)
         body = min(max(cls.body_bytes, _BODY_BYTES_PER_TOKEN * context), 64 << 20)
@@ -55,7 +55,7 @@ class IntakeLimits:
 
 
 class Intake:
-    """The requests of one session, or of `whose`, that are being read and answered."""
+    """Counts the requests in flight of one session, or of what `whose` names, against their limits."""
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class Intake:
         limits: IntakeLimits | None = None,
         whose: str = "this session",
     ) -> None:
-        """`context`: the most tokens of a prompt; None where nothing limits it. It gives the limits unless they are
-        given."""
+        """`context` is the maximum number of prompt tokens, None without a limit; it sets `limits` by default."""
         self.context = context
         self.limits = limits or IntakeLimits.of_context(context)
         self.whose = whose
@@ -76,7 +75,7 @@ class Intake:
 
     @contextmanager
     def request(self) -> Iterator[Room]:
-        """The room of one request until it is answered; a `Problem` where the session has too many."""
+        """Reserve the resources of one request until it is answered; raises `Problem` if the session has too many."""
         room = Room(self)
         try:
             yield room
@@ -84,21 +83,21 @@ class Intake:
             room.leave()
 
     def take(self, requests: int, size: int) -> None:
-        """Count so many more requests and bytes, or a `Problem`."""
+        """Add to the requests and bytes in use; raises `Problem` beyond a limit."""
         if self._requests + requests > self.limits.requests:
-            raise Problem(Kind.FULL, f"{self._requests} requests of {self.whose} are in flight: ask again soon")
+            raise Problem(Kind.FULL, f"{self._requests} requests of {self.whose} are in flight: retry later")
         if self._bytes + size > self.limits.held_bytes:
-            raise Problem(Kind.FULL, f"requests of {self.whose} hold {self._bytes} bytes: ask again soon")
+            raise Problem(Kind.FULL, f"requests of {self.whose} hold {self._bytes} bytes: retry later")
         self._requests += requests
         self._bytes += size
 
     def give_back(self, requests: int, size: int) -> None:
-        """Count so many fewer."""
+        """Subtract from the requests and bytes in use."""
         self._requests -= requests
         self._bytes -= size
 
     async def run(self, work: Callable[[], T], *, inline: bool) -> T:
-        """What `work` returns: at once if it is small (`inline`), else in a thread, after the session's other jobs."""
+        """Run `work` and return its result: at once if `inline`, else in a thread, after the session's other jobs."""
         if inline:
             return work()
         await self._working.acquire()
@@ -114,36 +113,41 @@ class Intake:
 
 
 class Room:
-    """What one request occupies."""
+    """The resources that one request has reserved."""
 
     def __init__(self, intake: Intake) -> None:
         intake.take(1, 0)
         self._intake, self.bytes = intake, 0
 
     def move_to(self, intake: Intake) -> None:
-        """From now on the request counts with those of another session, or a `Problem`."""
+        """Count the request against another session's limits from now on; raises `Problem` beyond one of them."""
         if intake is not self._intake:
             intake.take(1, self.bytes)
             self._intake.give_back(1, self.bytes)
             self._intake = intake
 
     def leave(self) -> None:
-        """The request is answered."""
+        """Release the reserved resources; the request is answered."""
         self._intake.give_back(1, self.bytes)
 
     async def body(self, http: web.Request, *, is_decompressed: bool = False) -> bytes:
-        """The body, decompressed if the server has not done so; a `Problem` where it is too large, too slow or
-        broken."""
+        """Read the body, decompressed if needed; raises `Problem` if it is too large, slow or invalid."""
         intake, limits = self._intake, self._intake.limits
         if (http.content_length or 0) > limits.body_bytes:
             raise _too_large(limits)
+        pieces = []
         try:
             async with asyncio.timeout(limits.body_s):
-                body = await self._received(http)
+                while piece := await http.content.readany():
+                    self._take(len(piece))
+                    if self.bytes > self._intake.limits.body_bytes:
+                        raise _too_large(self._intake.limits)
+                    pieces.append(piece)
         except TimeoutError as error:
             raise Problem(Kind.BAD_BODY, f"the body did not arrive within {limits.body_s:g} s") from error
         except web.RequestPayloadError as error:
             raise Problem(Kind.BAD_BODY, f"the body cannot be read: {error}") from error
+        body = b"".join(pieces)
         coding = http.headers.get("Content-Encoding", "identity").strip().lower()
         if coding not in ("", "identity") and not is_decompressed:
             body = await intake.run(lambda: _decompressed(body, coding, limits), inline=False)
@@ -151,15 +155,6 @@ class Room:
         if len(body) > INLINE_BODY_BYTES and sum(map(body.count, _STRUCTURE)) > limits.values:
             raise Problem(Kind.TOO_LONG, f"the body has more than {limits.values} JSON values")
         return body
-
-    async def _received(self, http: web.Request) -> bytes:
-        pieces = []
-        while piece := await http.content.readany():
-            self._take(len(piece))
-            if self.bytes > self._intake.limits.body_bytes:
-                raise _too_large(self._intake.limits)
-            pieces.append(piece)
-        return b"".join(pieces)
 
     def _take(self, size: int) -> None:
         self._intake.take(0, size)

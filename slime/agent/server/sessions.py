@@ -1,25 +1,24 @@
-"""The open sessions of the process, by their keys.
+"""The open sessions of the agent server, by their keys.
 
-Invariant: a session that ends, for whatever reason, ends its clients with it: requests that are being answered are
-told at once, later ones find out that it is closed; and it is handed over only when none is left.
+Invariant: when a session ends, for any reason, its requests in flight fail at once and later ones fail as closed. The
+session is handed over only when no request is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slime.agent.messages import TurnRequest
 from slime.agent.server.dialects import Kind, Problem, refusal_problem
 from slime.agent.server.request_limits import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import Limits, SessionRefusal
-from slime.agent.session.matching import Decision
 from slime.agent.session.sampler import EngineSampler
 from slime.agent.session.session import Outdated, Prompt, Rendered, Session
 from slime.agent.session.special_tokens import texts_in
@@ -30,22 +29,23 @@ from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
 from slime.rollout.retry import Draws
+from slime.storage.json_types import JsonMapping
 
 T = TypeVar("T")
 
 MOST_TURNS = 4096
-"""Of a session without a limit of its own: a request is compared with every turn that it may continue."""
+"""Limit for sessions without their own: a request is compared with every turn that it may continue."""
 REMEMBERED = 16384
-"""Closed sessions whose clients are told so; of those before them nobody knows any more."""
+"""Number of closed sessions whose clients get the reason; older ones count as unknown."""
 
 
 class OpenSession:
-    """A session, whoever samples for it, and the requests that are being answered."""
+    """A session with its sampler and its requests in flight."""
 
     def __init__(
         self,
         session: Session,
-        params: Mapping[str, Any],
+        params: JsonMapping,
         sampler: EngineSampler,
         parsers: ParserFactory,
         intake: Intake,
@@ -55,19 +55,19 @@ class OpenSession:
         self.ticket: Ticket | None = None
         self.names: frozenset[str] = frozenset()
         self.journaled: Callable[[Turn], Awaitable[None]] | None = None
-        """Keeps a turn before its client has all of it."""
+        """Stores a turn before the client receives the end of its answer."""
         self.continued: Callable[[Prompt], Awaitable[None]] | None = None
-        """Told of each prompt that is going to be answered; the answer ends when what it does is done."""
+        """Called with each prompt before it is answered; the answer ends after the returned awaitable."""
         self.noted: set[str] = set()
-        """What was logged about its requests: each client leaves the same things out turn after turn."""
+        """Notes that were logged about its requests: a client sends the same ignored fields in every turn."""
         self.failure: str | None = None
-        """What last kept a turn from being sampled."""
+        """The error of the last turn that could not be sampled."""
         self._params, self._sampler, self._parsers = params, sampler, parsers
         self.ended: asyncio.Future[Problem] = asyncio.get_running_loop().create_future()
         self._answering: set[asyncio.Task[TakenTurn]] = set()
 
     async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[TakenTurn]]:
-        """One more turn, which is being sampled from now on, or a `Problem`; whoever cancels the task gives it up."""
+        """Start to sample one more turn; cancelling the task abandons it. Raises `Problem`."""
         try:
             prompt = await self._of_rendered(request, self.session.prepare)
         except SessionRefusal as refusal:
@@ -99,37 +99,42 @@ class OpenSession:
         return prompt, task
 
     async def count_tokens(self, request: TurnRequest) -> int:
-        """How many tokens the prompt of this request would have."""
+        """The number of tokens that the prompt of this request would have."""
         return await self._of_rendered(request, self.session.count_tokens)
 
     async def _of_rendered(self, request: TurnRequest, use: Callable[[TurnRequest, Rendered | None], T]) -> T:
-        """What `use` makes of a request, whose long text is tokenized in a thread."""
+        """Call `use` with a request and its rendered text, which is tokenized in a thread if it is long."""
         while True:
             if self.ended.done():
                 raise self.ended.result().again()
             decision = self.session.place(request)
             rendered = None
-            if decision.context is None and _characters(decision, request) > INLINE_CHARACTERS:
-                rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
+            if decision.context is None:
+                characters = sum(map(len, texts_in(request.tools))) if decision.turn is None else 0
+                for message in decision.new:
+                    characters += len(message.content) + len(message.reasoning or "")
+                    characters += sum(len(call.arguments) for call in message.tool_calls)
+                if characters > INLINE_CHARACTERS:
+                    rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
             try:
                 return use(request, rendered)
-            except Outdated:  # a turn was recorded meanwhile
+            except Outdated:  # a turn was recorded during the rendering
                 continue
 
     @property
     def is_answering(self) -> bool:
-        """Whether a turn is being sampled."""
+        """True while a turn is being sampled."""
         return bool(self._answering)
 
     async def hold(self) -> None:
-        """Send what is at the engines to the gate, which lets nobody through from now on; returns when all is there."""
+        """Close the gate and move the requests in flight from the engines to it; returns when all of them are there."""
         if self.ticket is not None:
             self.ticket.gate.close()
             await self._sampler.leave_engines()
             await self.ticket.gate.wait_until_idle()
 
     def release(self) -> None:
-        """The gate is open again; tokens that were sampled before are masked, if they are to be."""
+        """Open the gate again; masks the tokens sampled before, if the ticket says so."""
         if self.ticket is None or self.ticket.gate.is_open:
             return
         if self.ticket.masks:
@@ -138,7 +143,7 @@ class OpenSession:
         self.ticket.gate.open()
 
     async def end(self, problem: Problem) -> None:
-        """Close it, tell its clients why, and wait until no turn is being sampled."""
+        """Close the session with `problem` for its clients, and wait until no turn is being sampled."""
         self.session.close()
         if not self.ended.done():
             self.ended.set_result(problem)
@@ -146,15 +151,6 @@ class OpenSession:
             task.cancel()
         if self._answering:
             await asyncio.wait(set(self._answering))
-
-
-def _characters(decision: Decision, request: TurnRequest) -> int:
-    """The length of the text that is rendered."""
-    said = sum(
-        len(message.content) + len(message.reasoning or "") + sum(len(call.arguments) for call in message.tool_calls)
-        for message in decision.new
-    )
-    return said + (sum(map(len, texts_in(request.tools))) if decision.turn is None else 0)
 
 
 class Sessions:
@@ -171,25 +167,25 @@ class Sessions:
     ) -> None:
         self._model, self._pool, self._fault_tolerant, self._journal = model, pool, fault_tolerant, journal
         self.version = version
-        """Of the weights that all engines have, as far as is known."""
+        """The last known version of the weights that all engines have."""
         self._open: dict[str, OpenSession] = {}
         self._closed: OrderedDict[str, Problem] = OrderedDict()
         self.opened = 0
         self.workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="agents")
-        """Do the work on large requests."""
+        """Threads for work on large requests."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def warning(self) -> str | None:
-        """What the driver tells its user about the model's tool calls."""
+        """A warning for the user of the run about the model's tool calls."""
         return self._model.warning
 
     def open(self, opening: Opening) -> OpenSession:
-        """A new session, or one that goes on; a `ValueError` if there is one of this key."""
+        """Open a new or resumed session; raises `ValueError` if the key is in use."""
         if opening.key in self._open or (opening.key in self._closed and opening.record is None):
-            raise ValueError("there is a session with this key")
+            raise ValueError("a session with this key exists already")
         self._closed.pop(opening.key, None)
         template = self._model.template(opening.template_kwargs)
         limits = Limits(**opening.limits)
@@ -215,39 +211,37 @@ class Sessions:
         made = OpenSession(session, opening.params, sampler, self._model.parsers(template), intake)
         made.ticket, made.names = ticket, frozenset(opening.names)
         if self._journal is not None and opening.attempt is not None:
-            made.journaled = partial(self._keep, self._journal, session, Attempt(**opening.attempt))
+            append, attempt = self._journal.append, Attempt(**opening.attempt)
+            made.journaled = lambda turn: append(session.key, attempt, session.turn_record(turn))
         self._open[opening.key] = made
         self.opened += 1
         return made
 
-    async def _keep(self, journal: TurnJournal, session: Session, attempt: Attempt, turn: Turn) -> None:
-        await journal.append(session.key, attempt, session.turn_record(turn))
-
     def intake(self, context: int | None) -> Intake:
-        """The limits of the requests of one session, whose prompts have at most so many tokens."""
+        """The request limits of one session whose prompts have at most `context` tokens."""
         return Intake(context or self._model.context, self.workers)
 
     def common_intake(self, context: int | None, requests: int, whose: str) -> Intake:
-        """The limits of all requests together of which nobody knows the session before their bodies are read."""
+        """The common limits of all requests whose session is unknown until their bodies are read."""
         context = context or self._model.context
         limits = IntakeLimits() if context is None else IntakeLimits.of_context(context)
         return Intake(context, self.workers, limits=replace(limits, requests=requests), whose=whose)
 
     def check_length(self, request: TurnRequest, context: int | None) -> None:
-        """Raise `PromptTooLong` where a prompt certainly exceeds the context, before all of it is tokenized."""
+        """Raise `PromptTooLong` if a prompt certainly exceeds the context, before all of it is tokenized."""
         if context is not None:
             self._model.check_length(request, context)
 
     def find(self, key: str | None) -> OpenSession:
-        """The session of a key, or a `Problem`."""
+        """The open session of a key; raises `Problem`."""
         if key is not None and (found := self._open.get(key)) is not None:
             return found
         if key is not None and (problem := self._closed.get(key)) is not None:
             raise problem.again()
-        raise Problem(Kind.NO_SESSION, "no session has this key: a session is opened by the run, not by its client")
+        raise Problem(Kind.NO_SESSION, "no session has this key: the run opens sessions, clients cannot")
 
     async def close(self, key: str, problem: Problem) -> OpenSession:
-        """End a session and forget it but for its end; a `KeyError` if there is none of this key."""
+        """End a session and keep only the reason; raises `KeyError` if no session has this key."""
         ending = self._open.pop(key)
         self._closed[key] = problem
         if len(self._closed) > REMEMBERED:
@@ -256,6 +250,6 @@ class Sessions:
         return ending
 
     async def close_all(self, problem: Problem) -> None:
-        """End all of them."""
+        """End all sessions."""
         await asyncio.gather(*(self.close(key, problem) for key in list(self._open)))
         self.workers.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,6 @@
-"""What the process of the endpoints is told: when it starts (secrets among it, so it comes through a socket), and of
-each session that is opened there.
+"""Settings of the agent server: those of the process, of its live service, and of each session that is opened.
+
+The settings of the process contain secrets, so the driver sends them through a socket.
 """
 
 from __future__ import annotations
@@ -7,28 +8,26 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slime.engine.http.pool import EnginePool
 from slime.engine.sglang.router import RoutedPool
-
-# What the process of the endpoints is told of a live service, and the file in which clients find it.
+from slime.storage.json_types import JsonMapping, JsonObject
 
 ADDRESS_FILE = "live.json"
+"""The file in the run folder in which clients find the live service."""
 
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """`key` is what all clients have; `params` and `limits` are those of every conversation (`Opening`)."""
+    """Settings of a live service; all clients share `key`, all conversations `params` and `limits` (`Opening`)."""
 
     key: str = field(repr=False)
     store: str
-    params: Mapping[str, Any]
-    limits: Mapping[str, Any]
-    template_kwargs: Mapping[str, Any]
+    params: JsonMapping
+    limits: JsonMapping
+    template_kwargs: JsonMapping
     strict: bool = False
     routing: bool = False
     filter_path: str | None = None
@@ -37,7 +36,7 @@ class LiveSettings:
 
 
 def kept_key(folder: Path) -> str:
-    """The key of the service: the one that clients were given in an earlier life of the run, else a new one."""
+    """The key of the service: from an existing address file, so that clients keep it on resume, else a new key."""
     try:
         known = json.loads((folder / ADDRESS_FILE).read_text())["key"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -46,47 +45,47 @@ def kept_key(folder: Path) -> str:
 
 
 def write_address(folder: Path, url: str, key: str, model: str) -> None:
-    """Tell clients where the service is: `live.json` in the run folder, which only this user can read."""
-    said = {"openai_url": f"{url}/v1", "anthropic_url": url, "key": key, "model": model}
-    beside = folder / f"{ADDRESS_FILE}.new"
-    with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(said, file)
-    beside.replace(folder / ADDRESS_FILE)
+    """Write the address of the service for clients: `live.json` in the run folder, readable by this user only."""
+    address = {"openai_url": f"{url}/v1", "anthropic_url": url, "key": key, "model": model}
+    temporary = folder / f"{ADDRESS_FILE}.new"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(address, file)
+    temporary.replace(folder / ADDRESS_FILE)
 
 
 AGENTS, CONTROL, LISTENERS = "agents.sock", "control.sock", "listeners.sock"
-"""Sockets in the folder of the process."""
+"""Sockets in the folder of the agent server."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a session is opened with.
+    """The settings with which a session is opened.
 
-    `held` ones wait at the driver's gate; `masks`: what was sampled before a wait is not trained on. `names` are
-    further names of the model. `attempt` are the fields of the `Attempt` under which the turns are journaled, and
-    `record` is what an earlier life of the run left of it (`Session.to_record`). With `routing` turns keep which
-    experts the engine's routers chose.
+    A `held` session waits at the driver's gate; with `masks`, tokens sampled before a wait are not trained on. `names`
+    are additional names of the model. `attempt` has the fields of the `Attempt` under which the turns are journaled,
+    and `record` is the session as an interrupted run left it (`Session.to_record`). With `routing` turns keep the
+    experts that the engine's routers chose.
     """
 
     key: str
-    params: Mapping[str, Any]
-    limits: Mapping[str, Any] = field(default_factory=dict)
+    params: JsonMapping
+    limits: JsonMapping = field(default_factory=dict)
     strict: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: JsonMapping = field(default_factory=dict)
     held: bool = False
     masks: bool = False
     names: tuple[str, ...] = ()
-    attempt: Mapping[str, Any] | None = None
-    record: Mapping[str, Any] | None = None
+    attempt: JsonMapping | None = None
+    record: JsonMapping | None = None
     routing: bool = False
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """`names` are those that clients may call the model by; the first is the one that they are told.
+    """Settings of the process. `names` are the names of the model for clients; `/v1/models` returns the first.
 
-    `folder` belongs to this user alone: its sockets are for the driver (`control.sock`, which asks for `secret`, and
-    `listeners.sock`) and for sandboxes that bind `agents.sock` into theirs.
+    Only this user can access `folder`: its sockets are for the driver (`control.sock`, which requires `secret`, and
+    `listeners.sock`) and for sandboxes, which bind-mount `agents.sock`.
     """
 
     model: str
@@ -104,24 +103,24 @@ class ServerSettings:
     fault_tolerant: bool = False
     version: str | None = None
     journal: str | None = None
-    """The file in which the turns of unfinished sessions are kept."""
+    """The file that stores the turns of unfinished sessions."""
     host: str = "127.0.0.1"
     port: int = 0
     live: LiveSettings | None = None
-    """What clients whom nobody dispatched are served with."""
+    """Settings for external clients; None without a live service."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ServerSettings:
+    def from_dict(cls, values: JsonMapping) -> ServerSettings:
         """The inverse of `to_dict`, from JSON values too."""
         lists = {name: tuple(values[name]) for name in ("engines", "names")}
         live = values.get("live")
         return cls(**{**values, **lists, "live": None if live is None else LiveSettings(**live)})
 
     def make_pool(self) -> EnginePool:
-        """The engines, as this process asks them."""
+        """Create the engine pool of the process."""
         if self.router is not None:
             return RoutedPool(
                 self.engines,

@@ -1,7 +1,7 @@
-"""The process of the endpoints as part of a run: started for the first session, watched, started again after its death.
+"""Supervises the agent server of a run: starts it for the first session, watches it, and restarts it after it died.
 
-Invariant: the process ends with the driver, however that ends; and what the driver knows of engines and weights, the
-process knows, in the same order.
+Invariants: the process ends with the driver, however that ends. Every change of engines and weights that the driver
+sees is reported to the process, in the same order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunningServer:
-    """One life of the process; `died` is set when it is over."""
+    """One running agent server process; `died` is set when it has ended."""
 
     def __init__(self, child: ChildProcess, remote: RemoteServer, reader: asyncio.StreamReader) -> None:
         self.child, self.remote = child, remote
@@ -51,22 +51,22 @@ class RunningServer:
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._pass_on())]
 
     def tell(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Have a call made after all that were given before it."""
+        """Queue a call; calls run one after the other, in order."""
         self._news.put_nowait(call)
 
     def warn(self, warning: str | None) -> None:
-        """Log in the driver what the process warned of, once."""
+        """Log a warning of the process in the driver, once."""
         if warning is not None and warning not in self._warned:
             self._warned.add(warning)
             logger.warning("%s: %s", NAME, warning)
 
     def failure(self) -> AgentServerFailed:
-        """What to say of its death."""
+        """The error for sessions of a process that died."""
         code = self.child.poll()
         return AgentServerFailed(f"the agent server died (exit code {code}, see {self.child.log_path})")
 
     async def aclose(self, channel: asyncio.StreamWriter) -> None:
-        """End it and whatever it started."""
+        """End the process and all processes it started."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -78,7 +78,7 @@ class RunningServer:
         await self._reader.read()
         self.died.set()
         await asyncio.to_thread(self.child.wait, 1.0)
-        logger.error("%s; its open sessions fail, and the next one starts it again", self.failure())
+        logger.error("%s; its open sessions fail, and the next session restarts it", self.failure())
 
     async def _pass_on(self) -> None:
         while True:
@@ -90,33 +90,29 @@ class RunningServer:
 
 
 class AgentServer:
-    """The endpoints of a run, wherever and whenever they run."""
+    """The agent server of a run, across restarts of its process."""
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._config, self._pool, self._state = runtime.config, runtime.pool, runtime.state
         self._loop = runtime.loop_thread.loop
         self._where = runtime.router_address
         self.run = ""
-        """What the turns of this run are kept under."""
-        self.journal = self._open_journal(runtime)
+        """The identity of this run, under which its turns are journaled."""
+        self.journal: TurnJournal | None = None
+        """The turns of unfinished sessions, in runs that have a journal."""
+        if runtime.journal is not None and self._config.output_dir is not None:
+            facts = json.dumps(run_identity(self._config, prompt_files(self._config)), sort_keys=True)
+            self.run = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+            self.journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
+            self.journal.forget_other_runs(self.run)
+            runtime.when_recorded.append(partial(self.journal.forget_sample, self.run))
         self._starting = asyncio.Lock()
         self._running: tuple[RunningServer, asyncio.StreamWriter, str] | None = None
         self._pool.when_changed.append(self._engines_changed)
         self._state.when_updated.append(self._weights_arrived)
 
-    def _open_journal(self, runtime: RolloutRuntime) -> TurnJournal | None:
-        """Where the turns of unfinished sessions are kept, in runs that have a journal."""
-        if runtime.journal is None or self._config.output_dir is None:
-            return None
-        facts = json.dumps(run_identity(self._config, prompt_files(self._config)), sort_keys=True)
-        self.run = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
-        journal.forget_other_runs(self.run)
-        runtime.when_recorded.append(partial(journal.forget_sample, self.run))
-        return journal
-
     async def running(self) -> RunningServer:
-        """The process, which is up and answers."""
+        """The running process; starts it if needed."""
         async with self._starting:
             if self._running is not None and self._running[0].died.is_set():
                 await self._end()
@@ -126,12 +122,12 @@ class AgentServer:
             return self._running[0]
 
     async def forget(self, opening: Opening) -> None:
-        """Nobody goes on from the turns of this session."""
+        """Delete the journaled turns of a session, which will not be resumed."""
         if self.journal is not None and opening.attempt is not None:
             await self.journal.forget(Attempt(**opening.attempt))
 
     async def aclose(self) -> None:
-        """End the process; sessions that are open fail."""
+        """End the process; open sessions fail."""
         self._pool.when_changed.remove(self._engines_changed)
         self._state.when_updated.remove(self._weights_arrived)
         async with self._starting:
@@ -140,7 +136,7 @@ class AgentServer:
             await asyncio.to_thread(self.journal.close)
 
     async def _start(self) -> None:
-        folder = tempfile.mkdtemp(prefix="slime-agents-")  # a path that is short enough for a socket
+        folder = tempfile.mkdtemp(prefix="slime-agents-")  # short enough for the path of a socket
         settings = self._settings(folder)
         ours, theirs = socket.socketpair()
         logs = Path(self._config.output_dir or folder) / "logs"
@@ -203,6 +199,22 @@ class AgentServer:
         assert config.hf_checkpoint is not None, "a run with engines has a model"
         router, router_only, key = self._where
         formats = named_formats(config.carried)
+        live = None
+        if config.live_judge_path is not None:
+            home, params = Path(config.output_dir or folder), self._state.sampling_params
+            limits = session_limits(config, params, model_context_length(config.hf_checkpoint), None)
+            live = LiveSettings(
+                key=kept_key(home),
+                store=str((home / LIVE_FILE).absolute()),
+                params=dict(params),
+                limits=limits.to_dict(),
+                template_kwargs=dict(config.apply_chat_template_kwargs or {}),
+                strict=config.strict_tokens,
+                routing=config.use_rollout_routing_replay,
+                filter_path=config.live_filter_path,
+                idle_s=config.live_idle_timeout,
+                most_conversations=config.live_max_conversations,
+            )
         return ServerSettings(
             model=config.hf_checkpoint,
             tool_call_parser=formats.tool,
@@ -220,28 +232,7 @@ class AgentServer:
             journal=None if self.journal is None else str(self.journal.path.absolute()),
             host=config.host,
             port=config.agent_server_port or 0,
-            live=self._live(folder),
-        )
-
-    def _live(self, folder: str) -> LiveSettings | None:
-        """What clients are served with whom nobody dispatched, where there is a service for them."""
-        config, params = self._config, self._state.sampling_params
-        if config.live_judge_path is None:
-            return None
-        assert config.hf_checkpoint is not None, "a run with engines has a model"
-        home = Path(config.output_dir or folder)
-        limits = session_limits(config, params, model_context_length(config.hf_checkpoint), None)
-        return LiveSettings(
-            key=kept_key(home),
-            store=str((home / LIVE_FILE).absolute()),
-            params=dict(params),
-            limits=limits.to_dict(),
-            template_kwargs=dict(config.apply_chat_template_kwargs or {}),
-            strict=config.strict_tokens,
-            routing=config.use_rollout_routing_replay,
-            filter_path=config.live_filter_path,
-            idle_s=config.live_idle_timeout,
-            most_conversations=config.live_max_conversations,
+            live=live,
         )
 
     async def _end(self) -> None:
@@ -257,7 +248,7 @@ class AgentServer:
             running.tell(lambda: running.remote.engine(url, state, reason, key))
 
     def _weights_arrived(self, version: str) -> None:
-        """Called by the thread that publishes."""
+        """Called by the thread that publishes weights."""
 
         def tell() -> None:
             if self._running is not None:

@@ -1,29 +1,32 @@
-"""What a session may use up, and the ways in which it says no.
+"""Limits and counters of a session, and the errors that are raised when it refuses a turn.
 
-Invariant: every refusal is one sentence and a type of its own: whoever speaks to a client decides by the type how that
-client is told.
+Invariants: every refusal has its own exception type and a message of one sentence; the endpoints choose their answer to
+the client by the type. `turns == extended + forked` (`Counters`). A fork adds one leaf, so a session of `n > 0` turns
+has `1 + forked` leaves. `trained_tokens` are the sampled tokens of recorded turns, without those that the gate masked.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Literal
+
+from slime.storage.json_types import JsonMapping
 
 LimitKind = Literal["turns", "tokens", "context", "deadline"]
 
 
 class SessionRefusal(Exception):
-    """A turn that a session does not take."""
+    """A session refuses a turn."""
 
 
 class Refused(SessionRefusal):
-    """A history that cannot be continued token by token: by this template, or under `--strict-tokens`."""
+    """The history cannot be continued token by token, with this template or under `--strict-tokens`."""
 
 
 class TemplateRefused(Refused):
-    """The chat template does not take this conversation; one sentence."""
+    """The chat template cannot render this conversation; the message is one sentence."""
 
 
 class Closed(SessionRefusal):
@@ -31,7 +34,7 @@ class Closed(SessionRefusal):
 
 
 class LimitReached(SessionRefusal):
-    """The session has used up what it may; `kind` says of what."""
+    """The session has reached the limit `kind`."""
 
     def __init__(self, kind: LimitKind, sentence: str) -> None:
         super().__init__(sentence)
@@ -39,7 +42,7 @@ class LimitReached(SessionRefusal):
 
 
 class PromptTooLong(LimitReached):
-    """A prompt of `tokens`, of which at most `maximum` leave room for an answer."""
+    """The prompt has `tokens` tokens; with more than `maximum` there is no room for an answer."""
 
     def __init__(self, tokens: int, maximum: int) -> None:
         super().__init__("context", f"prompt is too long: {tokens} tokens > {maximum} maximum")
@@ -49,34 +52,37 @@ class PromptTooLong(LimitReached):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one session; None is no bound. `deadline` is a moment of `clock`, a clock that never goes back."""
+    """Limits of one session; None means unlimited. `deadline` is a time of `clock`, which is monotonic, in seconds."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
-    """Sampled, over all turns."""
+    """Limit on sampled tokens over all turns."""
     max_new_tokens: int | None = None
-    """Sampled in one turn."""
+    """Limit on sampled tokens of one turn."""
     max_context: int | None = None
-    """Tokens of a prompt and its answer."""
+    """Limit on the tokens of a prompt and its answer together."""
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
 
     def to_dict(self) -> dict[str, int | None]:
-        """The numbers, for a process with a clock of its own."""
+        """Return the limits without deadline and clock, for a process with its own clock."""
         names = ("max_turns", "max_tokens", "max_new_tokens", "max_context")
         return {name: getattr(self, name) for name in names}
 
     def check(self, turns: int, sampled: int) -> None:
-        """Raise if no further turn may begin after so many turns and sampled tokens."""
+        """Raise `LimitReached` if the session may not begin another turn after this many turns and sampled tokens."""
         if self.deadline is not None and self.clock() >= self.deadline:
-            raise LimitReached("deadline", "the time of this session is over")
+            raise LimitReached("deadline", "the deadline of this session has passed")
         if self.max_turns is not None and turns >= self.max_turns:
-            raise LimitReached("turns", f"this session has had all of its {self.max_turns} turns")
+            raise LimitReached("turns", f"this session has reached its limit of {self.max_turns} turns")
         if self.max_tokens is not None and sampled >= self.max_tokens:
             raise LimitReached("tokens", f"this session has sampled {sampled} tokens of at most {self.max_tokens}")
 
     def new_tokens(self, prompt: int, sampled: int, asked: int | None) -> int | None:
-        """How many tokens a turn after `prompt` tokens may have, if there is any bound; raises if there is no room."""
+        """Return the most tokens that a turn after `prompt` tokens may have, None if unlimited.
+
+        Raises `PromptTooLong` if the prompt leaves no room in the context.
+        """
         if self.max_context is not None and prompt >= self.max_context:
             raise PromptTooLong(prompt, self.max_context - 1)
         bounds = [
@@ -88,15 +94,12 @@ class Limits:
         return min((bound for bound in bounds if bound is not None), default=None)
 
 
-# What happened in a session, in numbers that can be added up over sessions.
-#
-# Invariants: `turns == extended + forked`; a fork is a leaf more, so a session of `n > 0` turns has `1 + forked`
-# leaves; `trained_tokens` are the sampled ones of recorded turns, less what the gate asked to be masked.
-
-
 @dataclass
 class Counters:
-    """Of one session; `sampled_tokens` include those of abandoned turns, which nothing is trained on."""
+    """Counters of one session, which can be summed over sessions.
+
+    `sampled_tokens` include the tokens of abandoned turns, which are not trained on.
+    """
 
     turns: int = 0
     extended: int = 0
@@ -115,6 +118,6 @@ class Counters:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Counters:
-        """The inverse of `to_dict`; a number that is missing is 0."""
+    def from_dict(cls, values: JsonMapping) -> Counters:
+        """Inverse of `to_dict`; a missing counter is 0."""
         return cls(**{field.name: int(values.get(field.name, 0)) for field in fields(cls)})

@@ -1,34 +1,35 @@
-"""The one rule that decides where a request belongs: which held turn it goes on from, and what is new in it.
+"""Matches a request with the turns that a session holds: the turn it continues, and the messages that are new.
 
-    extended   the request goes on from the end of what is held
-    forked     its history was edited, compacted or branched: it goes on from the deepest turn that is still in it
-    refused    said by the session: the template cannot be continued, or forks are not allowed
+    extended   the request continues the end of a branch
+    forked     its history was edited, compacted or branched: it continues the deepest turn that it still contains
+    refused    decided by the session: the template cannot be continued, or forks are not allowed
 
-A turn is in a history if all that led to it is, message by message, and its own echo is recognised: by its reference,
-by the ids of its tool calls (any one of them, whatever became of names and arguments), then by what it says. A client
-may send one turn back as several assistant messages. What cannot be told apart is not guessed: it is rendered as text.
+A history contains a turn if it contains everything before the turn, message by message, and an echo of the turn itself.
+An echo is recognised by its reference, else by its tool-call ids (any one of them, even if names and arguments were
+changed), else by its content. A client may send one turn back as several assistant messages. If two turns cannot be
+told apart, the matcher does not guess: the message is rendered as text.
 
-Invariant: every turn of the tree is looked at once at most, and a message that is equal as it stands costs one
+Invariants: each turn of the tree is visited at most once, and a message that is equal without normalisation costs one
 comparison of its text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.session.tree import Context, Tree, Turn
+from slime.storage.json_types import JsonMapping
 
 _LEAST_PARTS = 2
-"""The parts that any turn may come back in: its words and its calls; more if it has several calls."""
+"""Messages in which any turn may be echoed: its text and its calls. A turn with several calls may have more."""
 
 
 class Outcome(Enum):
-    """What a request is to the turns that are held."""
+    """Relation of a request to the turns of the session."""
 
     EXTENDED = "extended"
     FORKED = "forked"
@@ -36,7 +37,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """Go on from `turn` (None: from nothing) with the messages `new`; `context` is theirs if it is held already."""
+    """The place of a request: after `turn` (None: at a root), with the messages `new`.
+
+    `context` is the context of these messages if the tree has it already.
+    """
 
     outcome: Outcome
     turn: Turn | None
@@ -45,20 +49,10 @@ class Decision:
 
 
 def decide(tree: Tree, request: TurnRequest) -> Decision:
-    """Where a request belongs in a tree."""
-    messages = request.messages
-    turn, at = _deepest(tree, request)
-    new = messages[at:]
-    candidates = tree.contexts_after(turn)
-    if turn is None:
-        candidates = [root for root in candidates if same_tools(root.tools, request.tools)]
-    context = next((context for context in candidates if _end_of(context, messages, at) == len(messages)), None)
-    is_free = turn.is_free if turn is not None else not tree.roots
-    return Decision(Outcome.EXTENDED if is_free else Outcome.FORKED, turn, new, context)
+    """Find the place of a request in a tree.
 
-
-def _deepest(tree: Tree, request: TurnRequest) -> tuple[Turn | None, int]:
-    """The turn up to which the request has most of its messages, of equals the latest; and how many these are."""
+    That is the turn that covers most of the request's messages; of several the latest.
+    """
     messages = request.messages
     best: tuple[int, int, Turn | None] = (0, -1, None)
     waiting = [(root, 0) for root in tree.roots if same_tools(root.tools, request.tools)]
@@ -67,15 +61,21 @@ def _deepest(tree: Tree, request: TurnRequest) -> tuple[Turn | None, int]:
         end = _end_of(context, messages, at)
         if end is None:
             continue
-        for turn, after in _echoed(context.turns, messages, end):
-            if (after, turn.number) > best[:2]:
-                best = (after, turn.number, turn)
-            waiting += [(child, after) for child in turn.contexts]
-    return best[2], best[0]
+        for echoed, after in _echoed(context.turns, messages, end):
+            if (after, echoed.number) > best[:2]:
+                best = (after, echoed.number, echoed)
+            waiting += [(child, after) for child in echoed.contexts]
+    at, _, turn = best
+    candidates = tree.contexts_after(turn)
+    if turn is None:
+        candidates = [root for root in candidates if same_tools(root.tools, request.tools)]
+    known = next((context for context in candidates if _end_of(context, messages, at) == len(messages)), None)
+    is_free = turn.is_free if turn is not None else not tree.roots
+    return Decision(Outcome.EXTENDED if is_free else Outcome.FORKED, turn, messages[at:], known)
 
 
 def _end_of(context: Context, messages: Sequence[Message], at: int) -> int | None:
-    """Where the messages of a context end that stand at `at`; None if they do not stand there."""
+    """Return the index after the context's messages if they start at index `at`, else None."""
     end = at + len(context.messages)
     if end > len(messages):
         return None
@@ -84,20 +84,30 @@ def _end_of(context: Context, messages: Sequence[Message], at: int) -> int | Non
 
 
 def _echoed(turns: Sequence[Turn], messages: Sequence[Message], at: int) -> list[tuple[Turn, int]]:
-    """The turns whose echo stands at `at`, each with where it ends."""
+    """Return the turns whose echo starts at index `at`, each with the index after its echo."""
     most = max((len(turn.message.tool_calls) for turn in turns), default=0) + _LEAST_PARTS
     found: dict[str, tuple[Turn, int]] = {}
     for end in range(at + 1, min(at + most, len(messages)) + 1):
         if messages[end - 1].role != "assistant":
             break
-        for turn in recognised(turns, _merged(messages[at:end])):
+        parts = messages[at:end]
+        echo = parts[0]
+        if len(parts) > 1:
+            echo = Message(
+                role="assistant",
+                content="\n".join(part.content for part in parts if part.content),
+                reasoning="\n".join(part.reasoning for part in parts if part.reasoning) or None,
+                tool_calls=tuple(call for part in parts for call in part.tool_calls),
+                reference=next((part.reference for part in parts if part.reference is not None), None),
+            )
+        for turn in recognised(turns, echo):
             if turn.id not in found:
                 found[turn.id] = (turn, _with_other_parts(turn, messages, at, end))
     return list(found.values())
 
 
 def recognised(turns: Sequence[Turn], echo: Message) -> list[Turn]:
-    """Those of some turns that `echo` can be, by the best evidence that there is."""
+    """Return the turns that `echo` may be an echo of, by the strongest evidence available."""
     if echo.reference is not None:
         by_reference = [turn for turn in turns if turn.id == echo.reference]
         if by_reference:
@@ -109,21 +119,11 @@ def recognised(turns: Sequence[Turn], echo: Message) -> list[Turn]:
     return [turn for turn in by_calls or turns if turn.held.says_the_same(echo)]
 
 
-def _merged(parts: Sequence[Message]) -> Message:
-    """Consecutive assistant messages as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return Message(
-        role="assistant",
-        content="\n".join(part.content for part in parts if part.content),
-        reasoning="\n".join(part.reasoning for part in parts if part.reasoning) or None,
-        tool_calls=tuple(call for part in parts for call in part.tool_calls),
-        reference=next((part.reference for part in parts if part.reference is not None), None),
-    )
-
-
 def _with_other_parts(turn: Turn, messages: Sequence[Message], at: int, end: int) -> int:
-    """Where the echo of a turn ends that is known by the messages up to `end`: its words may follow its calls."""
+    """Extend the echo `messages[at:end]` by later parts of the same turn and return its end.
+
+    A client may send the text of a turn after its calls.
+    """
     has_text = any(message.content.strip() for message in messages[at:end])
     seen = {call.id for message in messages[at:end] for call in message.tool_calls}
     while end < len(messages) and (part := messages[end]).role == "assistant":
@@ -139,12 +139,12 @@ def _with_other_parts(turn: Turn, messages: Sequence[Message], at: int, end: int
     return end
 
 
-def same_tools(held: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these are the same tools, in whatever order."""
+def same_tools(held: Sequence[JsonMapping], given: Sequence[JsonMapping]) -> bool:
+    """Return whether these are the same tools, in any order."""
     if len(held) != len(given):
         return False
     return held == given or sorted(map(_canonical, held)) == sorted(map(_canonical, given))
 
 
-def _canonical(tool: Mapping[str, Any]) -> str:
+def _canonical(tool: JsonMapping) -> str:
     return json.dumps(tool, sort_keys=True, default=str)

@@ -1,17 +1,24 @@
-"""Turns as plain values and back: for the journal of turns, and for the way from one process to another.
+"""Turns and sessions as plain values and back, and sessions as training samples.
 
-Invariants: a tree read back gives the same prompts and the same samples. A record holds what its turn added and
-nothing of its history, so the records of a session are as long as the session. What does not fit together is a
-`BadRecord`, never half a tree.
+Plain values go into the turn journal and from one process to another. Samples are made of the leaves of a session's
+tree, one sample per leaf.
+
+Invariants: a tree that was read back gives the same prompts and the same samples. A record holds what its turn added
+and nothing of its history, so the records of a session grow linearly with the session. Inconsistent records raise
+`BadRecord` and never give a partial tree. A sampled token is trained on in one sample, the first that contains it, and
+is context in the others; tokens that were not sampled are never trained on. The prompt of a sample is the first prompt
+of its branch, the response is everything after it. All samples have the identity and the reward of the dispatched
+sample: statistics count the rollout once.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -19,6 +26,7 @@ from slime.agent.messages import Message, Role, ToolCall
 from slime.agent.session.limits import LimitKind
 from slime.agent.session.tree import Context, Held, Tree, Turn, path, placed, retokenised
 from slime.data.sample import Reward, Sample
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _ROLES, _KINDS = get_args(Role), get_args(LimitKind)
 
@@ -27,12 +35,21 @@ class BadRecord(Exception):
     """Records that no session wrote."""
 
 
-def turn_record(turn: Turn) -> dict[str, Any]:
-    """A turn, with its context if it is the first after it."""
+def turn_record(turn: Turn) -> JsonObject:
+    """Return a turn as plain values, together with its context if it is the first turn after it."""
+    context: JsonObject | int = turn.context.number
+    if turn.context.turns[0] is turn:
+        context = {
+            "number": turn.context.number,
+            "parent": None if turn.context.parent is None else turn.context.parent.id,
+            "messages": [message_record(held.message) for held in turn.context.messages],
+            "ids": turn.context.ids,
+            "tools": [dict(tool) for tool in turn.context.tools],
+        }
     return {
         "id": turn.id,
         "number": turn.number,
-        "context": _context_record(turn.context) if turn.context.turns[0] is turn else turn.context.number,
+        "context": context,
         "message": message_record(turn.message),
         "ids": turn.ids,
         "log_probs": turn.log_probs,
@@ -46,8 +63,8 @@ def turn_record(turn: Turn) -> dict[str, Any]:
     }
 
 
-def tree_of(records: Iterable[Mapping[str, Any]]) -> Tree:
-    """The tree of these turns, in whatever order they come."""
+def tree_of(records: Iterable[JsonMapping]) -> Tree:
+    """Build the tree of these turn records, which may be in any order."""
     tree = Tree()
     contexts: dict[int, Context] = {}
     try:
@@ -60,17 +77,17 @@ def tree_of(records: Iterable[Mapping[str, Any]]) -> Tree:
     return tree
 
 
-def message_record(message: Message) -> dict[str, Any]:
-    """A message as plain values."""
+def message_record(message: Message) -> JsonObject:
+    """Return a message as plain values."""
     plain = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
     return {**plain, "tool_calls": [[call.id, call.name, call.arguments] for call in message.tool_calls]}
 
 
-def message_of(record: Mapping[str, Any]) -> Message:
-    """The inverse of `message_record`."""
+def message_of(record: JsonMapping) -> Message:
+    """Inverse of `message_record`."""
     calls = tuple(ToolCall(*map(_text, call)) for call in record["tool_calls"])
     if record["role"] not in _ROLES:
-        raise BadRecord(f"no message has the role {record['role']!r}")
+        raise BadRecord(f"a message has the unknown role {record['role']!r}")
     return Message(
         role=record["role"],
         content=_text(record["content"]),
@@ -79,33 +96,37 @@ def message_of(record: Mapping[str, Any]) -> Message:
     )
 
 
-def _context_record(context: Context) -> dict[str, Any]:
-    return {
-        "number": context.number,
-        "parent": None if context.parent is None else context.parent.id,
-        "messages": [message_record(held.message) for held in context.messages],
-        "ids": context.ids,
-        "tools": [dict(tool) for tool in context.tools],
-    }
-
-
-def _add(tree: Tree, contexts: dict[int, Context], record: Mapping[str, Any]) -> None:
-    """Put a recorded turn into the tree."""
+def _add(tree: Tree, contexts: dict[int, Context], record: JsonMapping) -> None:
+    """Add a recorded turn to the tree, and its context if the record has it."""
     if record["number"] != len(tree.turns):
         raise BadRecord(f"turn {len(tree.turns)} is missing")
-    context = record["context"]
-    if not isinstance(context, int):
-        context = _add_context(tree, contexts, context)
+    number = record["context"]
+    if not isinstance(number, int):
+        added: JsonMapping = number
+        number = int(added["number"])
+        if number in contexts:
+            raise BadRecord(f"context {number} is recorded twice")
+        contexts[number] = Context(
+            number=number,
+            parent=None if added["parent"] is None else tree.turns[added["parent"]],
+            messages=tuple(Held(message_of(message)) for message in added["messages"]),
+            ids=_array(added["ids"], np.int32),
+            tools=tuple(added["tools"]),
+        )
+        tree.restore(contexts[number])
     ids, log_probs = _array(record["ids"], np.int32), _array(record["log_probs"], np.float32)
     delivered = bytes(record["delivered"])
     if len(ids) != len(log_probs) or len(delivered) != ids.nbytes:
-        raise BadRecord(f"turn {record['number']} has {len(ids)} ids and {len(log_probs)} log-probs")
+        raise BadRecord(
+            f"turn {record['number']} has {len(ids)} ids, {len(log_probs)} log-probs "
+            f"and {len(delivered)} delivered bytes"
+        )
     if record["limited"] not in (None, *_KINDS):
         raise BadRecord(f"turn {record['number']} was ended by an unknown limit, {record['limited']!r}")
     turn = Turn(
         id=_text(record["id"]),
         number=record["number"],
-        context=contexts[context],
+        context=contexts[number],
         held=Held(message_of(record["message"])),
         ids=ids,
         log_probs=log_probs,
@@ -118,58 +139,36 @@ def _add(tree: Tree, contexts: dict[int, Context], record: Mapping[str, Any]) ->
         limited=record["limited"],
     )
     if turn.id in tree.turns:
-        raise BadRecord(f"two turns are called {turn.id}")
+        raise BadRecord(f"two turns have the id {turn.id}")
     tree.add(turn)
 
 
-def _add_context(tree: Tree, contexts: dict[int, Context], record: Mapping[str, Any]) -> int:
-    number = int(record["number"])
-    if number in contexts:
-        raise BadRecord(f"context {number} is there twice")
-    contexts[number] = Context(
-        number=number,
-        parent=None if record["parent"] is None else tree.turns[record["parent"]],
-        messages=tuple(Held(message_of(message)) for message in record["messages"]),
-        ids=_array(record["ids"], np.int32),
-        tools=tuple(record["tools"]),
-    )
-    tree.restore(contexts[number])
-    return number
-
-
-def _array(values: Any, dtype: type) -> np.ndarray:
+def _array(values: object, dtype: type) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, dtype, "same_kind")):
-        raise BadRecord(f"{array.dtype}{array.shape} is no column of {np.dtype(dtype)}")
+        raise BadRecord(f"an array of {array.dtype}{array.shape} is not a column of {np.dtype(dtype)}")
     array = array.astype(dtype)
     array.flags.writeable = False
     return array
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise BadRecord(f"{value!r:.80} is no text")
+        raise BadRecord(f"{value!r:.80} is not text")
     return value
 
 
-def _text_or_none(value: Any) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return None if value is None else _text(value)
 
 
-# The leaves of a session's tree as samples of one rollout.
-#
-# Invariants: a sampled token is trained on in one sample, the first that it is part of, and is context in the others;
-# what nobody sampled is trained on in none. The prompt of a sample is the first prompt of its branch, the response is
-# everything after it. All samples have the identity of the one that was dispatched, and its reward each: statistics
-# count the rollout once.
-
 _ROUTED = ("routed_experts", "routed_experts_start_len")
-"""What later turns of a branch go on from, wherever this one is trained on."""
+"""Metadata that later turns of a branch continue from, even if this turn is trained on in another sample."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The samples, and what was counted while they were made."""
+    """The samples of a session, with the tokens counted while they were made."""
 
     samples: list[Sample]
     trained_tokens: int
@@ -177,11 +176,21 @@ class Finished:
 
 
 def session_samples(
-    tree: Tree, base: Sample, reward: Reward | None, metadata: Mapping[str, Any] | None, args: Any = None
+    tree: Tree,
+    base: Sample,
+    reward: Reward | None,
+    metadata: JsonMapping | None,
+    args: argparse.Namespace | None = None,
 ) -> Finished:
-    """One sample a leaf, in the order in which they were sampled; none without a turn."""
-    total = _sum_of_turns(tree) if reward is None else None
-    reward = total if reward is None else reward
+    """Make one sample per leaf, in the order in which the leaves were sampled; no samples without a turn.
+
+    Without `reward` the reward is the sum of the turns' rewards, if any turn has one.
+    """
+    total: float | None = None
+    if reward is None:
+        given = [turn.reward for turn in tree.turns.values() if turn.reward is not None]
+        total = sum(given) if given else None
+        reward = total
     samples, trained_tokens, differing = [], 0, 0
     seen: set[str] = set()
     for leaf in tree.leaves():
@@ -198,18 +207,16 @@ def session_samples(
     return Finished(samples, trained_tokens, differing)
 
 
-def _sum_of_turns(tree: Tree) -> float | None:
-    given = [turn.reward for turn in tree.turns.values() if turn.reward is not None]
-    return sum(given) if given else None
-
-
-def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: Any) -> Sample:
-    """The sample of one branch; turns that are in `seen` are trained on in another."""
+def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.Namespace | None) -> Sample:
+    """Make the sample of one branch; the turns in `seen` are trained on in another sample."""
     leaf = turns[-1]
     sample = _blank(base, turns[0].context)
     for turn in turns:
         if turn is not turns[0]:
-            sample.append_response_tokens(tokens=turn.context.ids, trainable=False, text=_text_of(turn.context))
+            said = "\n".join(held.message.content for held in turn.context.messages)
+            sample.append_response_tokens(
+                tokens=turn.context.ids, trainable=False, text=f"\n{said}\n" if said else "\n"
+            )
         if turn.id in seen:
             routed = {name: turn.meta_info[name] for name in _ROUTED if name in turn.meta_info}
             sample.append_response_tokens(args, tokens=turn.ids, trainable=False, meta_info=routed, text=_spoken(turn))
@@ -226,14 +233,19 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: Any) -> Sa
     }
     if leaf.limited is not None:
         sample.metadata["session_limit"] = leaf.limited
-    rewards = _turn_rewards(turns, seen)
+    prompt = len(turns[0].context.ids)
+    rewards = [
+        (start - prompt, stop - prompt, turn.reward)  # positions in the response
+        for turn, start, stop in placed(turns)
+        if turn.reward is not None and turn.id not in seen
+    ]
     if rewards:
         sample.metadata["turn_rewards"] = rewards
     return sample
 
 
 def _blank(base: Sample, root: Context) -> Sample:
-    """A sample of `base`'s identity that holds the first prompt of a branch and no response."""
+    """Make a sample with `base`'s identity, the first prompt of a branch and no response."""
     sample = Sample(
         **{
             name: copy.deepcopy(getattr(base, name))
@@ -262,26 +274,10 @@ def _blank(base: Sample, root: Context) -> Sample:
     return sample
 
 
-def _turn_rewards(turns: list[Turn], seen: set[str]) -> list[tuple[int, int, float]]:
-    """`(start, stop, reward)` of the turns that are trained on here, as positions of the response."""
-    prompt = len(turns[0].context.ids)
-    return [
-        (start - prompt, stop - prompt, turn.reward)
-        for turn, start, stop in placed(turns)
-        if turn.reward is not None and turn.id not in seen
-    ]
-
-
-def _text_of(context: Context) -> str:
-    """What the environment said, as text between two turns."""
-    said = "\n".join(held.message.content for held in context.messages)
-    return f"\n{said}\n" if said else "\n"
-
-
 def _spoken(turn: Turn) -> str:
-    return _words_of(turn.message) if turn.text is None else turn.text
-
-
-def _words_of(message: Message) -> str:
+    """Return the text of a turn as it was sampled, else the text of its message."""
+    if turn.text is not None:
+        return turn.text
+    message = turn.message
     calls = [f"{call.name}({call.arguments})" for call in message.tool_calls]
     return "\n".join(part for part in (message.reasoning, message.content, *calls) if part)

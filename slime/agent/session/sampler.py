@@ -1,7 +1,9 @@
-"""The sampler over a pool of engines, for the driver and for the process of the endpoints.
+"""The sampler over a pool of engines, for the driver and for the agent server; incremental detokenization.
 
-Invariant: `ids + answer.ids` is what the engines saw, token by token: an answer that was cut off, by an engine, at the
-gate or by a weight update, goes on from the ids it has, and its version spans say which weights sampled what.
+Invariants: `ids + answer.ids` is what the engines saw, token by token. An answer that was cut off, by an engine, at the
+gate or by a weight update, is continued from the ids it has, and its version spans say which weights sampled which
+tokens. The text pieces of a `Detokenizer` together are the text of all ids except the silent ones, and a piece never
+ends inside a character. The cost of a piece depends only on its own ids and a few before it.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -27,29 +29,28 @@ from slime.engine.http.protocol import (
 )
 from slime.rollout.gate import Ticket
 from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, asked, asked_in_pieces
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# The text of token ids as they come.
-#
-# Invariant: the pieces, put together, are the text of all ids but the silent ones; a piece never ends within a
-# character. The cost of a piece is that of its own ids and of a few before it.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MOST_PENDING = 16
-"""Tokens that may wait for a character to be finished; bytes that are no text come out as they are behind that."""
+"""Tokens that may wait for the rest of a character; invalid bytes are emitted after that many tokens."""
 
 
 class Detokenizer:
-    """Ids in, text out; `silent` ids (those that end a turn) have none."""
+    """Converts ids to text incrementally; `silent` ids (those that end a turn) have no text."""
 
-    def __init__(self, tokenizer: Any, silent: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, silent: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._silent = silent
         self._told: list[int] = []
-        """Those told last, which give the decoder its context."""
+        """The ids whose text was returned last, as context for the decoder."""
         self._pending: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that is certain now that these ids came too."""
+        """Add ids and return the text that is final."""
         self._pending += [token for token in ids if token not in self._silent]
         if not self._pending:
             return ""
@@ -59,7 +60,7 @@ class Detokenizer:
         return self._tell(new)
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._tell(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
@@ -77,12 +78,16 @@ class Detokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
-    """The bytes of each token, which need not be whole characters; together they are the text of all of them."""
+def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[bytes]:
+    """Return the bytes of each token, which may be parts of characters; together they are the text of all tokens."""
     pieces = tokenizer.convert_ids_to_tokens(list(ids))
     added = tokenizer.get_added_vocab()
     is_byte_level = "".join(tokenizer.tokenize("é")).endswith("Ã©")
-    alphabet = _byte_alphabet() if is_byte_level else {}
+    alphabet: dict[str, int] = {}
+    if is_byte_level:  # the letters for bytes: printable bytes are their own letter, the others follow chr(255)
+        printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        alphabet = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
     found = []
     for token, piece in zip(ids, pieces, strict=True):
         if piece in added:
@@ -98,50 +103,41 @@ def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
     return found
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes as: printable ones stand for themselves, others follow 255."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-# What a session asks of whoever samples for it.
-
 OnText = Callable[[str, list[int]], Awaitable[None]]
-"""Hears of an answer as it grows: text that is final, and the ids that came with it."""
+"""Called for each piece of a growing answer, with its final text and its ids."""
 
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """What the engines sampled after a prompt: ids and log-probs of one length, and their text.
+    """The answer of the engines to a prompt: ids and log-probs of equal length, and their text.
 
-    `text` lacks the token that ended the turn. `finish_reason` is "stop", "length" or, where the rollout was given up,
-    "abort". `meta_info` is the engine's, in the form that `Sample.append_response_tokens` takes, over all requests that
-    the answer took.
+    `text` lacks the token that ended the turn. `finish_reason` is "stop", "length" or, if the rollout was given up,
+    "abort". `meta_info` is the engine's metadata over all requests of the answer, in the form that
+    `Sample.append_response_tokens` takes.
     """
 
     ids: np.ndarray
     log_probs: np.ndarray
     text: str
     finish_reason: str
-    meta_info: Mapping[str, Any]
+    meta_info: JsonMapping
 
 
 class Sampler(Protocol):
-    """Samples after token ids. A request that is cut off is continued inside: whoever asks gets one answer."""
+    """Samples an answer to token ids. It resumes requests that were cut off and returns one answer."""
 
     async def sample(
         self,
         ids: np.ndarray,
-        params: Mapping[str, Any],
+        params: JsonMapping,
         *,
         affinity: str,
         on_text: OnText | None = None,
         known: int = 0,
     ) -> SampledAnswer:
-        """What comes after `ids`, under SGLang's sampling parameters; same affinity, same engine.
+        """Sample an answer to `ids` with SGLang's sampling parameters; equal `affinity` selects the same engine.
 
-        Of the first `known` ids it is known which experts they went to, where that is recorded.
+        The expert routing of the first `known` ids is known already, if routing is recorded.
         """
         ...
 
@@ -150,29 +146,29 @@ EACH_TOKEN = 1
 ABORT_AGAIN_S = 0.05
 ABORT_TIMEOUT_S = 30.0
 _PER_TOKEN = ("output_token_logprobs", "input_token_logprobs")
-"""What `SampledAnswer` has as arrays."""
+"""Metadata that `SampledAnswer` has as arrays."""
 
 
 class EngineSampler:
-    """Asks the engines of `pool` on behalf of one sample.
+    """Sends the requests of one sample to the engines of `pool`.
 
-    With a `ticket` it waits at the ticket's gate; `leave_engines` sends it there from the engines. `given_up` says
-    whether an aborted answer is all that is wanted; `version` names the weights that all engines have. `stop_ids` end a
-    turn: they are among the ids and not in the text. `draws` gives requests seeds of their own. With `routing` answers
-    say which experts the routers chose, for all tokens that were not known.
+    With a `ticket` requests wait at the ticket's gate, and `leave_engines` moves requests in flight back to it. If
+    `given_up` returns True, an aborted answer is final. `version` names the weights that all engines have. `stop_ids`
+    end a turn: they are among the ids and not in the text. `draws` gives each request its own seed. With `routing` the
+    answers contain the experts that the routers chose, for all tokens that were not known.
     """
 
     def __init__(
         self,
         pool: EnginePool,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         stop_ids: Collection[int] = (),
         fault_tolerant: bool = False,
         ticket: Ticket | None = None,
         given_up: Callable[[], bool] = lambda: False,
         version: Callable[[], str | None] = lambda: None,
-        draws: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+        draws: Callable[[JsonMapping], JsonObject] = dict,
         routing: bool = False,
     ) -> None:
         self._pool = pool
@@ -189,7 +185,7 @@ class EngineSampler:
     async def sample(
         self,
         ids: np.ndarray,
-        params: Mapping[str, Any],
+        params: JsonMapping,
         *,
         affinity: str,
         on_text: OnText | None = None,
@@ -202,7 +198,13 @@ class EngineSampler:
         answer = _Growing(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
         aborts = 0
         while not answer.is_full:
-            part, masks = await self._part(answer, affinity)
+            masks = False
+            if self._ticket is None:
+                part = await self._asked(answer, affinity)
+            else:
+                async with self._ticket.engine_request() as was_held:
+                    part = await self._asked(answer, affinity)
+                    masks = was_held and self._ticket.masks
             answer.add(part, masks)
             if not answer.is_cut or self._given_up():
                 break
@@ -213,9 +215,9 @@ class EngineSampler:
         return await answer.whole()
 
     async def leave_engines(self) -> None:
-        """Have requests that are at an engine now end with what they have; a ticket's gate then holds them.
+        """Abort the requests that are at an engine; they keep their tokens and then wait at the ticket's gate.
 
-        Returns when none is there. The gate must be closed: whoever passes it meanwhile would be sent away again.
+        Returns when no request is at an engine. The gate must be closed, or requests that pass it are aborted too.
         """
         while self._at_engines:
             aborts = (self._pool.broadcast("abort", rid=rid, timeout_s=ABORT_TIMEOUT_S) for rid in self._at_engines)
@@ -223,14 +225,7 @@ class EngineSampler:
                 if isinstance(error, BaseException) and not isinstance(error, EngineError):
                     raise error
             if self._at_engines:
-                await asyncio.sleep(ABORT_AGAIN_S)  # it may have been on its way there
-
-    async def _part(self, answer: _Growing, affinity: str) -> tuple[GenerateResult, bool]:
-        """What an engine samples now or when the gate opens, and whether earlier ids are not to be trained on."""
-        if self._ticket is None:
-            return await self._asked(answer, affinity), False
-        async with self._ticket.engine_request() as was_held:
-            return await self._asked(answer, affinity), was_held and self._ticket.masks
+                await asyncio.sleep(ABORT_AGAIN_S)  # a request may not have reached its engine yet
 
     async def _asked(self, answer: _Growing, affinity: str) -> GenerateResult:
         version, rid = self._version(), uuid.uuid4().hex
@@ -251,15 +246,15 @@ class EngineSampler:
 
 
 class _Growing:
-    """One answer, over all requests that it takes."""
+    """One growing answer, collected over all requests that it takes."""
 
     def __init__(
         self,
         prompt: np.ndarray,
-        params: Mapping[str, Any],
+        params: JsonMapping,
         text: Detokenizer,
         on_text: OnText | None,
-        more: Mapping[str, Any],
+        more: JsonMapping,
     ) -> None:
         self.on_text = on_text
         self._more = more
@@ -275,24 +270,24 @@ class _Growing:
 
     @property
     def is_full(self) -> bool:
-        """It was cut off, and there is no room for more."""
+        """True if the answer was cut off at its limit of tokens."""
         return self.is_cut and bool(self._sampled) and self._sampled >= self._params["max_new_tokens"]
 
-    def rest(self) -> dict[str, Any]:
-        """The request for what is left of it."""
+    def rest(self) -> JsonObject:
+        """Return the request for the rest of the answer."""
         ids = np.concatenate([self._prompt, *(part.id_array for part in self._parts)]) if self._parts else self._prompt
         params = continued_params(self._params, self._sampled)
         return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **self._more}
 
     async def came(self, ids: list[int]) -> None:
-        """More ids were sampled."""
+        """Handle sampled ids and report their text."""
         assert self.on_text is not None
         piece = self._text.feed(ids)
         self._pieces.append(piece)
         await self.on_text(piece, ids)
 
     def add(self, part: GenerateResult, masks: bool) -> None:
-        """What one request brought; `masks` what there was before it."""
+        """Add the result of one request; with `masks` all tokens before it are not trained on."""
         if masks:
             self._masked_until = self._sampled
         self._parts.append(part)
@@ -301,23 +296,19 @@ class _Growing:
             self._pieces.append(self._text.feed(part.token_ids))
 
     async def whole(self) -> SampledAnswer:
-        """All of it; the last of the text is told."""
+        """Report the rest of the text and return the whole answer."""
         if rest := self._text.end():
             self._pieces.append(rest)
             if self.on_text is not None:
                 await self.on_text(rest, [])
         finish = "length" if self.is_full else self._parts[-1].finish_type
-        meta_info = self._meta_info(finish)
-        ids, log_probs = [part.id_array for part in self._parts], [part.log_prob_array for part in self._parts]
-        return SampledAnswer(np.concatenate(ids), np.concatenate(log_probs), "".join(self._pieces), finish, meta_info)
-
-    def _meta_info(self, finish: str) -> dict[str, Any]:
-        answer: dict[str, Any] = {"meta_info": self._parts[0].meta_info}
+        joined: JsonObject = {"meta_info": self._parts[0].meta_info}
         for part in self._parts[1:]:
-            answer = joined_answers(answer, {"meta_info": part.meta_info})
-        meta_info = {name: value for name, value in answer["meta_info"].items() if name not in _PER_TOKEN}
+            joined = joined_answers(joined, {"meta_info": part.meta_info})
+        meta_info = {name: value for name, value in joined["meta_info"].items() if name not in _PER_TOKEN}
         if meta_info["finish_reason"]["type"] != finish:
             meta_info["finish_reason"] = {"type": finish, "length": self._sampled}
         if self._masked_until:
             meta_info["masked_until"] = self._masked_until
-        return meta_info
+        ids, log_probs = [part.id_array for part in self._parts], [part.log_prob_array for part in self._parts]
+        return SampledAnswer(np.concatenate(ids), np.concatenate(log_probs), "".join(self._pieces), finish, meta_info)

@@ -1,18 +1,19 @@
-"""A session: one attempt at one task, whatever talks to the model meanwhile, with its tokens as they were sampled.
+"""A session: one attempt at one task, by any client of the model, with its tokens as they were sampled.
 
-Invariant: the prompt of a turn is what is held of its history, id by id, and after it the rendering of what is new. A
-sampled id is never rendered again where its turn is continued, so nothing that is trained on differs from what an
-engine sampled; `counters.retokenised_tokens` is measured on every prompt and every finished sample, and is 0.
+Invariant: the prompt of a turn is the recorded ids of its history, unchanged, followed by the rendering of the new
+messages. Sampled ids are never re-tokenized when their turn is continued, so the tokens trained on are the tokens that
+an engine sampled; `counters.retokenised_tokens` is measured on every prompt and every finished sample, and is 0.
 
-Sessions do no I/O and know no dialect; one task at a time calls them.
+Sessions do no I/O, do not depend on an API dialect, and are called by one task at a time.
 """
 
 from __future__ import annotations
 
+import argparse
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,50 +23,51 @@ from slime.agent.session.matching import Decision, Outcome, decide
 from slime.agent.session.records import BadRecord, session_samples, tree_of, turn_record
 from slime.agent.session.tree import Context, Held, Tree, Turn, joined, path, retokenised
 from slime.data.sample import Reward, Sample
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 class Template(Protocol):
-    """What a session asks of a chat template (`slime.agent.session.template.ChatTemplate`)."""
+    """Interface of the chat template of a session (`slime.agent.session.template.ChatTemplate`)."""
 
     @property
     def refusal(self) -> str | None:
-        """Why turns cannot be continued, in one sentence; None where they can."""
+        """The reason why turns cannot be continued, in one sentence; None if they can."""
         ...
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that may end an assistant's turn."""
+        """The tokens that may end an assistant turn."""
         ...
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """A whole conversation up to where the model goes on."""
+    def prompt(self, messages: Sequence[Message], tools: Sequence[JsonMapping]) -> np.ndarray:
+        """Return the ids of a whole conversation, with the generation prompt."""
         ...
 
     def continuation(
-        self, last: Message, ended_with: int | None, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, last: Message, ended_with: int | None, new: Sequence[Message], tools: Sequence[JsonMapping]
     ) -> np.ndarray:
-        """What follows the sampled ids of the turn `last`, up to where the model goes on after `new`."""
+        """Return the ids after the sampled ids of the turn `last`: the messages `new` and the generation prompt."""
         ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to send to an engine: `ids`, of which the first `shared` were held before."""
+    """The ids to send to an engine; the first `shared` of them were in the tree before."""
 
     ids: np.ndarray
     outcome: Outcome
     node: Context
-    """The place in the tree that the answer belongs to."""
+    """The context in the tree that the answer follows."""
     shared: int
     max_new_tokens: int | None
-    """The least of what the client asks for, the session allows and the context has room for; None: no bound."""
+    """The smallest of the client's limit, the session's limit and the room in the context; None: unlimited."""
     turn_id: str
-    """What the turn is going to be called: the reference that a stream may carry before its end."""
+    """The id of the turn, which a stream may send as its reference before the turn ends."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The ids of what is new in a request, made apart from the session: `new` after `turn`."""
+    """The ids of the `new` last messages of a request after `turn`, rendered outside the session."""
 
     turn: Turn | None
     new: int
@@ -73,26 +75,26 @@ class Rendered:
 
 
 class Outdated(Exception):
-    """The tree has grown since a request was rendered, and the request belongs elsewhere now."""
+    """The tree has grown since a request was rendered, and the request has another place in it now."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What an engine sampled: ids as it delivered them, and the message that they were read as."""
+    """An answer as an engine sampled it: the delivered ids, and the message that they were parsed to."""
 
     ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: str
-    meta_info: Mapping[str, Any]
+    meta_info: JsonMapping
     message: Message
     text: str | None = None
-    """The whole answer as text, marks of calls and reasoning included."""
+    """The whole answer as text, including the markup of calls and reasoning."""
     ill_formed: bool = False
 
 
 @dataclass
 class Session:
-    """The tree of turns that came of one key."""
+    """The tree of turns that were sampled under one key."""
 
     key: str
     template: Template | None
@@ -105,11 +107,11 @@ class Session:
     _differing_in_prompts: int = field(default=0, init=False)
 
     def place(self, request: TurnRequest) -> Decision:
-        """Where the request belongs now, for `render`."""
+        """Return the current place of the request in the tree, for `render`."""
         return decide(self.tree, request)
 
     def render(self, decision: Decision, request: TurnRequest) -> Rendered:
-        """The ids of what is new; reads nothing that changes, so another thread may call it."""
+        """Render the new messages to ids. It reads only immutable state, so another thread may call it."""
         template, last = self._template(), decision.turn
         if last is None:
             ids = template.prompt(decision.new, request.tools)
@@ -122,16 +124,23 @@ class Session:
         return Rendered(last, len(decision.new), kept)
 
     def prepare(self, request: TurnRequest, rendered: Rendered | None = None) -> Prompt:
-        """The prompt of one more turn; `record` or `abandon` must follow.
+        """Return the prompt of one more turn; `record` or `abandon` must follow.
 
-        With `rendered` nothing is tokenized; raises `Outdated` if the tree places the request elsewhere by now.
+        With `rendered` nothing is tokenized; raises `Outdated` if the request has another place in the tree now.
         """
         if self.is_closed:
             raise Closed("this session has ended")
         decision = decide(self.tree, request)
         try:
             self.limits.check(self.counters.turns + self._in_flight, self.counters.sampled_tokens)
-            self._check_continuable(decision)
+            template = self._template()
+            if decision.turn is not None and template.refusal is not None:
+                raise Refused(f"this model's chat template cannot be continued turn by turn: {template.refusal}")
+            if self.strict and decision.outcome is Outcome.FORKED:
+                raise Refused(
+                    "--strict-tokens: this request does not continue the end of a branch of the session; the client "
+                    "has edited, compacted or branched its history"
+                )
             context = decision.context or self._context(decision, request, rendered)
             history = path(decision.turn)
             ids = joined(history, context)
@@ -144,19 +153,22 @@ class Session:
             self.counters.refused += 1
             raise
         shared = len(ids) - (len(context.ids) if decision.context is None else 0)
-        self._count_prompt(ids, shared, history)
+        self.counters.prompt_tokens += len(ids)
+        self.counters.shared_tokens += shared
+        self._differing_in_prompts += retokenised(ids, history)
+        self.counters.retokenised_tokens = self._differing_in_prompts
         self.tree.begin(context)
         self._in_flight += 1
         return Prompt(ids, decision.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
 
     def count_tokens(self, request: TurnRequest, rendered: Rendered | None = None) -> int:
-        """How many tokens the prompt of this request would have; nothing is begun or counted."""
+        """Return the number of tokens in the prompt of this request, without beginning or counting a turn."""
         decision = decide(self.tree, request)
         context = decision.context or self._context(decision, request, rendered)
         return sum(len(turn.context.ids) + len(turn.ids) for turn in path(decision.turn)) + len(context.ids)
 
     def record(self, prompt: Prompt, turn: SampledTurn) -> Turn:
-        """Keep a turn that was sampled after `prompt`."""
+        """Add a turn that was sampled after `prompt` to the tree."""
         ids, log_probs = _checked(turn)
         kept = Turn(
             id=prompt.turn_id,
@@ -180,7 +192,7 @@ class Session:
         return kept
 
     def abandon(self, prompt: Prompt, turn: SampledTurn | None = None) -> None:
-        """The client hung up before it had the answer: what was sampled by then is counted and not trained on."""
+        """End a turn whose client disconnected: the tokens sampled so far are counted and not trained on."""
         self._ended(prompt)
         self.counters.abandoned += 1
         if turn is not None:
@@ -188,14 +200,14 @@ class Session:
             self.counters.sampled_tokens += len(turn.ids)
 
     def reward(self, turn_id: str, value: float) -> None:
-        """Give one turn a reward of its own; several add up."""
+        """Add a reward to one turn; several rewards for a turn add up."""
         if turn_id not in self.tree.turns:
             raise KeyError(f"session has no turn {turn_id!r}")
         turn = self.tree.turns[turn_id]
         turn.reward = float(value) + (turn.reward or 0.0)
 
-    def to_record(self) -> dict[str, Any]:
-        """All of the session as plain values and arrays; turns that are being sampled are not part of it."""
+    def to_record(self) -> JsonObject:
+        """Return the session as plain values and arrays, without the turns that are being sampled."""
         return {
             "key": self.key,
             "closed": self.is_closed,
@@ -204,20 +216,23 @@ class Session:
             "turns": [turn_record(turn) for turn in self.tree.turns.values()],
         }
 
-    def turn_record(self, turn: Turn) -> dict[str, Any]:
-        """What a turn added, with the counters after it; `from_turns` takes all of a session's together."""
+    def turn_record(self, turn: Turn) -> JsonObject:
+        """Return what a turn added, with the counters after it; `from_turns` takes all records of a session."""
         return {"turn": turn_record(turn), "counters": self.counters.to_dict(), "differing": self._differing_in_prompts}
 
     @classmethod
     def from_record(
         cls,
-        record: Mapping[str, Any],
+        record: JsonMapping,
         template: Template | None = None,
         *,
         limits: Limits | None = None,
         strict: bool = False,
     ) -> Session:
-        """The session of `to_record`, or a `BadRecord`; without a template it can be finished, not continued."""
+        """Restore the session of `to_record`, or raise `BadRecord`.
+
+        Without a template the session can be finished, not continued.
+        """
         try:
             session = cls(str(record["key"]), template, limits=limits or Limits(), strict=strict)
             session.tree = tree_of(record["turns"])
@@ -232,13 +247,13 @@ class Session:
     def from_turns(
         cls,
         key: str,
-        records: Sequence[Mapping[str, Any]],
+        records: Sequence[JsonMapping],
         template: Template | None = None,
         *,
         limits: Limits | None = None,
         strict: bool = False,
     ) -> Session:
-        """The session of these records of `turn_record`, or a `BadRecord`."""
+        """Restore the session of these `turn_record`s, or raise `BadRecord`."""
         try:
             last = max(records, key=lambda record: record["turn"]["number"])
             whole = {**last, "key": key, "closed": False, "turns": [record["turn"] for record in records]}
@@ -247,11 +262,11 @@ class Session:
         return cls.from_record(whole, template, limits=limits, strict=strict)
 
     def close(self) -> None:
-        """No turn begins any more; one that is being sampled may still be recorded."""
+        """Refuse new turns; a turn that is being sampled may still be recorded."""
         self.is_closed = True
 
     def messages(self, turn: Turn) -> list[Message]:
-        """What was said from the beginning up to `turn`."""
+        """Return the messages from the root up to `turn`."""
         return [
             message
             for step in path(turn)
@@ -262,11 +277,11 @@ class Session:
         self,
         base: Sample,
         reward: Reward | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
         *,
-        args: Any = None,
+        args: argparse.Namespace | None = None,
     ) -> list[Sample]:
-        """The leaves as samples of the rollout that `base` was dispatched for (`slime.agent.session.records`)."""
+        """Return the leaves as samples with the identity of `base` (`slime.agent.session.records`)."""
         finished = session_samples(self.tree, base, reward, metadata, args)
         self.counters.samples = len(finished.samples)
         self.counters.trained_tokens = finished.trained_tokens
@@ -274,16 +289,6 @@ class Session:
         if finished.samples:
             finished.samples[0].metadata["session"] = self.counters.to_dict()
         return finished.samples
-
-    def _check_continuable(self, decision: Decision) -> None:
-        template = self._template()
-        if decision.turn is not None and template.refusal is not None:
-            raise Refused(f"this model's chat template cannot be continued turn by turn: {template.refusal}")
-        if self.strict and decision.outcome is Outcome.FORKED:
-            raise Refused(
-                "--strict-tokens: this request does not go on from the end of the session's turns, the client has "
-                "edited, compacted or branched its history"
-            )
 
     def _context(self, decision: Decision, request: TurnRequest, rendered: Rendered | None) -> Context:
         if rendered is None:
@@ -300,14 +305,8 @@ class Session:
 
     def _template(self) -> Template:
         if self.template is None:
-            raise Refused("this session was read back without a chat template: it can be finished, not continued")
+            raise Refused("this session was restored without a chat template: it can be finished, not continued")
         return self.template
-
-    def _count_prompt(self, ids: np.ndarray, shared: int, history: list[Turn]) -> None:
-        self.counters.prompt_tokens += len(ids)
-        self.counters.shared_tokens += shared
-        self._differing_in_prompts += retokenised(ids, history)
-        self.counters.retokenised_tokens = self._differing_in_prompts
 
     def _ended(self, prompt: Prompt) -> None:
         self.tree.end(prompt.node)
@@ -315,12 +314,14 @@ class Session:
 
 
 def _checked(turn: SampledTurn) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs of a turn as arrays of our own, as many of one as of the other."""
+    """Validate the ids and log-probs of a turn and return them as read-only copies of equal length."""
     ids, log_probs = np.asarray(turn.ids), np.array(turn.log_probs, dtype=np.float32)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or ids.shape != log_probs.shape:
-        raise ValueError(f"a turn needs ids and as many log-probs, not {ids.dtype}{ids.shape} and {log_probs.shape}")
+        raise ValueError(
+            f"a turn needs ids and equally many log-probs, not {ids.dtype}{ids.shape} and {log_probs.shape}"
+        )
     if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
-        raise ValueError(f"token ids lie between 0 and 2**31 - 1, not {ids.min()} and {ids.max()}")
+        raise ValueError(f"token ids must be between 0 and 2**31 - 1, not {ids.min()} and {ids.max()}")
     if not np.isfinite(log_probs).all():
         raise ValueError("the log-probs of a turn must be finite")
     kept = ids.astype(np.int32)

@@ -1,9 +1,9 @@
-"""Text to ids where text of control tokens in a message stays text.
+"""Encodes rendered conversations so that the text of control tokens in a message stays text.
 
-Invariant: an id of a control token stands only where the chat template wrote that token. What a user, a tool or a
-client wrote that looks like one is cut in two by a sentinel before the template sees it, at a border at which the
-tokenizer cuts anyway where there is one, and the two sides are encoded apart. A control token of one character is
-replaced by a stand-in, which is encoded without the tokenizer's added tokens. Other text is encoded as usual.
+Invariant: the id of a control token appears only where the chat template wrote that token. If a user, a tool or a
+client wrote the text of a control token, a sentinel splits it before it is rendered, if possible at a border of the
+tokenizer's pre-tokenization, and the two sides are encoded separately. A control token of one character is replaced by
+a placeholder character, which is encoded without the tokenizer's added tokens. Other text is encoded as usual.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.agent.session.limits import TemplateRefused
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Trie = dict[str, "Trie"]
+"""A prefix tree of characters; the key "" marks the end of a word."""
+
 _PRIVATE_USE = (range(0xF8FF, 0xDFFF, -1), range(0x10FFFD, 0xFFFFF, -1), range(0xFFFFD, 0xEFFFF, -1))
-"""Characters for private use: a conversation has few of them, if any."""
+"""Unicode's private-use characters, which are rare in conversations."""
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>|</?(think\w*|tool_\w+)>")
-"""Added tokens that count as control tokens even where neither the tokenizer nor the template says so."""
+"""Matches added tokens that count as control tokens even if they are not marked special and not in the template."""
 
 
 class SpecialText:
-    """The control tokens of a tokenizer under a template, and how text is encoded without making any."""
+    """The control tokens of a tokenizer under a template, and an encoder that does not create them from text."""
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self._tokenizer = tokenizer
         self._inner = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self.ids: dict[str, int] = {
@@ -34,7 +40,7 @@ class SpecialText:
             if not token.content.isspace()
             and (token.special or token.content in template or _LOOKS_LIKE_CONTROL.fullmatch(token.content))
         }
-        """Added tokens that are ordinary text (Gemma's `<table>`, runs of blanks) are none."""
+        """The control tokens. Added tokens for ordinary text (Gemma's `<table>`, runs of blanks) are not among them."""
         self.pattern = any_of(self.ids)
         self._singles = [token for token in self.ids if len(token) == 1]
         self._cuts = {token: _inner_border(tokenizer, token) for token in self.ids}
@@ -43,9 +49,11 @@ class SpecialText:
         self._prefixes = self._newline + self._plain("a") != self._plain("\na")
         self._single_ids = [self._literal(token) for token in self._singles]
 
-    def marks_for(self, values: Any) -> str | None:
-        """None where no text in `values` reads like a control token; else characters that appear nowhere in them: the
-        sentinel, and a stand-in for each control token of one character."""
+    def marks_for(self, values: object) -> str | None:
+        """Choose marks: characters that appear nowhere in `values`; None if no text in them contains a control token.
+
+        The first mark is the sentinel, the others are placeholders for the control tokens of one character.
+        """
         text = "\0".join(texts_in(values))
         if not self.pattern.search(text):
             return None
@@ -59,7 +67,7 @@ class SpecialText:
         return marks
 
     def broken(self, value: Any, marks: str) -> Any:
-        """`value` with every occurrence of a control token cut in two or replaced by its stand-in."""
+        """Return `value` with every control token in its text split by the sentinel or replaced by its placeholder."""
         if isinstance(value, str):
             while self.pattern.search(value):
                 value = self.pattern.sub(lambda match: self._cut(match[0], marks), value)
@@ -71,7 +79,7 @@ class SpecialText:
         return value
 
     def encode(self, text: str, marks: str | None = None) -> list[int]:
-        """Ids of a rendering, in which each control token is the template's own and the marks leave no trace."""
+        """Encode a rendering to ids and remove the marks; the control tokens left in the text are the template's."""
         if marks is None:
             return self._plain(text)
         for mark in marks:
@@ -81,7 +89,12 @@ class SpecialText:
         for mark, piece in zip(others[::2], others[1::2], strict=True):
             if mark != marks[0]:
                 ids += self._single_ids[marks.index(mark) - 1]
-            ids += self._inside(piece)
+            if self._prefixes:  # some tokenizers put a blank before the beginning of a text
+                after_newline = self._plain("\n" + piece)
+                if after_newline[: len(self._newline)] == self._newline:
+                    ids += after_newline[len(self._newline) :]
+                    continue
+            ids += self._plain(piece)
         return ids
 
     def _cut(self, token: str, marks: str) -> str:
@@ -91,7 +104,7 @@ class SpecialText:
         return token[:at] + marks[0] + token[at:]
 
     def _literal(self, token: str) -> list[int]:
-        """Ids of a control token's text that are no control token's; of a replacement where the vocabulary has none."""
+        """Encode the text of a control token to ordinary ids; if there are none, encode a replacement character."""
         control = set(self.ids.values())
         for text in (token, "\ufffd", "?"):
             ids = self._without_added("\n" + text)[len(self._without_added("\n")) :]
@@ -100,7 +113,7 @@ class SpecialText:
         return []
 
     def _without_added(self, text: str) -> list[int]:
-        """The tokenizer's ids if it had no added tokens."""
+        """Encode text as the tokenizer would without its added tokens."""
         inner = self._inner
         if inner is None:
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -112,29 +125,20 @@ class SpecialText:
     def _plain(self, text: str) -> list[int]:
         try:
             return self._encoded(text)
-        except TypeError:  # half of a surrogate pair: no text of any encoding, and no tokenizer takes it
+        except TypeError:  # an unpaired surrogate, which no tokenizer accepts
             return self._encoded(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def _encoded(self, text: str) -> list[int]:
-        """What the tokenizer makes of it: asked without detours where nobody left a switch of it on."""
+        """Encode text; without Python's wrapper if the backend tokenizer has its default settings."""
         inner = self._inner
         if inner is None or inner.encode_special_tokens or inner.truncation is not None or inner.padding is not None:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         return list(inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def _inside(self, piece: str) -> list[int]:
-        """Ids of a text that others come before: without the blank that some tokenizers put at the beginning."""
-        if not self._prefixes:
-            return self._plain(piece)
-        ids = self._plain("\n" + piece)
-        if ids[: len(self._newline)] != self._newline:
-            return self._plain(piece)
-        return ids[len(self._newline) :]
-
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """What matches the longest of these words, in time that does not grow with their number."""
-    trie: dict[str, Any] = {}
+    """Compile a pattern that matches the longest of these words, in time independent of their number."""
+    trie: Trie = {}
     for word in words:
         node = trie
         for char in word:
@@ -143,8 +147,8 @@ def any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile(_alternatives(trie) if trie else "(?!)")
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Every string in nested lists and mappings, keys included."""
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -156,22 +160,23 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(item)
 
 
-def _alternatives(node: Mapping[str, Any]) -> str:
-    branches = [_branch(char, below) for char, below in node.items() if char]
+def _alternatives(node: Trie) -> str:
+    """Return the pattern for the words below a node of a trie."""
+    branches = []
+    for char, below in node.items():
+        if not char:
+            continue
+        chars = char
+        while len(below) == 1 and "" not in below:
+            [(next_char, below)] = below.items()
+            chars += next_char
+        branches.append(re.escape(chars) + (_alternatives(below) if any(below) else ""))
     both = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
     return f"(?:{both})?" if "" in node and branches else both
 
 
-def _branch(char: str, node: Mapping[str, Any]) -> str:
-    chars = char
-    while len(node) == 1 and "" not in node:
-        [(char, node)] = node.items()
-        chars += char
-    return re.escape(chars) + (_alternatives(node) if any(node) else "")
-
-
-def _inner_border(tokenizer: Any, token: str) -> int:
-    """Where to cut a token's text: at a border that no merge crosses, if it has one inside."""
+def _inner_border(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """Return the index at which to split a token's text: a border that no merge crosses, if there is one inside."""
     if tokenizer.is_fast and len(token) > 1:
         splitter = tokenizer.backend_tokenizer.pre_tokenizer
         pieces = splitter.pre_tokenize_str(token) if splitter is not None else []

@@ -1,9 +1,12 @@
-"""A model's chat template as a session uses it: whole prompts, and what to append to the ids of a sampled turn.
+"""A model's chat template for sessions: renders whole prompts, and continuations of sampled turns.
 
-Invariant: the ids of a sampled turn are never looked at, changed or encoded again. What a client adds is rendered after
-a stand-in for the conversation so far, an assistant's turn with a mark in it; the continuation is what follows the
-token that ends the marked turn. So its cost is that of what is new, and templates that rewrite earlier turns (they drop
-earlier reasoning) rewrite only the stand-in.
+`ChatTemplate` renders prompts and continuations; `ChatModel` has the templates of a tokenizer and the parsers of its
+answers.
+
+Invariant: the ids of a sampled turn are never read, changed or re-tokenized. The messages that a client adds are
+rendered after a stand-in for the conversation, an assistant turn with a mark in it; the continuation is the text after
+the token that ends the marked turn. So its cost depends only on the new messages, and templates that rewrite earlier
+turns (they drop earlier reasoning) rewrite only the stand-in.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,9 +47,15 @@ from slime.agent.session.template_probe import (
 from slime.agent.session.turn import ParserFactory
 from slime.models.parsers.events import OutputParser
 from slime.models.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
+from slime.storage.json_types import JsonMapping
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _TAIL = 16
-"""Tokens at the end of a prompt among which an opened think block is looked for."""
+"""Number of tokens at the end of a prompt that are searched for an opened think block."""
 _OPENED = re.compile(r"(<think(ing)?>|<seed:think>|\[THINK\]|◁think▷|<\|channel>thought)\s*$")
 _STAND_IN_TOOL = tool("look")
 _NEEDED = {
@@ -56,12 +65,12 @@ _NEEDED = {
     "tool, user": "user_after_tool",
     "assistant, user": "assistants_in_row",
 }
-"""The property of a shape that an addition needs to be shown as it is."""
+"""The property of a shape that an addition needs to be rendered without conversion."""
 
 
 @dataclass(frozen=True)
 class _Delta:
-    """The text after a turn: `cut` is the token at its beginning that ends the turn, if the template writes one."""
+    """The text after a turn: `cut` is the token that ends the turn, if the template writes one, and `rest` follows."""
 
     cut: str
     rest: str
@@ -69,9 +78,9 @@ class _Delta:
 
 
 class ChatTemplate:
-    """Probes the template of a tokenizer once; `refusal` says why its turns cannot be continued, if they cannot."""
+    """A tokenizer's chat template, probed once; `refusal` is the reason if its turns cannot be continued."""
 
-    def __init__(self, tokenizer: Any, *, kwargs: Mapping[str, Any] = {}) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, kwargs: Mapping[str, object] = {}) -> None:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, kwargs)
         self._special = SpecialText(tokenizer, self._renderer.source)
@@ -82,58 +91,61 @@ class ChatTemplate:
         self._cuts = self._cut_pattern()
         self.refusal: str | None = self._probed()
         self._opening_ids = {self._special.ids[token] for token in self.ending.openings}
-        self.stop_ids = frozenset(self._stop_ids())
+        stop_ids = {self._special.ids[token] for token in self.ending.stops}
+        if tokenizer.eos_token_id is not None:
+            stop_ids.add(int(tokenizer.eos_token_id))
+        self.stop_ids = frozenset(stop_ids)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """Ids of a whole conversation that asks for another turn; raises `TemplateRefused` in one sentence."""
+    def prompt(self, messages: Sequence[Message], tools: Sequence[JsonMapping]) -> np.ndarray:
+        """Return the ids of a whole conversation with the generation prompt, or raise `TemplateRefused`."""
         text, marks = self._rendered(messages, tools)
         return np.array(self._special.encode(text, marks), np.int32)
 
     def continuation(
-        self, last: Message, ended_with: int | None, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, last: Message, ended_with: int | None, new: Sequence[Message], tools: Sequence[JsonMapping]
     ) -> np.ndarray:
-        """Ids to append after the sampled ids of the turn `last`, so that the model goes on after `new`.
+        """Return the ids to append after the sampled ids of the turn `last`: `new` and the generation prompt.
 
         `ended_with` is the last sampled id if that is one of `stop_ids`, and None for a turn that was cut short. The
-        token that the template has at the end of the turn is appended unless the sampled one takes its place.
+        template's token for the end of the turn is appended unless the sampled token replaces it. Any token that closes
+        turns replaces it, but a token that begins the next message is replaced only by itself.
         """
         delta = self._delta(last, new, tools)
         ids = self._special.encode(delta.cut + delta.rest, delta.marks)
-        if delta.cut and self._is_ended(ended_with, delta.cut):
-            ids = ids[1:]
-        elif not delta.cut and ended_with is None and self._tokenizer.eos_token_id is not None:
+        if delta.cut:
+            if delta.cut in self.ending.openings:
+                is_ended = ended_with == self._special.ids[delta.cut]
+            else:
+                is_ended = ended_with in {self._special.ids[token] for token in self.ending.cuts} - self._opening_ids
+            if is_ended:
+                ids = ids[1:]
+        elif ended_with is None and self._tokenizer.eos_token_id is not None:
             ids = [int(self._tokenizer.eos_token_id), *ids]
         return np.array(ids, np.int32)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int] | np.ndarray) -> bool:
-        """Whether a prompt ends in a think block that the template opened."""
+        """Return whether a prompt ends with a think block that the template opened."""
         tail = [int(id_) for id_ in prompt_ids[-_TAIL:]]
         return _OPENED.search(self._tokenizer.decode(tail, skip_special_tokens=False)) is not None
 
-    def _is_ended(self, ended_with: int | None, cut: str) -> bool:
-        """Any token that closes turns closes this one; one that opens what follows must be the very one."""
-        if cut in self.ending.openings:
-            return ended_with == self._special.ids[cut]
-        return ended_with in {self._special.ids[token] for token in self.ending.cuts} - self._opening_ids
-
-    def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Delta:
+    def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]) -> _Delta:
         made = last.tool_calls if self.ending.way is not Way.BARE else ()
         calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
-        content = "" if calls and self.shape.calls else self._mark  # some templates show it after the results
+        content = "" if calls and self.shape.calls else self._mark  # some templates render it after the results
         shown = tools if self._tools_in_turns or not tools else [_STAND_IN_TOOL]
         text, marks = self._rendered([asked("?"), said(content, *calls), *new], shown)
         at = text.rfind(self._mark)
         if at < 0:
-            raise TemplateRefused("the model's chat template does not show what an assistant said")
+            raise TemplateRefused("the model's chat template does not render the text of assistant messages")
         at += len(self._mark)
         if self.ending.way is Way.BARE:
             return _Delta("", text[at:], marks)
         if (found := self._cuts.search(text, at)) is None:
-            raise TemplateRefused("the model's chat template does not end an assistant's turn with a token")
+            raise TemplateRefused("the model's chat template does not end an assistant turn with a token")
         return _Delta(found["turn"] or found["call"], text[found.end() :], marks)
 
     def _cut_pattern(self) -> re.Pattern[str]:
-        """Finds the token that ends a turn, also where it comes, with only other tokens between, after a call's end."""
+        """Compile a pattern for the token that ends a turn, also after a call's end and other control tokens."""
         ends_turn, ends_call = (
             any_of(token for token in self.ending.cuts if (token in self.ending.call_ends) is of_call).pattern
             for of_call in (False, True)
@@ -141,10 +153,10 @@ class ChatTemplate:
         between = rf"(?:{self._special.pattern.pattern}|\s)*?"
         return re.compile(f"(?:(?:{ends_call}){between})?(?P<turn>{ends_turn})|(?P<call>{ends_call})")
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-        """The rendering, and the marks in text of control tokens that are not the template's.
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[JsonMapping]) -> tuple[str, str | None]:
+        """Render messages to text, and return the marks in the text of control tokens of the messages.
 
-        What the template refuses is tried with tools that say everything, then in the strictest form.
+        If the template refuses them, try again with completed tools, then with the strictest shape.
         """
         try:
             return self._render(self.shape, messages, tools)
@@ -156,7 +168,7 @@ class ChatTemplate:
             raise refused
 
     def _render(
-        self, shape: Shape, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, shape: Shape, messages: Sequence[Message], tools: Sequence[JsonMapping]
     ) -> tuple[str, str | None]:
         shaped = shape.of(messages)
         marks = self._special.marks_for([shaped, tools])
@@ -171,88 +183,77 @@ class ChatTemplate:
             self.shape = Probe(self._renderer).settle()
             self.ending = find_ending(self._renderer, self.shape, self._special, self._tokenizer.eos_token)
         except TemplateRefused as refused:
-            return f"{refused}: no turn of it can be continued"
+            return f"{refused}: its turns cannot be continued"
         self._cuts = self._cut_pattern()
-        for kind, field in _NEEDED.items():
-            self._give_up(field, unless=kind)
+        for kind, field in _NEEDED.items():  # switch a property off if exactly that makes the addition work
+            probed = self.shape
+            if not self.continues(kind):
+                self.shape = replace(probed, **{field: False})
+                if not self.continues(kind):
+                    self.shape = probed
         if not self.continues("tool") and not self.continues("user"):
-            return "the model's chat template shows neither tool results nor questions after an assistant's turn"
-        self._tools_in_turns = any(self._shows_tools_after(kind) for kind in ("tool", "user") if self.continues(kind))
+            return "the model's chat template renders neither tool results nor user messages after an assistant turn"
+        self._tools_in_turns = any(
+            self._delta(*ADDITIONS[kind][:2], [tool("look")]) != self._delta(*ADDITIONS[kind][:2], [tool("listen")])
+            for kind in ("tool", "user")
+            if self.continues(kind)
+        )
         return None
 
     def continues(self, kind: str) -> bool:
-        """Whether an addition of this kind (a key of `ADDITIONS`) is shown after a turn: all of it, once, in order."""
+        """Return whether all words of an addition (a key of `ADDITIONS`) are rendered once, in order, after a turn."""
         last, new, words = ADDITIONS[kind]
         try:
             return in_order(self._delta(last, new, [_STAND_IN_TOOL]).rest, words)
         except TemplateRefused:
             return False
 
-    def _give_up(self, field: str, *, unless: str) -> None:
-        """Do without a property of the shape if that, and only that, lets an addition follow a turn."""
-        probed = self.shape
-        if not self.continues(unless):
-            self.shape = replace(probed, **{field: False})
-            if not self.continues(unless):
-                self.shape = probed
-
-    def _shows_tools_after(self, kind: str) -> bool:
-        last, new, _ = ADDITIONS[kind]
-        return self._delta(last, new, [tool("look")]) != self._delta(last, new, [tool("listen")])
-
-    def _stop_ids(self) -> Iterator[int]:
-        yield from (self._special.ids[token] for token in self.ending.stops)
-        if self._tokenizer.eos_token_id is not None:
-            yield int(self._tokenizer.eos_token_id)
-
-
-# The model as sessions know it: its chat template, how it ends a turn, and how its answers are read.
 
 _CHARACTERS_PER_TOKEN = 8
-"""More than prompts have on average, in any language and in code."""
+"""More than the average of prompts in any language and in code."""
 _PIECE_CHARACTERS = 16384
 _BORDER_TOKENS = 64
 
-logger = logging.getLogger(__name__)
-
 
 class ChatModel:
-    """A tokenizer and its templates, one for each set of template arguments, probed when it is first asked for."""
+    """A tokenizer and its chat templates, one for each set of template arguments, each probed on first use."""
 
-    def __init__(self, tokenizer: Any, *, context: int | None = None, formats: Formats | None = None) -> None:
-        """Answers are read in these `formats`, and where they name none in those of the chat template."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None, formats: Formats | None = None
+    ) -> None:
+        """Answers are parsed in these `formats`; formats that are not named are taken from the chat template."""
         self.tokenizer = tokenizer
         self.context = context
-        """The most tokens that the model takes; None when nobody knows."""
+        """The model's context length in tokens; None if unknown."""
         named = formats or Formats()
         named.check()
         self.sources = {offers: template_source(tokenizer, tools=offers) for offers in (False, True)}
-        """The text of the template that renders a request, by whether the request offers tools."""
+        """The text of the template for a request, by whether the request offers tools."""
         self.formats = {
             offers: Formats(named.tool or found.tool, named.reasoning or found.reasoning)
             for offers, found in ((offers, formats_of(source)) for offers, source in self.sources.items())
         }
         """The formats of an answer, by whether its request offers tools."""
         self.warning: str | None = None
-        """Why tool calls stay text, once a request has offered tools; None where they are read."""
+        """The reason why tool calls stay text, set by the first request with tools; None if they are parsed."""
         self._templates: dict[str, ChatTemplate] = {}
 
-    def template(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
-        """The chat template under these arguments."""
+    def template(self, kwargs: JsonMapping) -> ChatTemplate:
+        """Return the chat template with these arguments."""
         key = json.dumps(kwargs, sort_keys=True, default=repr)
         if key not in self._templates:
             self._templates[key] = ChatTemplate(self.tokenizer, kwargs=dict(kwargs))
         return self._templates[key]
 
     def parsers(self, template: ChatTemplate) -> ParserFactory:
-        """What makes the parser of an answer under this template."""
+        """Return the factory for parsers of answers with this template."""
         return partial(self._parser, template)
 
     def check_length(self, request: TurnRequest, context: int) -> None:
-        """Raise `PromptTooLong` where a request has more tokens than the context; stops as soon as that is certain.
+        """Raise `PromptTooLong` if a request has more tokens than the context; stop as soon as that is certain.
 
-        Only a request with many more characters than prompts of this length usually have is looked at. Its pieces are
-        tokenized apart, which makes a few tokens more at each border (`_BORDER_TOKENS`).
+        Only a request with many more characters than usual prompts of this length is checked. Its pieces are tokenized
+        separately, which adds a few tokens at each border (`_BORDER_TOKENS`).
         """
         if len(request.messages) > context:
             raise PromptTooLong(len(request.messages), context - 1)
@@ -282,7 +283,7 @@ class ChatModel:
         offers_tools = bool(request.tools)
         formats = self.formats[offers_tools]
         if request.tool_choice == "none" or not offers_tools:
-            formats = dataclasses.replace(formats, tool=None)  # what looks like a call is text then
+            formats = dataclasses.replace(formats, tool=None)  # text that looks like a call stays text
         elif formats.tool is None and self.warning is None:
             self.warning = _why_calls_stay_text(self.sources[True])
             logger.warning("%s", self.warning)
@@ -298,10 +299,10 @@ def _why_calls_stay_text(source: str) -> str:
     flag = f"--sglang-tool-call-parser ({', '.join(TOOL_CALL_PARSERS)})"
     if not _renders_tools(source):
         return (
-            "the model's chat template does not render tools: the model does not see the tools that clients offer, and "
-            f"its tool calls stay text; use a template that renders tools, and name the format of calls with {flag}"
+            "the model's chat template does not render tools, so the model does not see the tools of clients and its "
+            f"tool calls stay text. Use a template that renders tools, and name the format of calls with {flag}"
         )
     return (
-        "the model's chat template writes tool calls in no format that is read here: tool calls stay text; if the "
-        f"model writes one of these formats, name it with {flag}"
+        "the model's chat template writes tool calls in an unknown format, so tool calls stay text. If the model "
+        f"writes one of the known formats, name it with {flag}"
     )

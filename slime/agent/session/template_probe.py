@@ -1,7 +1,12 @@
-"""What a chat template takes and how it ends a turn, found by showing it small conversations.
+"""Probes a chat template with small conversations: which messages it renders, and how it ends a turn.
 
-Invariant: no family is known here. A form that the template refuses, or under which a text is missing, doubled or out
-of its place, is not used.
+`Shape` says which forms of messages the template renders, and converts conversations to them. `Renderer` renders
+messages to text, `Probe` finds the shape, and `find_ending` finds the tokens that end a turn.
+
+Invariants: nothing here depends on the model family. A form is not used if the template refuses it, or if a text is
+then missing, duplicated or out of order. Every text of a conversation is passed to the template, in its order: a
+message that the template cannot render (a system message in the middle, a tool's result, two user messages in a row)
+becomes part of a message that it can render.
 """
 
 from __future__ import annotations
@@ -9,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jinja2
 
@@ -20,12 +25,10 @@ from slime.agent.messages import Message, ToolCall
 from slime.agent.session.limits import TemplateRefused
 from slime.agent.session.special_tokens import SpecialText
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# Conversations in the form that one chat template takes.
-#
-# Invariant: every text of the conversation is in what the template gets, in its order; what a template has no place
-# for (a system message in the middle, a tool's result, two questions in a row) is put into a message that it has a
-# place for.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PARAGRAPH = "\n\n"
 _NINE = re.compile("[A-Za-z0-9]{9}")
@@ -33,16 +36,16 @@ _NINE = re.compile("[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a template takes; the defaults are everything."""
+    """The forms of messages that a template renders; by default all of them."""
 
     parts: bool = False
-    """Contents as lists of parts; else as text."""
+    """Contents are lists of parts, else text."""
     mapped_arguments: bool = True
-    """Arguments of calls as a mapping; else as JSON text."""
+    """Arguments of calls are a mapping, else JSON text."""
     empty_is_none: bool = False
-    """The content of an assistant that only calls is None; else an empty string."""
+    """The content of an assistant message with calls only is None, else an empty string."""
     any_call_id: bool = True
-    """Call ids of any form; else of nine letters and digits."""
+    """Call ids may have any form, else nine letters and digits."""
     system_first: bool = True
     system_anywhere: bool = True
     users_in_row: bool = True
@@ -53,11 +56,11 @@ class Shape:
     calls_with_text: bool = True
     calls_with_text_and_reasoning: bool = True
     tools: bool = True
-    """Results of tools in a role of their own."""
+    """Tool results have their own role."""
     user_after_tool: bool = True
 
     def strictest(self) -> Shape:
-        """The form that asks least of a template whose refusal the probe did not foresee."""
+        """Return the most restrictive shape, for conversations that the template refuses unexpectedly."""
         return replace(
             self,
             system_anywhere=False,
@@ -68,16 +71,40 @@ class Shape:
             tools=False,
         )
 
-    def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages as a template of this shape takes them."""
+    def of(self, messages: Sequence[Message]) -> list[JsonObject]:
+        """Convert messages to the form that a template of this shape renders."""
         fitted: list[Message] = []
         for message in self._with_first_system(messages):
             for part in self._parts(message):
                 self._append(fitted, part)
-        return self._as_dicts(fitted)
+        names: dict[str, str] = {}
+        dicts: list[JsonObject] = []
+        for message in fitted:
+            entry: JsonObject = {"role": message.role, "content": message.content}
+            if message.role == "assistant":
+                names.update((call.id, call.name) for call in message.tool_calls)
+                if message.reasoning is not None:
+                    entry |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+                if message.tool_calls:
+                    calls = []
+                    for call in message.tool_calls:
+                        value = _arguments(call)
+                        arguments = value if self.mapped_arguments else json.dumps(value, ensure_ascii=False)
+                        function = {"name": call.name, "arguments": arguments}
+                        calls.append({"id": self._id(call.id), "type": "function", "function": function})
+                    entry["tool_calls"] = calls
+                    entry["content"] = message.content or (None if self.empty_is_none else "")
+            elif message.role == "tool":
+                name = message.name or names.get(message.tool_call_id or "")
+                entry |= {"name": name} if name is not None else {}
+                entry |= {"tool_call_id": self._id(message.tool_call_id)} if message.tool_call_id is not None else {}
+            if self.parts:
+                entry["content"] = [{"type": "text", "text": message.content}]
+            dicts.append(entry)
+        return dicts
 
     def _with_first_system(self, messages: Sequence[Message]) -> list[Message]:
-        """System messages at the beginning become one, or the beginning of the first question."""
+        """Join the system messages at the beginning into one, or into the first user message."""
         count = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
         if not count:
             return list(messages)
@@ -90,14 +117,17 @@ class Shape:
         return [Message("user", text), *rest]
 
     def _parts(self, message: Message) -> list[Message]:
-        """One message as those that the template has a place for."""
+        """Split one message into messages that the template renders."""
         if message.role == "tool" and not self.tools:
             return [Message("user", f"<tool_response>\n{message.content}\n</tool_response>")]
         if message.role != "assistant" or not message.tool_calls:
             return [message]
         if not self.calls:
-            text = "\n".join([*filter(None, [message.content]), *map(_call_as_text, message.tool_calls)])
-            return [replace(message, content=text, tool_calls=())]
+            texts = [message.content] if message.content else []
+            for call in message.tool_calls:
+                written = json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
+                texts.append(f"<tool_call>\n{written}\n</tool_call>")
+            return [replace(message, content="\n".join(texts), tool_calls=())]
         if message.content and not self.calls_with_text:
             without_text = Message("assistant", tool_calls=message.tool_calls)
             return [replace(message, tool_calls=()), *self._parts(without_text)]
@@ -110,53 +140,21 @@ class Shape:
         return [message]
 
     def _append(self, fitted: list[Message], message: Message) -> None:
-        """Add a message, to its neighbour where the template does not take both in a row."""
+        """Append a message; join it with the previous one, or separate them, if the template requires that."""
         before = fitted[-1] if fitted else None
         if message.role == "system" and before is not None and not self.system_anywhere:
             message = Message("user", f"<system-reminder>\n{message.content}\n</system-reminder>")
         if before is None or before.role == "system":
             if message.role == "assistant" and not self.assistant_first:
                 fitted.append(Message("user"))
-        elif message.role == "user" and self._takes_in(before):
+        elif message.role == "user" and (
+            (before.role == "user" and not self.users_in_row) or (before.role == "tool" and not self.user_after_tool)
+        ):
             message = replace(before, content=before.content + _PARAGRAPH + message.content)
             fitted.pop()
         elif message.role == before.role == "assistant" and not self.assistants_in_row:
             fitted.append(Message("user"))
         fitted.append(message)
-
-    def _takes_in(self, before: Message) -> bool:
-        """Whether a question has no place of its own after this message."""
-        return (before.role == "user" and not self.users_in_row) or (before.role == "tool" and not self.user_after_tool)
-
-    def _as_dicts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        names: dict[str, str] = {}
-        dicts: list[dict[str, Any]] = []
-        for message in messages:
-            entry: dict[str, Any] = {"role": message.role, "content": message.content}
-            if message.role == "assistant":
-                names.update((call.id, call.name) for call in message.tool_calls)
-                if message.reasoning is not None:
-                    entry |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
-                if message.tool_calls:
-                    entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
-                    entry["content"] = message.content or (None if self.empty_is_none else "")
-            elif message.role == "tool":
-                name = message.name or names.get(message.tool_call_id or "")
-                entry |= {"name": name} if name is not None else {}
-                entry |= {"tool_call_id": self._id(message.tool_call_id)} if message.tool_call_id is not None else {}
-            if self.parts:
-                entry["content"] = [{"type": "text", "text": message.content}]
-            dicts.append(entry)
-        return dicts
-
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        value = _arguments(call)
-        arguments = value if self.mapped_arguments else json.dumps(value, ensure_ascii=False)
-        return {
-            "id": self._id(call.id),
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments},
-        }
 
     def _id(self, call_id: str) -> str:
         if self.any_call_id or _NINE.fullmatch(call_id):
@@ -164,27 +162,20 @@ class Shape:
         return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
-def completed(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool with the fields that some templates expect in every one."""
+def completed(tool: JsonMapping) -> JsonObject:
+    """Return a tool with the fields that some templates require."""
     nothing = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": {**nothing, **(tool.get("function") or {})}}
 
 
-def _arguments(call: ToolCall) -> dict[str, Any]:
-    """The value of a call's arguments; text that is no JSON object is shown under a name of its own."""
+def _arguments(call: ToolCall) -> JsonObject:
+    """Return the value of a call's arguments; anything but a JSON object becomes the value of "arguments"."""
     try:
         value = json.loads(call.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"arguments": call.arguments}
     return value if isinstance(value, dict) else {"arguments": value}
 
-
-def _call_as_text(call: ToolCall) -> str:
-    written = json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
-    return f"<tool_call>\n{written}\n</tool_call>"
-
-
-# A chat template as a function from messages to text, and the one way in which it says no.
 
 NO_TEMPLATE = "the model's tokenizer has no chat template: add chat_template.jinja to its folder"
 _OURS = ("conversation", "messages", "tools", "chat_template", "return_dict", "continue_final_message")
@@ -193,22 +184,20 @@ _RAISED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeEr
 
 
 class Renderer:
-    """The tokenizer's template with the run's arguments for it."""
+    """Renders messages with the tokenizer's chat template and the run's template arguments."""
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: JsonMapping) -> None:
         taken = [name for name in kwargs if name in _OURS]
         if taken:
-            raise UserError(f"--apply-chat-template-kwargs: {taken[0]} is not for the template; leave it out")
+            raise UserError(f"--apply-chat-template-kwargs: {taken[0]} is not for the template: remove it")
         self._tokenizer = tokenizer
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _SET_HERE}
         template = tokenizer.chat_template
         self.source: str = "\n".join(template.values()) if isinstance(template, dict) else template or ""
-        """The template's text; of several under names, all of them. Empty where the tokenizer has none."""
+        """The text of the template, or of all its named templates; empty if the tokenizer has no template."""
 
-    def text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, ask: bool = True
-    ) -> str:
-        """The rendering, with the generation prompt if another turn is asked for."""
+    def text(self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] = (), *, ask: bool = True) -> str:
+        """Render messages to text, with the generation prompt if `ask` is set."""
         if not self.source:
             raise TemplateRefused(NO_TEMPLATE)
         try:
@@ -226,30 +215,30 @@ class Renderer:
             raise TemplateRefused(f"the model's chat template refuses this conversation ({reason})") from error
 
 
-def template_source(tokenizer: Any, *, tools: bool) -> str:
-    """The text of the template that the tokenizer uses with or without tools; empty where it has none."""
+def template_source(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str:
+    """Return the text of the template that the tokenizer uses with or without tools; empty if it has none."""
     try:
         return str(tokenizer.get_chat_template(None, tools=[] if tools else None))
-    except ValueError:  # no template, or several of which none is the default
+    except ValueError:  # no template, or named templates without a default
         return ""
 
 
 A, B, C, D = "Qanary", "Bzebra", "Cyclamen", "Dromedar"
-"""Words that no template contains."""
+"""Words that occur in no template."""
 _LONG_ID = "call_0f8e4a1c2b3d4e5f60718293"
 _MORE_ENDS = ("<|eom_id|>",)
-"""Tokens that end a turn, but are written by templates for tools of their own only."""
+"""Tokens that end a turn, but that templates write for built-in tools only."""
 Conversation = tuple[Message, ...]
 
 
-def tool(name: str) -> dict[str, Any]:
-    """A tool of a stand-in conversation."""
-    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+def tool(name: str) -> JsonObject:
+    """Make the schema of a tool for a probe conversation."""
+    parameters: JsonObject = {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
 def said(text: str = "", *calls: ToolCall, reasoning: str | None = None) -> Message:
-    """An assistant's message."""
+    """Make an assistant message."""
     return Message("assistant", text, reasoning, calls)
 
 
@@ -270,7 +259,7 @@ def system(text: str) -> Message:
 
 
 def in_order(text: str, words: Iterable[str]) -> bool:
-    """Whether each word is in the text once, one after the other."""
+    """Return whether the text contains each word exactly once, in this order."""
     places = [text.find(word) if text.count(word) == 1 else -1 for word in words]
     return -1 not in places and places == sorted(places)
 
@@ -285,18 +274,18 @@ ADDITIONS: dict[str, tuple[Message, Conversation, tuple[str, ...]]] = {
     "tool, user": (said("", call(B)), (result(C), asked(D)), (C, D)),
     "assistant, user": (said(B), (said(C), asked(D)), (C, D)),
 }
-"""What clients add to a turn: the turn, what comes after it, and the words of that."""
+"""Kinds of additions to a turn: the turn, the messages that a client adds, and the words in these messages."""
 
 
 class Probe:
-    """Shows conversations to a template and settles its shape, one property after the other."""
+    """Finds the shape of a template by rendering probe conversations, one property at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.shape = Shape()
 
     def settle(self) -> Shape:
-        """The most generous shape under which every word is shown in its place."""
+        """Return the least restrictive shape with which every word is rendered in its place."""
         if not self._shown((asked(A),), (A,)):
             self.shape = replace(self.shape, parts=True)
         self._unless("system_first", ((system(A), asked(B)), (A, B)))
@@ -323,12 +312,12 @@ class Probe:
         return self.shape
 
     def _unless(self, field: str, *trials: tuple[Conversation, tuple[str, ...]]) -> None:
-        """Switch a property off if one of the trials shows that the template does not have it."""
+        """Switch a property of the shape off unless all trials succeed."""
         if not all(self._shown(*trial) for trial in trials):
             self.shape = replace(self.shape, **{field: False})
 
     def _settle_calls(self) -> None:
-        """Arguments as a mapping or as text, no content as an empty one or as None: what shows a call as it is."""
+        """Find the form of arguments (mapping or text) and of missing content ("" or None) that renders calls."""
         for empty_is_none in (False, True):
             for mapped in (True, False):
                 self.shape = replace(self.shape, mapped_arguments=mapped, empty_is_none=empty_is_none)
@@ -352,7 +341,7 @@ class Probe:
 
 
 class Way(Enum):
-    """How the end of an assistant's turn is marked."""
+    """The ways in which a template marks the end of an assistant turn."""
 
     CLOSED = "a token closes it"
     OPENED = "the first token of the next message ends it"
@@ -361,10 +350,10 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Ending:
-    """The tokens at the end of a turn: `cuts` are those after which its continuation begins, `stops` can be sampled.
+    """The tokens at the end of a turn: a continuation begins after one of `cuts`, and `stops` can be sampled.
 
-    One of `openings` begins what follows, and no other token takes its place; any of the other cuts closes any turn.
-    One of `call_ends` closes a call, and is a cut where the template writes no other one after it.
+    A cut in `openings` begins the next message and cannot be replaced by another token; any other cut closes any turn.
+    A token in `call_ends` closes a call, and is a cut if the template writes no other cut after it.
     """
 
     way: Way
@@ -375,7 +364,7 @@ class Ending:
 
 
 def find_ending(renderer: Renderer, shape: Shape, special: SpecialText, eos: str | None) -> Ending:
-    """How turns of this template end; raises `TemplateRefused` where it does not show what an assistant said."""
+    """Find the tokens that end turns; raises `TemplateRefused` if the template does not render assistant messages."""
     seen = _Seen(renderer, shape, special)
     alone, answered = seen.after((said(B),), ask=False), seen.after((said(B), asked(C)))
     if alone and seen.first_closing(alone, answered, eos) != seen.opening_a_question():
@@ -390,20 +379,28 @@ def find_ending(renderer: Renderer, shape: Shape, special: SpecialText, eos: str
 
 
 class _Seen:
-    """The control tokens that a template writes around the words of a conversation."""
+    """Finds the control tokens that a template writes around the words of a conversation."""
 
     def __init__(self, renderer: Renderer, shape: Shape, special: SpecialText) -> None:
         self._renderer = renderer
         self._shape = shape
         self._special = special
         self.has_next = False
-        """Whether a turn that nothing follows is followed by the token that opens a question all the same."""
+        """Whether the template writes the token that opens a user message after the last turn too."""
 
     def closed(self, alone: list[str], answered: list[str], eos: str | None) -> Ending:
-        """A token closes turns: perhaps another one in history, perhaps a third after a call."""
+        """Return the ending of a template that closes turns with a token.
+
+        The token may be another one in the history, and a third one after a call.
+        """
         first = self.first_closing(alone, answered, eos)
         known = [first, *([] if first in answered else answered[:1])]
-        after_call = self._closing_a_call(known)
+        try:
+            tokens = self.after((said("", call(B)),), ask=False)
+        except TemplateRefused:
+            tokens = []
+        # The last token after a call, if a call ends with another token than other turns.
+        after_call = [] if set(tokens) & set(known) else tokens[-1:]
         more = [token for token in _MORE_ENDS if token in self._special.ids and token in self._renderer.source]
         between_calls = self._between((asked(A), said("", *PARALLEL)), B, C)
         between_results = self._between((asked(A), said("", *PARALLEL), *RESULTS), RESULTS[0].content, D)
@@ -416,20 +413,24 @@ class _Seen:
         )
 
     def first_closing(self, alone: list[str], answered: list[str], eos: str | None) -> str:
-        """Of the tokens after a turn that nothing follows, the one that ends it."""
+        """Return the token that ends a last turn, out of the tokens `alone` after it."""
         both = [one for one, other in zip(alone, answered, strict=False) if one == other]
         return eos if eos is not None and eos in both else alone[0]
 
     def opening_a_question(self) -> str | None:
+        """Return the token that opens a user message."""
         before = self._tokens(self._text((asked(A),)).partition(A)[0])
         return before[-1] if before else None
 
     def after(self, messages: Conversation, *, ask: bool = True) -> list[str]:
-        """The tokens between the word B of an assistant's turn and the word C of what follows."""
-        return self._tokens(self._after(messages, ask=ask))
+        """Return the tokens between the word B of an assistant turn and the word C of what follows."""
+        _, found, rest = self._text((asked(A), *messages), ask=ask).rpartition(B)
+        if not found:
+            raise TemplateRefused("the model's chat template does not render the text of assistant messages")
+        return self._tokens(rest.partition(C)[0])
 
     def openings(self, *conversations: Conversation) -> list[str]:
-        """The first token of what follows the first message of each conversation."""
+        """Return the first token after the first message of each conversation."""
         found = []
         for turn, *following in conversations:
             try:
@@ -440,14 +441,6 @@ class _Seen:
             found += whole[inside : inside + 1]
         return found
 
-    def _closing_a_call(self, known: Sequence[str]) -> list[str]:
-        """The token that closes a turn with a call, where it is another one: the last after the call."""
-        try:
-            tokens = self.after((said("", call(B)),), ask=False)
-        except TemplateRefused:
-            return []
-        return [] if set(tokens) & set(known) else tokens[-1:]
-
     def _between(self, messages: Conversation, word: str, other: str) -> list[str]:
         if not self._shape.parallel_calls:
             return []
@@ -456,12 +449,6 @@ class _Seen:
         except TemplateRefused:
             return []
         return self._tokens(text.rpartition(other)[0].rpartition(word)[2])
-
-    def _after(self, messages: Conversation, *, ask: bool) -> str:
-        _, found, rest = self._text((asked(A), *messages), ask=ask).rpartition(B)
-        if not found:
-            raise TemplateRefused("the model's chat template does not show what an assistant said")
-        return rest.partition(C)[0]
 
     def _text(self, messages: Conversation, *, ask: bool = True) -> str:
         return self._renderer.text(self._shape.of(messages), ask=ask)

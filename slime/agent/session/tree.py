@@ -1,41 +1,37 @@
-"""The turns of a session as a tree of arrays.
+"""The turns of a session as a tree of arrays, and the comparison of messages with those of a client.
 
-Contexts and turns alternate: a context holds the tokens that nobody sampled (a prompt, tool results, the marks of the
-template around them), a turn those that were sampled after it. The ids of a turn's history are the pieces on the way
-from its root, joined.
+Contexts and turns alternate: a context holds tokens that were not sampled (a prompt, tool results, the template's
+tokens around them), a turn the tokens that were sampled after it. The ids of a turn's history are the arrays on the
+path from its root, concatenated.
 
-Invariants: a piece is never written to once it is in the tree; `delivered` of a turn is what the sampler handed over, a
-copy that no other code reads, by which the tokens of prompts and samples are checked.
+Invariants: an array is never modified once it is in the tree. `delivered` of a turn is a copy of the sampler's output
+that no other code reads; the tokens of prompts and samples are checked against it. A message is recognised even if the
+client writes it differently: other white space around it or inside an assistant's text, arguments serialised in another
+way, calls in another order, reasoning left out. Other differences count: an edited text is another message.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.limits import LimitKind
-
-# Whether a message that a client sends is one that is held.
-#
-# Invariant: a message is known again however its client writes it down: with other white space around it or inside an
-# assistant's words, with arguments serialised anew, calls in another order, reasoning left out. What was said
-# otherwise counts: an edited text is another message.
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 class Held:
-    """A message of the history, with what it is compared by computed once."""
+    """A message of the history, with its normalised text and calls cached for comparisons."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
 
     def is_said_by(self, given: Message) -> bool:
-        """Whether `given` is this message; where both are equal as they stand, nothing is normalised."""
+        """Return whether `given` is this message; equal messages are compared without normalisation."""
         mine = self.message
         if mine.role != given.role or mine.tool_call_id != given.tool_call_id:
             return False
@@ -44,7 +40,7 @@ class Held:
         return mine.content == given.content or self._text == tidy(given.content)
 
     def says_the_same(self, echo: Message) -> bool:
-        """Of an assistant's message: the same text and calls, and the same reasoning where the echo has any."""
+        """Return whether an assistant message has the same text and calls, and the same reasoning if `echo` has any."""
         mine = self.message
         if not self.says(echo.content):
             return False
@@ -53,7 +49,7 @@ class Held:
         return mine.tool_calls == echo.tool_calls or self._calls == _comparable(echo.tool_calls)
 
     def says(self, text: str) -> bool:
-        """Whether these are the words of this message."""
+        """Return whether `text` has the same words as this message."""
         return self.message.content == text or self._words == words(text)
 
     @cached_property
@@ -78,43 +74,43 @@ class Held:
 
 
 def tidy(text: str) -> str:
-    """A text without the white space that ends its lines and surrounds it: indentation has a meaning."""
+    """Strip white space at the ends of lines and around the text; indentation has a meaning and stays."""
     return "\n".join(line.rstrip() for line in text.split("\n")).strip()
 
 
 def words(text: str) -> str:
-    """A text as words with single blanks between them."""
+    """Replace each run of white space by one blank, and strip the text."""
     return " ".join(text.split())
 
 
 def _comparable(calls: Iterable[ToolCall]) -> list[tuple[str, str]]:
-    """Calls by name and by the value of their arguments, in an order of their own."""
-    return sorted((call.name, _value(call.arguments)) for call in calls)
-
-
-def _value(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments or "{}"), sort_keys=True)
-    except (ValueError, RecursionError):
-        return words(arguments)
+    """Return calls by name and value of their arguments, sorted."""
+    comparable = []
+    for call in calls:
+        try:
+            arguments = json.dumps(json.loads(call.arguments or "{}"), sort_keys=True)
+        except (ValueError, RecursionError):
+            arguments = words(call.arguments)
+        comparable.append((call.name, arguments))
+    return sorted(comparable)
 
 
 @dataclass(eq=False)
 class Context:
-    """What a client added after `parent`, with the tokens it was rendered as; `tools` where a history begins."""
+    """Messages that a client added after `parent`, with their rendered tokens; only a root has `tools`."""
 
     number: int
     parent: Turn | None
     messages: tuple[Held, ...]
     ids: np.ndarray
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonMapping, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     in_flight: int = 0
 
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the model. `id` is the reference that a client may echo."""
+    """One sampled answer of the model. `id` is the reference that a client may echo."""
 
     id: str
     number: int
@@ -124,7 +120,7 @@ class Turn:
     log_probs: np.ndarray
     delivered: bytes
     finish_reason: str
-    meta_info: dict[str, Any]
+    meta_info: JsonObject
     text: str | None = None
     ill_formed: bool = False
     reward: float | None = None
@@ -142,17 +138,17 @@ class Turn:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing was sampled after it."""
+        """True if no turn was sampled after it."""
         return not any(context.turns for context in self.contexts)
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing was sampled after it, nor is being sampled."""
+        """True if no turn was sampled after it, and none is being sampled."""
         return not self.contexts
 
 
 class Tree:
-    """All turns of a session; several roots where a client began anew."""
+    """All turns of a session; it has several roots if the client started new conversations."""
 
     def __init__(self) -> None:
         self.roots: list[Context] = []
@@ -160,24 +156,24 @@ class Tree:
         self._contexts = 0
 
     def contexts_after(self, turn: Turn | None) -> list[Context]:
-        """What was asked after `turn`, or at the beginning."""
+        """Return the contexts after `turn`, or the roots."""
         return self.roots if turn is None else turn.contexts
 
     def begin(self, context: Context) -> None:
-        """A turn is being sampled after this context, which is in the tree from now on."""
+        """Note that a turn is being sampled after this context, and add the context to the tree."""
         siblings = self.contexts_after(context.parent)
         if context not in siblings:
             siblings.append(context)
         context.in_flight += 1
 
     def end(self, context: Context) -> None:
-        """A turn that was being sampled is not any more; a context that nothing came of is gone."""
+        """Note that sampling has ended; a context without turns and without sampling in flight is removed."""
         context.in_flight -= 1
         if not context.in_flight and not context.turns:
             self.contexts_after(context.parent).remove(context)
 
     def add(self, turn: Turn) -> bool:
-        """Put a turn under its context; True if that makes a leaf more than there was, once there was one."""
+        """Add a turn under its context; returns True if that is a fork, which adds a leaf to a non-empty tree."""
         parent = turn.parent
         was_open = parent.is_leaf if parent is not None else not self.turns
         turn.context.turns.append(turn)
@@ -185,7 +181,7 @@ class Tree:
         return not was_open
 
     def restore(self, context: Context) -> None:
-        """Put back a context that was in the tree, with nothing in flight."""
+        """Add a context of a restored tree, with no sampling in flight."""
         self.contexts_after(context.parent).append(context)
         self._contexts = max(self._contexts, context.number)
 
@@ -194,12 +190,12 @@ class Tree:
         return self._contexts
 
     def leaves(self) -> list[Turn]:
-        """The last turn of every branch, in the order in which they were sampled."""
+        """Return the last turn of every branch, in the order in which they were sampled."""
         return [turn for turn in self.turns.values() if turn.is_leaf]
 
 
 def path(turn: Turn | None) -> list[Turn]:
-    """The turns from the root down to `turn`."""
+    """Return the turns from the root down to `turn`."""
     found: list[Turn] = []
     while turn is not None:
         found.append(turn)
@@ -209,7 +205,7 @@ def path(turn: Turn | None) -> list[Turn]:
 
 
 def joined(turns: list[Turn], context: Context | None = None) -> np.ndarray:
-    """The ids of a path, and of a context after it: one copy, not to be written to."""
+    """Concatenate the ids of a path, and of a context after it, into one read-only array."""
     pieces = [piece for turn in turns for piece in (turn.context.ids, turn.ids)]
     if context is not None:
         pieces.append(context.ids)
@@ -219,7 +215,7 @@ def joined(turns: list[Turn], context: Context | None = None) -> np.ndarray:
 
 
 def placed(turns: list[Turn]) -> Iterator[tuple[Turn, int, int]]:
-    """Each turn of a path with the positions, from the first token of the path on, at which it was sampled."""
+    """Yield each turn of a path with the range of its tokens, counted from the first token of the path."""
     position = 0
     for turn in turns:
         start = position + len(turn.context.ids)
@@ -228,7 +224,7 @@ def placed(turns: list[Turn]) -> Iterator[tuple[Turn, int, int]]:
 
 
 def retokenised(ids: np.ndarray, turns: list[Turn]) -> int:
-    """How many sampled tokens of a path `ids` have otherwise than the sampler delivered them."""
+    """Count the sampled tokens of a path that differ in `ids` from the tokens that the sampler delivered."""
     count = 0
     ids = ids.astype(np.int32, copy=False)
     for turn, start, stop in placed(turns):

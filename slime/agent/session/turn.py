@@ -1,14 +1,13 @@
-"""One turn of a session: prepared, sampled, read while it is sampled, recorded.
+"""One turn of a session: prepares the prompt, samples the answer, parses it while it grows, and records it.
 
-Invariant: a turn that was begun is either recorded, before whoever asked hears of its end, or abandoned; and the
-message it was read as is what its events told.
+Invariants: a turn that was begun is either recorded, before its caller gets the result, or abandoned. The message of a
+turn is the sum of its parser events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,18 +17,22 @@ from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
 from slime.models.parsers.events import Event, Output, OutputParser, gathered
 from slime.rollout.outcomes import GivenUp
+from slime.storage.json_types import JsonMapping, JsonObject
 
 OnEvent = Callable[[Event], Awaitable[None]]
 ParserFactory = Callable[[TurnRequest, np.ndarray], OutputParser]
-"""A parser for the answer to a request whose prompt has these ids."""
+"""Makes the parser for the answer to a request whose prompt has these ids."""
 
 CLIENTS_CHOICE = frozenset({"stop", "json_schema", "regex", "ebnf", "structural_tag"})
-"""What a client may ask for where the trainer leaves it open: where an answer ends and its form, not its odds."""
+"""Sampling parameters that a client may set if the trainer does not: stop texts and the output format.
+
+Parameters that change the token probabilities are not among them.
+"""
 
 
 @dataclass(frozen=True)
 class TakenTurn:
-    """A turn that is recorded, and all that an answer to the client needs to tell of it."""
+    """A recorded turn, with everything that the answer to the client is built from."""
 
     turn: Turn
     prompt: Prompt
@@ -43,10 +46,10 @@ async def take_turn(
     request: TurnRequest,
     sampler: Sampler,
     parser_factory: ParserFactory,
-    params: Mapping[str, Any],
+    params: JsonMapping,
     on_event: OnEvent | None = None,
 ) -> Turn:
-    """One more turn of `session`; raises what `Session.prepare` and the sampler raise."""
+    """Prepare, sample and record one more turn of `session`; raises what `Session.prepare` and the sampler raise."""
     prompt = session.prepare(request)
     taken = await take_prepared(session, request, prompt, sampler, parser_factory, params, on_event)
     return taken.turn
@@ -58,15 +61,20 @@ async def take_prepared(
     prompt: Prompt,
     sampler: Sampler,
     parser_factory: ParserFactory,
-    params: Mapping[str, Any],
+    params: JsonMapping,
     on_event: OnEvent | None = None,
 ) -> TakenTurn:
-    """The same for a turn that was prepared; it is recorded under the prompt's `turn_id`."""
-    reading = _Reading(parser_factory(request, prompt.ids), _own_stops(params, request), on_event)
+    """Sample and record a turn that was prepared; it is recorded under the prompt's `turn_id`.
+
+    The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them.
+    """
+    parser = parser_factory(request, prompt.ids)
+    stop = None if params.get("stop") is not None else request.params.get("stop")
+    reading = _Reading(parser, (stop,) if isinstance(stop, str) else tuple(stop or ()), on_event)
     on_text = None if on_event is None else reading.came
     try:
         asked = turn_params(params, request, prompt, session)
-        known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the last token of a turn was never computed
+        known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the engine never computed the last token of a turn
         answer = await sampler.sample(prompt.ids, asked, affinity=session.key, on_text=on_text, known=known)
         if on_event is None:
             reading.take(answer.text)
@@ -80,8 +88,8 @@ async def take_prepared(
         raise
 
 
-def turn_params(params: Mapping[str, Any], request: TurnRequest, prompt: Prompt, session: Session) -> dict[str, Any]:
-    """The trainer's sampling parameters, the least of all limits, and what the client may choose."""
+def turn_params(params: JsonMapping, request: TurnRequest, prompt: Prompt, session: Session) -> JsonObject:
+    """Merge the trainer's sampling parameters, the smallest of all limits, and the parameters that a client may set."""
     merged = {
         name: value
         for name, value in request.params.items()
@@ -98,14 +106,8 @@ def turn_params(params: Mapping[str, Any], request: TurnRequest, prompt: Prompt,
     return merged
 
 
-def _own_stops(params: Mapping[str, Any], request: TurnRequest) -> tuple[str, ...]:
-    """The texts at which the client wants its answer to end, and which it does not want to see."""
-    stop = None if params.get("stop") is not None else request.params.get("stop")
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
 class _Reading:
-    """An answer as it is read: text in, events out."""
+    """Parses an answer while it is sampled: text in, events out."""
 
     def __init__(self, parser: OutputParser, stops: Sequence[str], on_event: OnEvent | None) -> None:
         self._parser = parser
@@ -123,13 +125,13 @@ class _Reading:
         return gathered(self._events)
 
     async def came(self, text: str, ids: list[int]) -> None:
-        """More of it was sampled."""
+        """Handle a sampled piece of the answer and report the new events."""
         self._ids += ids
         self.take(text)
         await self._tell()
 
     def take(self, text: str) -> None:
-        """Read on; what may be the beginning of a stop text waits."""
+        """Parse more text; the beginning of a possible stop text is held back."""
         self._texts.append(text)
         text = self._held + text
         self._held = ""
@@ -146,13 +148,13 @@ class _Reading:
         self._feed(text[: len(text) - kept])
 
     async def end(self) -> None:
-        """Nothing follows."""
+        """Parse the held-back text, end the parser, and report the remaining events."""
         self._feed(self._held)
         self._events += self._parser.end()
         await self._tell()
 
     def turn(self, answer: SampledAnswer, reference: str) -> SampledTurn:
-        """All of it, as it is recorded."""
+        """Return the whole answer in the form that is recorded."""
         output = self.output
         finish = "tool_calls" if output.calls and answer.finish_reason == "stop" else answer.finish_reason
         message = message_of(output, reference)
@@ -162,7 +164,7 @@ class _Reading:
         )
 
     def unfinished(self, reference: str) -> SampledTurn | None:
-        """What is known of a turn that nobody waits for any more; its log-probs never came."""
+        """Return the part of an abandoned turn that was sampled, with zeros for log-probs, which never arrived."""
         if not self._ids:
             return None
         ids = np.array(self._ids, dtype=np.int32)
@@ -182,13 +184,13 @@ class _Reading:
 
 
 def message_of(output: Output, reference: str | None) -> Message:
-    """What was sampled, as the message that a client is going to echo."""
+    """Return a parsed answer as the message that the client will echo."""
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.calls)
     return Message("assistant", output.text, output.reasoning, calls, reference=reference)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
+    """Count the characters at the end of `text` that are a beginning of `stop`."""
     for count in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-count:]):
             return count

@@ -1,11 +1,11 @@
-"""The journal of turns: what unfinished sessions have sampled, in an SQLite file beside the run.
+"""Turn journal: an SQLite file in the run folder with the turns of unfinished sessions.
 
-A row is a turn, written before the client has the last byte of it, and gone when the driver has recorded the samples
-that the session became. After a crash an attempt whose environment can be resumed goes on from its rows.
+A row is a turn. It is written before the client has the last byte of the turn, and deleted when the driver has recorded
+the session's samples. After a crash, an attempt whose environment can be resumed continues from its rows.
 
-Invariants: a turn whose `append` has returned is in the file, whatever happens to the process. Rows that cannot be
-read, or do not make a session, are the end of that session and of no other. A file that is no journal of turns is set
-aside: it never keeps a run from starting.
+Invariants: a turn whose `append` has returned is in the file, even if the process dies. Rows that cannot be read, or do
+not form a session, end that session and no other. A file that is not a turn journal is set aside and never prevents a
+run from starting.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import sqlite3
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.agent.session.limits import Limits
 from slime.agent.session.records import BadRecord
@@ -24,6 +22,7 @@ from slime.agent.session.session import Session, Template
 from slime.data.buffer.codec import Codec
 from slime.data.sample import Sample
 from slime.storage.group_commit import Change
+from slime.storage.json_types import JsonMapping
 from slime.storage.sqlite_table import RowFile, RowKind
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Attempt:
-    """Whose turns they are: the sample of a run by its number and its group's, and how often it was tried before."""
+    """Key of the turns of one attempt: run, index of the sample and of its group, and number of earlier attempts."""
 
     run: str
     sample: int | None
@@ -63,43 +62,43 @@ class Attempt:
 
 
 class TurnJournal(RowFile):
-    """The turns of unfinished sessions."""
+    """Journal of the turns of unfinished sessions."""
 
     def __init__(self, path: Path) -> None:
-        """Make or open `path`."""
+        """Create or open the file at `path`."""
         super().__init__(path, _KIND)
         self._codec = Codec()
 
-    async def append(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> None:
-        """Keep a turn (`Session.turn_record`); in the file when this returns, and the event loop goes on meanwhile.
+    async def append(self, key: str, attempt: Attempt, record: JsonMapping) -> None:
+        """Write a turn (`Session.turn_record`); it is in the file when this returns. The event loop is not blocked.
 
-        An attempt has one session: with the first turn of another one, the turns of the earlier are gone.
+        An attempt has one session: the first turn of a new session deletes the turns of the earlier one.
         """
         await self._commits.write(lambda: self._appending(key, attempt, record))
 
-    def append_now(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> None:
-        """`append`, for callers without an event loop."""
+    def append_now(self, key: str, attempt: Attempt, record: JsonMapping) -> None:
+        """Do the same as `append`, for callers without an event loop."""
         self._commits.drain()
         with self.transaction() as connection:
             self._appending(key, attempt, record)(connection)
 
     async def forget(self, attempt: Attempt) -> None:
-        """The samples of an attempt are recorded elsewhere, or it is given up."""
+        """Delete the turns of an attempt whose samples are recorded elsewhere, or that was given up."""
         await self._commits.write(lambda: _deleting(_OF_ATTEMPT, attempt.columns))
 
     async def forget_sample(self, run: str, sample: Sample) -> None:
-        """`forget` for all attempts at a sample."""
+        """Delete the turns of all attempts at a sample."""
         columns = Attempt.of(run, sample).columns[:3]
         await self._commits.write(lambda: _deleting("run = ? AND sample = ? AND group_index = ?", columns))
 
     def forget_other_runs(self, run: str) -> None:
-        """What is left of other runs in this folder is nobody's any more."""
+        """Delete the turns that other runs left in this folder."""
         self._commits.drain()
         with self.transaction() as connection:
             connection.execute("DELETE FROM turns WHERE run != ?", (run,))
 
     def attempts(self, run: str) -> list[Attempt]:
-        """The attempts of a run that have turns here."""
+        """Return the attempts of a run that have turns in the journal."""
         with self._lock:
             rows = self._connection.execute(
                 "SELECT DISTINCT sample, group_index, attempt FROM turns WHERE run = ? ORDER BY 1, 2, 3", (run,)
@@ -114,7 +113,7 @@ class TurnJournal(RowFile):
         limits: Limits | None = None,
         strict: bool = False,
     ) -> Session | None:
-        """The session of an unfinished attempt as it was after its last turn; None if there is none to go on with."""
+        """Return the session of an unfinished attempt as it was after its last turn; None if it cannot be restored."""
         self._commits.drain()
         try:
             with self._lock:
@@ -124,13 +123,17 @@ class TurnJournal(RowFile):
                 ).fetchall()
             if not rows:
                 return None
-            records = [self._record_of(attempt, *row) for row in rows]
+            records: list[JsonMapping] = []
+            for session, number, content, digest in rows:
+                if not isinstance(content, bytes) or digest != _digest(attempt, str(session), number, content):
+                    raise BadRecord(f"the row of turn {number} does not match its digest")
+                records.append(self._codec.unpack(content))
             return Session.from_turns(str(rows[0][0]), records, template, limits=limits, strict=strict)
         except (BadRecord, sqlite3.DatabaseError) as error:
-            logger.warning("%s: the session of sample %s begins anew: %s", self.path, attempt.sample, error)
+            logger.warning("%s: the session of sample %s starts over: %s", self.path, attempt.sample, error)
             return None
 
-    def _appending(self, key: str, attempt: Attempt, record: Mapping[str, Any]) -> Change:
+    def _appending(self, key: str, attempt: Attempt, record: JsonMapping) -> Change:
         number = int(record["turn"]["number"])
         content = self._codec.pack(dict(record), f"turn {number} of sample {attempt.sample}")
         digest = _digest(attempt, key, number, content)
@@ -144,14 +147,8 @@ class TurnJournal(RowFile):
 
         return change
 
-    def _record_of(self, attempt: Attempt, session: Any, number: Any, content: Any, digest: Any) -> Mapping[str, Any]:
-        if not isinstance(content, bytes) or digest != _digest(attempt, str(session), number, content):
-            raise BadRecord(f"turn {number} is not what was written")
-        record: Mapping[str, Any] = self._codec.unpack(content)
-        return record
 
-
-def _deleting(where: str, columns: tuple[Any, ...]) -> Change:
+def _deleting(where: str, columns: tuple[str | int, ...]) -> Change:
     def change(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM turns WHERE {where}", columns)
 
@@ -159,7 +156,7 @@ def _deleting(where: str, columns: tuple[Any, ...]) -> Change:
 
 
 def _digest(attempt: Attempt, key: str, number: int, content: bytes) -> bytes:
-    """Of a row with all that it says: one that was copied under another name is as wrong as one with other bytes."""
+    """Return the digest of a row, key columns included: a row copied to another key is as invalid as changed bytes."""
     digest = hashlib.blake2b(repr((*attempt.columns, key, number)).encode(), digest_size=16)
     digest.update(content)
     return digest.digest()

@@ -1,4 +1,4 @@
-"""Tools for multi-turn generate functions: what a model may call, and every way in which a call can end."""
+"""Tools for multi-turn generate functions: the tools that a model may call, and the outcomes of a call."""
 
 from slime.agent.tools.environment import (
     ToolBox,

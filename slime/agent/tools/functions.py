@@ -1,4 +1,4 @@
-"""Python functions as tools: async ones are awaited, plain ones run in a thread and may take their time.
+"""Python functions as tools: async functions are awaited, plain functions run in a thread and may block.
 
 A function with a parameter named `sample` gets the sample of the attempt; the model does not see that parameter.
 """
@@ -18,14 +18,15 @@ from slime.agent.tools.schemas import Schema, function_schema, misfit
 from slime.agent.tools.tool import Tool, ToolFailure, ToolLimits, ToolOutcome
 from slime.data.json_samples import to_json
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 SAMPLE = "sample"
-sample_here: ContextVar[Any] = ContextVar("sample_here", default=None)
-"""The sample whose attempt makes the call."""
+sample_here: ContextVar[object] = ContextVar("sample_here", default=None)
+"""The sample of the attempt that makes the call."""
 
 
 class FunctionTool:
-    """One function; name, description and parameters are the function's unless they are given."""
+    """One function as a tool; name, description and parameters are the function's own unless they are given."""
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class FunctionTool:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
-        """Functions keep nothing between attempts."""
+        """Open the tool for an attempt; a function has no state per attempt."""
         yield (self,)
 
     async def aclose(self) -> None:
-        """Nothing was started."""
+        """Do nothing: a function tool starts nothing."""
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: JsonObject) -> str:
         reason = misfit(arguments, self.schema["function"]["parameters"])
         if reason is not None:
             raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, reason)
@@ -69,8 +70,8 @@ class FunctionTool:
         return as_text(await asyncio.to_thread(self._function, **given))
 
 
-def as_text(value: Any) -> str:
-    """What a function returned, as the model reads it: text as it is, everything else as JSON where it can be."""
+def as_text(value: object) -> str:
+    """Convert a function's result to the text for the model: text unchanged, anything else as JSON if possible."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -80,7 +81,7 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def _is_async(function: Callable[..., object]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

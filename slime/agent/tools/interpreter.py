@@ -1,10 +1,12 @@
-"""A Python interpreter as a tool: variables stay from call to call of one attempt and are gone with it.
+"""A Python interpreter as a tool: variables persist between the calls of one attempt and end with the attempt.
 
-Invariant: every attempt has a sandbox of its own that no other attempt was or will be in: its files, processes, network
-and memory begin empty and are gone with it. A fork server makes them, some ahead, so that a call need not wait for one.
-What a call may not take, time, memory or output, ends the call and never the attempt: after a time-out the variables
-are still there where the code could be interrupted, and where the process had to be ended the next call begins with a
-new one and says so.
+The interpreter is a program in a sandbox that the tool talks to over pipes. A fork server makes the sandboxes, some in
+advance, so that a call does not have to wait for one.
+
+Invariants: every attempt has its own sandbox, which no other attempt uses before or after it: its files, processes,
+network and memory begin empty and end with it. Exceeding a limit of time, memory or output ends the call and never the
+attempt: after a timeout the variables persist if the code could be interrupted; if the process had to be killed, the
+next call starts a new one and says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.agent.sandbox import SandboxError, SandboxLimits, make_sandbox
 from slime.agent.sandbox.host_sandbox import MachineProcess, MachineSandbox
@@ -27,48 +29,49 @@ from slime.agent.sandbox.monitor_client import ForkServer
 from slime.agent.tools.schemas import misfit
 from slime.agent.tools.tool import Tool, ToolFailure, ToolLimits, ToolOutcome
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
-# Python programs that a tool talks to over pipes, each in a sandbox of its own.
+logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 2.0
 KINDS = ("auto", "local", "subprocess", "none")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _OF_A_USER = 1 << 16
-"""Without a boundary, the processes of a sandbox count with all others of the user."""
+"""Process limit without isolation, where the processes of a sandbox count with all others of the user."""
 
 
 class Process(Protocol):
-    """A running program with its two pipes."""
+    """A running interpreter program with its two pipes."""
 
     stdin: asyncio.StreamWriter
     stdout: asyncio.StreamReader
 
     @property
     def alive(self) -> bool:
-        """Whether where it runs is still there."""
+        """True while its sandbox exists."""
         ...
 
     async def kill(self) -> None:
-        """End it and whatever it started, now; a second call does nothing."""
+        """Kill it and everything that it started; a second call does nothing."""
         ...
 
     async def exit_code(self) -> int | None:
-        """Why it ended; None where it has not, soon."""
+        """Return the exit code; None if the process does not end within `EXIT_TIMEOUT_S`."""
         ...
 
 
 class ProcessStarter(Protocol):
-    """Starts the program with arguments, somewhere new each time."""
+    """Starts the program with arguments, in a new environment each time."""
 
     async def __call__(self, arguments: Sequence[str]) -> Process: ...
 
     async def aclose(self) -> None:
-        """End what it keeps for further starts."""
+        """Release the resources that it keeps for further starts."""
         ...
 
 
 class SandboxStarter:
-    """Forks a new sandbox for every start, with the program in it: nothing that one attempt does meets another."""
+    """Forks a new sandbox with the program in it for every start, so that attempts are isolated from each other."""
 
     def __init__(self, program: Path, sandbox: str, *, memory_mb: int, packages: bool) -> None:
         if sandbox not in KINDS:
@@ -79,7 +82,7 @@ class SandboxStarter:
         self._server = ForkServer(program)
 
     def check(self) -> None:
-        """UserError, with what to do, where this machine has no such sandbox."""
+        """Raise `UserError` with a remedy if this machine cannot make such a sandbox."""
         self._made()
 
     def _made(self) -> MachineSandbox:
@@ -124,40 +127,34 @@ class _Sandboxed:
         self.stdin.close()
 
     async def exit_code(self) -> int | None:
-        return await _soon(self._process.wait())
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            return None
 
-
-async def _soon(end: Coroutine[Any, Any, int]) -> int | None:
-    try:
-        async with asyncio.timeout(EXIT_TIMEOUT_S):
-            return await end
-    except TimeoutError:
-        return None
-
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""How long code may take to notice that its time is over, before its process is ended."""
+"""Seconds that code has to react to the timeout before its process is killed."""
 START_TIMEOUT_S = 30.0
 MOST_OUTPUT_CHARS = 1 << 20
 STARTS_AT_ONCE = 2 * (os.cpu_count() or 1)
 PROGRAM = Path(__file__).with_name("interpreter_worker.py")
 LINE_LIMIT = 8 * MOST_OUTPUT_CHARS
-"""Bytes of one answer: each character of the output may take six in JSON."""
+"""Limit on the bytes of one answer: each character of the output may take six bytes in JSON."""
 DESCRIPTION = (
     "Runs Python code. Returns what it prints and the value of the last expression. Variables stay for later calls."
 )
 
 
 class PythonInterpreter:
-    """The provider: give it to a `ToolEnvironment`.
+    """The interpreter's provider, for a `ToolEnvironment`.
 
-    `timeout_s` and `memory_mb` bound each call and each process, `max_output_chars` what a call may print at all,
-    `max_result_chars` what the model gets to read of it. `spare` sandboxes are kept ready. `sandbox` is a kind of
-    sandbox of this machine (docs/sandboxes.md); None: what `--sandbox` says, in a run, else "auto". With "subprocess"
-    there is no boundary: the code has your rights. It finds the standard library, and with `packages` what is installed
-    beside slime.
+    `timeout_s` limits each call and `memory_mb` each process, `max_output_chars` limits the output of a call, and
+    `max_result_chars` the part of it that the model reads. `spare` sandboxes are kept ready. `sandbox` is a kind of
+    sandbox of this machine (docs/sandboxes.md); None: the kind of `--sandbox` in a run, else "auto". With "subprocess"
+    there is no isolation: the code has your rights. It can import the standard library, and with `packages` the
+    packages that are installed next to slime.
     """
 
     def __init__(
@@ -185,7 +182,7 @@ class PythonInterpreter:
             "additionalProperties": False,
         }
         function = {"name": name, "description": description, "parameters": parameters}
-        self.schema: dict[str, Any] = {"type": "function", "function": function}
+        self.schema: JsonObject = {"type": "function", "function": function}
         own = SandboxStarter(PROGRAM, sandbox or "auto", memory_mb=memory_mb, packages=packages)
         self._follows = own if sandbox is None and start is None else None
         if sandbox is not None:
@@ -194,13 +191,13 @@ class PythonInterpreter:
         self._pool = _Pool(self._start, memory_mb, spare)
 
     def follow(self, sandbox: str) -> None:
-        """In a run: take the kind of sandbox that `--sandbox` says, where this one was given none."""
+        """Use the run's kind of sandbox (`--sandbox`) if the interpreter has none of its own."""
         if self._follows is not None:
             self._follows.kind = sandbox if sandbox in KINDS else "auto"
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
-        """An interpreter that has run nothing yet; its process is taken with the first call."""
+        """Open an interpreter that has run nothing yet; its process is taken from the pool by the first call."""
         if self._follows is not None:
             self._follows.check()
         attempt = _Attempt(self, self._pool)
@@ -210,13 +207,13 @@ class PythonInterpreter:
             attempt.leave()
 
     async def aclose(self) -> None:
-        """End the sandboxes that nobody has taken, and what makes them."""
+        """Close the unused sandboxes, and the fork server."""
         await self._pool.aclose()
         await self._start.aclose()
 
 
 class _Attempt:
-    """The interpreter of one attempt. Its calls come one after the other, whatever the model asks for."""
+    """The interpreter of one attempt. Its calls run one after the other, even those of one turn."""
 
     def __init__(self, provider: PythonInterpreter, pool: _Pool) -> None:
         self.name, self.schema = provider.name, provider.schema
@@ -228,12 +225,12 @@ class _Attempt:
         self._lost = False
         self._turn = asyncio.Lock()
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: JsonObject) -> str:
         reason = misfit(arguments, self.schema["function"]["parameters"])
         if reason is not None:
             raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, reason)
         async with self._turn:
-            note = "(the interpreter was started anew: variables are gone)\n" if self._lost else ""
+            note = "(the interpreter was restarted: variables are lost)\n" if self._lost else ""
             try:
                 return note + await self._run(arguments["code"])
             except ToolFailure as failure:
@@ -249,16 +246,13 @@ class _Attempt:
                 answer = await self._worker.ask(request)
         except TimeoutError:
             await self._lose()
-            raise ToolFailure(ToolOutcome.TIMEOUT, self._late("and the interpreter was ended")) from None
+            raise ToolFailure(ToolOutcome.TIMEOUT, self._late("and the interpreter was killed")) from None
         except _Gone as gone:
             await self._lose()
-            raise ToolFailure(ToolOutcome.CRASHED, f"the interpreter ended in the middle of the call{gone}") from None
+            raise ToolFailure(ToolOutcome.CRASHED, f"the interpreter died during the call{gone}") from None
         except asyncio.CancelledError:
             await self._lose()
             raise
-        return self._read(answer)
-
-    def _read(self, answer: dict[str, Any]) -> str:
         outcome = ToolOutcome(answer["outcome"])
         output: str = answer["output"]
         if outcome is ToolOutcome.OK:
@@ -282,18 +276,18 @@ class _Attempt:
             await worker.end()
 
     def leave(self) -> None:
-        """The attempt is over."""
+        """Give the process back to the pool, because the attempt is over."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.give_back(worker)
 
 
 class _Gone(Exception):
-    """The process hung up."""
+    """The process closed its pipe, or its answer is invalid."""
 
 
 class _Worker:
-    """One program, and its two pipes."""
+    """Client of one interpreter process over its two pipes."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -304,33 +298,31 @@ class _Worker:
         return self._process.alive
 
     async def begin(self) -> None:
-        """Wait until it takes requests."""
+        """Wait until the process accepts requests."""
         while "ready" not in await self._line():
             pass
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, request: JsonObject) -> JsonObject:
+        """Send a request and return its answer; raises `_Gone` if the process dies."""
         nonce = secrets.token_hex(8)
-        await self._send(request | {"nonce": nonce})
-        answer = await self._line()
-        if answer.get("nonce") != nonce:  # the code found the pipe
-            raise _Gone(" (it answered what it was not asked)")
-        return answer
-
-    async def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request | {"nonce": nonce}).encode() + b"\n")
             await self._process.stdin.drain()
         except (ConnectionError, RuntimeError):
             raise await self._gone() from None
+        answer = await self._line()
+        if answer.get("nonce") != nonce:  # the code wrote into the pipe
+            raise _Gone(" (its answer does not match the request)")
+        return answer
 
-    async def _line(self) -> dict[str, Any]:
+    async def _line(self) -> JsonObject:
         while b"\n" not in self._held:
             piece = await self._process.stdout.read(1 << 16)
             if not piece:
                 raise await self._gone()
             self._held += piece
             if len(self._held) > LINE_LIMIT:
-                raise _Gone(" (it does not stop to answer)")
+                raise _Gone(f" (its answer is longer than {LINE_LIMIT} bytes)")
         line, _, rest = bytes(self._held).partition(b"\n")
         self._held = bytearray(rest)
         try:
@@ -348,7 +340,7 @@ class _Worker:
 
 
 class _Pool:
-    """Programs that are ready, each in a sandbox that nothing has run in."""
+    """Pool of interpreter processes that are ready, each in an unused sandbox."""
 
     def __init__(self, start: ProcessStarter, memory_mb: int, spare: int) -> None:
         self._start, self._memory_mb, self._spare = start, memory_mb, spare
@@ -358,7 +350,7 @@ class _Pool:
         self._at_once = asyncio.Semaphore(STARTS_AT_ONCE)
 
     async def take(self) -> _Worker:
-        """One that is ready, or a new one."""
+        """Return a process that is ready, or a new one, and start spare ones."""
         ready = None
         while self._ready and ready is None:
             worker = self._ready.popleft()
@@ -372,14 +364,14 @@ class _Pool:
         return worker
 
     def give_back(self, worker: _Worker) -> None:
-        """After an attempt: it ends, while others go on."""
+        """Kill the process of a finished attempt in the background."""
         _keep(self._ending, worker.end())
 
     async def _add(self) -> None:
         try:
             self._ready.append(await self._make())
-        except (ToolFailure, UserError) as failure:  # whoever needs it tries again and hears why
-            logger.warning("a Python interpreter could not be started ahead: %s", failure)
+        except (ToolFailure, UserError) as failure:  # the next call tries again and reports it
+            logger.warning("cannot start a spare Python interpreter: %s", failure)
 
     async def _make(self) -> _Worker:
         process: Process | None = None
@@ -409,7 +401,7 @@ class _Pool:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[object, object, None]) -> None:
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

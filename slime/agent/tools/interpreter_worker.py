@@ -1,13 +1,13 @@
-"""The process inside which a model's code runs: one JSON line in, one JSON line out, variables kept between them.
+"""The process that runs a model's code: one JSON request per line in, one JSON answer per line out.
 
-A program of its own, of the standard library alone, that serves one attempt and ends with it. It is no boundary by
-itself; that is the sandbox around it. Its own limits are for code that means no harm: an alarm in every call after
-which the variables are still there, memory, processor time, and a bound on what is printed.
+A separate program that uses only the standard library. It serves one attempt, keeps variables between its requests, and
+ends with it. The sandbox around it provides the isolation. The limits of the program itself are for harmless code: an
+alarm per call, after which the variables persist, and limits on memory, CPU time and output.
 
-Whatever the code writes to its standard output goes to the answer: through `print`, or from a child through the
-descriptor. The lines of the protocol go over descriptors that the code is not told of; code that finds them can spoil
-its own attempt only, since every answer repeats the nonce of its request. When the other side hangs up, the process
-ends, in the middle of a call too.
+Everything that the code writes to standard output is in the answer, whether it is printed or written by a child to the
+file descriptor. The protocol uses other file descriptors, which are hidden from the code; code that finds them can only
+break its own attempt, because every answer repeats the nonce of its request. The process exits when its input is
+closed, also during a call.
 """
 
 import ast
@@ -26,15 +26,15 @@ GRACE_CPU_S = 10
 
 
 class TooMuchOutput(BaseException):
-    """More was printed than anybody will read."""
+    """The code printed more than the output limit."""
 
 
 class OutOfTime(BaseException):
-    """The alarm of a call went off."""
+    """The alarm of a call fired."""
 
 
 class Output:
-    """What is printed, up to a bound; looks like a text file."""
+    """Collects printed text up to a limit, with the interface of a text file."""
 
     encoding = "utf-8"
     errors = "replace"
@@ -75,7 +75,7 @@ class Output:
 
 
 class Worker:
-    """The variables of one attempt and the code that changes them."""
+    """Runs the code of one attempt and keeps its variables."""
 
     def __init__(self):
         self.variables = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -84,7 +84,7 @@ class Worker:
         os.dup2(self.spilled.fileno(), 2)
 
     def answer(self, request):
-        """Run one piece of code; what it printed, and how it ended."""
+        """Run one piece of code and return its outcome, output and error."""
         output = Output(request["max_output"])
         sys.stdout = sys.stderr = output
         limit_cpu(request["timeout_s"])
@@ -116,7 +116,7 @@ class Worker:
             return ("ok", "") if end.code in (None, 0) else ("error", f"SystemExit: {end.code}")
         except MemoryError:
             return "error", "MemoryError: the memory of the interpreter is used up"
-        except BaseException as error:  # noqa: BLE001 (whatever the model's code raises is its result)
+        except BaseException as error:  # noqa: BLE001 (any exception of the model's code is its result)
             return "error", described(error)
         return "ok", ""
 
@@ -139,7 +139,7 @@ class Worker:
 
 
 def described(error):
-    """The error as Python prints it, with the lines of the model's code and nobody else's."""
+    """Format an error as Python prints it, with the stack frames of the model's code only."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
@@ -148,7 +148,7 @@ def described(error):
 
 
 def limit_cpu(timeout_s):
-    """The kernel ends what no alarm interrupts: a single long operation in C."""
+    """Set a CPU limit, with which the kernel kills code that no alarm interrupts: a single long operation in C."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime + timeout_s) + GRACE_CPU_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -168,7 +168,10 @@ def limit_memory(megabytes):
 
 
 def requests(source):
-    """The lines that come in. They are read by a thread, so that a hang-up is seen while code runs."""
+    """Yield the requests that arrive.
+
+    A thread reads them, so that the process exits when its input is closed, even while code runs.
+    """
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read():

@@ -1,8 +1,8 @@
-"""The schema of a Python function, and arguments checked against a schema.
+"""Schemas of Python functions, and validation of arguments against a schema.
 
-Invariant: a function that passed `function_schema` is called only with arguments that fit its type hints; everything
-else is `bad_arguments` with a sentence that says which one and why. Only the part of JSON Schema that `function_schema`
-writes is checked; keys beyond it do not restrict.
+Invariant: a function that `function_schema` accepted is called only with arguments that match its type hints; other
+arguments end the call as `bad_arguments`, with a sentence that names the argument and the reason. Validation covers the
+part of JSON Schema that `function_schema` writes; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from enum import Enum
 from typing import Annotated, Any, Literal, Union
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
-_PLAIN: dict[Any, Schema] = {
+_PLAIN: dict[object, Schema] = {
     str: {"type": "string"},
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -33,8 +34,8 @@ _PLAIN: dict[Any, Schema] = {
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def function_schema(function: Callable[..., Any], *, name: str, hidden: Sequence[str] = ()) -> Schema:
-    """The function as a tool in OpenAI's form: parameters of its signature, descriptions of its docstring."""
+def function_schema(function: Callable[..., object], *, name: str, hidden: Sequence[str] = ()) -> Schema:
+    """Return the function's schema in OpenAI's form: parameters from the signature, descriptions from the docstring."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -47,7 +48,7 @@ def function_schema(function: Callable[..., Any], *, name: str, hidden: Sequence
             continue
         if parameter.kind not in _NAMED:
             raise UserError(
-                f"tool {name}: parameter {parameter.name} cannot be given by name; a tool has plain parameters only"
+                f"tool {name}: parameter {parameter.name} cannot be given by name; use plain parameters only"
             )
         properties[parameter.name] = _property(name, parameter, hints, arguments.get(parameter.name))
         if parameter.default is inspect.Parameter.empty:
@@ -56,7 +57,7 @@ def function_schema(function: Callable[..., Any], *, name: str, hidden: Sequence
     return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
 
 
-def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any], about: str | None) -> Schema:
+def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, object], about: str | None) -> Schema:
     hint = hints.get(parameter.name, inspect.Parameter.empty)
     if typing.get_origin(hint) is Annotated:
         hint, *notes = typing.get_args(hint)
@@ -64,12 +65,14 @@ def _property(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any],
     schema = dict(_of_hint(hint, f"tool {tool}: parameter {parameter.name}"))
     if about:
         schema["description"] = about
-    if parameter.default is not inspect.Parameter.empty and _is_plain(parameter.default):
-        schema["default"] = parameter.default
+    default = parameter.default
+    is_plain = isinstance(default, str | int | float | bool) and not isinstance(default, Enum)
+    if default is not inspect.Parameter.empty and (default is None or is_plain):
+        schema["default"] = default
     return schema
 
 
-def _of_hint(hint: Any, where: str) -> Schema:
+def _of_hint(hint: object, where: str) -> Schema:
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -84,13 +87,9 @@ def _of_hint(hint: Any, where: str) -> Schema:
     if isinstance(hint, type) and issubclass(hint, str) and issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}
     raise UserError(
-        f"{where} has the type {hint!r}, of which no JSON can be made; use str, int, float, bool, list[...], "
+        f"{where} has the type {hint!r}, which has no JSON form; use str, int, float, bool, list[...], "
         "dict[str, ...], Literal[...], a string enum, or a union of these"
     )
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or (isinstance(value, str | int | float | bool) and not isinstance(value, Enum))
 
 
 _SECTION = re.compile(r"^(args|arguments|parameters|returns|raises|yields|examples?|notes?):\s*$", re.IGNORECASE)
@@ -99,7 +98,10 @@ _ENTRY = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the arguments' lines, of `Args:` or of `:param name:`."""
+    """Return the text before the first section, and the descriptions of arguments by name.
+
+    Descriptions are read from `Args:` and from `:param name:`.
+    """
     about: list[str] = []
     arguments: dict[str, str] = {}
     section, last = "", ""
@@ -122,15 +124,17 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(about).strip(), arguments
 
 
-def misfit(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> str | None:
-    """Why this value does not fit the schema, in a sentence; None where it does."""
+def misfit(value: object, schema: JsonMapping, where: str = "arguments") -> str | None:
+    """Return the reason why a value does not match the schema, in one sentence; None if it matches."""
     if "anyOf" in schema:
         reasons = [misfit(value, choice, where) for choice in schema["anyOf"]]
         if None in reasons:
             return None
         kinds = " or ".join(dict.fromkeys(_kind(choice) for choice in schema["anyOf"]))
         return f"{where} must be {kinds}, not {_shown(value)}"
-    if "enum" in schema and not any(_same(value, choice) for choice in schema["enum"]):
+    if "enum" in schema and not any(
+        value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in schema["enum"]
+    ):
         return f"{where} must be one of {', '.join(map(repr, schema['enum']))}, not {_shown(value)}"
     kind = schema.get("type")
     if isinstance(kind, str) and not _is_a(value, kind):
@@ -143,8 +147,8 @@ def misfit(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> s
     return None
 
 
-def _object_misfit(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> str | None:
-    properties: Mapping[str, Any] = schema.get("properties", {})
+def _object_misfit(value: JsonObject, schema: JsonMapping, where: str) -> str | None:
+    properties: JsonMapping = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:
             return f"{where} lack {name!r}" if where == "arguments" else f"{where} lacks {name!r}"
@@ -163,7 +167,7 @@ def _object_misfit(value: dict[str, Any], schema: Mapping[str, Any], where: str)
     return None
 
 
-def _is_a(value: Any, kind: str) -> bool:
+def _is_a(value: object, kind: str) -> bool:
     match kind:
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
@@ -182,17 +186,13 @@ def _is_a(value: Any, kind: str) -> bool:
     return True
 
 
-def _same(value: Any, choice: Any) -> bool:
-    return bool(value == choice) and isinstance(value, bool) == isinstance(choice, bool)
-
-
-def _kind(schema: Mapping[str, Any]) -> str:
+def _kind(schema: JsonMapping) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(map(repr, schema["enum"]))
     kind = schema.get("type", "anything")
     return kind if kind in ("null", "anything") else f"{'an' if kind[0] in 'aio' else 'a'} {kind}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,24 +1,29 @@
-"""A tool as an environment calls it, and what brings tools along.
+"""Protocols of tools and tool providers, and the outcomes, results and counts of calls.
 
-A `ToolProvider` lives as long as its environment and opens its tools anew for every attempt: what a tool keeps (the
-variables of an interpreter) belongs to one attempt, what is shared (a pool of processes, a connection) to the provider.
+A `ToolProvider` lives as long as its environment and opens its tools for every attempt: the state of a tool (the
+variables of an interpreter) belongs to one attempt, shared resources (a pool of processes, a connection) belong to the
+provider.
+
+Invariant: a failure of a tool ends its call and nothing else. Every call ends with one `ToolOutcome` and a text for the
+model. The outcome says which side failed; the outcomes are counted (`ToolCounts`) and shown by a run as `agent/tool_*`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.agent.messages import Message, ToolCall
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """What one tool may take: seconds for a call, calls at once over all samples, characters of a result."""
+    """Limits of one tool: seconds per call, concurrent calls over all samples, characters of a result."""
 
     timeout_s: float = 30.0
     concurrency: int = 64
@@ -26,60 +31,57 @@ class ToolLimits:
 
 
 class Tool(Protocol):
-    """Something that a model can call."""
+    """A tool that a model can call."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def schema(self) -> Mapping[str, Any]:
-        """In OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    def schema(self) -> JsonMapping:
+        """The schema in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
         ...
 
     @property
     def limits(self) -> ToolLimits: ...
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """What the model gets to read. Raises `ToolFailure`; anything else that it raises is the outcome `error`."""
+    async def call(self, arguments: JsonObject) -> str:
+        """Run the tool and return the text for the model.
+
+        Raises `ToolFailure`; any other exception is the outcome `error`.
+        """
         ...
 
 
 class ToolProvider(Protocol):
-    """What an environment is made of."""
+    """A source of tools for an environment: a function, an interpreter, an MCP server."""
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """The tools of one attempt, for as long as it lasts."""
+        """Open the tools of one attempt for its duration."""
         ...
 
     async def aclose(self) -> None:
-        """End what the provider started; it may be opened again afterwards."""
+        """Stop everything that the provider started; it may be opened again afterwards."""
         ...
 
 
-# What becomes of a tool call: one of these, always with a text that the model can read.
-#
-# Invariant: no failure of a tool ends more than its call. Whose fault it was is in the outcome; how often each came is
-# counted (`ToolCounts`), and a run shows it as `agent/tool_*`.
-
-
 class ToolOutcome(StrEnum):
-    """How a call ended."""
+    """The outcome of a call."""
 
     OK = "ok"
     ERROR = "error"
-    """The tool ran and says that it failed: the function or the model's code raised."""
+    """The tool ran and reported a failure: the function or the model's code raised."""
     BAD_ARGUMENTS = "bad_arguments"
     UNKNOWN_TOOL = "unknown_tool"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
-    """The process or the connection behind the tool is gone, or could not be had."""
+    """The process or connection behind the tool died, or could not be started."""
     TOO_MUCH_OUTPUT = "too_much_output"
     REFUSED = "refused"
-    """It was not run: no more calls are allowed, or the tool will not do this."""
+    """The tool did not run: the limit of calls is reached, or the tool refuses this call."""
 
 
 class ToolFailure(Exception):
-    """Raised by a tool: the call ends with this outcome, and the model reads the text."""
+    """Raised by a tool to end the call with an outcome and a text for the model."""
 
     def __init__(self, outcome: ToolOutcome, text: str) -> None:
         super().__init__(text)
@@ -88,14 +90,14 @@ class ToolFailure(Exception):
 
 
 class ToolError(ToolFailure):
-    """For functions of users: `raise ToolError("there is no city of that name")` tells the model just that."""
+    """Raised by user functions: the model reads exactly the text of `ToolError("there is no city of that name")`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(ToolOutcome.ERROR, text)
 
 
 class ToolRefusal(ToolFailure):
-    """For functions of users that will not do what they are asked for."""
+    """Raised by user functions that refuse a call."""
 
     def __init__(self, text: str) -> None:
         super().__init__(ToolOutcome.REFUSED, text)
@@ -103,7 +105,7 @@ class ToolRefusal(ToolFailure):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """One call with its outcome; `text` is what the model gets to read, `cut` how many characters it does not."""
+    """One call with its outcome; `text` is the text for the model, `cut` the number of characters left out of it."""
 
     call: ToolCall
     outcome: ToolOutcome
@@ -113,13 +115,13 @@ class ToolResult:
 
     @property
     def message(self) -> Message:
-        """The answer as the conversation goes on with it."""
+        """The result as the tool message of the conversation."""
         return Message("tool", self.text, tool_call_id=self.call.id, name=self.call.name)
 
 
 @dataclass
 class ToolCounts:
-    """What the calls of one attempt came to."""
+    """Counts of the outcomes of one attempt's calls, with their total time."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -131,7 +133,7 @@ class ToolCounts:
         self.cut_results += result.cut > 0
 
     def to_metadata(self) -> dict[str, float]:
-        """For `sample.metadata["tool_calls"]`, of which a run makes `agent/tool_*`."""
+        """Return the counts for `sample.metadata["tool_calls"]`, the source of the metrics `agent/tool_*`."""
         counts = {"calls": self.outcomes.total(), **self.outcomes, "seconds": self.seconds}
         return {name: float(value) for name, value in counts.items()} | (
             {"cut_results": float(self.cut_results)} if self.cut_results else {}
@@ -139,7 +141,7 @@ class ToolCounts:
 
 
 def bounded(text: str, limit: int) -> tuple[str, int]:
-    """The text, or its head and its tail around a note of how much is left out; and how many characters that is."""
+    """Shorten a text to `limit` characters, its head and tail around a note; return it with the characters left out."""
     if len(text) <= limit:
         return text, 0
     note = f"\n... [{len(text) - limit} characters left out] ...\n"

@@ -1,1 +1,1 @@
-"""Memory that processes share or give back: on the device, in shared memory, pinned on the host."""
+"""Memory that processes share or release: on the device, in shared memory, pinned on the host."""

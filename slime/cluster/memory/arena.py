@@ -1,10 +1,10 @@
-"""Arrays in shared memory: put there once, read by other processes of the machine at the places they are told.
+"""Arrays in shared memory: written once, read by other processes of the machine by file and offset.
 
-Invariants: what was put is never moved. It stays for as long as somebody holds one of the arrays that `keep` gave back;
-with the last one of a file the file is gone. An array is handed over as a place only if it is the whole of what was put
-there, contiguous; any other is written into a file that lives until the readers are done. Whoever reads has copies of
-the pages that he changes, and nobody else sees it. Files are in a folder that is locked while the run lives: what a
-killed run left is removed by the next one that starts.
+Invariants: a stored array is never moved. A file stays while any array that `keep` returned from it is alive, and is
+deleted with the last one. An array is shared by its place only if it is the whole stored array, contiguous; any other
+is written to a file that lives until the readers are done. Readers map pages copy-on-write, so their changes are
+private. Files are in a folder that is locked while the run lives; the next run to start removes the files of a killed
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -29,27 +29,26 @@ from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, remove_st
 from slime.cluster.rpc.messages import DamagedMessage, Piece, rest_of, some_at_a_time
 
 SMALLEST = 32 * 2**20
-"""Bytes of a file, where there is room. Only what is used of it takes memory."""
+"""Minimum size of a file in bytes, if there is room. Only its used part takes memory."""
 LIVE_FILES = 16
-"""A file is as large as this part of all that is kept: there are few files, and little is held by those that are
-nearly empty."""
+"""A new file has 1/LIVE_FILES of the size of all kept files: there are few files, and nearly empty ones hold little."""
 RESERVE = 2
-"""Of so many parts of the shared memory that could be had one is taken: others need some, for weights on their way."""
+"""The arena uses at most 1/RESERVE of the available shared memory: weights in transit need some too."""
 _BITS = 40
-"""Of a place that say which byte; the others, which file."""
+"""The low bits of a place are the byte offset; the others are the file number."""
 _WRITTEN = 1 << 22
-"""The numbers of files that are written for one step begin here; that of no file, for what is empty, is before it."""
+"""First number of the files that are written for one step; the number before it is "no file", for empty arrays."""
 _NOWHERE = _WRITTEN - 1
 _ALIGNED = 64
 _GAP = bytes(_ALIGNED)
 
 
 class NoRoom(Exception):
-    """Shared memory cannot take it; the words say why."""
+    """Raised when shared memory has no room; the message says why."""
 
 
 class _File:
-    """A file in shared memory that is filled from its beginning."""
+    """A file in shared memory that is filled from the start."""
 
     __slots__ = ("__weakref__", "address", "end", "fd", "mapped", "number", "size")
 
@@ -62,9 +61,9 @@ class _File:
 
 
 class _Kept:
-    """What a kept array is based on: its place, and the file that lives as long as it does.
+    """The base object of a kept array: its place, and a reference that keeps the file alive.
 
-    Views of the array are based on the array: what is based on this is the whole of it.
+    Views of the array have the array as their base, so an array with this base is the whole stored array.
     """
 
     __slots__ = ("__array_interface__", "file", "place")
@@ -79,22 +78,29 @@ class _Kept:
         }
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where arrays are: each place is the number of a file, a key of `paths`, and a byte of it."""
+class PlacesMessage(TypedDict):
+    """Some of `Places` in the form that is sent to a reader."""
 
     paths: dict[int, str]
     places: np.ndarray
 
-    def part(self, begin: int, end: int) -> dict[str, Any]:
-        """Some of them in a row, as a message."""
+
+@dataclass(frozen=True)
+class Places:
+    """The locations of arrays: each place is a file number (a key of `paths`) and a byte offset in that file."""
+
+    paths: dict[int, str]
+    places: np.ndarray
+
+    def part(self, begin: int, end: int) -> PlacesMessage:
+        """Return the places `begin` to `end` as a message."""
         own = self.places[begin:end]
         numbers = set((own >> _BITS).tolist()) - {_NOWHERE}
         return {"paths": {number: self.paths[number] for number in sorted(numbers)}, "places": own}
 
 
 class SharedArena:
-    """Keeps arrays in files under `root`; several threads may use it."""
+    """Keeps arrays in files under `root`. Thread-safe."""
 
     def __init__(self, root: Path = SHARED_MEMORY) -> None:
         self.root = root
@@ -106,11 +112,11 @@ class SharedArena:
         self._alive: dict[int, tuple[Path, int]] = {}
 
     def clean(self) -> None:
-        """Remove what killed runs left behind."""
+        """Remove the files of killed runs."""
         remove_stale(self.root)
 
     def keep(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The same arrays in shared memory, or as they are once this is closed; a `NoRoom` where there is none."""
+        """Copy arrays to shared memory and return the copies (after `close`: the arrays); raises `NoRoom`."""
         begins, needed = _layout([array.nbytes for array in arrays])
         with self._lock:
             if not needed or self._is_closed:
@@ -126,8 +132,10 @@ class SharedArena:
 
     @contextmanager
     def lent(self, arrays: Sequence[np.ndarray]) -> Iterator[Places]:
-        """Where arrays are to be read, for as long as this lasts: those that are not kept here are written first, by as
-        many threads as there are cores. A `NoRoom` leaves nothing behind."""
+        """Make arrays readable by other processes while the body runs; yield their places.
+
+        Arrays that are not kept here are written first, by one thread per core. After a `NoRoom` no file is left.
+        """
         bases = [array.base for array in arrays]
         places = np.array([base.place if type(base) is _Kept else -1 for base in bases], np.int64)
         strays = [place for place in np.flatnonzero(places < 0).tolist() if arrays[place].size]
@@ -140,7 +148,7 @@ class SharedArena:
             yield Places(paths, places)
 
     def close(self) -> None:
-        """Remove the folder; arrays that somebody holds stay readable here."""
+        """Remove the folder; arrays that are still referenced in this process stay readable here."""
         with self._lock:
             self._is_closed = True
             self._open = None
@@ -149,7 +157,7 @@ class SharedArena:
 
     def _file_for(self, needed: int) -> _File:
         if self._open is None or self._open.end + needed > self._open.size:
-            self._open = None  # with which the file is gone, if nobody holds anything of it
+            self._open = None  # this deletes the file if no array in it is referenced
             kept, free = sum(size for _, size in list(self._alive.values())), shutil.disk_usage(self.root).free
             allowed = (kept + free) // RESERVE
             if kept + needed > allowed:
@@ -166,7 +174,7 @@ class SharedArena:
         return self._open
 
     def _written(self, stack: ExitStack, arrays: Sequence[np.ndarray]) -> tuple[dict[int, str], list[int]]:
-        """Files by number with arrays, removed with `stack`, and the place of each array."""
+        """Write arrays to files that are removed with `stack`; return the paths by number and each array's place."""
         try:
             staging = stack.enter_context(StagingFolder(self.root, "shares"))
         except OSError as error:
@@ -185,15 +193,15 @@ class SharedArena:
             try:
                 for one in writing:
                     one.result()
-            except OSError as error:  # somebody else took the room
+            except OSError as error:  # another process took the space
                 raise NoRoom(f"{self.root} has no room for {_gib(needed)} ({error})") from error
         placed = zip(paths, layouts, strict=True)
         places = [_place(number, begin) for number, (begins, _) in placed for begin in begins]
         return {number: str(path) for number, path in paths.items()}, places
 
 
-def read_places(message: dict[str, Any], sizes: Sequence[int]) -> list[np.ndarray]:
-    """The bytes of the arrays of `Places.part`, mapped for as long as somebody holds one of them."""
+def read_places(message: PlacesMessage, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Map the arrays of `Places.part` as bytes; a mapping lives while one of its arrays is referenced."""
     places, size = message["places"], np.array(sizes, np.int64)
     number, begin = places >> _BITS, places & (1 << _BITS) - 1
     found: list[np.ndarray] = [np.empty(0, np.uint8)] * len(places)
@@ -216,26 +224,26 @@ def _mapped(path: str, begin: int, end: int) -> np.ndarray:
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < end:
-                raise DamagedMessage(f"{path} ends before byte {end}: it is not whole")
+                raise DamagedMessage(f"{path} ends before byte {end}: it is incomplete")
             return np.frombuffer(mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_COPY, offset=begin), np.uint8)
     except OSError as error:
         raise DamagedMessage(f"{path} cannot be read: {error}") from error
 
 
 def _forget(alive: dict[int, tuple[Path, int]], number: int, fd: int) -> None:
-    """A file of which nobody holds an array any more."""
+    """Close and delete a file when no array in it is referenced."""
     os.close(fd)
     alive.pop(number)[0].unlink(missing_ok=True)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where arrays of these sizes begin, one behind the other, and where the last one ends."""
+    """Return the offsets of consecutive aligned arrays of these sizes, and the end of the last one."""
     *begins, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
     return begins, end
 
 
 def _even_parts(sizes: Sequence[int], count: int) -> list[range]:
-    """Neighbours together, in at most `count` parts of about the same size."""
+    """Split into at most `count` contiguous parts of about the same size."""
     ends = np.cumsum(sizes)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right").tolist()
     bounds = sorted({0, *cuts, len(sizes)})
@@ -243,7 +251,7 @@ def _even_parts(sizes: Sequence[int], count: int) -> list[range]:
 
 
 def _write_file(path: Path, arrays: Sequence[np.ndarray]) -> None:
-    """The interpreter is free for other threads while bytes are copied."""
+    """Write arrays to a new file; other threads can run while bytes are copied."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         _write(fd, _with_gaps(arrays), 0)
@@ -252,7 +260,7 @@ def _write_file(path: Path, arrays: Sequence[np.ndarray]) -> None:
 
 
 def _with_gaps(arrays: Sequence[np.ndarray]) -> Iterator[Piece]:
-    """The bytes of arrays, each up to a place that suits any type of number."""
+    """Yield the bytes of arrays, each padded to the alignment of any number type."""
     for array in arrays:
         if array.nbytes:
             yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -263,7 +271,7 @@ def _with_gaps(arrays: Sequence[np.ndarray]) -> Iterator[Piece]:
 def _write(fd: int, pieces: Iterator[Piece], begin: int) -> None:
     for some in some_at_a_time(pieces):
         while some:
-            written = os.pwritev(fd, some, begin)  # perhaps not all of it: two GiB at most
+            written = os.pwritev(fd, some, begin)  # may write less than all: at most 2 GiB
             begin += written
             some = rest_of(some, written)
 

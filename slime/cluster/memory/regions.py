@@ -1,7 +1,13 @@
-"""Host memory that processes of one machine share: a file in shared memory, mapped once and kept.
+"""Host regions shared by processes of one machine, pinned host memory, and device regions with stable addresses.
 
-Invariant: its maker has every page of it before anybody is told its path, so a full machine is an `OSError` there and
-never a signal later. Each process that has a GPU pins it once, so that copies run at the full speed of the bus.
+A `HostRegion` is a file in shared memory that is mapped once and kept. Invariant: its creator allocates every page
+before it shares the path, so a full machine raises an `OSError` there and never a signal later. Each process that has a
+GPU pins it once, so that copies run at the full speed of the bus.
+
+A `DeviceRegion` is device memory that is released and restored under the same addresses. Invariant: a tensor in a
+region keeps one address while the process lives, so code compiled or captured with it stays valid. While the region is
+released its tensors have no memory and must not be accessed; after `take_back` their contents are undefined until
+written.
 """
 
 from __future__ import annotations
@@ -15,15 +21,13 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from slime.cluster.devices import cpu_cores
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
-
-# Host memory that a GPU copies to and from at the full speed of the bus.
 
 _PIECE = 1 << 28
 _MOST_THREADS = 8
@@ -32,21 +36,24 @@ log = logging.getLogger(__name__)
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
-    """So many bytes, locked in place for as long as the tensor lives.
+    """Allocate `size` bytes of pinned memory for the lifetime of the tensor.
 
-    Torch's own pinned memory is rounded up to a power of two. Where there is no CUDA, or it refuses, they are plain
+    Torch's own pinned memory is rounded up to a power of two. Without CUDA, or if it cannot pin, this is pageable
     memory.
     """
     memory = np.empty(size, np.uint8)
-    _touch(memory)
+    # Several threads allocate the pages: CUDA alone would take six times as long.
+    pieces = [memory[begin : begin + _PIECE] for begin in range(0, memory.nbytes, _PIECE)]
+    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores())) as pool:
+        list(pool.map(lambda piece: piece.fill(0), pieces))
     pin(memory)
     return torch.from_numpy(memory)
 
 
-def pin(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Lock memory in place while the array lives, where there is a GPU; it must have its pages already.
+def pin(memory: np.ndarray) -> None:
+    """Pin memory while the array lives, if there is a GPU; its pages must be allocated already.
 
-    Memory that is given back locked would have its addresses refused when the system hands them out again.
+    It is unpinned before it is freed: otherwise CUDA could not pin the same addresses when the system reuses them.
     """
     if not memory.nbytes or not torch.cuda.is_available():
         return
@@ -64,20 +71,13 @@ def pin(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
 
 
 def _take_report() -> None:
-    """The next kernel's launch reports the refusal as its own failure: be that kernel."""
+    """Launch a dummy kernel to clear CUDA's pending error, which the next launch would otherwise report."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
-def _touch(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Give it its pages, by several threads: letting CUDA do it alone takes six times as long."""
-    pieces = [memory[begin : begin + _PIECE] for begin in range(0, memory.nbytes, _PIECE)]
-    with ThreadPoolExecutor(min(_MOST_THREADS, cpu_cores())) as pool:
-        list(pool.map(lambda piece: piece.fill(0), pieces))
-
-
 class HostRegion:
-    """The mapping of one file; `data` are its bytes."""
+    """The mapping of one shared file; `data` holds its bytes."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class HostRegion:
 
     @classmethod
     def create(cls, path: Path, size: int) -> HostRegion:
-        """A new file of so many bytes; one that was there is replaced."""
+        """Create a file of `size` bytes, replacing an existing one, and map it."""
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -105,7 +105,7 @@ class HostRegion:
 
     @classmethod
     def open(cls, path: Path) -> HostRegion:
-        """One that another process made."""
+        """Map a region that another process created."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             return cls(path, descriptor)
@@ -114,24 +114,18 @@ class HostRegion:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file at the path is still this one."""
+        """True while the file at the path is still this one."""
         try:
             return self.path.stat().st_ino == self._inode
         except FileNotFoundError:
             return False
 
 
-# Device memory that is given back and taken again under the same addresses.
-#
-# Invariant: a tensor made in a region is at one address for as long as the process lives, so what was compiled or
-# captured with it stays valid. While the region is released its tensors have no memory: nobody may touch them, and
-# after `take_back` their contents are whatever is written then.
-
-ALIGNMENT = 512  # as torch's own allocator
+ALIGNMENT = 512  # of device tensors, as in torch's own allocator
 
 
 class MemoryDriver(Protocol):
-    """The calls of `CudaDriver` that a region makes."""
+    """The calls of `CudaDriver` that a device region makes."""
 
     def granularity(self) -> int: ...
 
@@ -151,7 +145,7 @@ def aligned(size: int, multiple: int = ALIGNMENT) -> int:
 
 
 class AddressRange:
-    """Reserved addresses, filled with memory from the front as it is asked for."""
+    """Reserved device addresses that get physical memory from the front on demand."""
 
     def __init__(self, driver: MemoryDriver, size: int) -> None:
         self._driver = driver
@@ -159,17 +153,17 @@ class AddressRange:
         self._size = aligned(size, self._granularity)
         self.first = driver.reserve(self._size)
         self.used_bytes = 0
-        self._sizes: list[int] = []  # of the pieces of physical memory, one behind the other
+        self._sizes: list[int] = []  # of the consecutive pieces of physical memory
         self._handles: list[int] = []
 
     @property
     def backed_bytes(self) -> int:
-        """The physical memory that the range takes now."""
+        """The physical memory that backs the range now."""
         return sum(self._sizes[: len(self._handles)])
 
     @property
     def full_bytes(self) -> int:
-        """What it takes when it is not released."""
+        """The physical memory that backs the range when it is not released."""
         return sum(self._sizes)
 
     @property
@@ -177,7 +171,7 @@ class AddressRange:
         return len(self._handles) < len(self._sizes)
 
     def prepare(self, size: int) -> None:
-        """Have memory for so many more bytes in one piece."""
+        """Allocate memory for `size` more bytes in one piece."""
         missing = self.used_bytes + size - sum(self._sizes)
         if missing > 0:
             piece = aligned(missing, self._granularity)
@@ -187,7 +181,7 @@ class AddressRange:
             self._sizes.append(piece)
 
     def take(self, size: int) -> int:
-        """The address of so many bytes that nothing else has."""
+        """Allocate `size` bytes; return their address."""
         assert not self.is_released, "a released region cannot grow"
         self.prepare(aligned(size))
         address = self.first + self.used_bytes
@@ -195,7 +189,7 @@ class AddressRange:
         return address
 
     def release(self) -> None:
-        """Give all physical memory back; the addresses stay taken."""
+        """Free all physical memory; the addresses stay reserved."""
         offset = self.backed_bytes
         while self._handles:
             size, handle = self._sizes[len(self._handles) - 1], self._handles.pop()
@@ -204,7 +198,7 @@ class AddressRange:
             self._driver.release(handle)
 
     def take_back(self) -> None:
-        """Physical memory at all addresses again; all of it, or `CudaRefused` and none."""
+        """Restore physical memory at all addresses: all of it, or `CudaRefused` and none."""
         try:
             while self.is_released:
                 self._back(self._sizes[len(self._handles)], self.backed_bytes)
@@ -223,16 +217,16 @@ class AddressRange:
 
 
 class DeviceRegion:
-    """Tensors on one GPU whose memory comes and goes together."""
+    """Tensors on one GPU whose memory is released and restored together."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # the thread has a context from here on
+        torch.cuda.synchronize(device)  # creates the thread's CUDA context
         self._device = device
         index = torch.cuda.current_device() if device.index is None else device.index
         self.range = AddressRange(CudaDriver(index), torch.cuda.get_device_properties(index).total_memory)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in this region, with whatever is in its memory."""
+        """Allocate an uninitialised tensor in this region."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
@@ -240,7 +234,7 @@ class DeviceRegion:
         return held.view(dtype).view(tuple(shape))
 
     def contents(self) -> torch.Tensor:
-        """All of it as bytes."""
+        """Return all used memory of the region as one byte tensor."""
         first, size = self.range.first, self.range.used_bytes
         if not size:
             return torch.empty(0, dtype=torch.uint8, device=self._device)

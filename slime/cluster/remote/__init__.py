@@ -1,1 +1,1 @@
-"""Other machines as nodes of a run: what is asked of them, what is brought there, who acts for the run there."""
+"""Other machines as nodes of a run: placement, file transfer, and the agent process on each node."""

@@ -1,7 +1,7 @@
-"""What does a run's work on a node of its own: starts processes there, tells of them, and takes files.
+"""Agent of a run on another node: starts processes there, reports their logs and exit codes, and receives files.
 
-Invariant: everything it starts dies with it, and it dies with the driver. It answers with plain values; what goes wrong
-is an answer too, never an exception that the other side would have to unpickle.
+Invariant: everything it starts dies with it, and it dies with the driver. It returns plain values; an error is also
+returned as a value, never as an exception that the driver would have to unpickle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from slime.cluster.local import child_of
 from slime.cluster.node import Command
@@ -22,10 +21,11 @@ from slime.cluster.process import ChildProcess
 from slime.cluster.remote.files import Arrival, Inventory, code_inventory, inventory, node_cache
 from slime.cluster.rpc.connect import connect_to
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 MOST_NEWS_BYTES = 4 * 2**20
 SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""What Ray's workers set for themselves: for a process that is to share the node with nobody but us."""
+"""Variables that Ray sets in its workers, which would also apply to the processes started here."""
 
 OK = "ok"
 USER_ERROR = "user error"
@@ -33,7 +33,7 @@ FAILED = "failed"
 
 
 class NodeAgent:
-    """One per node. `call` is all that the driver uses."""
+    """The agent process; one per node. The driver uses only `call`."""
 
     def __init__(self, working_folder: str) -> None:
         _forget_what_ray_set()
@@ -45,9 +45,9 @@ class NodeAgent:
         self._next = 0
         self._lock = threading.Lock()
 
-    def call(self, method: str, *args: Any) -> tuple[str, Any]:
-        """How it went, and the value or the sentence."""
-        known: dict[str, Callable[..., Any]] = {
+    def call(self, method: str, *args: object) -> tuple[str, object]:
+        """Call a method; return its status, and its result or the error message."""
+        known: dict[str, Callable[..., object]] = {
             "start": self.start,
             "news": self.news,
             "stop": self.stop,
@@ -72,8 +72,8 @@ class NodeAgent:
         except Exception as error:  # noqa: BLE001 - the boundary of the process: the driver raises it again
             return FAILED, f"{type(error).__name__}: {error}"
 
-    def start(self, fields: Mapping[str, Any], where: str | None, token: str | None) -> tuple[int, int]:
-        """Start a process; with `where`, one whose channel leads to the driver there. Its number here, and its pid."""
+    def start(self, fields: JsonMapping, where: str | None, token: str | None) -> tuple[int, int]:
+        """Start a process, with a channel to the driver at `where` if given; return its number here and its pid."""
         command = Command(**fields)
         with self._lock:
             number = self._next
@@ -93,15 +93,16 @@ class NodeAgent:
         return number, process.pid
 
     def news(self, offsets: Mapping[int, int]) -> dict[int, tuple[bytes, int | None]]:
-        """What each log has from the given byte on, and the exit code of a process that has ended and said all."""
-        return {number: self._news_of(self._processes[number], offset) for number, offset in offsets.items()}
-
-    def _news_of(self, process: ChildProcess, offset: int) -> tuple[bytes, int | None]:
-        code = process.poll()  # before the log is read: what a process wrote last is not missed
-        with process.log_path.open("rb") as log:
-            log.seek(offset)
-            data = log.read(MOST_NEWS_BYTES)
-        return data, None if len(data) == MOST_NEWS_BYTES else code
+        """Return each log's new bytes from its offset on, and the exit code once the log was read to its end."""
+        found: dict[int, tuple[bytes, int | None]] = {}
+        for number, offset in offsets.items():
+            process = self._processes[number]
+            code = process.poll()  # before the log is read, so that the last lines of a process are not missed
+            with process.log_path.open("rb") as log:
+                log.seek(offset)
+                data = log.read(MOST_NEWS_BYTES)
+            found[number] = data, None if len(data) == MOST_NEWS_BYTES else code
+        return found
 
     def stop(self, number: int, grace_s: float) -> int | None:
         return self._processes[number].stop(grace_s)
@@ -113,12 +114,22 @@ class NodeAgent:
         return self._processes[number].state()
 
     def ask_for_stacks(self, number: int) -> bool:
-        """SIGQUIT, if the process catches it now."""
+        """Send SIGQUIT if the process catches it now; return True if it was sent."""
         pid = self._processes[number].child_pid()
-        return pid is not None and _sends_quit(pid)
+        if pid is None:
+            return False
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+            if not int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1:
+                return False
+            os.kill(pid, signal.SIGQUIT)
+        except (OSError, StopIteration):
+            return False
+        return True
 
-    def arrive(self, name: str, message: dict[str, Any]) -> tuple[str, bool]:
-        """Where a folder of this inventory is going to be; whether it is there already."""
+    def arrive(self, name: str, message: JsonObject) -> tuple[str, bool]:
+        """Prepare to receive a folder of this inventory; return its path and True if it is there already."""
         arrival = Arrival(node_cache(), name, Inventory.from_message(message))
         if not arrival.is_there:
             arrival.begin()
@@ -132,32 +143,32 @@ class NodeAgent:
         self._arrivals.pop(final).finish()
 
     def sees(self, path: str, text: str) -> bool:
-        """Whether the file is here and says so: a folder that the driver's machine shares."""
+        """Return True if the marker file is visible here: the driver's machine shares its folder with this node."""
         folder = os.path.dirname(path)
         try:
-            os.listdir(folder)  # network file systems look again
+            os.listdir(folder)  # makes network file systems refresh
             return Path(path).read_text() == text
         except OSError:
             return False
 
     def search_also(self, folders: list[str]) -> None:
-        """Folders with modules that processes started from now on find."""
+        """Add folders to the module search path of processes started from now on."""
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
 
     def close(self) -> None:
-        """Stop what still runs and leave nothing behind."""
+        """Stop all running processes and delete their logs."""
         for process in list(self._processes.values()):
             process.stop(1.0)
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def _message(found: Inventory | None) -> dict[str, Any] | None:
+def _message(found: Inventory | None) -> JsonObject | None:
     return None if found is None else found.to_message()
 
 
 def _forget_what_ray_set() -> None:
-    """The node's own environment is the one that this process was started with."""
+    """Remove the variables that Ray set after this process started: they are not the node's own environment."""
     try:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux: what Ray set stays
@@ -166,15 +177,3 @@ def _forget_what_ray_set() -> None:
     for name in SET_BY_RAY:
         if name not in names:
             os.environ.pop(name, None)
-
-
-def _sends_quit(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        if not int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1:
-            return False
-        os.kill(pid, signal.SIGQUIT)
-    except (OSError, StopIteration):
-        return False
-    return True

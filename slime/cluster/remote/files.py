@@ -1,8 +1,8 @@
-"""Folders of the driver's machine on other nodes: found there, or brought there piece by piece.
+"""Copies folders of the driver's machine to other nodes, unless they are there already.
 
-Invariant: a folder counts as the same where every file has the same name and size and every small file the same
-content; what was brought has its final name only when it is whole, so that a cache is never half filled, not even by
-two nodes with one home.
+Invariant: two folders count as the same if every file has the same name and size and every small file the same content.
+A copy gets its final name only when it is complete, so a cache entry is never partial, even if two nodes share one home
+folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 SMALL_BYTES = 4 * 2**20
 CHUNK_BYTES = 8 * 2**20
@@ -25,10 +26,13 @@ LEFT_OUT = ("__pycache__",)
 OWN_PACKAGE = __name__.partition(".")[0]
 MOST_CODE_BYTES = 64 * 2**20
 
+AgentCall = Callable[..., Any]
+"""Calls a method of a node's agent by its name."""
+
 
 @dataclass(frozen=True)
 class Inventory:
-    """The files of a folder, or a file alone (named ""): name, size, and the hash of a small one's content."""
+    """The files of a folder, or a single file (named ""): name, size, and for a small file the hash of its content."""
 
     files: tuple[tuple[str, int, str], ...]
 
@@ -40,42 +44,38 @@ class Inventory:
     def key(self) -> str:
         return hashlib.sha256(repr(self.files).encode()).hexdigest()[:24]
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> JsonObject:
         return {"files": [list(one) for one in self.files]}
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Inventory:
+    def from_message(cls, message: JsonObject) -> Inventory:
         return cls(tuple((str(name), int(size), str(digest)) for name, size, digest in message["files"]))
 
 
 def inventory(path: Path) -> Inventory | None:
-    """What lies there; None where nothing does."""
+    """Take the inventory of a file or folder; None if it does not exist."""
     if path.is_file():
         return Inventory((_entry("", path),))
     if not path.is_dir():
         return None
-    return Inventory(tuple(_entry(name, path / name) for name in sorted(_names(path))))
+    names: list[str] = []
+    for root, folders, files in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        names += (os.path.relpath(os.path.join(root, file), path) for file in files)
+    return Inventory(tuple(_entry(name, path / name) for name in sorted(names)))
 
 
 def code_inventory(folder: Path) -> Inventory | None:
-    """The Python files of a folder and of the packages in it, as far as they are the user's; None where it is none."""
+    """Take the inventory of the user's Python files in a folder and its packages; None if it is not a folder."""
     if not folder.is_dir():
         return None
-    names = [name for name in sorted(_code_names(folder)) if not name.startswith(f"{OWN_PACKAGE}{os.sep}")]
-    return Inventory(tuple(_entry(name, folder / name) for name in names))
-
-
-def _code_names(folder: Path) -> Iterator[str]:
+    names: list[str] = []
     for root, folders, files in os.walk(folder):
         inside = [name for name in folders if name not in LEFT_OUT and name.isidentifier()]
         folders[:] = [name for name in inside if os.path.isfile(os.path.join(root, name, "__init__.py"))]
-        yield from (os.path.relpath(os.path.join(root, file), folder) for file in files if file.endswith(".py"))
-
-
-def _names(folder: Path) -> Iterator[str]:
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
-        yield from (os.path.relpath(os.path.join(root, file), folder) for file in files)
+        names += (os.path.relpath(os.path.join(root, file), folder) for file in files if file.endswith(".py"))
+    own = [name for name in sorted(names) if not name.startswith(f"{OWN_PACKAGE}{os.sep}")]
+    return Inventory(tuple(_entry(name, folder / name) for name in own))
 
 
 def _entry(name: str, path: Path) -> tuple[str, int, str]:
@@ -84,12 +84,12 @@ def _entry(name: str, path: Path) -> tuple[str, int, str]:
 
 
 def node_cache() -> Path:
-    """Where a node keeps what was brought: `SLIME_NODE_CACHE`, else below the home folder."""
+    """Return the folder for copies on a node: `SLIME_NODE_CACHE`, else below the home folder."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "slime" / "node")
 
 
 class Arrival:
-    """A folder on its way into a node's cache. The key of its inventory names it, so that it is brought once."""
+    """A folder that is being copied into a node's cache. Its inventory's key is its name, so it is copied only once."""
 
     def __init__(self, cache: Path, name: str, expected: Inventory) -> None:
         self.expected = expected
@@ -108,7 +108,7 @@ class Arrival:
                 f"{self._partial.parent} has {free / 2**30:.1f} GiB left, and {self.final.name} has "
                 f"{self.expected.size / 2**30:.1f} GiB: make room, or set {CACHE_VARIABLE} to another folder there"
             )
-        if self.final.parent.exists():  # and is not what it was
+        if self.final.parent.exists():  # with different content
             shutil.rmtree(self.final.parent)
         self._partial.mkdir()
         for name, _, _ in self.expected.files:
@@ -119,12 +119,12 @@ class Arrival:
     def write(self, name: str, data: bytes) -> None:
         """Append to one of the files."""
         if name not in {file for file, _, _ in self.expected.files}:
-            raise UserError(f"{name} is no part of {self.final.name}")
+            raise UserError(f"{name} is not in the inventory of {self.final.name}")
         with self._place(name).open("ab") as file:
             file.write(data)
 
     def finish(self) -> None:
-        """Make it whole, unless somebody else has meanwhile."""
+        """Give the copy its final name, unless another process has done so already."""
         arrived = inventory(self._partial / self.final.name)
         if arrived != self.expected:
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -142,23 +142,24 @@ class Arrival:
 
 
 def chunks(path: Path, expected: Inventory) -> Iterator[tuple[str, bytes]]:
-    """The content of a folder in pieces, each with the name of its file."""
+    """Yield the content of a folder in chunks, each with the name of its file."""
     for name, _, _ in expected.files:
         with (path / name if name else path).open("rb") as file:
             while data := file.read(CHUNK_BYTES):
                 yield name, data
 
 
-def bring(path: Path, call: Callable[..., Any]) -> str:
-    """What this file or folder is called where `call` leads: the same where it is the same there, else a copy."""
+def bring(path: Path, call: AgentCall) -> str:
+    """Return the path of this file or folder on the node of `call`: the same path if it is the same there, else a
+    copy."""
     ours = inventory(path)
     if ours is None:
         raise UserError(f"{path} is not there")
     return _brought(path, ours, "inventory", call)
 
 
-def bring_code(folder: Path, call: Callable[..., Any]) -> str:
-    """The same for the modules in a folder, and nothing else of it; processes started there find them from now on."""
+def bring_code(folder: Path, call: AgentCall) -> str:
+    """Do the same for only the modules in a folder; processes started there from now on can import them."""
     ours = code_inventory(folder)
     if ours is None:
         raise UserError(f"{folder} is not there")
@@ -171,7 +172,7 @@ def bring_code(folder: Path, call: Callable[..., Any]) -> str:
     return there
 
 
-def _brought(path: Path, ours: Inventory, look: str, call: Callable[..., Any]) -> str:
+def _brought(path: Path, ours: Inventory, look: str, call: AgentCall) -> str:
     theirs = call(look, str(path))
     if theirs is not None and Inventory.from_message(theirs) == ours:
         return str(path)

@@ -1,7 +1,7 @@
-"""A node that an agent works for, as the driver sees it: its processes look like children of the driver.
+"""Another node on the driver's side: its processes have the interface of the driver's children.
 
-Invariant: what a process there wrote is in its log here before its exit code is known here. A node that cannot be
-reached is lost for good, and its processes have ended.
+Invariant: the output of a remote process is in its log here before its exit code is known here. A node that cannot be
+reached is lost permanently, and its processes count as ended.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ logger = logging.getLogger(__name__)
 
 
 class NodeSilent(NodeLost):
-    """The node did not answer in time."""
+    """Raised when the node does not answer in time."""
 
 
 class Agent(Protocol):
-    """The way to a `slime.cluster.remote.agent.NodeAgent`."""
+    """Calls a `slime.cluster.remote.agent.NodeAgent`."""
 
-    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
-        """Its answer, which may be a `UserError` or a `RunFailed`; `NodeLost` where none comes any more, `NodeSilent`
-        where none came in time."""
+    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
+        """Call a method of the agent.
+
+        Raises the agent's `UserError` or `RunFailed`, `NodeLost` if the node is gone, and `NodeSilent` on a timeout.
+        """
 
 
 class RemoteNode:
-    """One machine of the run that is not the driver's. `listener` is where its processes find the driver."""
+    """A machine of the run other than the driver's. Its processes connect to the driver's `listener`."""
 
     is_here = False
 
@@ -57,7 +59,7 @@ class RemoteNode:
         self.agent = agent
         self.sockets: Mapping[str, str] = {}
         self.paths: dict[str, str] = {}
-        """What folders of the driver's machine are called there."""
+        """Folders of the driver's machine, with their paths there."""
         self._listener = listener
         self._token = token
         self._lost = threading.Event()
@@ -88,31 +90,31 @@ class RemoteNode:
         return ports
 
     def path(self, path: str) -> str:
-        """By the folder that was provided and has it, if there is one."""
+        """Map a path through the provided folder that contains it, if there is one."""
         whole = os.path.abspath(path)
         for ours, theirs in self.paths.items():
             if whole == ours or whole.startswith(ours + os.sep):
                 return theirs + whole.removeprefix(ours)
         return whole
 
-    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
-        """Ask the agent; whoever finds the node gone says so to all."""
+    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
+        """Call the agent; the first call that finds the node gone marks it as lost."""
         if self.is_lost:
             raise NodeLost(f"the node {self.name} is gone")
         try:
             return self.agent.call(method, *args, timeout_s=timeout_s)
         except NodeSilent:
-            raise  # it may be busy: only the news, which are asked for all the time, tell
+            raise  # it may be busy: only the log polling decides
         except NodeLost as error:
             self._is_gone(error)
             raise
 
     def look_soon(self) -> None:
-        """There are news."""
+        """Poll the node's logs without waiting for the next interval."""
         self._soon.set()
 
     def close(self) -> None:
-        """Stop what is left there. Safe to call again."""
+        """Stop all processes there. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -171,7 +173,7 @@ class RemoteProcess:
         self.name = command.name
         self.log_path = log_path
         self.read = 0
-        """Bytes of its log that are here."""
+        """Bytes of its log that were copied here."""
         self._node = node
         self._number = number
         self._pid = pid
@@ -189,7 +191,7 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int:
-        """On its own machine."""
+        """The pid on its own machine."""
         return self._pid
 
     def poll(self) -> int | None:
@@ -223,7 +225,7 @@ class RemoteProcess:
         return f"{state} on {self._node.name}{said}"
 
     def ask_for_stacks(self) -> bool:
-        """They come into its log; whether it was asked."""
+        """Ask the process to write its stacks to its log; return True if it was asked."""
         try:
             return self._code is None and bool(self._node.call("ask_for_stacks", self._number, timeout_s=STATE_S))
         except NodeLost:
@@ -236,7 +238,7 @@ class RemoteProcess:
         return []
 
     def heard(self, data: bytes, code: int | None) -> None:
-        """Its log goes on, and perhaps it has ended."""
+        """Append new bytes to the log; record the exit code if it has ended."""
         if data:
             with self.log_path.open("ab") as log:
                 log.write(data)
@@ -250,4 +252,4 @@ class RemoteProcess:
             try:
                 act()
             except NodeLost:
-                return  # and so is the process
+                return  # the process is gone with its node

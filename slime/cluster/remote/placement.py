@@ -1,7 +1,7 @@
-"""Which devices of a run must be on one node, and whether a cluster has such nodes.
+"""Groups the devices of a run into bundles that must be on one node, and fits them to a cluster's nodes.
 
-Invariant: a bundle is never split. A training node's processes are one bundle, so are the GPUs of an engine as far as a
-node has so many; whoever asks for what no node can give is told what is missing on which node, before anything waits.
+Invariant: a bundle is never split. A training node's processes are one bundle; so are the GPUs of an engine, up to the
+size of the largest node. If no node fits a bundle, the error says what is missing on which node, before anything waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENGINE = "engine"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A node of a cluster, as its scheduler sees it; `is_here`: the driver's own."""
+    """A node of a cluster as reported by its scheduler; `is_here` marks the driver's own."""
 
     id: str
     name: str
@@ -28,13 +28,13 @@ class NodeFacts:
     is_here: bool = False
 
     def devices(self, device: str) -> int:
-        """How many processes with a device of their own it takes."""
+        """Return how many processes, each with its own device, the node can run."""
         return self.gpus if device == "cuda" else self.cpus
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """So many devices of one node, for trainers (and for the engines that share them) or for an engine alone."""
+    """`count` devices on one node, for trainers (and the engines that share them) or for one engine."""
 
     role: str
     count: int
@@ -43,7 +43,7 @@ class Bundle:
 def make_bundles(
     config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int
 ) -> tuple[Bundle, ...]:
-    """The training nodes first, then the engines that do not share devices with them."""
+    """Return the bundles: training nodes first, then engines that do not share devices with them."""
     per_node = config.actor_num_gpus_per_node
     bundles = [Bundle(TRAINER, min(per_node, trainers - first)) for first in range(0, trainers, per_node)]
     left = max(0, rollout - trainers) if config.colocate else rollout
@@ -56,7 +56,7 @@ def make_bundles(
 
 
 def fit(bundles: Sequence[Bundle], nodes: Sequence[NodeFacts], device: str) -> tuple[NodeFacts, ...]:
-    """A node for each bundle, the largest placed first; a `UserError` that names what is missing where."""
+    """Choose a node for each bundle, placing the largest first; a `UserError` says what is missing where."""
     free = {node.id: node.devices(device) for node in nodes}
     taken: dict[str, list[Bundle]] = {node.id: [] for node in nodes}
     found: dict[int, NodeFacts] = {}
@@ -82,8 +82,8 @@ def _missing(bundle: Bundle, nodes: Sequence[NodeFacts], taken: dict[str, list[B
     able = [node for node in nodes if node.devices(device)] or nodes
     there = "; ".join(_use(node, taken[node.id], device, unit) for node in able) or "no node is alive"
     return (
-        f"{what} needs {bundle.count} {unit}{'s' if bundle.count > 1 else ''} on one node, and no node of the Ray "
-        f"cluster has so many left: {there}: lower {flags[bundle.role]}, or add nodes"
+        f"{what} needs {bundle.count} {unit}{'s' if bundle.count > 1 else ''} on one node, but no node of the Ray "
+        f"cluster has enough left: {there}: lower {flags[bundle.role]}, or add nodes"
     )
 
 

@@ -1,22 +1,24 @@
-"""What runs on a node before it is known to have this package: a class that travels whole.
+"""The actor class that runs on a node before the node is known to have this package.
 
-Invariant: nothing in it refers to anything outside its own body, so that a node without slime, or with another one, can
-run it.
+Invariant: the class refers to nothing outside its own body, so a node without slime, or with a different one, can run
+it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 
 def agent_class() -> type:
-    """The class of the process that a run has on each node. It looks around first (`survey`), is brought this package
-    if need be (`unpack`), and then is a `NodeAgent` of it (`begin`, `call`)."""
+    """Return the class of the actor that a run has on each node.
+
+    It first checks the node (`survey`), receives this package if needed (`unpack`), and then acts as the package's
+    `NodeAgent` (`begin`, `call`).
+    """
 
     class SlimeNodeAgent:
-        def survey(self, package: str, needed: tuple[str, ...]) -> dict[str, Any]:
-            """What the node has: the package and what else is needed, its Python, the cores."""
+        def survey(self, package: str, needed: tuple[str, ...]) -> dict[str, object]:
+            """Report the node's copy of the package, missing packages, its Python and its cores."""
             import hashlib
             import importlib.util
             import os
@@ -43,7 +45,7 @@ def agent_class() -> type:
             }
 
         def unpack(self, data: bytes, digest: str, package: str) -> str:
-            """Put the package into the node's cache, whole or not at all; the folder to search for it."""
+            """Unpack the package into the node's cache, completely or not at all; return its parent folder."""
             import io
             import os
             import shutil
@@ -60,14 +62,14 @@ def agent_class() -> type:
                     archive.extractall(partial)
                 try:
                     os.rename(partial, final)
-                except OSError:  # somebody else was first
+                except OSError:  # another process was first
                     shutil.rmtree(partial, ignore_errors=True)
                     if not final.is_dir():
                         raise
             return str(final)
 
         def begin(self, parent: str, working_folder: str) -> None:
-            """Become the agent of the package in this folder."""
+            """Create the `NodeAgent` of the package in this folder."""
             import importlib
             import sys
 
@@ -77,12 +79,12 @@ def agent_class() -> type:
 
             self.agent = NodeAgent(working_folder)
 
-        def call(self, method: str, *args: Any) -> Any:
+        def call(self, method: str, *args: object) -> object:
             return self.agent.call(method, *args)
 
     return SlimeNodeAgent
 
 
 def package_digest(package: Path) -> str:
-    """The digest that `survey` gives where the package is this one."""
+    """Return the digest that `survey` reports for this package."""
     return str(agent_class()().survey(package.name, ())["digest"])

@@ -1,11 +1,11 @@
-"""Messages between two processes over a stream socket: msgpack frames, numpy arrays included, never pickles.
+"""Sends messages between two processes over a stream socket: msgpack frames with numpy arrays, never pickles.
 
-The invariants: a message arrives whole or not at all; a receive that runs out of time loses nothing and can be
-repeated; a message that cannot be packed is refused before its first byte is sent, so that the channel stays usable.
+Invariants: a message arrives completely or not at all. A receive that times out loses nothing and can be repeated. A
+message that cannot be packed is rejected before its first byte is sent, so the channel stays usable.
 
-A frame is `<u64 bytes that follow> <u64 body bytes> <u32 n> <u64 size> x n  body  buffer x n`. Small arrays travel
-inside the msgpack body; large ones follow as raw buffers (`slime.cluster.rpc.messages`), sent from and received into their
-own memory uncopied.
+A frame is `<u64 bytes that follow> <u64 body bytes> <u32 n> <u64 size> x n  body  buffer x n`. Small arrays are inside
+the msgpack body; large ones follow as raw buffers (`slime.cluster.rpc.messages`), sent from and received into their own
+memory without a copy.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _HEAD = struct.Struct("<QI")
 
 
 class ChannelClosed(Exception):
-    """The other side is gone, or this side was closed."""
+    """Raised when the other side is gone or this side was closed."""
 
 
 class ChannelTimeout(Exception):
-    """The deadline passed before the message was whole."""
+    """Raised when the deadline passes before the message is complete."""
 
 
 class ChannelProtocolError(Exception):
-    """What arrived is not a frame of this protocol, or is larger than allowed."""
+    """Raised when received bytes are not a frame of this protocol, or the frame is larger than allowed."""
 
 
 class Channel:
-    """Both directions of one connection. Several threads may use it: sends are serialised, and so are receives."""
+    """Both directions of one connection. Thread-safe: sends are serialised, and so are receives."""
 
     def __init__(self, sock: socket.socket, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         sock.setblocking(False)
@@ -51,7 +51,7 @@ class Channel:
         self._max_bytes = max_bytes
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
-        self._reading: Generator[None, None, Any] | None = None
+        self._reading: Generator[None, None, object] | None = None
 
     @classmethod
     def from_fd(cls, fd: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Self:
@@ -61,16 +61,18 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, obj: Any, timeout_s: float = DEFAULT_SEND_TIMEOUT_S) -> None:
-        """Send one message. A deadline that passes half-way closes the channel, since the rest can't be told apart."""
+    def send(self, obj: object, timeout_s: float = DEFAULT_SEND_TIMEOUT_S) -> None:
+        """Send one message. A timeout closes the channel, since the receiver may have part of the message."""
         frame = _frame(obj, self._max_bytes)
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
             self._send_frame(frame, deadline, timeout_s)
 
-    def offer(self, obj: Any) -> bool:
-        """Send a small message if the way is free now; whether it was sent. For news that are worth nothing later, so
-        it neither waits nor fails for want of a receiver."""
+    def offer(self, obj: object) -> bool:
+        """Send a small message if the socket is writable now; return True if it was sent.
+
+        For status messages that are useless later: it neither waits nor fails without a receiver.
+        """
         frame = _frame(obj, self._max_bytes)
         if not self._send_lock.acquire(blocking=False):
             return False
@@ -86,7 +88,7 @@ class Channel:
         return True
 
     def recv(self, timeout_s: float | None) -> Any:
-        """The next message. `None` waits without a deadline: for a child whose life ends with its parent anyway."""
+        """Return the next message. `None` waits without a deadline: for a child that dies with its parent anyway."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._recv_lock:
             if self._reading is None:
@@ -104,7 +106,7 @@ class Channel:
                     raise ChannelTimeout(f"no message within {timeout_s:g} s")
 
     def close(self) -> None:
-        """Close this side; the other side then reads ChannelClosed. Safe to call again."""
+        """Close this side; the other side then raises ChannelClosed. Idempotent."""
         self._sock.close()
 
     def __enter__(self) -> Self:
@@ -124,28 +126,26 @@ class Channel:
 
     def _send_frame(self, frame: Iterable[list[Piece]], deadline: float, timeout_s: float) -> None:
         for pieces in frame:
-            self._send_pieces(pieces, deadline, timeout_s)
+            rest = pieces
+            while rest:
+                try:
+                    rest = rest_of(rest, self._sock.sendmsg(rest))
+                except BlockingIOError:
+                    if not self._wait(select.POLLOUT, deadline):
+                        self.close()
+                        raise ChannelTimeout(f"the receiver did not read the message within {timeout_s:g} s") from None
+                except OSError as error:
+                    raise ChannelClosed(f"the other side is gone ({error.strerror})") from error
 
-    def _send_pieces(self, pieces: list[Piece], deadline: float, timeout_s: float) -> None:
-        while pieces:
-            try:
-                pieces = rest_of(pieces, self._sock.sendmsg(pieces))
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline):
-                    self.close()
-                    raise ChannelTimeout(f"the receiver did not take the message within {timeout_s:g} s") from None
-            except OSError as error:
-                raise ChannelClosed(f"the other side is gone ({error.strerror})") from error
-
-    def _read_frame(self) -> Generator[None, None, Any]:
-        """Read one frame, yielding whenever more bytes must come first."""
+    def _read_frame(self) -> Generator[None, None, object]:
+        """Read one frame, yielding whenever it needs more bytes."""
         (length,) = _LENGTH.unpack((yield from self._read(_LENGTH.size)))
         if not _HEAD.size <= length <= self._max_bytes:
             raise ChannelProtocolError(f"a message of {length} bytes was announced (at most {self._max_bytes})")
         body_length, count = _HEAD.unpack((yield from self._read(_HEAD.size)))
         table_length = count * _LENGTH.size
         if _HEAD.size + table_length + body_length > length:
-            raise ChannelProtocolError("a message announced more parts than it is long")
+            raise ChannelProtocolError("a message announced parts that are longer than the message")
         table = yield from self._read(table_length)
         sizes = [size for (size,) in _LENGTH.iter_unpack(table)]
         if _HEAD.size + table_length + body_length + sum(sizes) != length:
@@ -181,7 +181,7 @@ class Channel:
 
 
 class Listening:
-    """Waits for the first of several channels that has something to read; `without` those that have said enough."""
+    """Waits until one of several channels is readable; `without` removes a channel."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._poller = select.poll()  # `select.select` fails with a descriptor above 1,023
@@ -191,22 +191,22 @@ class Listening:
             self._poller.register(fileno, select.POLLIN)
 
     def ready(self, timeout_s: float) -> list[int]:
-        """The places of the channels that have something to read, or whose other side is gone."""
+        """Return the indices of the channels that are readable, or whose other side is gone."""
         return sorted(self._places[fileno] for fileno, _ in self._poller.poll(timeout_s * 1000))
 
     def without(self, place: int) -> None:
-        """Listen to this one no more."""
+        """Stop listening to the channel at this index."""
         self._poller.unregister(self._filenos[place])
 
 
 def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket.socket]:
-    """This process's Channel and the socket for a child: pass its fileno in `pass_fds`, then close it here."""
+    """Return this process's Channel and the socket for a child: pass its fileno in `pass_fds`, then close it here."""
     ours, theirs = socket.socketpair()
     return Channel(ours, max_bytes=max_bytes), theirs
 
 
-def _frame(obj: Any, max_bytes: int) -> Iterator[list[Piece]]:
-    """A message as pieces that follow one another, some at a time; one that cannot be packed is refused here."""
+def _frame(obj: object, max_bytes: int) -> Iterator[list[Piece]]:
+    """Pack a message into lists of consecutive pieces; raises at once if it cannot be packed."""
     packed = pack(obj)
     sizes = [buffer.size for buffer in packed.buffers]
     length = _HEAD.size + len(sizes) * _LENGTH.size + len(packed.body) + sum(sizes)

@@ -1,8 +1,8 @@
-"""How a process gets the channel to the driver: an inherited socket, or a connection that shows the run's token.
+"""Connects a process to the driver: by an inherited socket, or by a TCP connection authenticated with the run's token.
 
-Invariant: on a TCP listener nobody is heard before he has proven to know the token, and the token itself never travels:
-each side answers the other's random challenge with an HMAC of it. Whoever fails, stays silent or sends more than a
-proof is disconnected, and nobody else waits for him. However many come, they take one thread and bounded descriptors.
+Invariant: a TCP listener accepts no message before the client has proven that it knows the token, and the token itself
+is never sent: each side answers the other's random challenge with an HMAC. A client that fails, stays silent or sends
+more than a proof is disconnected and delays no other. Any number of clients uses one thread and bounded descriptors.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ FD_FLAG = "--fd"
 CONNECT_FLAG = "--connect"
 TOKEN_VARIABLE = "SLIME_RUN_TOKEN"
 GONE_AFTER_S = 120
-"""Whoever acknowledges nothing for so long is gone."""
+"""A peer that acknowledges nothing for this time counts as gone."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _NAME_BYTES = 64
 _PROOF_S = 10.0
 _MOST_STRANGERS = 256
-"""Connections beside the expected ones that may be about to prove themselves."""
+"""Unauthenticated connections allowed in addition to the expected ones."""
 _ACCEPT_AGAIN_S = 0.1
 
 
 def add_channel_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a program that serves a channel."""
+    """Add the flags of a program that serves a channel."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(FD_FLAG, type=int, help="inherited socket to the driver")
     where.add_argument(CONNECT_FLAG, help="HOST:PORT/NAME of the driver; the run's token is in the environment")
 
 
 def channel_from(args: argparse.Namespace) -> Channel:
-    """The channel that the flags name. The token leaves the environment: what the process starts need not know it."""
+    """Open the channel that the flags name; remove the token from the environment, so that children do not see it."""
     if args.fd is not None:
         return Channel.from_fd(args.fd)
     token = os.environ.pop(TOKEN_VARIABLE, None)
@@ -55,7 +55,7 @@ def channel_from(args: argparse.Namespace) -> Channel:
 
 
 def connect_to(where: str, token: str) -> Channel:
-    """The channel to HOST:PORT/NAME."""
+    """Connect to HOST:PORT/NAME; return the channel."""
     address, _, name = where.rpartition("/")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not name:
@@ -64,13 +64,16 @@ def connect_to(where: str, token: str) -> Channel:
 
 
 def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 60.0) -> Channel:
-    """Join the listener at this address under a name it expects; whoever is refused reads `ChannelClosed`."""
+    """Connect to the listener at this address under a name it expects; raises `ChannelClosed` if it refuses."""
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
         theirs = _exactly(sock, _CHALLENGE_BYTES, deadline)
         ours = secrets.token_bytes(_CHALLENGE_BYTES)
-        sock.sendall(_proof(token, b"client", theirs) + ours + _padded(name))
+        data = name.encode()
+        if len(data) > _NAME_BYTES:
+            raise ValueError(f"the name {name!r} of a process has more than {_NAME_BYTES} bytes")
+        sock.sendall(_proof(token, b"client", theirs) + ours + data.ljust(_NAME_BYTES, b"\0"))
         try:
             answer = _exactly(sock, _PROOF_BYTES, deadline)
         except (ChannelClosed, ConnectionError) as refused:
@@ -78,7 +81,7 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
                 f"the run at {host}:{port} refused {name}: the token is another run's, or {name} is not expected"
             ) from refused
         if not hmac.compare_digest(answer, _proof(token, b"driver", ours)):
-            raise ChannelClosed(f"whoever listens at {host}:{port} does not know this run's token")
+            raise ChannelClosed(f"the server at {host}:{port} does not know this run's token")
         return _channel(sock)
     except BaseException:
         sock.close()
@@ -87,7 +90,7 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
 
 @dataclass
 class _Stranger:
-    """A connection whose proof has not come yet."""
+    """A connection that is not authenticated yet."""
 
     sock: socket.socket
     challenge: bytes
@@ -96,10 +99,10 @@ class _Stranger:
 
 
 class Listener:
-    """Lets in processes that know the token, each once, by the name it was expected under.
+    """Accepts processes that know the token, each once, by the name it is expected under.
 
-    One thread reads what all strangers send. Of more strangers than `_MOST_STRANGERS` the oldest are disconnected: a
-    proof takes one round trip.
+    One thread reads from all unauthenticated connections. Beyond `_MOST_STRANGERS` of them the oldest are disconnected:
+    a proof takes only one round trip.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -120,14 +123,14 @@ class Listener:
         self._thread.start()
 
     def words_for(self, name: str) -> Sequence[str]:
-        """The words that lead a process here; it is expected from now on."""
+        """Return the arguments with which a process connects here; expect its name from now on."""
         with self._changed:
             self._expected.add(name)
         host = f"[{self.address}]" if ":" in self.address else self.address
         return (CONNECT_FLAG, f"{host}:{self.port}/{name}")
 
     def wait_for(self, name: str, timeout_s: float) -> Channel:
-        """The channel of the process of this name; `ChannelTimeout` if it does not come in time."""
+        """Wait for the channel of the process of this name; raises `ChannelTimeout`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while name not in self._came:
@@ -137,14 +140,14 @@ class Listener:
             return self._came.pop(name)
 
     def close(self) -> None:
-        """Let nobody else in. Safe to call again."""
+        """Accept no more connections and close unclaimed channels. Idempotent."""
         self._is_closed = True
         self._waker.close()
         self._thread.join()
         with self._changed:
-            nobody_waits_for, self._came = list(self._came.values()), {}
+            unclaimed, self._came = list(self._came.values()), {}
             self._expected.clear()
-        for channel in nobody_waits_for:
+        for channel in unclaimed:
             channel.close()
 
     # the thread
@@ -152,16 +155,16 @@ class Listener:
     def _serve(self, wakened: socket.socket) -> None:
         while not self._is_closed:
             now = time.monotonic()
-            for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
-                self._disconnect(stranger)
+            for pending in [one for one in self._strangers.values() if one.deadline <= now]:
+                self._disconnect(pending)
             nearest = min((one.deadline for one in self._strangers.values()), default=None)
             for key, _ in self._selector.select(None if nearest is None else nearest - now):
                 if key.fileobj is self._socket:
                     self._accept()
                 elif isinstance(key.data, _Stranger):
                     self._hear(key.data)
-        for stranger in list(self._strangers.values()):
-            self._disconnect(stranger)
+        for pending in list(self._strangers.values()):
+            self._disconnect(pending)
         self._selector.close()
         self._socket.close()
         wakened.close()
@@ -170,7 +173,7 @@ class Listener:
         most = _MOST_STRANGERS + len(self._expected)
         try:
             sock, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # he is gone already
+        except (BlockingIOError, ConnectionError):  # the client is gone already
             return
         except OSError:  # no descriptor is left
             if not self._strangers:
@@ -178,59 +181,62 @@ class Listener:
             most = len(self._strangers) - 1
         else:
             sock.setblocking(False)
-            stranger = _Stranger(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
-            self._strangers[sock] = stranger
-            self._selector.register(sock, selectors.EVENT_READ, stranger)
+            pending = _Stranger(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
+            self._strangers[sock] = pending
+            self._selector.register(sock, selectors.EVENT_READ, pending)
             try:
-                sock.sendall(stranger.challenge)
+                sock.sendall(pending.challenge)
             except OSError:
-                self._disconnect(stranger)
+                self._disconnect(pending)
         while self._strangers and len(self._strangers) > most:
             self._disconnect(next(iter(self._strangers.values())))
 
-    def _hear(self, stranger: _Stranger) -> None:
-        if stranger.sock not in self._strangers:
-            return  # disconnected since he was heard of
+    def _hear(self, pending: _Stranger) -> None:
+        if pending.sock not in self._strangers:
+            return  # disconnected since `select` returned
         try:
-            said = stranger.sock.recv(_PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES - len(stranger.said))
-            stranger.said += said
+            said = pending.sock.recv(_PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES - len(pending.said))
+            pending.said += said
             if not said:
-                self._disconnect(stranger)
-            elif len(stranger.said) == _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES:
-                self._admit(stranger)
+                self._disconnect(pending)
+            elif len(pending.said) == _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES:
+                self._admit(pending)
         except BlockingIOError:
             return
         except OSError:
-            self._disconnect(stranger)
+            self._disconnect(pending)
 
-    def _admit(self, stranger: _Stranger) -> None:
-        """Let a stranger in who has proven to know the token, and show him that the driver does."""
-        proof, theirs = stranger.said[:_PROOF_BYTES], stranger.said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
-        name = stranger.said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
+    def _admit(self, pending: _Stranger) -> None:
+        """Check the client's proof, answer with the driver's proof, and publish the channel."""
+        proof, theirs = pending.said[:_PROOF_BYTES], pending.said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
+        name = pending.said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
         with self._changed:
-            knows = hmac.compare_digest(proof, _proof(self._token, b"client", stranger.challenge))
+            knows = hmac.compare_digest(proof, _proof(self._token, b"client", pending.challenge))
             if not knows or name not in self._expected:
-                self._disconnect(stranger)
+                self._disconnect(pending)
                 return
-            stranger.sock.sendall(_proof(self._token, b"driver", theirs))
-            self._forget(stranger)
-            stranger.sock.setblocking(True)
+            pending.sock.sendall(_proof(self._token, b"driver", theirs))
+            self._forget(pending)
+            pending.sock.setblocking(True)
             self._expected.discard(name)
-            self._came[name] = _channel(stranger.sock)
+            self._came[name] = _channel(pending.sock)
             self._changed.notify_all()
 
-    def _forget(self, stranger: _Stranger) -> None:
-        if self._strangers.pop(stranger.sock, None) is not None:
-            self._selector.unregister(stranger.sock)
+    def _forget(self, pending: _Stranger) -> None:
+        if self._strangers.pop(pending.sock, None) is not None:
+            self._selector.unregister(pending.sock)
 
-    def _disconnect(self, stranger: _Stranger) -> None:
-        self._forget(stranger)
-        stranger.sock.close()
+    def _disconnect(self, pending: _Stranger) -> None:
+        self._forget(pending)
+        pending.sock.close()
 
 
 def _channel(sock: socket.socket) -> Channel:
-    """A machine that disappears sends no end: by itself TCP would wait a quarter of an hour for it to take the rest of
-    a message, and two hours when there is nothing to send."""
+    """Wrap an authenticated socket in a channel with TCP keepalive.
+
+    A machine that disappears sends no end of stream: by default TCP would wait a quarter of an hour for it to accept
+    the rest of a message, and two hours if there is nothing to send.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every_s = GONE_AFTER_S // 4
@@ -245,15 +251,8 @@ def _proof(token: str, side: bytes, challenge: bytes) -> bytes:
     return hmac.digest(token.encode(), side + challenge, "sha256")
 
 
-def _padded(name: str) -> bytes:
-    data = name.encode()
-    if len(data) > _NAME_BYTES:
-        raise ValueError(f"the name {name!r} of a process has more than {_NAME_BYTES} bytes")
-    return data.ljust(_NAME_BYTES, b"\0")
-
-
 def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes, all before the deadline, however slowly they come."""
+    """Read exactly `count` bytes; one deadline limits all reads together."""
     data = b""
     while len(data) < count:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))

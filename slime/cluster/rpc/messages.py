@@ -1,8 +1,8 @@
-"""What passes between processes, as bytes: msgpack, numpy arrays beside it, never pickles.
+"""Packs messages between processes as bytes: a msgpack body plus buffers for large numpy arrays, never pickles.
 
-Invariant: what is unpacked equals what was packed, arrays in their dtypes and shapes and writable. Small arrays are
-inside the msgpack body; large ones are buffers of their own, in pieces that are the arrays' own memory wherever that
-is possible. What cannot be packed is refused as a whole.
+Invariant: an unpacked message equals the packed one; its arrays have the same dtypes and shapes and are writable. Small
+arrays are inside the msgpack body; large ones are separate buffers, whose pieces are the arrays' own memory if
+possible. A message that cannot be packed is rejected as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 OUT_OF_BAND_BYTES = 64 * 1024
 PIECES_AT_ONCE = 512
-"""In one call of the system, which takes 1,024 at most."""
+"""Pieces in one system call, which takes at most 1,024."""
 _EXT_INLINE_ARRAY = 1
 _EXT_BUFFER_ARRAY = 2
 _PLAIN = "?bBhHiIlLqQfd"
@@ -26,13 +26,13 @@ Piece = bytes | memoryview
 
 
 class DamagedMessage(Exception):
-    """What arrived is no message of this form, or not the whole of one."""
+    """Raised when received bytes are not a complete message in this format."""
 
 
 class Joined:
-    """Arrays end to end, which whoever receives them has as one: nothing is joined here.
+    """Arrays that are sent as one concatenated array, without being copied together here.
 
-    Of the common type and, but for the first dimension, of one shape, as `np.concatenate` has it.
+    As in `np.concatenate`, the result has their common dtype, and shapes must agree except in the first dimension.
     """
 
     def __init__(self, parts: Sequence[np.ndarray], dtype: np.dtype | None = None) -> None:
@@ -54,20 +54,20 @@ class Joined:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def whole(self) -> np.ndarray:
-        """One array, in memory of its own."""
+        """Return the concatenated array, in its own memory."""
         return np.concatenate([np.empty((0, *self.shape[1:]), self.dtype), *self.parts], dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes beside the body: those of arrays that follow one another."""
+    """Bytes that follow the body: those of consecutive arrays."""
 
     parts: Sequence[np.ndarray]
     dtype: np.dtype
     size: int
 
     def pieces(self) -> Iterator[memoryview]:
-        """Contiguous memory that sockets and files take; what has to be copied for it is copied one by one."""
+        """Yield contiguous memory for sockets and files; arrays that need a copy are copied one at a time."""
         plain = self.dtype.char in _PLAIN and self.dtype.isnative
         for part in self.parts:
             if part.size:
@@ -77,17 +77,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Packed:
-    """A message as bytes."""
+    """A packed message: its body and its buffers."""
 
     body: bytes
     buffers: list[Buffer]
 
 
-def pack(obj: Any) -> Packed:
-    """The bytes of a message."""
+def pack(obj: object) -> Packed:
+    """Pack a message."""
     buffers: list[Buffer] = []
 
-    def encode(value: Any) -> Any:
+    def encode(value: object) -> object:
         if isinstance(value, np.ndarray | Joined):
             return _encode_array(value, buffers)
         if isinstance(value, np.generic):
@@ -98,9 +98,9 @@ def pack(obj: Any) -> Packed:
 
 
 def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
-    """The message of a body and its buffers, which become its arrays."""
+    """Unpack a body and its buffers, which become the message's arrays."""
 
-    def decode(code: int, data: bytes) -> Any:
+    def decode(code: int, data: bytes) -> np.ndarray:
         if code not in (_EXT_INLINE_ARRAY, _EXT_BUFFER_ARRAY):
             raise DamagedMessage(f"a message holds an unknown extension type {code}")
         dtype, shape, content = msgpack.unpackb(data)
@@ -115,14 +115,14 @@ def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
 
 
 def some_at_a_time(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """As many pieces as one call of the system takes."""
+    """Yield pieces in lists that one system call accepts."""
     left = iter(pieces)
     while some := list(islice(left, PIECES_AT_ONCE)):
         yield some
 
 
 def rest_of(pieces: Sequence[Piece], done: int) -> list[Piece]:
-    """What is left of pieces that follow one another after so many bytes."""
+    """Return the rest of consecutive pieces after their first `done` bytes."""
     for place, piece in enumerate(pieces):
         size = len(piece) if isinstance(piece, bytes) else piece.nbytes
         if done < size:

@@ -1,7 +1,7 @@
-"""Waits that explain themselves: one primitive that knows who waits for whom, why and until when.
+"""Diagnoses stalls: records each wait with its waiter, its target, the reason and the deadline.
 
-The invariant: a wait that goes through here is seen in the wait-for graph while it lasts; when its deadline passes, or
-somebody asks with a signal, the graph is shown with the stacks of everybody in it.
+Invariant: a wait that is recorded here is in the wait-for graph while it lasts. When its deadline passes, or on a
+signal, the graph is printed with the stacks of all threads, tasks and processes in it.
 """
 
 from slime.cluster.watchdog.background import Background, BackgroundDied, background, raise_failures

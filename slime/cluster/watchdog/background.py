@@ -1,7 +1,7 @@
-"""Work beside the main line whose death is nobody's secret.
+"""Background threads and tasks whose failure is re-raised to waiters.
 
-The invariant: a background that raised is remembered, with its traceback, until its owner closes it, and every wait
-that asks (`raise_failures`) raises it. One that was cancelled or closed has ended as it should.
+Invariant: the exception of a failed background is stored, with its traceback, until its owner closes it, and every
+wait that calls `raise_failures` raises it. A cancelled or closed background is not a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundDied(RunFailed):
-    """A background thread or task raised something that nobody foresaw."""
+    """Raised when a background thread or task fails with an unexpected exception."""
 
 
 class Background:
@@ -34,7 +34,7 @@ class Background:
         self._task: asyncio.Task[None] | None = None
 
     def check(self) -> None:
-        """Raise what ended it: a sentence of ours as it is, anything else with its traceback."""
+        """Raise the stored failure: a `RunFailed` or `UserError` as it is, any other exception with its traceback."""
         if self.error is None:
             return
         if isinstance(self.error, RunFailed | UserError):
@@ -48,19 +48,19 @@ class Background:
         return self._task is not None and not self._task.done()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until a thread has ended; whether it has."""
+        """Wait until the thread has ended; return True if it has."""
         assert self._thread is not None, "a task is ended with aclose"
         with waiting(self.name, "to end", timeout_s=timeout_s) as wait:
             self._thread.join(wait.remaining())
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Forget it: what it died or dies of is no longer raised. A thread is not waited for, see `join`."""
+        """Discard its failure: a past or later exception is not raised. Does not wait for a thread (see `join`)."""
         self._is_closed = True
         _failed.pop(id(self), None)
 
     async def aclose(self) -> None:
-        """Cancel a task, wait for its end and forget it."""
+        """Cancel the task, wait for its end and discard its failure."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -71,7 +71,7 @@ class Background:
         if self._is_closed:
             return
         _failed[id(self)] = self
-        if isinstance(error, RunFailed | UserError):  # a sentence, which whoever waits next raises
+        if isinstance(error, RunFailed | UserError):  # an expected error, which the next wait raises
             logger.info("%s ended", self.name, exc_info=error)
         else:
             logger.error("%s died", self.name, exc_info=error)
@@ -80,7 +80,7 @@ class Background:
         try:
             with acting_as(self.name):
                 target()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits next
+        except BaseException as error:  # noqa: BLE001 - stored, and raised by the next wait
             self._died(error)
 
     async def _await(self, coro: Coroutine[Any, Any, None]) -> None:
@@ -89,7 +89,7 @@ class Background:
                 await coro
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits next
+        except BaseException as error:  # noqa: BLE001 - stored, and raised by the next wait
             self._died(error)
 
 
@@ -108,6 +108,6 @@ def background(name: str, target: Callable[[], None] | Coroutine[Any, Any, None]
 
 
 def raise_failures() -> None:
-    """Raise the error of a background that died, if there is one: for whoever waits for something else."""
+    """Raise the error of a background that died, if any; waits for other things call this."""
     for dead in list(_failed.copy().values()):
         dead.check()

@@ -1,7 +1,7 @@
-"""The wait-for graph as text: chains of who waits for whom, then where everybody in them stands.
+"""Formats the wait-for graph: chains of waits, then the stacks of all waiters and processes in them.
 
-The invariant: every wait on the board is in the text, alone or counted among those like it; a circle of waits is
-written once and called a circle.
+Invariant: every registered wait is in the text, alone or counted with similar ones. A cycle of waits is written once
+and marked as a cycle.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slime.cluster.watchdog.registry import Wait, board, in_brackets
-from slime.cluster.watchdog.stacks import KnownProcess, registry, stacks_of, task_stack, thread_stacks
+from slime.cluster.watchdog.stacks import registry, stacks_of, task_stack, thread_stacks
 
 _INDENT = "  "
-NOBODY = "nobody waits for anything"
+NOBODY = "no waits"
 
 
 @dataclass
 class Fold:
-    """Waits that differ only in numbers: 64 samples that wait for one engine."""
+    """Waits that differ only in numbers, such as 64 samples that wait for one engine."""
 
     waits: list[Wait] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -39,7 +39,7 @@ class Fold:
         return [name.strip() for name in self.waits[0].whom.split(",")]
 
     def is_part_of(self, other: Fold) -> bool:
-        """Whether `other` waits for one of those on whose behalf this one waits."""
+        """Return True if `other` waits for a name on whose behalf this one waits."""
         return any(name in self.names for name in other.whom)
 
     def line(self, now: float) -> str:
@@ -54,12 +54,15 @@ class Fold:
 
 
 def describe(waits: Sequence[Wait] | None = None) -> str:
-    """The wait-for graph of this moment, or of these waits, with the stacks of all in it; takes up to two seconds."""
+    """Format the wait-for graph of `waits` (None: now) with the stacks of all in it; takes up to two seconds."""
     now, folds = time.monotonic(), _folded(board.waits() if waits is None else waits)
-    processes = _processes_in(folds)
-    lines = ["who waits for whom:", *(_graph(folds, now) or [_INDENT + NOBODY])]
-    stacks = _tasks_of(folds) | thread_stacks() | stacks_of(processes)
-    for name, stack in stacks.items():
+    processes = list({id(one): one for fold in folds for one in registry.named_in(fold.waits[0].whom)}.values())
+    lines = ["wait-for graph:", *(_graph(folds, now) or [_INDENT + NOBODY])]
+    tasks: dict[str, str] = {}
+    for wait in (fold.longest for fold in folds):
+        if wait.task is not None and (stack := task_stack(wait.task)):
+            tasks[f"task of {wait.who}, waiting for {wait.whom}"] = stack
+    for name, stack in (tasks | thread_stacks() | stacks_of(processes)).items():
         lines += [f"{name}:", textwrap.indent(stack, _INDENT)]
     return "\n".join(lines)
 
@@ -73,7 +76,7 @@ def _folded(waits: Sequence[Wait]) -> list[Fold]:
 
 
 def _graph(folds: list[Fold], now: float) -> list[str]:
-    """Chains from those nobody waits for; what is left after them can only be circles."""
+    """Write chains from waiters that no other waits for; the rest can only be cycles."""
     below = {id(fold): [other for other in folds if other is not fold and other.is_part_of(fold)] for fold in folds}
     inner = {id(other) for others in below.values() for other in others}
     lines: list[str] = []
@@ -81,7 +84,7 @@ def _graph(folds: list[Fold], now: float) -> list[str]:
 
     def write(fold: Fold, depth: int, above: tuple[int, ...]) -> None:
         if id(fold) in above:
-            lines.append(_INDENT * depth + f"{fold.longest.who} waits for its own end: this is a circle")
+            lines.append(_INDENT * depth + f"{fold.longest.who} waits for itself: this is a cycle")
             return
         if id(fold) in written:
             return
@@ -95,18 +98,3 @@ def _graph(folds: list[Fold], now: float) -> list[str]:
         if id(fold) not in written:
             write(fold, 1, ())
     return lines
-
-
-def _processes_in(folds: Sequence[Fold]) -> list[KnownProcess]:
-    found = {id(one): one for fold in folds for one in registry.named_in(fold.waits[0].whom)}
-    return list(found.values())
-
-
-def _tasks_of(folds: Sequence[Fold]) -> dict[str, str]:
-    """The stack of the longest wait of each kind, as far as tasks wait."""
-    stacks: dict[str, str] = {}
-    for fold in folds:
-        wait = fold.longest
-        if wait.task is not None and (stack := task_stack(wait.task)):
-            stacks[f"task of {wait.who}, waiting for {wait.whom}"] = stack
-    return stacks

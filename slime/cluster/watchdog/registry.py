@@ -1,8 +1,8 @@
-"""The board: every wait of this process while it lasts, with who waits for whom, why and until when.
+"""Registry of the waits of this process: waiter, target, reason and deadline of each.
 
-The invariant: a wait is on the board exactly as long as the body of its `waiting` runs. There is one board per process,
-as there is one log, because only the place that sees everything can say what hangs on what. It is kept in a dict whose
-single operations are atomic, and takes no lock: a signal may come at any moment, also while a wait is being entered.
+Invariant: a wait is registered exactly while the body of its `waiting` runs. There is one registry per process, since
+dependencies are visible only where all waits are known. It is a dict whose single operations are atomic, and it takes
+no lock: a signal may arrive at any moment, also while a wait is being registered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from contextvars import ContextVar
 from types import CoroutineType
 from typing import Any, Self, TypeVar
 
-C = TypeVar("C", bound=Coroutine[Any, Any, Any])
+AnyCoroutine = Coroutine[Any, Any, Any]
+C = TypeVar("C", bound=AnyCoroutine)
 
 _acting: ContextVar[tuple[str, ...]] = ContextVar("slime_acting", default=())
 
 
 class Limit(float):
-    """Seconds that come from a flag; whoever runs out of them names it."""
+    """Seconds that come from a flag; a timeout error names the flag."""
 
     flag: str
 
@@ -34,12 +35,15 @@ class Limit(float):
 
 
 class Wait:
-    """One wait: `path` are the names of those on whose behalf `who` waits, outermost first, itself included."""
+    """One wait of `who` for `whom`; `path` has the names on whose behalf `who` waits, outermost first, then `who`."""
 
     __slots__ = ("began", "deadline", "flag", "path", "renewed", "task", "thread_id", "timeout_s", "who", "whom", "why")
 
     def __init__(self, who: str | None, whom: str, why: str, timeout_s: float | None, flag: str | None) -> None:
-        self.task = _current_task()
+        try:
+            self.task: asyncio.Future[Any] | None = asyncio.current_task()
+        except RuntimeError:  # no event loop runs in this thread
+            self.task = None
         self.thread_id = threading.get_ident()
         path = _acting.get()
         if who is not None:
@@ -55,28 +59,28 @@ class Wait:
         self.deadline = None if timeout_s is None else self.began + timeout_s
 
     def renew(self) -> None:
-        """Whoever is waited for got on with it: the deadline counts from now."""
+        """Record progress of the target: the deadline counts from now."""
         self.renewed = time.monotonic()
         if self.timeout_s is not None:
             self.deadline = self.renewed + self.timeout_s
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline, never less than 0; None without a deadline."""
+        """Return the seconds until the deadline, at least 0; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
+        """Return True if the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def sentence(self) -> str:
-        """The wait as the first line of an error."""
+        """Format the wait as the first line of an error."""
         now = time.monotonic()
         idle = "" if self.renewed is None else f", the last {now - self.renewed:.3g} s without progress"
         return f"{self.who} waited {now - self.began:.3g} s for {self.whom} {self.why}{idle}{in_brackets(self)}"
 
 
 class Board:
-    """The waits of a process by a number of their own."""
+    """The waits of a process by number."""
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
@@ -91,7 +95,7 @@ class Board:
         del self._waits[number]
 
     def waits(self) -> list[Wait]:
-        """All waits of this moment, the oldest first."""
+        """Return all current waits, the oldest first."""
         return list(self._waits.copy().values())
 
 
@@ -102,9 +106,9 @@ board = Board()
 def waiting(
     whom: str, why: str, *, who: str | None = None, timeout_s: float | None, flag: str | None = None
 ) -> Iterator[Wait]:
-    """Put a wait on the board while the body runs, which blocks for `wait.remaining()` at most.
+    """Register a wait while the body runs, which blocks for at most `wait.remaining()`.
 
-    A body that runs out of time raises `expired(wait)`. `who` defaults to the name the code acts under (`acting_as`).
+    A body that times out raises `expired(wait)`. `who` defaults to the name set by `acting_as`.
     """
     wait = Wait(who, whom, why, timeout_s, flag)
     number = board.enter(wait)
@@ -116,7 +120,7 @@ def waiting(
 
 @contextmanager
 def acting_as(name: str) -> Iterator[None]:
-    """What the body waits for is waited for by `name`; tasks and `asyncio.to_thread` calls it starts inherit this."""
+    """Use `name` as the waiter of all waits in the body, also in tasks and `asyncio.to_thread` calls that it starts."""
     token = _acting.set((*_acting.get(), name))
     try:
         yield
@@ -125,31 +129,24 @@ def acting_as(name: str) -> Iterator[None]:
 
 
 def named(coro: C, name: str) -> C:
-    """The same coroutine under a name that says what it is for: whoever runs it elsewhere waits for this name."""
+    """Name a coroutine after its purpose and return it; code that waits for it shows this name."""
     if isinstance(coro, CoroutineType):
         coro.__qualname__ = name
     return coro
 
 
-def name_of(coro: Coroutine[Any, Any, Any]) -> str:
-    """What a coroutine is called: its function's name, or the one it was given."""
+def name_of(coro: AnyCoroutine) -> str:
+    """Return the name of a coroutine: its function's name, or the one given by `named`."""
     return coro.__qualname__ if isinstance(coro, CoroutineType) else type(coro).__qualname__
 
 
 def in_brackets(wait: Wait) -> str:
-    """The flag that sets a wait's deadline, as the end of a sentence."""
+    """Format the flag that sets a wait's deadline, as the end of a sentence."""
     return "" if wait.flag is None else f" ({wait.flag})"
 
 
-def _current_task() -> asyncio.Future[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        return None
-
-
-def _own_name(task: asyncio.Future[Any] | None) -> str:
-    """The name of code that nobody named: its task's, unless asyncio made it up, else its thread's."""
+def _own_name(task: object) -> str:
+    """Return the default name of a waiter: its task's, unless asyncio generated it, else its thread's."""
     if isinstance(task, asyncio.Task) and not task.get_name().startswith("Task-"):
         return task.get_name()
     thread = threading.current_thread()

@@ -1,6 +1,11 @@
-"""What happens when a deadline passes: an error that says who waited for whom, and shows everybody's stacks.
+"""Timeout errors with the wait-for graph and stacks, and signals that print the graph.
 
-The invariant: making the graph never blocks an event loop, and happens once for all that run out of time together.
+Invariants: making the graph never blocks an event loop, and waits that time out together share one graph.
+
+SIGUSR1 prints the graph and the run continues; SIGQUIT (Ctrl-\\) prints it and ends the run. The graph is printed even
+if the main thread never returns from where it hangs, because a separate thread receives the signal; ending the run
+needs the main thread, where the exception is raised. A second SIGQUIT ends the process at once, and its children end
+with it.
 """
 
 from __future__ import annotations
@@ -32,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class WaitTimeout(RunFailed):
-    """A wait outlasted its deadline; the message ends with the wait-for graph."""
+    """Raised when a wait exceeds its deadline; the message ends with the wait-for graph."""
 
 
 class Reports:
-    """Graphs that are being made or were made last, each in a thread of its own."""
+    """The last wait-for graph, or the one that is being made in its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,17 +50,17 @@ class Reports:
         self._logged = -_BETWEEN_LOGGED_S
 
     def since(self, moment: float) -> Future[str]:
-        """A graph begun after `moment`: the last one if it is new enough, else a new one."""
+        """Return a graph begun after `moment`: the last one if it is recent enough, else a new one."""
         with self._lock:
             if self._report is None or self._began < max(moment, time.monotonic() - _NEW_ENOUGH_S):
                 self._began, self._report = time.monotonic(), Future()
-                self._report.set_running_or_notify_cancel()  # whoever stops waiting for it does not stop it
+                self._report.set_running_or_notify_cancel()  # a cancelled waiter does not cancel it
                 work = (self._report, board.waits())
                 threading.Thread(target=_make, args=work, name="wait-report", daemon=True).start()
             return self._report
 
     def log(self, reason: str, moment: float) -> Future[str] | None:
-        """Write a graph into the log beside the reason for it; None if that was done a short while ago."""
+        """Log a graph with its reason; None if one was logged within the last minute."""
         with self._lock:
             now = time.monotonic()
             if now - self._logged < _BETWEEN_LOGGED_S:
@@ -78,9 +83,9 @@ def _make(report: Future[str], waits: list[Wait]) -> None:
 
 
 def expired(wait: Wait, kind: Callable[[str], WaitTimeout] = WaitTimeout, sentence: str | None = None) -> WaitTimeout:
-    """The error of a wait that is still on the board and ran out of time; for threads, never on an event loop.
+    """Make the error of a registered wait that timed out; for threads, never on an event loop.
 
-    `sentence` takes the place of "<who> waited <n> s for <whom> <why> (<flag>)".
+    `sentence` replaces "<who> waited <n> s for <whom> <why> (<flag>)".
     """
     try:
         graph = reports.since(wait.began).result(_REPORT_S)
@@ -99,10 +104,10 @@ async def wait_for(
     flag: str | None = None,
     failure: Callable[[Wait], Exception] | None = None,
 ) -> T:
-    """Await under a deadline, at which the awaitable is cancelled and `WaitTimeout` raised.
+    """Await under a deadline; on a timeout, cancel the awaitable and raise `WaitTimeout`.
 
-    What does not heed its cancellation is left behind. With `failure` the deadline is the outcome of one sample among
-    thousands: what that makes is raised, and the graph goes to the log, once for all of them.
+    An awaitable that ignores its cancellation is abandoned. With `failure`, the timeout is the outcome of one sample
+    among thousands: the exception that `failure` returns is raised, and the graph is logged once for all of them.
     """
     task = asyncio.ensure_future(awaitable)
     with waiting(whom, why, who=who, timeout_s=timeout_s, flag=flag) as wait:
@@ -111,7 +116,13 @@ async def wait_for(
             done, _ = await asyncio.wait((task,), timeout=timeout_s)
             if done:
                 return task.result()
-            error = await _failed(wait, failure)
+            if failure is not None:
+                error = failure(wait)
+                await log_graph(wait, str(error))
+            else:
+                sentence = wait.sentence()
+                graph = await asyncio.wrap_future(reports.since(wait.began))
+                error = WaitTimeout(f"{sentence}\n{graph}")
         except BaseException:
             await _end(task)
             raise
@@ -119,20 +130,10 @@ async def wait_for(
         raise error
 
 
-async def _failed(wait: Wait, failure: Callable[[Wait], Exception] | None) -> Exception:
-    if failure is not None:
-        error = failure(wait)
-        await log_graph(wait, str(error))
-        return error
-    sentence = wait.sentence()
-    graph: str = await asyncio.wrap_future(reports.since(wait.began))
-    return WaitTimeout(f"{sentence}\n{graph}")
-
-
 async def log_graph(wait: Wait, reason: str) -> None:
-    """Log the graph for waits that end in the failure of one sample each: once for all that fail in the same minute.
+    """Log the graph for waits that each fail one sample: once for all that fail in the same minute.
 
-    The one whose failure is logged stays where it waits until the graph is made.
+    The wait whose failure is logged stays registered until the graph is made.
     """
     report = reports.log(reason, wait.began)
     if report is not None:
@@ -144,25 +145,19 @@ async def _end(task: asyncio.Future[T]) -> None:
         task.cancel()
         await asyncio.wait((task,), timeout=CANCEL_GRACE_S)
     if task.done() and not task.cancelled():
-        task.exception()  # seen: nobody else will ask for it
+        task.exception()  # marks it as retrieved: no other code will
 
-
-# Asking a run what it waits for: SIGUSR1 prints the graph and goes on, SIGQUIT (Ctrl-\) prints it and ends it.
-#
-# The invariant: the graph is printed even if the main thread never comes back from where it hangs, because a thread of
-# its own hears of the signal; ending the run needs the main thread, where the exception is raised. A second SIGQUIT
-# ends the process at once, and its children end with it.
 
 _PATIENCE_S = 10.0
 _STDERR = 2
 
 
 class WaitsShown(RunFailed):
-    """The run was ended by SIGQUIT, after it had shown what it waited for."""
+    """Raised when SIGQUIT ends the run, after the wait-for graph was printed."""
 
 
 class _Watcher:
-    """Reads signal numbers from the descriptor that the interpreter writes them to, and prints."""
+    """Prints the graph for each signal number that the interpreter writes to its wake-up descriptor."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe()
@@ -183,26 +178,28 @@ class _Watcher:
         quits = 0
         while numbers := os.read(self._read_fd, 64):
             quits += numbers.count(signal.SIGQUIT)
-            if quits > 1:  # the main thread never came back from the first
+            if quits > 1:  # the main thread did not handle the first
                 os._exit(1)
             asked = {signal.SIGQUIT, signal.SIGUSR1} & set(numbers)
             if asked:
                 text = reports.since(time.monotonic()).result()
-                _print(text + "\n")
+                data = (text + "\n").encode(errors="replace")
+                while data:  # without buffers and locks, which the stalled code may hold
+                    data = data[os.write(_STDERR, data) :]
                 logger.info("%s\n%s", " and ".join(sorted(signal.Signals(one).name for one in asked)), text)
                 if signal.SIGQUIT in asked:
                     self.shown_before_end.set()
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """What ends a process in order: SIGINT, SIGTERM, and SIGHUP unless it was started to ignore that (`nohup`)."""
+    """Return the signals that shut down a process: SIGINT, SIGTERM, and SIGHUP unless it is ignored (`nohup`)."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,)))
 
 
 @contextmanager
 def watch_signals() -> Iterator[None]:
-    """Answer SIGUSR1 and SIGQUIT while the body runs; in other threads than the main one nothing is watched."""
+    """Handle SIGUSR1 and SIGQUIT while the body runs; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -223,10 +220,3 @@ def watch_signals() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         watcher.close()
-
-
-def _print(text: str) -> None:
-    """Past every buffer and lock: whoever holds them may be what hangs."""
-    data = text.encode(errors="replace")
-    while data:
-        data = data[os.write(_STDERR, data) :]

@@ -1,6 +1,6 @@
-"""An aiohttp application in a thread of its own, under upstream slime's names.
+"""Runs an aiohttp application in its own thread, under upstream slime's names.
 
-Invariant: when `run_app_in_thread` returns, the application takes requests; after `AppHandle.stop` its thread is gone.
+Invariant: the application accepts requests when `run_app_in_thread` returns; after `AppHandle.stop` its thread is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START_TIMEOUT_S = 60.0
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """Logs what went wrong, and not each of the many requests that went well."""
+    """Logs only failed requests (status 400 and above)."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if response.status >= 400:
@@ -25,7 +25,7 @@ class FilteredAccessLogger(AbstractAccessLogger):
 
 
 class AppHandle:
-    """An application that is served; `port` is the one that it got, where 0 was asked for."""
+    """A running application; `port` is its actual port, also if 0 was requested."""
 
     def __init__(self, loop: LoopThread, runner: web.AppRunner, host: str, port: int) -> None:
         self._loop, self.runner = loop, runner
@@ -70,7 +70,7 @@ def run_app_in_thread(
     name: str = "slime-app",
     timeout: float = START_TIMEOUT_S,
 ) -> AppHandle:
-    """Serve `app` from a thread of its own; `runner_kwargs` are those of `aiohttp.web.AppRunner`."""
+    """Serve `app` from its own thread; `runner_kwargs` are arguments of `aiohttp.web.AppRunner`."""
     options = {"handler_cancellation": True, "access_log_class": FilteredAccessLogger, "shutdown_timeout": 1.0}
     loop = LoopThread(name)
     try:

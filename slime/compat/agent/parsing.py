@@ -1,4 +1,7 @@
-"""Upstream slime's name for reading a whole answer of a model; new code feeds `slime.models.parsers` as the answer comes."""
+"""Parses a complete model response, under upstream slime's name.
+
+New code feeds a response to `slime.models.parsers` while it is generated.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from slime.models.parsers.formats import Formats, make_parser
 
 @dataclass
 class ParsedModelOutput:
-    """What a model said. `tool_uses` have `id`, `name` and, as a mapping, `input`, like the blocks of Anthropic's API.
+    """A parsed response. `tool_uses` have `id`, `name` and, as a mapping, `input`, like the blocks of Anthropic's API.
 
-    An answer with a call that cannot be read is `ill_formed`, and that call is in its text.
+    A response with a call that cannot be parsed is `ill_formed`, and that call stays in its text.
     """
 
     reasoning: str = ""
@@ -30,7 +33,7 @@ def parse_model_output(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> ParsedModelOutput:
-    """Read an answer, special tokens included, by SGLang's names of its formats; what has no name stays in the text."""
+    """Parse a response with special tokens, by SGLang's format names; parts without a format stay in the text."""
     parser = make_parser(Formats(tool_parser, reasoning_parser), tools=tools or ())
     output = gathered([*parser.feed(text), *parser.end()])
     uses = [{"id": call.id, "name": call.name, "input": json.loads(call.arguments)} for call in output.calls]

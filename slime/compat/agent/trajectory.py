@@ -1,10 +1,10 @@
-"""Upstream's `TrajectoryManager`: turns whose prompts somebody else rendered, held as a tree by their tokens.
+"""Upstream's `TrajectoryManager`: a tree of turns by their tokens, for prompts that the caller renders.
 
-Invariant: a turn goes on from the deepest turn whose ids, history included, are the beginning of its prompt; what
-follows in the prompt is context. So a client that renders its history anew and gets other tokens makes a branch, and no
-sampled turn is ever taken out of training or written over: each is trained on once.
+Invariant: a turn continues the deepest turn whose ids, history included, are a prefix of its prompt; the rest of the
+prompt is context. A client that renders its history again and gets other tokens starts a branch. No sampled turn is
+removed from training or overwritten: each is trained on once.
 
-For prompts that are not rendered anew at all there is `slime.agent.session.session.Session`.
+`slime.agent.session.session.Session` is for prompts that are never rendered again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["TrajectoryManager", "TurnRecord"]
 
 @dataclass
 class TurnRecord:
-    """One engine call: the ids that were sent, those that were sampled, and their log-probs where they are known."""
+    """One engine call: the prompt ids, the sampled ids, and their log-probs if known."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -46,8 +46,8 @@ class _Trajectory:
 class TrajectoryManager:
     """Trajectories by session id.
 
-    `fork_threshold_tokens` is upstream's bound up to which a short turn that was rendered otherwise is written over; it
-    is taken and decides nothing, since nothing sampled is written over here.
+    `fork_threshold_tokens` is upstream's limit up to which a short turn with a different rendering is overwritten. It
+    is accepted and has no effect, since sampled turns are never overwritten here.
     """
 
     def __init__(self, *, fork_threshold_tokens: int = 1024) -> None:
@@ -55,11 +55,11 @@ class TrajectoryManager:
         self._trajectories: dict[str, _Trajectory] = {}
 
     def has_session(self, sid: str) -> bool:
-        """Whether a turn was recorded under this id."""
+        """Return True if a turn was recorded under this id."""
         return sid in self._trajectories
 
     def turn_count(self, sid: str) -> int:
-        """How many turns were recorded under this id."""
+        """Return the number of turns recorded under this id."""
         return len(self._trajectories[sid].tree.turns) if sid in self._trajectories else 0
 
     def record_turn(
@@ -71,7 +71,7 @@ class TrajectoryManager:
         response_message: Mapping[str, Any],
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep a turn where its prompt's ids belong; `metadata` goes into the samples that the turn is part of."""
+        """Add a turn to the tree by its prompt's ids; `metadata` is added to the samples that contain the turn."""
         prompt, ids = np.array(turn.prompt_ids, np.int32), np.array(turn.output_ids, np.int32)
         log_probs = np.array(turn.output_log_probs or np.zeros(len(ids)), np.float32)
         if len(log_probs) != len(ids):
@@ -112,9 +112,9 @@ class TrajectoryManager:
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int | None = None,
     ) -> list[Sample]:
-        """The samples of a session, which is forgotten: one a branch, with the whole reward each.
+        """Remove a session and return its samples: one per branch, each with the whole reward.
 
-        A sample of more than `max_sample_tokens` is cut there; without a response before the cut it is left out.
+        A sample longer than `max_sample_tokens` is truncated; it is dropped if no response is left.
         """
         trajectory = self._trajectories.pop(sid, None)
         if trajectory is None:
@@ -134,12 +134,12 @@ class TrajectoryManager:
         return samples
 
     def drop_session(self, sid: str) -> None:
-        """Forget a session; one that is not known is no error."""
+        """Remove a session; an unknown id is ignored."""
         self._trajectories.pop(sid, None)
 
 
 def _deepest(tree: Tree, prompt: np.ndarray) -> tuple[Turn | None, int]:
-    """The turn with the longest history that `prompt` begins with, of equals the latest; and how long that is."""
+    """Return the turn with the longest history that is a prefix of `prompt` (latest wins ties), and that length."""
     best: tuple[int, int, Turn | None] = (0, -1, None)
     waiting = [(context, 0) for context in tree.roots]
     while waiting:
@@ -161,7 +161,7 @@ def _stands(ids: np.ndarray, prompt: np.ndarray, at: int) -> bool:
 
 
 def _cut(sample: Sample, most: int) -> bool:
-    """Cut a sample after `most` tokens; False if nothing of its response is left."""
+    """Truncate a sample to `most` tokens; return False if nothing of its response is left."""
     over = sample.total_length - most
     if over <= 0:
         return True
@@ -180,7 +180,7 @@ def _cut(sample: Sample, most: int) -> bool:
 
 
 def _message(given: Mapping[str, Any]) -> Message:
-    """A message as OpenAI's API writes it; of the content, what is text."""
+    """Convert a message in OpenAI's format, keeping only the text of its content."""
     content = given.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

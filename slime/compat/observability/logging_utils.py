@@ -1,4 +1,4 @@
-"""Setting up Python's logging, and logging metrics: the names of `slime.utils.logging_utils`."""
+"""Python logging set-up and metric logging: the names of `slime.utils.logging_utils`."""
 
 from slime.utils.logging_utils import configure_logger, finish_tracking, init_tracking, log
 

@@ -1,4 +1,4 @@
-"""Numbers about rewards and texts: the names of `slime.utils.metric_utils`."""
+"""Reward and text statistics: the names of `slime.utils.metric_utils`."""
 
 from slime.utils.metric_utils import (
     compression_ratio,

@@ -1,4 +1,4 @@
-"""Seconds by name: the names of `slime.utils.timer`."""
+"""Named timers: the names of `slime.utils.timer`."""
 
 from slime.utils.timer import Timer, inverse_timer, timer
 

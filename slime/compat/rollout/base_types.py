@@ -1,4 +1,4 @@
-"""What rollout functions return, under the path that slime plugins import it from."""
+"""Return types of rollout functions, under the import path of slime plugins."""
 
 from slime.rollout.outcomes import (
     Group,

@@ -1,4 +1,4 @@
-"""The data sources under the path that slime plugins import them from."""
+"""The data sources, under the import path of slime plugins."""
 
 from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 

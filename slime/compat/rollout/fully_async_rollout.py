@@ -1,4 +1,4 @@
-"""Fully asynchronous generation under the path that flags and slime plugins name it by."""
+"""Fully asynchronous generation, under the path that flags and slime plugins use."""
 
 from slime.rollout.sglang_rollout import generate_rollout_fully_async
 

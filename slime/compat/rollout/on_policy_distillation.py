@@ -1,8 +1,8 @@
-"""On-policy distillation by the names of two functions, the way upstream documents it.
+"""On-policy distillation with two user functions, as upstream documents it.
 
-The reward is what the teacher says about a sample, in the form of `/generate`'s answer; before training the log-probs
-in it become `teacher_log_probs`, and the reward 0. With ``--use-opd`` the rollout has asked the teacher already, and
-nobody asks twice: the numbers are those of ``--use-opd`` alone.
+The reward is the teacher's scores of a sample, in the format of `/generate`'s response; before training its log-probs
+become `teacher_log_probs`, and the reward becomes 0. With ``--use-opd`` the rollout has already requested the teacher's
+log-probs, so no second request is sent and the numbers are those of ``--use-opd`` alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from slime.errors import UserError
 from slime.rollout.rewards.remote import Teacher, input_log_probs
 
 TIMEOUT_S = 3600.0
-"""Of one request; --reward-timeout ends it sooner in a run."""
+"""Timeout of one request; in a run --reward-timeout may end it sooner."""
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-    """``{"meta_info": {"input_token_logprobs": [[log-prob, id], ...]}}``: the last prompt token, then the response."""
+    """Return ``{"meta_info": {"input_token_logprobs": [[log-prob, id], ...]}}`` from the last prompt token on."""
     tokens = sample.token_array().tolist()
     length = sample.response_length
     taught = sample.column_array("teacher_log_probs")
@@ -33,7 +33,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any
 
 
 def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """Give samples the teacher's log-probs out of their rewards; the rewards themselves are 0."""
+    """Move the teacher's log-probs from the samples' rewards to `teacher_log_probs`; return rewards of 0."""
     for sample in samples:
         answer = sample.get_reward_value(args)
         if answer is None or not sample.response_length:

@@ -1,4 +1,4 @@
-"""Sample hooks under the path that slime plugins import them from."""
+"""Sample hooks, under the import path of slime plugins."""
 
 from slime.rollout.sglang_rollout import apply_rollout_sample_hooks
 

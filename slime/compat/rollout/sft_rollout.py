@@ -1,4 +1,4 @@
-"""Supervised training's rollout function under the path that flags and slime plugins name it by."""
+"""The rollout function of supervised training, under the path that flags and slime plugins use."""
 
 from slime.rollout.sft import generate_rollout
 

@@ -1,12 +1,12 @@
-"""The default rollout functions, and their parts for rollout files that users made of them.
+"""The default rollout functions and their parts, for users' rollout files that are derived from upstream's.
 
-`generate_rollout` is called from synchronous code; the work happens on the event loop of the runtime that belongs to
-`args`. The parts may be awaited on any event loop: the engines, the limit on samples under way and the journal are used
-on the runtime's own.
+`generate_rollout` is called from synchronous code; the work runs on the event loop of the runtime that belongs to
+`args`. The parts can be awaited on any event loop: the engines, the limit of samples in flight and the journal are used
+on the runtime's own loop.
 
-Outside a run, as in a unit test of a plugin, the parts for samples call the functions that `args` name on the caller's
-event loop: what these return or raise is the caller's, neither checked nor recorded. They call each other by their
-names in this module, which a test may replace.
+Outside a run, such as in a unit test of a plugin, the sample functions call the functions named in `args` on the
+caller's event loop: their results and exceptions go to the caller, unchecked and unrecorded. They call each other by
+their names in this module, which a test may replace.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ __all__ = [
 ]
 
 _ALONE = "slime_outside_a_run"
-"""The attribute of a namespace outside a run for which responses were generated, and no state was asked for."""
+"""Attribute of a namespace outside a run for which responses were generated before any state was requested."""
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One training rollout, or with `evaluation` one pass over the evaluation datasets."""
+    """Generate one training rollout, or with `evaluation` one pass over the evaluation datasets."""
     runtime = runtime_for(args)
     if evaluation:
         return runtime.run(evaluate(args, rollout_id), whom=f"evaluation {rollout_id}")
@@ -78,9 +78,9 @@ def generate_rollout(
 def generate_rollout_fully_async(
     args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One training rollout of a generation that goes on until the run ends, through training and weight updates.
+    """Return one training rollout of a generation that continues until the run ends, during training and updates.
 
-    Named by ``--rollout-function-path`` itself it stands for ``--async-mode full``; this is for functions around it.
+    ``--rollout-function-path`` with this function means ``--async-mode full``; the body is for wrappers around it.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_buffer, evaluation=True)
@@ -91,9 +91,9 @@ def generate_rollout_fully_async(
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Any
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """One training rollout, and the groups to put back into the data source.
+    """Generate one training rollout; return it with the groups to put back into the data source.
 
-    `data_source` is a data source, which gets its groups back at once, or only its `get_samples` method.
+    `data_source` is a data source, to which groups are returned at once, or only its `get_samples` method.
     """
     runtime = runtime_for(args)
     if not callable(data_source):
@@ -103,17 +103,17 @@ async def generate_rollout_async(
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
-    """One pass over the evaluation datasets; nothing to put back."""
+    """Run one pass over the evaluation datasets; no groups are put back."""
     return await runtime_for(args).on_own_loop(evaluate(args, rollout_id)), []
 
 
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, Any]]:
-    """One evaluation dataset (of `args.eval_datasets`) under its name."""
+    """Evaluate one dataset of `args.eval_datasets`; return the result under its name."""
     return await runtime_for(args).on_own_loop(evaluate_dataset(args, rollout_id, dataset_cfg))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill `sample` with a response, from where it stands."""
+    """Generate or continue the response of `sample`."""
     runtime = find_runtime(args)
     if runtime is None:
         runtime = _runtime_of_its_own(args)
@@ -124,7 +124,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Produced:
-    """Generate one sample, run the hooks, and score it (group rewards come later, from the group)."""
+    """Generate one sample, run the hooks, and score it (group rewards are computed later for the whole group)."""
     runtime = _runtime_of_run(args)
     if runtime is None:
         return await _generate_and_rm_alone(args, sample, sampling_params, evaluation)
@@ -166,7 +166,7 @@ async def _generate_and_rm_alone(
 async def generate_and_rm_group(
     args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
-    """Generate and score all samples of one prompt; what becomes of each is in the journal when it has ended."""
+    """Generate and score all samples of one prompt; the journal records the outcome of each when it ends."""
     runtime = _runtime_of_run(args)
     if runtime is None:
         results = iter(
@@ -189,7 +189,7 @@ async def generate_and_rm_group(
 async def apply_rollout_sample_hooks(
     args: Any, sample: Produced, *, rollout_id: int | None = None, evaluation: bool = False
 ) -> Produced:
-    """A sample, or each of a fan-out, after the functions of ``--rollout-sample-hook-path``."""
+    """Apply the functions of ``--rollout-sample-hook-path`` to a sample, or to each sample of a fan-out."""
     runtime = _runtime_of_run(args)
     if runtime is None:
         offered = {"rollout_id": rollout_id, "evaluation": evaluation}
@@ -207,10 +207,10 @@ async def apply_rollout_sample_hooks(
 
 
 async def abort(args: Any, rollout_id: int) -> list[Group]:
-    """Give up the tasks in `state.pendings`; the groups to put back into the data source.
+    """Abort the tasks in `state.pendings`; return the groups to put back into the data source.
 
-    With ``--partial-rollout`` they are as far as they have come. Without, what is finished is kept, and other prompts
-    start over: neither is lost, as long as the caller puts them back.
+    With ``--partial-rollout`` they keep their partial responses. Without it, finished groups are kept and other prompts
+    start over. Nothing is lost if the caller puts them back.
     """
     runtime = runtime_for(args)
     state = runtime.state
@@ -240,7 +240,7 @@ def _to_put_back(group: Group, rollout_id: int, *, partial: bool) -> Group:
 
 
 class _GetSamples:
-    """A data source of which only `get_samples` is known."""
+    """A data source with only a `get_samples` function."""
 
     def __init__(self, get_samples: Callable[[int], list[Group]]) -> None:
         self.get_samples = get_samples
@@ -251,10 +251,10 @@ class _GetSamples:
 
 
 def GenerateState(args: Any) -> _GenerateState:
-    """The rollout state that belongs to `args`: the same object on every call.
+    """Return the rollout state that belongs to `args`: the same object on every call.
 
-    Where no rollout is running, a namespace gets a state of its own, with the tokenizer of its `hf_checkpoint` and the
-    engines behind its `sglang_router_ip` and `sglang_router_port`, as far as it names them.
+    If no rollout is running, a namespace gets its own state, with the tokenizer of its `hf_checkpoint` and the engines
+    behind its `sglang_router_ip` and `sglang_router_port`, if it names them.
     """
     state = (find_runtime(args) or _runtime_of_its_own(args)).state
     if getattr(args, _ALONE, False):
@@ -263,14 +263,14 @@ def GenerateState(args: Any) -> _GenerateState:
 
 
 def _runtime_of_run(args: Any) -> RolloutRuntime | None:
-    """The runtime of the run, or of the driver, that `args` belong to; None where only an engine was asked."""
+    """Return the runtime of the run or driver of `args`; None if they were only used to generate outside a run."""
     return None if getattr(args, _ALONE, False) else find_runtime(args)
 
 
 def _runtime_of_its_own(args: Any) -> RolloutRuntime:
-    """What a namespace that belongs to no run generates with; no other one finds it."""
+    """Return the private runtime of a namespace outside a run; other namespaces do not find it."""
     if args is None or run_mark(args) is not None or isinstance(args, Config):
-        return runtime_for(args)  # there was a run, and it is over
+        return runtime_for(args)  # its run has ended
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     urls = [] if host is None or port is None else [f"http://{host}:{port}"]
     runtime = RolloutRuntime(as_config(args), urls, dispatch=sample_pipeline.generate_and_rm_group, is_of_run=False)
@@ -279,5 +279,5 @@ def _runtime_of_its_own(args: Any) -> RolloutRuntime:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at ``pkg.mod.fn``, ``file.py:fn`` or ``file.py``."""
+    """Load the function at ``pkg.mod.fn``, ``file.py:fn`` or ``file.py``."""
     return plugins.load_function(path, what="function path")

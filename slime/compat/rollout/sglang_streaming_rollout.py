@@ -1,4 +1,4 @@
-"""The streaming generate under the path that flags name it by: the default one loses nothing when it is cut off."""
+"""Streaming generation, under the path that flags use; it is the default one, which loses nothing on an abort."""
 
 from slime.rollout.sglang_rollout import generate as generate_streaming
 

@@ -1,4 +1,4 @@
-"""The command line for own drivers, under the path that they import it from."""
+"""Command-line parsing for custom drivers, under the import path of upstream slime."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["parse_args", "slime_validate_args"]
 
 
 def parse_args(add_custom_arguments: AddCustomArguments | None = None) -> argparse.Namespace:
-    """The flags of this process's command line, checked, with those that `add_custom_arguments(parser)` adds.
+    """Parse and check this process's command line, with the flags that `add_custom_arguments(parser)` adds.
 
-    What is changed in the namespace counts when it is given to `train` (`slime.driver.loop`, `train.py`). A mistake ends the
-    process with one sentence and exit code 2, as argparse does it.
+    Changes to the namespace take effect when it is passed to `train` (`slime.driver.loop`, `train.py`). An invalid flag
+    ends the process with one sentence and exit code 2, as in argparse.
     """
     try:
         return own_namespace(config.parse_args(None, add_custom_arguments))
@@ -28,5 +28,5 @@ def parse_args(add_custom_arguments: AddCustomArguments | None = None) -> argpar
 
 
 def slime_validate_args(args: Any) -> None:
-    """Refuse, in one sentence, flags that do not make a run."""
+    """Raise a `UserError` for flags that do not form a valid run."""
     config.resolve(as_config(args))

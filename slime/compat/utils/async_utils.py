@@ -1,4 +1,4 @@
-"""Coroutines from synchronous plugin code, on the rollout's event loop when there is one."""
+"""Runs coroutines from synchronous plugin code, on the rollout's event loop if there is one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def get_async_loop() -> AsyncLoopThread:
-    """The loop of the runtime created last, where its connections live; without one, the process's own (`.loop`)."""
+    """Return the loop thread of the newest runtime, which owns its connections; else the process's own (`.loop`)."""
     runtime = newest_runtime()
     return _own_loop() if runtime is None else runtime.loop_thread
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:
-    """Run on that loop and wait for the result."""
+    """Run a coroutine on that loop and wait for the result."""
     return get_async_loop().run(coro)
 
 

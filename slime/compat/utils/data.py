@@ -1,4 +1,4 @@
-"""Prompt files under the path that slime plugins import them from."""
+"""Prompt files, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 
 
 class Dataset(PromptDataset):
-    """The prompts of a file, read whole; `samples` follow `shuffle(epoch)`, `origin_samples` the file."""
+    """All prompts of a file; `samples` has the order of `shuffle(epoch)`, `origin_samples` that of the file."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Dataset(PromptDataset):
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of a .jsonl or .parquet file, `path@[a:b]` included."""
+    """Yield the rows of a .jsonl or .parquet file; `path@[a:b]` selects a slice."""
     yield from open_rows(path, columns=set())
 
 
 def filter_long_prompt(
     origin_samples: Sequence[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Those of at most `max_length` tokens, in their order.
+    """Return the samples of at most `max_length` tokens, in their order.
 
-    Messages are measured as the template renders them, prompts with images as the processor reads them.
+    The length of messages is that of the rendered template; prompts with images are measured by the processor.
     """
     if max_length is None:
         return list(origin_samples)

@@ -1,4 +1,4 @@
-"""Evaluation datasets under the path that slime plugins import them from."""
+"""Evaluation datasets, under the import path of slime plugins."""
 
 from slime.config.datasets import EvalDataset as EvalDatasetConfig
 

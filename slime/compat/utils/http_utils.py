@@ -1,7 +1,7 @@
 """HTTP helpers for plugin code that talks to engines, tools or services by URL.
 
-Each request has a deadline; answers in the 4xx range are the caller's mistake and are not sent again. What is asked of
-this run's engines shows their key, survives weight updates and, with `--partial-rollout`, the end of the rollout.
+Each request has a deadline; responses in the 4xx range are the caller's error and are not retried. Requests to this
+run's engines carry their key, survive weight updates and, with `--partial-rollout`, the end of the rollout.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ async def post(
     *,
     timeout_s: float = 3600.0,
 ) -> Any:
-    """POST JSON; the answer as parsed JSON, or as text when it is none. At most `max_retries` tries, 1 s apart.
+    """POST JSON; return the response as parsed JSON, else as text. At most `max_retries` tries, 1 s apart.
 
-    A request to `/generate` of this run's engines that is aborted there is continued from its tokens, into one answer,
-    unless it was a plugin that had the engine abort everything.
+    A request to `/generate` of this run's engines that is aborted there is resumed from its tokens into one response,
+    unless a plugin made the engine abort all requests.
     """
 
     async def send(body: Any) -> Any:
@@ -57,31 +57,31 @@ async def post(
 
 
 async def get(url: str, max_retries: int = 1, *, timeout_s: float = 60.0) -> Any:
-    """GET; the answer as parsed JSON, or as text when it is none."""
+    """GET; return the response as parsed JSON, else as text."""
     return await _request("GET", url, None, max_retries, None, timeout_s)
 
 
 def init_http_client(args: Any) -> None:
-    """Nothing to prepare: requests bring their own connections. Existing plugins call this."""
+    """Do nothing: each request opens its own connection. Existing plugins call this."""
 
 
 def get_rollout_num_engines(args: Any) -> int:
-    """How many engines a run has."""
+    """Return the number of engines of a run."""
     return num_engines(args)
 
 
 def get_host_info() -> tuple[str, str]:
-    """Name and address of this machine; `SLIME_HOST_IP` goes before what the system says."""
+    """Return the name and address of this machine; `SLIME_HOST_IP` overrides the detected address."""
     return socket.gethostname(), host_address()
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a server could listen on this port now."""
+    """Return True if a server can listen on this port now."""
     return port_is_free(port)
 
 
 def find_available_port(base_port: int) -> int:
-    """The first port from `base_port` on that a server could listen on now."""
+    """Return the first port from `base_port` on that a server can listen on now."""
     return free_range(base_port)
 
 

@@ -1,4 +1,4 @@
-"""Setting up Python's logging, under the path that slime plugins import it from."""
+"""Python logging set-up, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
 
 
 def configure_logger(prefix: str = "") -> None:
-    """Log to stderr where nobody has set up logging; in the processes of a run it is, and stays as it is."""
+    """Log to stderr unless logging is configured; in a run's processes it is, and stays unchanged."""
     logging.basicConfig(
         level=logging.INFO, format=f"[%(asctime)s{prefix}] %(filename)s:%(lineno)d - %(message)s", datefmt="%H:%M:%S"
     )

@@ -1,4 +1,4 @@
-"""Loss masks of conversations under the path that slime plugins import them from."""
+"""Loss masks of conversations, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.data.turn_mask import mask_turns
 
 
 class MultiTurnLossMaskGenerator:
-    """Tokens and loss mask of conversations. The chat template decides, whatever `tokenizer_type` says."""
+    """Makes token ids and loss masks of conversations from the chat template; `tokenizer_type` has no effect."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer = tokenizer
@@ -19,15 +19,15 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation, and 1 for each that the assistant wrote."""
+        """Return the token ids of the conversation, and a mask with 1 for each token of the assistant."""
         masked = mask_turns(self.tokenizer, messages, tools=tools)
         return masked.token_ids, masked.loss_mask
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Tokens from the first trained one to the end, for each mask."""
+        """Return, for each mask, the number of tokens from the first trained one to the end."""
         return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
-        """The texts that are trained on, one for each stretch of ones."""
+        """Return the texts that are trained on, one for each run of ones."""
         stretches = groupby(zip(token_ids, loss_masks, strict=True), key=lambda pair: pair[1])
         return [self.tokenizer.decode([token for token, _ in stretch]) for bit, stretch in stretches if bit]

@@ -1,4 +1,4 @@
-"""Numbers about rewards and texts under the path that slime plugins import them from."""
+"""Reward and text statistics, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slime.rollout import metrics as own
 
 
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same values, every name with the prefix in front."""
+    """Return the same values with the prefix added to every name."""
     return {f"{prefix}{name}": value for name, value in d.items()}
 
 
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4, ... of equal groups that follow each other; a reward of 1 is a right answer."""
+    """Compute `pass@k` for k = 1, 2, 4, ... of consecutive groups of equal size; a reward of 1 is a correct answer."""
     if group_size == 1:
         return {}
     count = len(flat_rewards) // group_size if num_groups is None else num_groups
@@ -32,14 +32,14 @@ def compute_pass_rate(
 
 
 def compute_statistics(values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min."""
+    """Compute mean, median, max and min."""
     return own.statistics_of(values)
 
 
 def compression_ratio(
     data: str | bytes, *, encoding: str = "utf-8", algorithm: str = "zlib", level: int = 9
 ) -> tuple[float, float]:
-    """(how many times smaller the text becomes, the percentage that is saved)."""
+    """Return (compression factor, percentage saved)."""
     raw = data.encode(encoding) if isinstance(data, str) else data
     if not raw:
         return float("inf"), 0.0
@@ -58,12 +58,12 @@ def compression_ratio(
 
 
 def has_repetition(text: str) -> bool:
-    """Whether the end of a text is so repetitive that it compresses more than tenfold."""
+    """Return True if the end of a text is so repetitive that it compresses more than tenfold."""
     return own.has_repetition(text)
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """The step of a rollout's metrics: its number, or that of the optimizer with `--wandb-always-use-train-step`."""
+    """Return the step of a rollout's metrics: its id, or the optimizer step with `--wandb-always-use-train-step`."""
     if args.wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id

@@ -1,4 +1,4 @@
-"""Small helpers under the path that slime plugins import them from."""
+"""Small helpers, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = [
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run a shell command; its output if that is captured. One that fails raises."""
+    """Run a shell command; return its output if captured. Raises if it fails."""
     done = subprocess.run(cmd, shell=True, executable="/bin/bash", check=True, capture_output=capture_output, text=True)
     return done.stdout if capture_output else None
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """The first port from `start_port` on, or the first of so many in a row, that nobody listens on now."""
+    """Return the first port from `start_port` on that starts `consecutive` free ports."""
     return free_range(start_port, consecutive)
 
 
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Whether a rollout is the last one, or ends an interval or an epoch; never without an interval."""
+    """Return True if a rollout is the last one, or ends an interval or an epoch; always False without an interval."""
     if interval is None:
         return False
     step = rollout_id + 1
@@ -45,7 +45,7 @@ def should_run_periodic_action(
 
 
 def group_by(iterable: Iterable[Any], key: Callable[[Any], Any] | None = None) -> dict[Any, list[Any]]:
-    """Items by their key, or by themselves, in the order in which keys come up."""
+    """Group items by their key (default: the item itself), in the order of first occurrence."""
     groups: dict[Any, list[Any]] = {}
     for item in iterable:
         groups.setdefault(item if key is None else key(item), []).append(item)
@@ -53,7 +53,7 @@ def group_by(iterable: Iterable[Any], key: Callable[[Any], Any] | None = None) -
 
 
 class SingletonMeta(type):
-    """Metaclass of classes with one instance; the arguments of later calls are ignored."""
+    """Metaclass of singletons; the arguments of later calls are ignored."""
 
     _instance: Any
 
@@ -63,6 +63,6 @@ class SingletonMeta(type):
         return cls._instance
 
     def clear_instances(cls) -> None:
-        """Forget the instance; the next call makes a new one."""
+        """Discard the instance; the next call makes a new one."""
         if "_instance" in cls.__dict__:
             del cls._instance

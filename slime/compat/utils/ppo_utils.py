@@ -1,7 +1,7 @@
-"""The formulas of the losses and estimators under the path that slime plugins import them from.
+"""Formulas of the losses and estimators, under the import path of slime plugins.
 
-Tensors of one sample are [response length], lists have one entry a sample. Process groups of tensor parallelism are
-taken and must have one member: no model is split over ranks here.
+Tensors of one sample are [response length], lists have one entry per sample. Process groups of tensor parallelism are
+accepted and must have one member: logits are not sharded across ranks here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Rewards = Sequence[float] | Tensor
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """KL(policy || base) by token: k1, k2, k3 or low_var_kl; times pi / pi_old where that is given."""
+    """Compute KL(policy || base) by token: k1, k2, k3 or low_var_kl; times pi / pi_old if given."""
     return approximate_kl(log_probs.float(), log_probs_base.float(), kl_loss_type, ratio=importance_ratio)
 
 
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(clipped surrogate loss, 1.0 where it was clipped) by token; `ppo_kl` is log pi_old - log pi."""
+    """Return (clipped surrogate loss, 1.0 where it was clipped) by token; `ppo_kl` is log pi_old - log pi."""
     if eps_clip_c is not None and eps_clip_c <= 1.0:
         raise UserError(f"compute_policy_loss: eps_clip_c is {eps_clip_c}: a dual clip is above 1")
     return clipped_policy_loss(
@@ -48,14 +48,14 @@ def compute_policy_loss(
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """(-sg(clipped ratio) A log pi, 1.0 where the ratio was out of bounds) by token."""
+    """Return (-sg(clipped ratio) A log pi, 1.0 where the ratio was out of bounds) by token."""
     return cispo_loss(log_probs, -ppo_kl, advantages, eps_clip=eps_clip, eps_clip_high=eps_clip_high)
 
 
 def compute_gspo_kl(
     full_log_probs: Tensors, full_old_log_probs: Tensors, local_log_probs: Tensors, loss_masks: Tensors
 ) -> Tensor:
-    """log pi_old - log pi as the masked mean of each whole sequence, at every token of its local part."""
+    """Return the masked mean of log pi_old - log pi over each whole sequence, at every token of its local part."""
     difference = torch.cat(list(full_old_log_probs)) - torch.cat(list(full_log_probs))
     means = masked_means(difference, torch.cat(list(loss_masks)), [len(part) for part in full_log_probs])
     return spread(means, [len(part) for part in local_log_probs])
@@ -64,7 +64,7 @@ def compute_gspo_kl(
 def compute_opsm_mask(
     args: Any, full_log_probs: Tensors, full_old_log_probs: Tensors, advantages: Tensors, loss_masks: Tensors
 ) -> tuple[Tensor, Tensor]:
-    """(0 for the tokens that off-policy sequence masking drops, the sum over samples of the fraction it drops)."""
+    """Return (0 for tokens dropped by off-policy sequence masking, the sum over samples of the dropped fraction)."""
     lengths = [len(part) for part in full_log_probs]
     mask = torch.cat(list(loss_masks))
     keep = off_policy_sequence_mask(
@@ -80,13 +80,13 @@ def compute_opsm_mask(
 
 
 def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
-    """[R, 1]: the log-prob of each token under its row of logits [R, V]."""
+    """Return [R, 1]: the log-prob of each token under its row of logits [R, V]."""
     _one_member(process_group)
     return log_probs_of_logits(logits, tokens)[0][:, None]
 
 
 def compute_entropy_from_logits(logits: Tensor, process_group: Any) -> Tensor:
-    """[R]: the entropy of each row of logits [R, V]."""
+    """Return [R]: the entropy of each row of logits [R, V]."""
     _one_member(process_group)
     _, entropy = log_probs_of_logits(logits, logits.new_zeros(len(logits), dtype=torch.long), with_entropy=True)
     assert entropy is not None
@@ -96,14 +96,14 @@ def compute_entropy_from_logits(logits: Tensor, process_group: Any) -> Tensor:
 def calculate_log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [R, 1], entropies [R] or None) of `tokens` under their rows of logits [R, V]."""
+    """Return (log-probs [R, 1], entropies [R] or None) of `tokens` under their rows of logits [R, V]."""
     _one_member(tp_group)
     log_probs, entropy = log_probs_of_logits(logits, tokens, chunk_rows=chunk_size, with_entropy=with_entropy)
     return log_probs[:, None], entropy
 
 
 def get_grpo_returns(rewards: Rewards, kl: Tensors) -> list[Tensor]:
-    """The reward of each sample at every one of its tokens."""
+    """Return the reward of each sample at each of its tokens."""
     returns = grpo_advantages([float(reward) for reward in rewards], [len(part) for part in kl])
     return [found.to(part) for found, part in zip(returns, kl, strict=True)]
 
@@ -117,7 +117,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Discounted returns of -kl_coef kl_t and the reward at the last unmasked token."""
+    """Return the discounted returns of -kl_coef kl_t and the reward at the last unmasked token."""
     return reinforce_plus_plus_advantages(
         [float(reward) for reward in rewards], kl, loss_masks, kl_coef=kl_coef, gamma=gamma
     )
@@ -126,7 +126,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Rewards, kl: Tensors, loss_masks: Tensors, kl_coef: float
 ) -> list[Tensor]:
-    """The reward of each sample less kl_coef kl_t, before whitening."""
+    """Return the reward of each sample minus kl_coef kl_t, before whitening."""
     return reinforce_plus_plus_baseline_advantages(
         [float(reward) for reward in rewards], kl, loss_masks, kl_coef=kl_coef
     )
@@ -135,7 +135,7 @@ def get_reinforce_plus_plus_baseline_advantages(
 def get_advantages_and_returns(
     total_len: int, response_len: int, values: Tensor, rewards: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE of one sample from the rewards and values [R] of its tokens, without gradient."""
+    """Compute GAE of one sample from the rewards and values [R] of its tokens, without gradient."""
     advantages, returns = get_advantages_and_returns_batch(
         [total_len], [response_len], [values], [rewards], gamma, lambd
     )
@@ -151,7 +151,7 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """GAE of each sample; `chunked` chooses between two ways to the same numbers and is not looked at."""
+    """Compute GAE of each sample; `chunked` is ignored, since both of upstream's variants give the same numbers."""
     found = [
         gae_of_rows(rewards.detach()[None], values.detach()[None], gamma=gamma, lambd=lambd)
         for values, rewards in zip(values_list, rewards_list, strict=True)
@@ -160,14 +160,14 @@ def get_advantages_and_returns_batch(
 
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T]."""
+    """Compute advantages and returns [B, T]."""
     return gae_of_rows(rewards, values, gamma=gamma, lambd=lambd)
 
 
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T]: one scan, whatever the chunk size."""
+    """Compute advantages and returns [B, T] in one scan; `chunk_size` has no effect."""
     return gae_of_rows(rewards, values, gamma=gamma, lambd=lambd)
 
 

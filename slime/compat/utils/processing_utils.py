@@ -1,4 +1,4 @@
-"""Tokenizer, processor and image helpers under the path that slime plugins import them from."""
+"""Tokenizer, processor and image helpers, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["build_processor_kwargs", "encode_image_for_rollout_engine", "load_pr
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
-    """The tokenizer of a model folder or hub name; further arguments are those of transformers."""
+    """Load the tokenizer of a model folder or hub name; further arguments are passed to transformers."""
     return chat_template.load_tokenizer(name_or_path, **kwargs)
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
-    """The processor of a multimodal model folder; None for a text model. Further arguments are transformers'."""
+    """Load the processor of a multimodal model folder (None for a text model); more arguments go to transformers."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
-    except (OSError, ValueError):  # what transformers raises for a folder without one
+    except (OSError, ValueError):  # transformers raises these for a folder without one
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments of a processor call: the inputs, and tensors as the answer for each kind of them."""
+    """Build the arguments of a processor call: the inputs, with tensors as the return type of each kind."""
     inputs = dict(multimodal_inputs or {})
     for kind in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
         inputs[kind] = {**inputs.get(kind, {}), "return_tensors": "pt"}
@@ -37,7 +37,7 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """A PIL image as the PNG data URL that ``image_data`` of ``/generate`` takes."""
+    """Encode a PIL image as a PNG data URL for ``image_data`` of ``/generate``."""
     buffer = io.BytesIO()
     (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Parting sequences into bins of equal work, under the path that slime plugins import it from."""
+"""Partitioning of sequences into bins of equal work, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from slime.train.microbatch_plan import partition
 
 
 def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """The indices of `seqlen_list` in bins with sums as equal as the largest-differencing method makes them."""
+    """Partition the indices of `seqlen_list` into bins of similar sums by the largest-differencing method."""
     return partition(seqlen_list, k_partitions, equal_size=equal_size)
 
 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """The same, with at least one index in every bin, and with `equal_size` the same number of them in each."""
+    """Do the same with at least one index in every bin, and with `equal_size` the same number in each."""
     count = len(seqlen_list)
     if count < k_partitions:
         raise UserError(f"{count} sequences cannot fill {k_partitions} partitions: each must get one")
@@ -29,7 +29,7 @@ def get_seqlen_balanced_partitions(
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The permutation that undoes `idx_map`."""
+    """Return the inverse permutation of `idx_map`."""
     back = [0] * len(idx_map)
     for place, index in enumerate(idx_map):
         back[index] = place
@@ -37,5 +37,5 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 
 
 def ceildiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)

@@ -1,7 +1,7 @@
-"""Seconds by name, under the path that slime plugins import it from.
+"""Named timers, under the import path of slime plugins.
 
-What is measured is the plugin's own, in the process it runs in: a run logs its own times under `perf/`, and a plugin
-logs these with `slime.utils.tracking_utils.log`.
+They measure a plugin's own times in its process: a run logs its own times under `perf/`, and a plugin logs these with
+`slime.utils.tracking_utils.log`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.utils.misc import SingletonMeta
 
 
 class Timer(metaclass=SingletonMeta):
-    """The one timer of a process: names that run, and seconds of those that ended, added up."""
+    """The timer of a process: the running names, and the total seconds by name of those that ended."""
 
     def __init__(self) -> None:
         self.timers: dict[str, float] = {}
@@ -25,7 +25,7 @@ class Timer(metaclass=SingletonMeta):
 
     def start(self, name: str) -> None:
         if name in self.start_time:
-            raise ValueError(f"the timer {name} runs already")
+            raise ValueError(f"the timer {name} is already running")
         self.start_time[name] = time.perf_counter()
 
     def end(self, name: str) -> None:
@@ -37,7 +37,7 @@ class Timer(metaclass=SingletonMeta):
         self.timers[name] = self.timers.get(name, 0.0) + elapsed_time
 
     def reset(self, name: str | None = None) -> None:
-        """Forget one name's seconds, or everybody's."""
+        """Reset the seconds of one name, or of all."""
         if name is None:
             self.timers = {}
         else:
@@ -56,7 +56,7 @@ class Timer(metaclass=SingletonMeta):
 
 
 def timer(name_or_func: str | Callable[..., Any]) -> Any:
-    """`with timer("name"):`, or a decorator that measures a function under its own name, each call for itself."""
+    """Measure `with timer("name"):`, or decorate a function to measure each of its calls under its own name."""
     if isinstance(name_or_func, str):
         return Timer().context(name_or_func)
     function, name = name_or_func, name_or_func.__name__
@@ -85,7 +85,7 @@ def timer(name_or_func: str | Callable[..., Any]) -> Any:
 
 @contextmanager
 def inverse_timer(name: str) -> Iterator[None]:
-    """A running timer stands still inside."""
+    """Pause a running timer while the body runs."""
     Timer().end(name)
     try:
         yield

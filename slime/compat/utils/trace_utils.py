@@ -1,4 +1,4 @@
-"""Traces of samples under the path that slime plugins import them from."""
+"""Traces of samples, under the import path of slime plugins."""
 
 from slime.data.trace import (
     bind_trace,

@@ -1,6 +1,6 @@
-"""Logging metrics from a plugin, under the path that slime plugins import it from.
+"""Logs metrics from a plugin, under the import path of slime plugins.
 
-They reach metrics.jsonl, TensorBoard and W&B of the run that the plugin is in, whichever of them the run has.
+They go to the trackers of the plugin's run: metrics.jsonl, and TensorBoard and W&B if the run uses them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from slime.config.plugins.tracking import log_metrics
 
 
 def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> None:
-    """Nothing to do: the run has opened its record. Existing plugins call this."""
+    """Do nothing: the run has opened its trackers. Existing plugins call this."""
 
 
 def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> None:
-    """One record of metrics; `metrics[step_key]` is their step, else the rollout that is trained on.
+    """Log one record of metrics; `metrics[step_key]` is their step, else the rollout that is trained on.
 
-    In the training processes rank 0's are kept, and written when the rollout's training is done.
+    In the training processes, rank 0's metrics are stored and written when the rollout's training is done.
     """
     log_metrics(metrics, step_key)
 
 
 def finish_tracking(args: Any) -> None:
-    """Nothing to do: the run closes its record when it ends."""
+    """Do nothing: the run closes its trackers when it ends."""

@@ -1,4 +1,4 @@
-"""`Sample` under the path that slime plugins import it from."""
+"""`Sample` and batch types, under the import path of slime plugins."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sessions: what talks to the model over several turns, from our own loops to somebody's command-line agent."""
+"""Flags of agents, sessions, sandboxes and the live service, which serves clients and learns from their replies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class AgentFlags:
         None, "most tokens that one session may sample, over all its turns", check=at_least(1)
     )
     strict_tokens: bool = flag(
-        False, "a client that edits, compacts or branches its history is refused, instead of becoming another sample"
+        False, "refuse a client that edits, compacts or branches its history, instead of starting another sample"
     )
     agent_server_port: int | None = flag(
         None,
-        "port of the OpenAI and Anthropic endpoints that agents talk to",
+        "port of the OpenAI and Anthropic endpoints for agents",
         check=between(1, 65535),
         derived="a free one",
     )
@@ -33,38 +33,35 @@ class AgentFlags:
     )
     sandbox: str = flag(
         "auto",
-        "where agents and tools run what a model writes; auto: local, which needs namespaces; subprocess: no boundary, "
-        "code has the rights of your user",
+        "where agents and tools execute the model's code; auto: local, which needs namespaces; subprocess: no "
+        "isolation, code has the rights of your user",
         choices=("auto", "local", "subprocess", "docker", "podman", "e2b"),
     )
     sandbox_image: str | None = flag(None, "image that sandboxes of docker, podman and e2b start from", metavar="NAME")
     sandbox_timeout: float = flag(120.0, "seconds that one command in a sandbox may take", check=above(0))
     sandbox_memory_mb: int = flag(
-        4096, "memory of one sandbox, all its processes and the files they wrote together", check=at_least(1)
+        4096, "MB of memory of one sandbox, for all its processes and the files that they write", check=at_least(1)
     )
     sandbox_processes: int = flag(512, "most processes of one sandbox", check=at_least(1))
-    sandbox_disk_mb: int = flag(2048, "what one sandbox may write to files", check=at_least(1))
-
-
-# A model that serves real clients and learns from what they say about its answers.
+    sandbox_disk_mb: int = flag(2048, "most MB that one sandbox may write to files", check=at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveFlags:
-    """A live service"""
+    """Live service"""
 
     live_judge_path: str | None = flag(
         None,
-        "serve clients and train on their conversations: a function (args, exchange) that judges an answer by what the "
-        "client said next",
+        "serve clients and train on their conversations: a function (args, exchange) that judges an answer by the "
+        "client's next message",
         metavar="PATH",
     )
     live_filter_path: str | None = flag(
-        None, "function (exchange) that says True where an exchange may be kept and trained on", metavar="PATH"
+        None, "function (exchange) that returns True if the exchange may be kept and trained on", metavar="PATH"
     )
     live_idle_timeout: float = flag(
-        600.0, "seconds of silence after an answer, after which a conversation is over", check=above(0)
+        600.0, "seconds after an answer without a new message, after which a conversation ends", check=above(0)
     )
     live_max_conversations: int = flag(
-        4096, "conversations held at once; beyond, the one that was silent longest is let go", check=at_least(1)
+        4096, "most conversations held at once; beyond that, the one that is idle longest is evicted", check=at_least(1)
     )

@@ -1,4 +1,4 @@
-"""From rewards to a loss."""
+"""Flags of the algorithm: advantages, losses, off-policy corrections, the critic and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class AlgorithmFlags:
     )
     policy_loss: str = flag(
         None,
-        "the surrogate: ppo clips each token's ratio, gspo each sequence's, cispo the weight of each token's gradient",
+        "surrogate loss: ppo clips each token's ratio, gspo each sequence's, cispo the weight of each token's gradient",
         choices=POLICY_LOSSES,
         derived="gspo and cispo with the estimators of these names, else ppo",
     )
-    loss_type: str = flag("policy_loss", "what is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
+    loss_type: str = flag("policy_loss", "loss that is minimised", choices=("policy_loss", "sft_loss", "custom_loss"))
     eps_clip: float = flag(0.2, "lower clip range of the policy ratio", check=at_least(0))
     eps_clip_high: float = flag(
         None, "upper clip range of the policy ratio", check=at_least(0), derived="--eps-clip; 0.28 with dapo"
@@ -48,8 +48,8 @@ class AlgorithmFlags:
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
     advantage_population: str = flag(
         "auto",
-        "what the statistics of a group count where a rollout became several samples: rollouts, each with the mean of "
-        "its samples; samples; or (auto) samples where those of one rollout differ in reward, else rollouts",
+        "population of a group's statistics if a rollout became several samples: rollouts, each with the mean of its "
+        "samples; samples; or (auto) samples if those of one rollout differ in reward, else rollouts",
         choices=("auto", "rollouts", "samples"),
     )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
@@ -58,16 +58,16 @@ class AlgorithmFlags:
     )
     loss_aggregation: str = flag(
         None,
-        "what each rollout counts in the loss: the mean of its tokens, its tokens, or its tokens over "
+        "contribution of each rollout to the loss: the mean of its tokens, its tokens, or its tokens divided by "
         "--rollout-max-response-len",
         choices=("rollout_mean", "token_mean", "constant"),
         derived="token_mean with --calculate-per-token-loss, constant with dr_grpo, else rollout_mean",
     )
     overlong_buffer_len: int = flag(
-        0, "responses that come this close to --rollout-max-response-len lose reward, linearly", check=at_least(0)
+        0, "tokens before --rollout-max-response-len in which responses lose reward linearly", check=at_least(0)
     )
-    overlong_penalty: float = flag(1.0, "what a response of full length loses", check=at_least(0))
-    disable_compute_advantages_and_returns: bool = flag(False, "no advantages: the custom loss does without")
+    overlong_penalty: float = flag(1.0, "reward that a response of full length loses", check=at_least(0))
+    disable_compute_advantages_and_returns: bool = flag(False, "compute no advantages, for a custom loss without them")
     custom_advantage_function_path: str | None = flag(
         None, "function (args, rollout_data) that sets rollout_data['advantages'] and ['returns']"
     )
@@ -81,22 +81,24 @@ class AlgorithmFlags:
     )
     ref_load: str | None = flag(
         None,
-        "model folder (or checkpoint folder of a run) of the reference; the actor starts from it too where --load has "
-        "nothing",
+        "model folder (or checkpoint folder of a run) of the reference; also the start of the actor if --load has no "
+        "checkpoint",
         metavar="DIR",
         derived="--hf-checkpoint",
     )
-    ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load, not the latest", check=at_least(0))
+    ref_ckpt_step: int | None = flag(
+        None, "iteration of the checkpoint in --ref-load, instead of the latest", check=at_least(0)
+    )
     ref_update_interval: int | None = flag(
-        None, "copy the policy into the reference every so many rollouts", check=at_least(1)
+        None, "rollouts between copies of the policy into the reference", check=at_least(1)
     )
     ref_update_decay: float = flag(
         0.0,
-        "what --ref-update-interval keeps of the reference: it becomes so much of itself and the rest of the policy, "
-        "a moving average in float32",
+        "share of the reference that --ref-update-interval keeps, with the rest from the policy: a moving average in "
+        "float32",
         check=between(0, 1, high_open=True),
     )
-    use_rollout_logprobs: bool = flag(False, "the engine's log-probs are those of the old policy")
+    use_rollout_logprobs: bool = flag(False, "use the engine's log-probs as those of the old policy")
     keep_old_actor: bool = flag(False, "keep the weights the engines sample with, for the old policy's log-probs")
     use_rollout_entropy: bool = flag(False, "report the entropy of the old policy")
     reset_optimizer_states: bool = flag(False, "forget Adam's moments before each rollout")
@@ -105,13 +107,11 @@ class AlgorithmFlags:
     )
     log_probs_keep_gib: float | None = flag(
         None,
-        "the most memory in GiB that the gradients of a micro-batch's log-probs take on a GPU to be kept for the "
-        "backward; larger ones are computed again. Default: 2",
+        "most GiB of GPU memory for log-prob gradients of a micro-batch that are kept for the backward pass; larger "
+        "ones are recomputed. Default: 2",
         check=at_least(0),
     )
 
-
-# When trainer and engine, or old and new policy, drift apart.
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -138,7 +138,7 @@ class CorrectionFlags:
     )
     tis_batch_normalize: bool = flag(False, "scale the weights of a step to a mean of 1")
     use_rs: bool = flag(False, "reject tokens or sequences whose ratio is out of bounds")
-    rs_level: str = flag(None, "what the rejection looks at", choices=LEVELS, derived="--tis-level")
+    rs_level: str = flag(None, "ratio that the rejection uses", choices=LEVELS, derived="--tis-level")
     rs_lower_bound: float = flag(None, "smallest ratio that is kept", check=at_least(0), derived="--tis-clip-low")
     rs_upper_bound: float = flag(None, "largest ratio that is kept", check=above(0), derived="--tis-clip")
     rs_veto_threshold: float | None = flag(
@@ -149,24 +149,22 @@ class CorrectionFlags:
         "function (args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths) "
         "-> (pg_loss, masks, metrics)",
     )
-    get_mismatch_metrics: bool = flag(False, "report what the correction sees without applying it")
+    get_mismatch_metrics: bool = flag(False, "report the metrics of the correction without applying it")
     use_opsm: bool = flag(
-        False, "mask sequences of negative advantage that have become less likely than when the engine sampled them"
+        False,
+        "off-policy sequence masking: mask sequences of negative advantage that became less likely after sampling",
     )
     opsm_delta: float = flag(
         0.05, "mean of engine's less trainer's log-probs above which --use-opsm masks a sequence", check=at_least(0)
     )
     use_routing_replay: bool = flag(
         False,
-        "R2: in the updates of a rollout routers repeat which experts they chose in the log-prob pass before them",
+        "R2: in the updates of a rollout, routers repeat their choices of experts in the preceding log-prob pass",
         derived="on with --use-rollout-routing-replay",
     )
     use_rollout_routing_replay: bool = flag(
-        False, "R3: the trainer's routers repeat what the engine's chose when it sampled the tokens"
+        False, "R3: the trainer's routers repeat the choices of the engine's routers when it sampled the tokens"
     )
-
-
-# The value model of PPO.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +173,12 @@ class CriticFlags:
 
     lambd: float = flag(1.0, "lambda of generalised advantage estimation", check=between(0, 1))
     value_clip: float = flag(0.2, "how far a value may move from the old one in one rollout", check=above(0))
-    num_critic_only_steps: int = flag(0, "rollouts at the start that train the critic alone", check=at_least(0))
+    num_critic_only_steps: int = flag(0, "initial rollouts that train only the critic", check=at_least(0))
     critic_hf_checkpoint: str | None = flag(
         None, "model folder the critic starts from", metavar="DIR", derived="--hf-checkpoint"
     )
     critic_load: str | None = flag(
-        None, "checkpoints the critic resumes from", metavar="DIR", derived="critic/ under --load, if it is there"
+        None, "checkpoints the critic resumes from", metavar="DIR", derived="critic/ under --load, if it exists"
     )
     critic_save: str | None = flag(None, "the critic's checkpoints", metavar="DIR", derived="critic/ under --save")
     critic_lr: float | None = flag(None, "the critic's learning rate", check=at_least(0), derived="--lr")
@@ -192,12 +190,9 @@ class CriticFlags:
     )
     megatron_config_path: str | None = flag(
         None,
-        "YAML file of overrides by role, as slime has it: megatron: [{role: critic, overrides: {lr: 1e-5}}]",
+        "YAML file of overrides by role, in upstream's format: megatron: [{role: critic, overrides: {lr: 1e-5}}]",
         metavar="FILE",
     )
-
-
-# A teacher's opinion of the tokens that the student sampled.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +203,8 @@ class DistillationFlags:
     opd_type: str | None = flag(
         None,
         "where the teacher is: served by an engine (at --rm-url, or started from --opd-teacher-load), loaded in the "
-        "trainer, or asked by the generate function, which sets teacher_log_probs (sample); sglang and megatron are "
-        "other names of the first two",
+        "trainer, or called by the generate function, which sets teacher_log_probs (sample); sglang and megatron are "
+        "aliases of the first two",
         choices=("engine", "trainer", "sample", "sglang", "megatron"),
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL")

@@ -1,11 +1,11 @@
-"""Where processes run and how many there are; on a CPU the "GPU" counts are process counts."""
+"""Flags of processes and devices; on a CPU the "GPU" counts are process counts."""
 
 # ruff: noqa: RUF009 (`flag` declares a dataclass field)
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import at_least, flag
+from slime.storage.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,19 @@ class ClusterFlags:
     )
     train_backend: str = flag(
         "fsdp",
-        "what spreads the model over training processes; megatron is Megatron-Core, which takes Megatron's flags",
+        "training backend that shards the model over processes; megatron: Megatron-Core, which uses Megatron's flags",
         choices=("fsdp", "megatron"),
     )
     fsdp_shard_size: int | None = flag(
         None,
-        "training processes that share one copy of the model (default: all); with fewer, copies on each so many "
-        "processes add up their gradients once a step (HSDP)",
+        "training processes that share one copy of the model (default: all); with fewer, each group of that "
+        "many processes has a copy, and copies sum their gradients once per step (HSDP)",
         check=at_least(1),
     )
     context_parallel_size: int = flag(
         1,
         "training processes that share each sequence, a slice of its tokens each (Ulysses: the model's attention heads "
-        "must be a multiple); a micro-batch then holds so many times --max-tokens-per-gpu tokens",
+        "must be a multiple); a micro-batch then holds that many times --max-tokens-per-gpu tokens",
         check=at_least(1),
     )
     rollout_num_gpus: int = flag(
@@ -58,32 +58,31 @@ class ClusterFlags:
     offload: bool = flag(False, "--offload-rollout and --offload-train together")
     offload_rollout: bool = flag(
         False,
-        "engines give their GPU memory back while the trainers work, and keep their CUDA graphs; nothing on a CPU",
+        "engines free their GPU memory during training, and keep their CUDA graphs; no effect on a CPU",
     )
     offload_train: bool = flag(
         False,
         "trainers move weights, optimizer state and frozen models to pinned host memory while the engines generate; "
-        "nothing on a CPU",
+        "no effect on a CPU",
     )
     device: str = flag("auto", "where tensors live; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"))
     distributed_timeout_minutes: int = flag(
         10,
-        "how long trainers may go without finishing a piece of their work (a micro-batch, a tensor read or written)",
+        "minutes that trainers may take for one unit of work (a micro-batch, a tensor read or written)",
         check=at_least(1),
     )
     max_restarts: int | None = flag(
         None,
-        "how often in a row a run that loses a trainer, an engine or a node starts again by itself, from its last "
-        "checkpoint and the journal; one that comes further than before may do so as often again (default: 3 on Ray, "
-        "else 0)",
+        "most automatic restarts in a row of a run that loses a trainer, an engine or a node, from its last checkpoint "
+        "and the journal; the count starts again once a run gets further than before (default: 3 on Ray, else 0)",
         check=at_least(0),
     )
-    train_env_vars: dict[str, Any] = flag(
-        {}, "environment variables that trainers get beside the run's own; they are kept in config.yaml", metavar="JSON"
+    train_env_vars: JsonObject = flag(
+        {}, "additional environment variables for trainers; they are stored in config.yaml", metavar="JSON"
     )
     pass_env: list[str] | None = flag(
         None,
-        "environment variables that engines and trainers get although their names look like secrets",
+        "environment variables passed to engines and trainers although their names look like secrets",
         metavar="NAME",
     )
-    host: str = flag("127.0.0.1", "address that servers bind to; loopback unless told otherwise")
+    host: str = flag("127.0.0.1", "address that servers bind to")

@@ -1,11 +1,11 @@
-"""Which prompts are read, and how many samples make one rollout and one optimizer step."""
+"""Flags of prompts, batch sizes, the length of the run and evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import at_least, between, flag, minus_one_or_at_least
+from slime.storage.json_types import JsonObject
 
 # ruff: noqa: RUF009 (`flag` declares a dataclass field)
 
@@ -24,21 +24,21 @@ class DataFlags:
     )
     input_key: str | None = flag(
         None,
-        "column that holds the prompt: text, chat messages, or anything that a function of yours reads",
+        "column that holds the prompt: text, chat messages, or any value that a custom function reads",
         derived="input, else the only one of prompt, messages, question and problem",
     )
     label_key: str | None = flag(None, "column that holds the reference answer; a.b is b inside the object a")
-    prompt_suffix: str | None = flag(
-        None, "text that follows every prompt, or what the user says last in it", metavar="TEXT"
-    )
+    prompt_suffix: str | None = flag(None, "text appended to every prompt, or to its last user message", metavar="TEXT")
     metadata_key: str = flag("metadata", "column that holds a dict for reward and generate functions")
     tool_key: str = flag("tools", "column that holds tool schemas for the chat template")
-    multimodal_keys: dict[str, Any] | None = flag(
-        None, "columns that hold images and the like; a row that has some is refused, prompts are text", metavar="JSON"
+    multimodal_keys: JsonObject | None = flag(
+        None,
+        "columns that hold images or other media; rows with such values are refused, prompts are text",
+        metavar="JSON",
     )
     apply_chat_template: bool = flag(False, "render chat messages with the tokenizer's template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, "extra arguments of the chat template", metavar="JSON")
-    rollout_shuffle: bool = flag(False, "shuffle the prompts, anew in each epoch")
+    apply_chat_template_kwargs: JsonObject = flag({}, "extra arguments of the chat template", metavar="JSON")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts, in a new order in each epoch")
     rollout_seed: int = flag(42, "seed of the shuffle and of sampling")
     num_data_workers: int = flag(
         0, "processes that template and tokenise prompts; 0: in the driver itself", check=at_least(0)
@@ -70,17 +70,17 @@ class DataFlags:
     micro_batch_size: int = flag(1, "samples per forward pass, without --use-dynamic-batch-size", check=at_least(1))
     use_dynamic_batch_size: bool = flag(False, "fill each forward pass up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = flag(None, "tokens per forward pass and process", check=at_least(1))
-    balance_data: bool = flag(False, "share the work out over the training processes by FLOPs instead of by tokens")
+    balance_data: bool = flag(False, "distribute the work over the training processes by FLOPs instead of by tokens")
     balance_by_flops: bool = flag(
         False, "micro-batches of equal FLOPs instead of at most --max-tokens-per-gpu tokens, which they may exceed"
     )
     loss_mask_type: str = flag(
         "auto",
-        "how the turns of an assistant are found in supervised training; auto asks the chat template",
+        "how the turns of an assistant are found in supervised training; auto: by the chat template",
         choices=("auto", "qwen", "qwen3", "qwen3_5", "distill_qwen"),
     )
     data_source_path: str = flag(
-        DEFAULT_DATA_SOURCE, "class that hands out prompts: f(args) with get_samples, add_samples, save, load"
+        DEFAULT_DATA_SOURCE, "class that provides prompts: f(args) with get_samples, add_samples, save, load"
     )
     buffer_filter_path: str | None = flag(
         None, "function (args, rollout_id, buffer, num_samples) that picks groups from the buffer"
@@ -88,11 +88,6 @@ class DataFlags:
     disable_rollout_global_dataset: bool = flag(
         False, "no prompt file: the data source or generate function makes prompts"
     )
-
-
-# When and on what the model is evaluated; sampling values not given are the rollout's.
-
-# ruff: noqa: RUF009 (`flag` declares a dataclass field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +100,7 @@ class EvalFlags:
     eval_config: str | None = flag(
         None, "YAML, TOML or JSON file of evaluation datasets with their own sampling and rewards", metavar="FILE"
     )
-    eval_interval: int | None = flag(None, "evaluate every so many rollout steps", check=at_least(1))
+    eval_interval: int | None = flag(None, "rollout steps between evaluations", check=at_least(1))
     skip_eval_before_train: bool = flag(False, "no evaluation before the first step")
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", check=at_least(1))
     eval_function_path: str = flag(

@@ -1,4 +1,4 @@
-"""The inference engines: which kind, and the limits of the embedded one."""
+"""Flags of the inference engines and of weight updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.config.fields import above, at_least, between, flag
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """Engine: who generates tokens"""
+    """Engine: token generation"""
 
     rollout_backend: str = flag(
         "auto",
@@ -31,12 +31,12 @@ class EngineFlags:
     )
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
-        "engines that somebody else runs; they are used and updated, never started or stopped",
+        "external engines, which are used and updated but never started or stopped",
         metavar="HOST:PORT",
     )
     rollout_router: str = flag(
         "auto",
-        "who spreads requests over engines: sglang-router, or the run itself; auto: sglang-router with SGLang engines, "
+        "distributes requests over engines: sglang-router, or the run itself; auto: sglang-router with SGLang engines, "
         "if it is installed",
         choices=("auto", "builtin", "sglang"),
     )
@@ -45,15 +45,17 @@ class EngineFlags:
     )
     fleet_address: str | None = flag(
         None,
-        "open a door there, through which engines of other machines join the run (slime serve --join) and leave it; "
-        "PORT alone listens on loopback, port 0 takes a free one; implies --use-fault-tolerance",
+        "address where engines on other machines can join the run (slime serve --join) and leave it; PORT alone "
+        "listens on loopback, port 0 selects a free one; implies --use-fault-tolerance",
         metavar="[HOST:]PORT",
     )
-    use_fault_tolerance: bool = flag(False, "restart engines that die or hang, and go on with their requests elsewhere")
+    use_fault_tolerance: bool = flag(
+        False, "restart engines that die or hang, and resume their requests on other engines"
+    )
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine", check=above(0))
-    rollout_health_check_timeout: float = flag(30.0, "seconds until a health check must be answered", check=above(0))
+    rollout_health_check_timeout: float = flag(30.0, "timeout of a health check in seconds", check=above(0))
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first health check", check=at_least(0))
-    engine_max_restarts: int = flag(5, "restarts of one engine after which the run gives up", check=at_least(0))
+    engine_max_restarts: int = flag(5, "restarts of one engine after which the run fails", check=at_least(0))
     rollout_compile: bool | None = flag(None, "embedded engine: use torch.compile", derived="on for CUDA")
     engine_max_running_requests: int = flag(256, "embedded engine: sequences decoded together", check=at_least(1))
     engine_max_total_tokens: int | None = flag(
@@ -62,27 +64,24 @@ class EngineFlags:
     engine_chunked_prefill_size: int = flag(8192, "embedded engine: prompt tokens per prefill pass", check=at_least(16))
     engine_mem_fraction: float = flag(
         0.3,
-        "embedded engine: part of the free GPU memory for the KV cache",
+        "embedded engine: fraction of the free GPU memory for the KV cache",
         check=between(0, 1, low_open=True, high_open=True),
     )
-    engine_start_timeout: float = flag(600.0, "seconds until a started engine must answer", check=above(0))
-    engine_request_timeout: float = flag(3600.0, "seconds until one request must be answered", check=above(0))
+    engine_start_timeout: float = flag(600.0, "timeout of an engine's start in seconds", check=above(0))
+    engine_request_timeout: float = flag(3600.0, "timeout of one request in seconds", check=above(0))
     engine_port: int | None = flag(
         None, "port of the first engine, the next ones follow", check=between(1, 65535), derived="free ports"
     )
 
 
-# How new weights reach the engines.
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightFlags:
-    """Weights: from the trainer to the engines"""
+    """Weights: updates from the trainer to the engines"""
 
     update_weight_transport: str = flag(
         "auto",
-        "carrier of weight updates: shared memory, a broadcast (NCCL; gloo on a CPU), or files; auto: shared memory on "
-        "one machine, else a broadcast",
+        "transport of weight updates: shared memory, a broadcast (NCCL; gloo on a CPU), or files; auto: shared memory "
+        "on one machine, else a broadcast",
         choices=("auto", "tensor", "nccl", "disk"),
     )
     update_weight_mode: str = flag(
@@ -90,7 +89,7 @@ class WeightFlags:
     )
     update_weight_delta_encoding: str = flag(
         "sparse",
-        "a delta's changed bytes: with their distances, against all old ones, or with their positions",
+        "encoding of a delta: changed bytes with distances, the XOR of all bytes, or changed bytes with positions",
         choices=("sparse", "xor", "overwrite"),
     )
     update_weight_delta_checksum: str | None = flag(
@@ -101,7 +100,7 @@ class WeightFlags:
     )
     update_weight_pause_mode: str = flag(
         None,
-        "what happens to running requests: aborted and continued by the rollout, kept in place, or put back",
+        "running requests in an update: aborted and resumed by the rollout, kept in place, or put back in the queue",
         choices=("abort", "in_place", "retract"),
         derived="abort; in_place with --async-mode full and the embedded engine",
     )

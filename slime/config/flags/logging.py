@@ -1,4 +1,4 @@
-"""What a run leaves behind for people to look at."""
+"""Flags of logging, trackers, plans and debugging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LoggingFlags:
     use_wandb: bool = flag(False, "log to Weights & Biases (API key in WANDB_API_KEY)")
     wandb_key: str | None = flag(
         None,
-        "W&B API key; no file of the run has it, but a command line is seen by others: better in WANDB_API_KEY",
+        "W&B API key; it is in no file of the run, but other users can read command lines: prefer WANDB_API_KEY",
         secret=True,
     )
     wandb_mode: str | None = flag(None, "W&B mode", choices=("online", "offline", "disabled"))
@@ -34,12 +34,12 @@ class LoggingFlags:
     wandb_run_id: str | None = flag(None, "W&B run to continue")
     wandb_always_use_train_step: bool = flag(False, "W&B counts optimizer steps on every axis, not rollout steps")
     disable_wandb_random_suffix: bool = flag(
-        False, "as upstream has it", no_effect="names in W&B never get a random suffix"
+        False, "no random suffix in W&B names", no_effect="names in W&B never get a random suffix"
     )
     log_passrate: bool = flag(False, "report pass@k of the training rollouts")
     log_multi_turn: bool = flag(False, "report lengths with and without observations, and turns")
     log_reward_category: str | None = flag(None, "entry of dict rewards whose values are counted", metavar="KEY")
-    log_correct_samples: bool = flag(False, "report the lengths of rewarded samples apart")
+    log_correct_samples: bool = flag(False, "report the lengths of rewarded samples separately")
     custom_rollout_log_function_path: str | None = flag(
         None, "function (rollout_id, args, samples, rollout_extra_metrics, rollout_time); True: nothing else is logged"
     )
@@ -52,9 +52,6 @@ class LoggingFlags:
     log_level: str = flag("info", "least severe message that is logged", choices=("debug", "info", "warning", "error"))
 
 
-# Looking before running, and running one half alone.
-
-
 @dataclass(frozen=True, kw_only=True)
 class DebugFlags:
     """Debugging"""
@@ -62,13 +59,13 @@ class DebugFlags:
     dry_run: bool = flag(False, "print the plan (processes, batches, memory, files) and exit")
     plan_cluster: str | None = flag(
         None,
-        "make the plan for GPUs that are not here: nodes, GPUs of each and GiB of each GPU (8x8x80); neither weights "
-        "nor prompts need to be there",
+        "make the plan for another cluster: nodes, GPUs per node and GiB per GPU (8x8x80); neither weights nor prompts "
+        "need to exist",
         metavar="NODESxGPUSxGIB",
         check=cluster_complaint,
     )
     ci_test: bool = flag(
-        False, "end the run when its log-probs contradict each other: KL before any update, trainer against engine"
+        False, "end the run if its log-probs are inconsistent: KL before any update, trainer against engine"
     )
     ci_disable_kl_checker: bool = flag(False, "--ci-test without the two checks of the KL before any update")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
@@ -78,10 +75,10 @@ class DebugFlags:
         None, "write gradient norms to this file; {role}, {rollout_id} and {step_id} are filled in", metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
-        None, "end the run when a gradient norm differs by more than 1 % from that in this file", metavar="FILE"
+        None, "end the run if a gradient norm differs by more than 1 % from that in this file", metavar="FILE"
     )
     debug_rollout_only: bool = flag(False, "generate and score, train nothing: no training process is started")
-    debug_train_only: bool = flag(False, "train without engines, on dumped rollouts or what the rollout function makes")
+    debug_train_only: bool = flag(False, "train without engines, on dumped rollouts or those of the rollout function")
     save_debug_rollout_data: str | None = flag(
         None, "write the samples of each rollout to this file; {rollout_id} is filled in", metavar="FILE"
     )

@@ -1,4 +1,4 @@
-"""How gradients move the weights."""
+"""Flags of the optimizer, its schedules, and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OptimizerFlags:
     )
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up", check=at_least(0))
     lr_warmup_fraction: float | None = flag(
-        None, "part of --lr-decay-iters that is warm-up", check=between(0, 1, high_open=True)
+        None, "fraction of --lr-decay-iters that is warm-up", check=between(0, 1, high_open=True)
     )
     lr_warmup_samples: int = flag(0, "warm-up in rollouts: steps times --global-batch-size", check=at_least(0))
     lr_warmup_init: float = flag(0.0, "learning rate of the first step of a warm-up", check=at_least(0))
@@ -31,7 +31,7 @@ class OptimizerFlags:
         check=at_least(1),
         derived="all steps of the run",
     )
-    lr_decay_samples: int | None = flag(None, "the same in rollouts", check=at_least(1))
+    lr_decay_samples: int | None = flag(None, "length of the decay in rollouts", check=at_least(1))
     lr_wsd_decay_iters: int | None = flag(
         None, "WSD: optimizer steps of the decay at the end of --lr-decay-iters", check=at_least(1)
     )
@@ -39,32 +39,30 @@ class OptimizerFlags:
         "exponential", "WSD: shape of that decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     weight_decay: float = flag(0.0, "decoupled weight decay", check=at_least(0))
-    start_weight_decay: float | None = flag(
-        None, "weight decay at the begin", check=at_least(0), derived="--weight-decay"
-    )
-    end_weight_decay: float | None = flag(None, "weight decay at the end", check=at_least(0), derived="--weight-decay")
+    start_weight_decay: float | None = flag(None, "initial weight decay", check=at_least(0), derived="--weight-decay")
+    end_weight_decay: float | None = flag(None, "final weight decay", check=at_least(0), derived="--weight-decay")
     weight_decay_incr_style: str = flag(
-        "constant", "from --start-weight-decay to --end-weight-decay", choices=("constant", "linear", "cosine")
+        "constant",
+        "shape of the change from --start-weight-decay to --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
     )
-    use_stateless_adam: bool = flag(
-        False, "Adam without memory: every step is the first of a new one; there is no optimizer state"
-    )
+    use_stateless_adam: bool = flag(False, "Adam without optimizer state: every step is computed as a first step")
     exp_avg_dtype: str = flag(
         "fp32",
-        "what the first moment is kept in; bf16 is rounded by chance, the arithmetic stays float32",
+        "storage type of the first moment; bf16 uses stochastic rounding, the arithmetic stays float32",
         choices=("fp32", "bf16"),
         later=("fp16", "fp8"),
     )
     exp_avg_sq_dtype: str = flag(
-        "fp32", "the same for the second moment", choices=("fp32", "bf16"), later=("fp16", "fp8")
+        "fp32", "storage type of the second moment", choices=("fp32", "bf16"), later=("fp16", "fp8")
     )
     optimizer_cpu_offload: bool = flag(
-        False, "the moments stay in the host's memory and pass through the GPU in each update"
+        False, "keep the moments in host memory; they pass through the GPU in each update"
     )
     fsdp_cpu_offload: bool = flag(
         False,
-        "weights, gradients and moments stay in the host's memory, where the update is made; layers come to the GPU "
-        "when they are used",
+        "keep weights, gradients and moments in host memory and update them there; layers are copied to the GPU when "
+        "they are used",
     )
     adam_beta1: float = flag(0.9, "decay of the first moment", check=between(0, 1, high_open=True))
     adam_beta2: float = flag(0.95, "decay of the second moment", check=between(0, 1, high_open=True))
@@ -72,13 +70,10 @@ class OptimizerFlags:
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", check=at_least(0))
     max_skipped_steps: int = flag(
         3,
-        "optimizer steps in a row without an update, whose loss or gradient is not finite, after which the run ends; a "
+        "consecutive optimizer steps skipped for a non-finite loss or gradient, after which the run ends; a "
         "rollout that is skipped before its first step counts as one; --max-restarts starts the run again",
         check=at_least(1),
     )
-
-
-# What is saved, and where a run continues from.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,30 +85,33 @@ class CheckpointFlags:
     )
     load: str | None = flag(
         None,
-        "checkpoint folder to continue from (nothing there yet: a fresh start), or a model folder; the same as --save "
+        "checkpoint folder to resume from (without a checkpoint: a fresh start), or a model folder; the same as --save "
         "makes a run resumable",
         metavar="DIR",
     )
-    ckpt_step: int | None = flag(None, "which checkpoint of --load, not the latest", check=at_least(0))
-    save_interval: int | None = flag(None, "save every so many rollout steps, and at the end", check=at_least(1))
+    ckpt_step: int | None = flag(
+        None, "iteration of the checkpoint in --load, instead of the latest", check=at_least(0)
+    )
+    save_interval: int | None = flag(
+        None, "rollout steps between checkpoints; also saves at the end", check=at_least(1)
+    )
     async_save: bool = flag(
-        False, "train on while a checkpoint is written, from a copy of weights and optimizer in host memory"
+        False, "continue training while a checkpoint is written, from a copy of weights and optimizer in host memory"
     )
     save_hf: str | None = flag(
         None, "also save a Hugging Face folder; {rollout_id} in the name is filled in", metavar="DIR"
     )
-    no_load_optim: bool = flag(False, "Adam starts fresh, whatever the checkpoint of --load has of it")
-    no_load_rng: bool = flag(False, "random states start from --seed, whatever the checkpoint of --load has of them")
+    no_load_optim: bool = flag(False, "start Adam fresh, without the optimizer state of the checkpoint")
+    no_load_rng: bool = flag(False, "start random states from --seed, without those of the checkpoint")
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
-    ckpt_keep: int | None = flag(None, "keep only the last so many checkpoints", check=at_least(1), derived="all")
+    ckpt_keep: int | None = flag(None, "number of latest checkpoints to keep", check=at_least(1), derived="all")
     keep_samples: bool = flag(
-        False, "all samples stay in the journal of the run folder; otherwise only the last that a checkpoint covers"
+        False, "keep all samples in the journal of the run folder, instead of only the last that a checkpoint covers"
     )
     keep_samples_mb: float = flag(
         256,
-        "so many MB of samples that were trained on last stay in the journal to be looked at, and as many of "
-        "evaluations; 0: none",
+        "MB of the latest trained samples that the journal keeps for inspection, and as many of evaluations; 0: none",
         metavar="MB",
         check=at_least(0),
     )
-    seed: int = flag(1234, "seed of everything random in training")
+    seed: int = flag(1234, "random seed of training")

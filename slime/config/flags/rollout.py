@@ -1,12 +1,11 @@
-"""How responses are sampled, and which functions of the user take part."""
+"""Flags of sampling, rewards and the asynchronous modes, including their plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from slime.config.fields import above, at_least, between, flag, minus_one_or_at_least
+from slime.storage.json_types import JsonMapping
 
 # ruff: noqa: RUF009 (`flag` declares a dataclass field)
 
@@ -15,7 +14,7 @@ DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
 DEFAULT_RESPONSE_LEN = 128
-"""Where no limit is given, requests go out without one, and this is what SGLang takes then."""
+"""SGLang's default limit, which applies to requests without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +23,11 @@ class RolloutFlags:
 
     rollout_function_path: str = flag(
         DEFAULT_ROLLOUT_FUNCTION,
-        "function (args, rollout_id, data_source, evaluation=False) that makes one rollout step; "
+        "function (args, rollout_id, data_source, evaluation=False) that generates one rollout; "
         "with --loss-type sft_loss the default reads answers instead of sampling them",
     )
     custom_generate_function_path: str | None = flag(
-        None, "async function (args, sample, sampling_params) that makes one sample: tools, several turns"
+        None, "async function (args, sample, sampling_params) that generates one sample, for tools and several turns"
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; also divides the logits in training", check=above(0))
     rollout_top_p: float = flag(1.0, "nucleus sampling", check=between(0, 1, low_open=True))
@@ -48,7 +47,7 @@ class RolloutFlags:
         "leave all special tokens out of the response text; not given: only the one that ends it; with --no-: none",
     )
     rollout_sample_timeout: float = flag(
-        7200.0, "seconds until one sample must be generated, tools and hooks included", check=above(0)
+        7200.0, "timeout of the generation of one sample in seconds, tools and hooks included", check=above(0)
     )
     rollout_sample_filter_path: str | None = flag(
         None, "function (args, groups) that marks samples to leave out of training"
@@ -58,46 +57,46 @@ class RolloutFlags:
     )
     over_sampling_batch_size: int = flag(
         None,
-        "prompts asked for at a time; more than a batch lets the slowest be left behind",
+        "prompts dispatched at a time; more than a batch lets a rollout finish without the slowest",
         check=at_least(1),
         derived="--rollout-batch-size",
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
-        "function (args, samples) that says whether a finished group is worth training on",
+        "function (args, samples) that decides whether a finished group is used for training",
         derived="groups with different rewards, with dapo",
     )
-    partial_rollout: bool = flag(False, "responses cut off when the batch is full are continued in the next one")
+    partial_rollout: bool = flag(
+        False, "continue responses that are cut off when the batch is full in the next rollout"
+    )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "tokens of earlier rollouts in a continued response are not trained on"
+        False, "do not train on tokens of earlier rollouts in a continued response"
     )
     rollout_all_samples_process_path: str | None = flag(
         None, "function (args, all_groups, data_source) called with every finished group, those dropped included"
     )
     rollout_data_postprocess_path: str | None = flag(
-        None, "function (args, rollout_id, rollout_data) called on every training rank once advantages are there"
+        None, "function (args, rollout_id, rollout_data) called on every training rank once advantages are computed"
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
-        None, "function (args, samples) that makes the training batch, a dict of lists"
+        None, "function (args, samples) that builds the training batch, a dict of lists"
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", check=at_least(1))
 
 
-# How a response is scored.
-
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 LABEL_FREE_RM_TYPES = ("ifbench", "remote_rm", "random")
-"""Those that judge without a label."""
+"""Verifiers that need no label."""
 
 
-def compares_with_label(rm_type: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether this verifier needs the sample's label; gpqa also takes the letter that a row's metadata names."""
+def compares_with_label(rm_type: str, metadata: JsonMapping) -> bool:
+    """Return whether a verifier needs the sample's label; gpqa also accepts the letter in a row's metadata."""
     kind = rm_type.removeprefix("boxed_")
     return kind not in LABEL_FREE_RM_TYPES and not (kind == "gpqa" and metadata.get("correct_letter"))
 
 
 def known_rm_type(value: str) -> str | None:
-    """A built-in verifier, with or without the boxed_ prefix."""
+    """Check the name of a built-in verifier, with or without the boxed_ prefix."""
     return None if value.removeprefix("boxed_") in RM_TYPES else f"must be one of {', '.join(RM_TYPES)}"
 
 
@@ -115,7 +114,7 @@ class RewardFlags:
     reward_key: str | None = flag(None, "entry to train on where rewards are dicts")
     eval_reward_key: str | None = flag(None, "entry to report in evaluation", derived="--reward-key")
     group_rm: bool = flag(False, "score all samples of a prompt in one call: custom function gets (args, samples)")
-    reward_timeout: float = flag(600.0, "seconds until a reward function must have answered", check=above(0))
+    reward_timeout: float = flag(600.0, "timeout of a reward function in seconds", check=above(0))
     reward_workers: int | None = flag(
         None,
         "processes that compare answers, for --rm-type math and deepscaler",
@@ -126,8 +125,6 @@ class RewardFlags:
         None, "function (args, samples) -> (raw_rewards, rewards) instead of group normalisation"
     )
 
-
-# Whether generation goes on while the trainers work, and how old a sample may be when it is trained on.
 
 SYNC, ONE_STEP, FULL = "sync", "one-step", "full"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -140,22 +137,20 @@ class AsyncFlags:
     async_mode: str = flag(
         None,
         "sync: generate, then train; one-step: the next rollout is generated while one is trained on; full: generation "
-        "never stops, and weights change under running requests",
+        "never stops, and weights change during requests",
         choices=(SYNC, ONE_STEP, FULL),
         derived="sync; one-step for slime train-async and train_async.py",
     )
-    update_weights_interval: int = flag(
-        1, "new weights go to the engines every so many rollout steps", check=at_least(1)
-    )
-    async_buffer_size: int = flag(1, "one-step: rollouts that may lie ready before the trainers", check=at_least(1))
+    update_weights_interval: int = flag(1, "rollout steps between weight updates of the engines", check=at_least(1))
+    async_buffer_size: int = flag(1, "one-step: most finished rollouts that wait for the trainers", check=at_least(1))
     max_weight_staleness: int | None = flag(
         None,
-        "most rollout steps that the weights which sampled a token may be behind when it is trained on; 0: synchronous",
+        "most rollout steps by which the weights that sampled a token may be behind in training; 0: synchronous",
         check=at_least(0),
         derived="2 in full mode, else no bound",
     )
     stale_samples: str = flag(
         "regenerate",
-        "what becomes of samples that are older than --max-weight-staleness all the same: sampled anew, or left out",
+        "treatment of samples that are older than --max-weight-staleness: sampled again, or dropped",
         choices=("regenerate", "drop"),
     )

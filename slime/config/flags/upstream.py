@@ -1,7 +1,7 @@
-"""Flags that scripts written for upstream slime give and that cannot change a result here.
+"""Flags of upstream slime's scripts that cannot change a result here.
 
-Each is read and kept under its name for plugins; a run that is given another value than the default says that it has no
-effect, and why.
+Each is parsed and kept under its name for plugins; a run that gets a value other than the default reports that it has
+no effect, and why.
 """
 
 # ruff: noqa: RUF009 (`flag` declares a dataclass field)
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slime.config.fields import at_least, between, flag
 
 BUFFER_FLAGS = ("rollout_buffer_url", "fetch_trajectory_retry_times", "rollout_task_type")
-"""Read by rollout functions that get their samples from a buffer server."""
+"""Flags for rollout functions that get their samples from a buffer server."""
 
 _MEMORY = "memory is not recorded"
 _MTP = "layers that predict several tokens at once are neither trained nor used"
@@ -20,15 +20,15 @@ _OWN_FUNCTION = "only a rollout function of your own reads it"
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamFlags:
-    """Of upstream's scripts: without effect here"""
+    """Upstream's flags without effect here"""
 
     num_gpus_per_node: int = flag(
         8, "GPUs of one machine", check=at_least(1), no_effect="the GPUs of this machine are counted"
     )
     distributed_backend: str = flag(
-        "nccl", "how trainers talk to each other", no_effect="it is nccl on GPUs and gloo on a CPU"
+        "nccl", "how trainers communicate", no_effect="it is nccl on GPUs and gloo on a CPU"
     )
-    allgather_cp: bool = flag(False, "how a sequence is cut over processes", no_effect="it follows from the backend")
+    allgather_cp: bool = flag(False, "how a sequence is split over processes", no_effect="it follows from the backend")
     model_name: str | None = flag(
         None, "family whose weight names are converted", no_effect="the family is read from the model folder"
     )
@@ -39,13 +39,13 @@ class UpstreamFlags:
         128,
         "rows are padded to a multiple of this",
         check=at_least(1),
-        no_effect="rows are padded no further than cutting them needs",
+        no_effect="rows are padded only as far as splitting them requires",
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         "tokens per forward pass without gradients",
         check=at_least(1),
-        no_effect="all passes have the micro-batches of training, as upstream",
+        no_effect="all passes have the micro-batches of training, as in upstream",
     )
     mtp_num_layers: int | None = flag(None, "layers for several tokens at once", check=at_least(0), no_effect=_MTP)
     mtp_loss_scaling_factor: float = flag(0.2, "weight of their loss", no_effect=_MTP)
@@ -56,24 +56,24 @@ class UpstreamFlags:
         no_effect="they go over a channel to each trainer",
     )
     http_proxy: str | None = flag(
-        None, "proxy for requests", metavar="URL", no_effect="engines are asked directly, as upstream"
+        None, "proxy for requests", metavar="URL", no_effect="engines are called directly, as in upstream"
     )
     use_distributed_post: bool = flag(
         False, "send requests from several machines", no_effect="one event loop sends all of them"
     )
     rollout_buffer_url: str | None = flag(None, "buffer server", metavar="URL", no_effect=_OWN_FUNCTION)
     fetch_trajectory_retry_times: int = flag(
-        -1, "how often the buffer server is asked; -1: without end", no_effect=_OWN_FUNCTION
+        -1, "retries of requests to the buffer server; -1: no limit", no_effect=_OWN_FUNCTION
     )
-    rollout_task_type: str = flag("math", "task that the buffer server is asked for", no_effect=_OWN_FUNCTION)
+    rollout_task_type: str = flag("math", "task to request from the buffer server", no_effect=_OWN_FUNCTION)
     min_batch_collection_ratio: float = flag(
         1.0,
-        "share of a batch that is waited for",
+        "share of a batch to wait for",
         check=between(0, 1, low_open=True),
-        no_effect="a batch is always whole, as upstream",
+        no_effect="a batch is always complete, as in upstream",
     )
     record_memory_history: bool = flag(False, "record allocations", no_effect=_MEMORY)
-    memory_recorder: str = flag("torch", "by what", choices=("torch", "memray"), no_effect=_MEMORY)
+    memory_recorder: str = flag("torch", "recorder of allocations", choices=("torch", "memray"), no_effect=_MEMORY)
     memory_snapshot_dir: str = flag(".", "folder of the snapshots", metavar="DIR", no_effect=_MEMORY)
     memory_snapshot_num_steps: int | None = flag(None, "steps until a snapshot", check=at_least(1), no_effect=_MEMORY)
     profile_target: list[str] = flag(

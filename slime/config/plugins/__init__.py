@@ -1,4 +1,4 @@
-"""Functions of the user: finding them by name (`loading`) and what each flag expects of them (`contracts`)."""
+"""Plugins: loading the user's functions by name (`loading`) and the contract of each flag (`contracts`)."""
 
 from slime.config.plugins.contracts import (
     CONTRACTS,

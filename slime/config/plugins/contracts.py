@@ -1,6 +1,6 @@
-"""What each path flag's function or class must look like: one table, and the check against it.
+"""Contracts of the functions and classes that path flags name, and the checks against them.
 
-Invariant: whatever `check` lets through can be called the way the run calls it; whatever it refuses is one sentence
+Invariant: a function or class that `check` accepts can be called the way the run calls it; a refusal is one sentence
 that names the flag, the path and the remedy.
 """
 
@@ -9,44 +9,45 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 Awaiting = Literal["plain", "async", "either"]
 
 
 @dataclass(frozen=True)
 class Contract:
-    """How the function behind one flag is called."""
+    """Calling convention of the function or class of one path flag."""
 
     flag: str
     params: tuple[str, ...]
-    """Positional arguments; of a class, those of its constructor."""
+    """Positional arguments; for a class, those of its constructor."""
     keywords: tuple[str, ...] = ()
-    """Arguments that are always given by name."""
+    """Arguments that are always passed by name."""
     offered: tuple[str, ...] = ()
-    """Arguments that are given by name to a function that has them."""
+    """Arguments that are passed by name if the function has them."""
     awaiting: Awaiting = "plain"
-    """Whether the result is awaited: never, always, or when it can be."""
+    """When the result is awaited: never (plain), always (async), or if it is awaitable (either)."""
     names: tuple[str, ...] = ()
-    """Names the function usually has, for paths that name only a file."""
+    """Usual names of the function, for paths that name only a file."""
     list_params: tuple[str, ...] | None = None
-    """Positional arguments where its second parameter is called `samples`: the form that takes several samples."""
+    """Positional arguments of the form for several samples, whose second parameter is named `samples`."""
     of_class: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Methods that a class needs to be taken in place of a function."""
+    """Methods that a class needs to replace the function, with their arguments."""
     offered_to_methods: tuple[str, ...] = ()
-    """Arguments that are given by name to such a method if it has them."""
+    """Arguments that are passed by name to such a method if it has them."""
     is_class: bool = False
-    """A class is expected (or a function that makes such an object)."""
+    """The flag names a class (or a function that returns such an object)."""
     methods: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Methods that the class may have; those it has are called with these arguments."""
+    """Optional methods of the class, with the arguments that they are called with."""
 
     @property
     def field_name(self) -> str:
-        """The flag as a field of the config."""
+        """The config field of the flag."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -176,12 +177,12 @@ _BY_FLAG = {contract.flag: contract for contract in CONTRACTS}
 
 
 def contract_of(flag: str) -> Contract | None:
-    """The contract of a flag; None for what is no path flag."""
+    """Return the contract of a flag; None if it is not a path flag."""
     return _BY_FLAG.get(flag)
 
 
-def takes_samples(function: Callable[..., Any]) -> bool:
-    """Whether a function takes a list of samples: its second parameter is called so."""
+def takes_samples(function: Callable[..., object]) -> bool:
+    """Return whether a function takes a list of samples: its second parameter is named `samples`."""
     try:
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -189,8 +190,8 @@ def takes_samples(function: Callable[..., Any]) -> bool:
     return len(parameters) > 1 and parameters[1] == "samples"
 
 
-def check_given(found: Any, flag: str, what: str) -> None:
-    """The same for an object that takes the place of a flag's function."""
+def check_given(found: object, flag: str, what: str) -> None:
+    """Raise a `UserError` unless an object that replaces a flag's function can be called as its contract says."""
     contract = contract_of(flag)
     assert contract is not None, f"{flag} has no contract"
     if not callable(found):
@@ -200,7 +201,7 @@ def check_given(found: Any, flag: str, what: str) -> None:
     check(found, replace(contract, flag=what), name)
 
 
-def check(found: Callable[..., Any], contract: Contract, path: str) -> None:
+def check(found: Callable[..., object], contract: Contract, path: str) -> None:
     """Raise a `UserError` unless `found` can be called as the contract says."""
     what = f"{contract.flag} {path}"
     if isinstance(found, type):
@@ -210,18 +211,26 @@ def check(found: Callable[..., Any], contract: Contract, path: str) -> None:
     if contract.list_params is not None and takes_samples(found):
         params = contract.list_params
     check_call(found, params, what, keywords=contract.keywords, offered=contract.offered)
-    _check_awaiting(found, contract, what)
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise UserError(f"{what} is a generator, whose body would never run: return its result instead of yielding it")
+    if contract.awaiting == "plain" and is_async(found):
+        raise UserError(
+            f"{what} is an async function, but it is not awaited: write it as a plain def, and wait for coroutines "
+            "with slime.utils.async_utils.run"
+        )
+    if contract.awaiting == "async" and not is_async(found):
+        raise UserError(f"{what} is a plain function, but it is awaited: write it as async def")
 
 
 def check_call(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     params: Sequence[str],
     what: str,
     *,
     keywords: Sequence[str] = (),
     offered: Sequence[str] = (),
 ) -> None:
-    """Raise a `UserError` unless the function takes these positional arguments and these by name (offered: or not)."""
+    """Raise a `UserError` unless the function accepts these arguments; `offered` ones only count if it has them."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -244,53 +253,36 @@ def _check_class(found: type, contract: Contract, what: str) -> None:
             raise UserError(f"{what} is a class without {call}: add this method")
     for name, params in {**contract.of_class, **contract.methods}.items():
         method = getattr(found, name, None)
-        if callable(method):
-            _check_method(found, name, method, params, contract, what)
+        if not callable(method):
+            continue
+        is_bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
+        positional = params if is_bound else ("self", *params)
+        check_call(method, positional, f"{what}: {name}", offered=contract.offered_to_methods)
+        if contract.awaiting == "plain" and is_async(method):
+            raise UserError(f"{what}: {name} is async, but it is not awaited: write it as a plain def")
     if contract.is_class and not takes_nothing(found):
         check_call(found, contract.params, what)
 
 
-def _check_method(
-    found: type, name: str, method: Callable[..., Any], params: tuple[str, ...], contract: Contract, what: str
-) -> None:
-    is_bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
-    positional = params if is_bound else ("self", *params)
-    check_call(method, positional, f"{what}: {name}", offered=contract.offered_to_methods)
-    if contract.awaiting == "plain" and is_async(method):
-        raise UserError(f"{what}: {name} is async, but nobody awaits it: write it as a plain def")
-
-
-def _check_awaiting(found: Callable[..., Any], contract: Contract, what: str) -> None:
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise UserError(f"{what} is a generator, of which nothing would run: return its result instead of yielding it")
-    if contract.awaiting == "plain" and is_async(found):
-        raise UserError(
-            f"{what} is an async function, but nobody awaits it: write it as a plain def, and wait for coroutines "
-            "with slime.utils.async_utils.run"
-        )
-    if contract.awaiting == "async" and not is_async(found):
-        raise UserError(f"{what} is a plain function, but it is awaited: write it as async def")
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine; objects are judged by their `__call__`."""
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether a call returns a coroutine; for other callables, whether their `__call__` does."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def takes_nothing(found: Callable[..., Any]) -> bool:
-    """Whether it is called without any argument: it takes none."""
+def takes_nothing(found: Callable[..., object]) -> bool:
+    """Return whether a callable has no parameters, so that it is called without arguments."""
     try:
         return not inspect.signature(found).parameters
     except (TypeError, ValueError):
         return False
 
 
-def constructor_values(found: type, flags: Any, args: Any, what: str) -> dict[str, Any]:
-    """Arguments of a user's class by name: `args` is what plugins get, any other name a flag or an entry of it.
+def constructor_values(found: type, flags: object, args: object, what: str) -> JsonObject:
+    """Return the constructor arguments of a user's class: `args`, or flags and entries of `args` by name.
 
-    A flag that was not given does not replace the class's own default.
+    A flag that is not given does not replace the class's own default.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, parameter in inspect.signature(found).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -303,44 +295,37 @@ def constructor_values(found: type, flags: Any, args: Any, what: str) -> dict[st
                 values[name] = value
         elif is_needed:
             raise UserError(
-                f"{what} is made with {name}, which is no flag: put {name}: ... into a YAML file and name that with "
-                "--custom-config-path"
+                f"{what} needs the argument {name}, which is not a flag: put {name}: ... into a YAML file and name "
+                "that with --custom-config-path"
             )
     return values
 
 
-# Which values of `args` a user's function cannot do without, read from its source.
-#
-# Invariant: a name is reported only if the function computes with it everywhere it reads it (`range(args.x)`,
-# arithmetic, an ordering), so that None is an exception in every call. A name that is also tested, passed on or given
-# a default is the function's own business.
-
 _ORDERINGS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
-def computed_with(function: Callable[..., Any]) -> list[str]:
-    """Attributes of the function's `args` that must be numbers; nothing where there is no source to read."""
+def computed_with(function: Callable[..., object]) -> list[str]:
+    """Return the attributes of `args` that a function needs as numbers, read from its source; none without source.
+
+    Invariant: a name is returned only if every use of it in the function is a computation (`range(args.x)`, arithmetic,
+    an ordering), so that None would raise in every call. A name that is also tested, passed on or given a default may
+    be None.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return []
     computed: dict[str, bool] = {}
-    for name, context in _reads(tree, "args"):
-        computed[name] = computed.get(name, True) and _needs_number(context)
-    return [name for name, always in computed.items() if always]
-
-
-def _reads(tree: ast.AST, holder: str) -> Iterator[tuple[str, ast.AST]]:
-    """Names read from `holder`, each with the expression around it."""
     for parent in ast.walk(tree):
         for child in ast.iter_child_nodes(parent):
-            if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == holder:
-                yield child.attr, parent
+            if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "args":
+                computed[child.attr] = computed.get(child.attr, True) and _needs_number(parent)
+    return [name for name, always in computed.items() if always]
 
 
 def _needs_number(context: ast.AST) -> bool:
     if isinstance(context, ast.Call):
         return isinstance(context.func, ast.Name) and context.func.id == "range"
     if isinstance(context, ast.BinOp):
-        return not isinstance(context.op, ast.Mod)  # which also fills in texts
+        return not isinstance(context.op, ast.Mod)  # % also formats text
     return isinstance(context, ast.Compare) and all(isinstance(op, _ORDERINGS) for op in context.ops)

@@ -1,6 +1,6 @@
-"""Finding the user's functions by name.
+"""Loading of the user's functions by name.
 
-Invariant: `load_function` returns a callable that accepts the positional arguments it will get, or raises a UserError
+Invariant: `load_function` returns a callable that accepts the positional arguments it will get, or raises a `UserError`
 that names the flag, the path and the remedy; a plugin file is executed once per process.
 """
 
@@ -22,21 +22,21 @@ from slime.errors import UserError
 
 _NOT_NEEDED = {
     "megatron": "Megatron-Core is not installed: pip install 'slime[megatron]', or drop the import, which "
-    "slime.backends.megatron_utils works without",
-    "ray": "Ray is not installed: functions of yours are called in the processes of the run and need none; drop the "
+    "slime.backends.megatron_utils does not need",
+    "ray": "Ray is not installed: plugins are called in the processes of the run and do not need it; drop the "
     "import, or pip install 'slime[ray]'",
 }
-"""Packages that functions written for upstream slime may import, and what to do where they are not installed."""
+"""Packages that plugins written for upstream slime may import, and what to do if they are not installed."""
 _OWN_PACKAGE = __name__.partition(".")[0]
 _OWN_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def load_function(path: str, *, what: str, params: Sequence[str] | None = None) -> Callable[..., Any]:
-    """The callable behind `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
+    """Load the callable of `pkg.module.name`, `pkg.module:name`, `file.py:name` or `file.py`.
 
-    A file alone stands for the function named like the file, else the one that has a name usual for the flag, else
-    the only class with the methods that the flag asks of one, else the only public one. `what` names the flag or field
-    for error messages; `params` are the positional arguments it will be called with.
+    A file alone selects the function with the name of the file, else the one with a usual name for the flag, else the
+    only class with the methods that the flag requires, else the only public one. `what` names the flag or field for
+    error messages; `params` are the positional arguments of the call.
     """
     module_name, attribute = _split(path, what)
     if module_name.endswith(".py"):
@@ -52,7 +52,7 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
 
 
 def load_plugin(path: str, flag: str) -> Callable[..., Any]:
-    """The function or class of a path flag, checked against the whole of its contract."""
+    """Load the function or class of a path flag and check it against its complete contract."""
     contract = contract_of(flag)
     assert contract is not None, f"{flag} has no contract"
     found = load_function(path, what=flag)
@@ -61,7 +61,7 @@ def load_plugin(path: str, flag: str) -> Callable[..., Any]:
 
 
 def _split(path: str, what: str) -> tuple[str, str]:
-    """Module or file, and the name in it; no name where only a file is given."""
+    """Split a path into module or file and the name in it; the name is empty if only a file is given."""
     module_name, colon, attribute = path.rpartition(":")
     if not colon and path.endswith(".py"):
         return path, ""
@@ -73,13 +73,17 @@ def _split(path: str, what: str) -> tuple[str, str]:
 
 
 def _implied_name(module: ModuleType, path: str, what: str) -> str:
-    """Which function of a file is meant when only the file is named."""
+    """Return the name of the function to use if only a file is given."""
     contract = contract_of(what)
     stem = Path(path).stem
     for name in (stem, *(contract.names if contract is not None else ())):
         if name in vars(module):
             return name
-    own = _own_callables(module)
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
     methods = contract.of_class if contract is not None else {}
     fitting = [name for name in own if methods and all(hasattr(vars(module)[name], method) for method in methods)]
     if len(fitting) == 1:
@@ -87,15 +91,6 @@ def _implied_name(module: ModuleType, path: str, what: str) -> str:
     if len(own) > 1:
         raise UserError(f"{what} {path}: which of {', '.join(own)} is meant? write {path}:{own[0]}")
     return own[0] if own else stem
-
-
-def _own_callables(module: ModuleType) -> list[str]:
-    """Public functions and classes that the module itself defines."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
 
 
 def _load_file(file: Path, what: str) -> ModuleType:
@@ -115,7 +110,7 @@ def _load_file(file: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserError(f"{what}: {file} does not import ({_cause(error)})") from error
+        raise UserError(f"{what}: {file} could not be imported ({_cause(error)})") from error
     return module
 
 
@@ -124,32 +119,26 @@ def _import_module(module_name: str, path: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:
-        hint = _where_to_look(module_name) if _is_missing(error, module_name) else ""
-        raise UserError(f"{what} {path}: module {module_name} does not import ({_cause(error)}){hint}") from error
-
-
-def _where_to_look(module_name: str) -> str:
-    """What a user can do about a module that is not there."""
-    top, _, rest = module_name.partition(".")
-    if top == _OWN_PACKAGE and Path(os.getcwd(), top, *rest.split(".")).with_suffix(".py").is_file():
-        return f": it is in the {top} of this folder, but the run is that of {_OWN_ROOT}; name its file instead"
-    return ": is it installed, or next to where you start the run?"
+        hint = ""
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_name == missing or module_name.startswith(missing + ".")):
+            top, _, rest = module_name.partition(".")
+            hint = ": is it installed, or in the folder where you start the run?"
+            if top == _OWN_PACKAGE and Path(os.getcwd(), top, *rest.split(".")).with_suffix(".py").is_file():
+                hint = f": it is in {top} of this folder, but the run uses that of {_OWN_ROOT}; give its file instead"
+        raise UserError(f"{what} {path}: module {module_name} could not be imported ({_cause(error)}){hint}") from error
 
 
 def _make_importable(folder: str) -> None:
-    """A plugin may import its neighbours, as a script may; appended, so that it shadows nothing.
+    """Append a folder to `sys.path`, so that a plugin can import its neighbours without shadowing anything.
 
-    Nor this package itself, in processes that are started later with the same search path.
+    This package's folder is appended before it, so that it is not shadowed either in processes that are started later
+    with the same search path.
     """
     if _OWN_ROOT not in sys.path:
         sys.path.append(_OWN_ROOT)
     if folder not in sys.path and not (folder == os.getcwd() and "" in sys.path):
         sys.path.append(folder)
-
-
-def _is_missing(error: Exception, module_name: str) -> bool:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    return missing is not None and (module_name == missing or module_name.startswith(missing + "."))
 
 
 def _cause(error: Exception) -> str:
@@ -158,7 +147,7 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" + (f"; {remedy}" if remedy else "")
 
 
-def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> Any:
+def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> object:
     namespace = vars(module)
     if attribute in namespace:
         return namespace[attribute]

@@ -1,31 +1,32 @@
-"""Metrics that plugins log by themselves, on their way to the record of the run they are in.
+"""Forwarding of metrics that plugins log to the metrics record of their run.
 
-Invariant: what is handed on is plain, numbers and texts by name; a value that is neither is left out, with one warning
-for each name. In a process where no run calls plugins there is no record, and a warning says so.
+Invariant: forwarded metrics are numbers and texts by name; any other value is dropped, with one warning per name. In a
+process where no run calls plugins there is no record, and a warning says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from slime.storage.json_types import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[dict[str, Any], str], None]
-"""Takes metrics, and the name of the one among them that is their step."""
+Record = Callable[[JsonObject, str], None]
+"""Records metrics; the second argument names the metric that is their step."""
 
 RESERVED = frozenset({"kind", "step", "rollout_id", "time"})
-"""What every record has already."""
+"""Names that every record already has."""
 
-_records: list[Record] = []  # of what runs in this process, the newest last
+_records: list[Record] = []  # of the runs of this process, the newest last
 _warned: set[str] = set()
 
 
 @contextmanager
 def logged_to(record: Record) -> Iterator[None]:
-    """While this lasts, what plugins of this process log goes to `record`, from whatever thread."""
+    """Send the metrics that plugins of this process log, from any thread, to `record` during the context."""
     _records.append(record)
     try:
         yield
@@ -33,36 +34,27 @@ def logged_to(record: Record) -> Iterator[None]:
         _records.remove(record)
 
 
-def log_metrics(metrics: Mapping[str, Any], step_key: str) -> None:
-    """Hand a plugin's metrics to the newest record."""
+def log_metrics(metrics: JsonMapping, step_key: str) -> None:
+    """Forward a plugin's metrics to the newest record."""
     if not _records:
-        _warn_once("", "no run calls plugins in this process: the metrics %s are logged nowhere", list(metrics))
+        _warn_once("", "no run calls plugins in this process: the metrics %s are not logged", list(metrics))
         return
-    _records[-1](_plain(metrics, RESERVED - {step_key}), step_key)
-
-
-def _plain(metrics: Mapping[str, Any], taken: frozenset[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    record, reserved = _records[-1], RESERVED - {step_key}
+    plain: JsonObject = {}
     for name, value in metrics.items():
         if value is not None and not isinstance(value, bool | int | float | str):
-            value = _only_item(value)
+            sizes = [getattr(value, attribute, None) for attribute in ("size", "numel")]  # of an array, of a tensor
+            is_single = any((size() if callable(size) else size) == 1 for size in sizes if size is not None)
+            value = value.item() if is_single else None
             if value is None:
                 kind = type(metrics[name]).__name__
                 _warn_once(str(name), "the metric %s is a %s and not logged: log numbers and texts", name, kind)
                 continue
-        found[f"plugin/{name}" if name in taken else str(name)] = value
-    return found
+        plain[f"plugin/{name}" if name in reserved else str(name)] = value
+    record(plain, step_key)
 
 
-def _only_item(value: Any) -> Any:
-    """The number in an array or tensor of one; None for everything else."""
-    sizes = [getattr(value, name, None) for name in ("size", "numel")]  # an array has a size, a tensor a numel()
-    if any((size() if callable(size) else size) == 1 for size in sizes if size is not None):
-        return value.item()
-    return None
-
-
-def _warn_once(about: str, message: str, *values: Any) -> None:
+def _warn_once(about: str, message: str, *values: object) -> None:
     if about not in _warned:
         _warned.add(about)
         logger.warning(message, *values)

@@ -1,8 +1,8 @@
-"""What `args` says to plugins: every flag under upstream's name, and the values upstream derives from them.
+"""Content of the plugins' `args`: every flag under upstream's name and the values that upstream derives from them.
 
-Invariant: a name means here what it means in upstream slime, and has upstream's default where the flag was not given
-or does not exist here. Values of the run go before defaults. FSDP's trainers are data and context parallel, so every
-other kind of parallelism has the size 1 there, whatever a script says.
+Invariant: a name has the same meaning as in upstream slime, and upstream's default if the flag is not given or does not
+exist here. Values of the run override defaults. FSDP's trainers are data and context parallel, so every other parallel
+size is 1 there, also if a script sets another one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.algorithm import has_critic, weighs_importance
@@ -27,10 +26,9 @@ from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_
 from slime.config.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
 from slime.config.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
-# What upstream's `args` says about flags that nobody gave and that are no fields here.
-
-UPSTREAM_DEFAULTS: dict[str, Any] = {
+UPSTREAM_DEFAULTS: JsonObject = {
     "release_train": False,
     "opd_teacher_ckpt_step": None,
     "load_forge_rollout_data": None,
@@ -61,9 +59,9 @@ UPSTREAM_DEFAULTS: dict[str, Any] = {
     "router_policy": None,
     "seq_length": 4096,
 }
-"""Upstream's defaults of flags and attributes that are no fields here."""
+"""Upstream's defaults of flags and attributes that are not config fields here."""
 
-MEGATRON_DEFAULTS: dict[str, Any] = {
+MEGATRON_DEFAULTS: JsonObject = {
     "num_query_groups": 1,
     "original_max_position_embeddings": 4096,
     "moe_router_topk": 2,
@@ -120,17 +118,17 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "ckpt_format": "torch_dist",
     "dist_ckpt_strictness": "assume_ok_unexpected",
 }
-"""Megatron's own defaults; flags that are not here are off, or None."""
+"""Megatron's own defaults; flags that are not in this table are off, or None."""
 
 
 OF_CONFIG = "slime_config"
-"""The attribute of a namespace of `parse_args` that has the config it was made of."""
+"""Attribute of a `parse_args` namespace with the config that it was built from."""
 
 _SHOWN_OTHERWISE = ("eval_prompt_data",)
-"""Flags that plugins see in another form than the config has them in."""
+"""Flags whose value in `args` differs in form from the config's."""
 
 _TRAINERS = {"rank": 0, "local_rank": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""What the trainers are, whatever a script says of its own; other dropout is refused."""
+"""Values that scripts cannot change; other dropout is refused."""
 
 _OF_FSDP = {
     "tensor_model_parallel_size": 1,
@@ -139,27 +137,27 @@ _OF_FSDP = {
     "expert_tensor_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
 }
-"""The same of FSDP's trainers: the model is cut otherwise."""
+"""Values that scripts cannot change with FSDP, which shards the model differently."""
 
 
 def plugin_args(config: Config) -> PluginArgs:
-    """The `args` of plugins: one namespace for all copies of a config, which the run never reads."""
+    """Return the `args` of plugins: one namespace for all copies of a config, which the run never reads."""
     return config.overlay.show(config, lambda: upstream_view(config))
 
 
-def tell_plugins(config: Config, **facts: Any) -> None:
-    """Say what became known only after the flags: a rank, an address."""
+def tell_plugins(config: Config, **facts: object) -> None:
+    """Set values of the plugins' `args` that are known only after the flags: a rank, an address."""
     plugin_args(config)
     config.overlay.tell(facts)
 
 
 def with_own_overlay(config: Config) -> Config:
-    """The config for a run of its own: nothing that plugins of another run wrote is seen."""
+    """Return the config with an empty overlay, so that values written by plugins of another run are not visible."""
     return config.replace(overlay=Overlay())
 
 
 def changed_by(config: Config, args: object) -> Config:
-    """The config as a copy of its `args` says it: flags that were changed there since, checked for their types."""
+    """Apply the flags that were changed in a copy of the config's `args`, after checking their types."""
     base, values = plugin_args(config)._overlay.base, vars(args)
     changes = {
         name: _checked(name, values[name])
@@ -170,45 +168,43 @@ def changed_by(config: Config, args: object) -> Config:
 
 
 def own_namespace(config: Config) -> argparse.Namespace:
-    """The `args` of somebody's own driver, to be read, changed and given to `train`: see `as_config`."""
+    """Return the `args` for a custom driver, which may change them and pass them to `train` (see `as_config`)."""
     args = argparse.Namespace(**vars(plugin_args(config)))
     setattr(args, OF_CONFIG, config)
     return args
 
 
 def as_config(args: Config | argparse.Namespace) -> Config:
-    """What a namespace says, as a config: flags that were changed in it count, and so do names that were added to it.
+    """Convert a namespace to a config, with the flags that were changed in it and the names that were added to it.
 
-    One that `parse_args` made knows its config; of any other one, flags that it does not have get their defaults.
+    A namespace of `parse_args` holds its config; in any other, missing flags get their defaults.
     """
     if isinstance(args, Config):
         return args
-    values = {**_of_classes(type(args)), **vars(args)}
+    kinds = [one for one in reversed(type(args).__mro__) if one.__module__ not in ("builtins", "argparse", "types")]
+    public = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_")}
+    # class attributes also count: unit tests of users write a class instead of a namespace
+    defaults = {name: value for name, value in public.items() if value is None or isinstance(value, PLAIN)}
+    values: JsonObject = {**defaults, **vars(args)}
     config = values.get(OF_CONFIG)
     if config is not None:
         config = changed_by(config, args)
         added = {name: value for name, value in values.items() if name not in config.overlay.base}
     else:
         known = {name for name in FLAG_SPECS if values.get(name) is not None and name not in _SHOWN_OTHERWISE}
-        config = Config(**{name: _checked(name, values[name]) for name in known})
+        flags: JsonObject = {name: _checked(name, values[name]) for name in known}
+        config = Config(**flags)
         added = {name: value for name, value in values.items() if name not in FLAG_SPECS}
     carried = {name: value for name, value in added.items() if isinstance(value, PLAIN) and name != RUN_MARK}
     return config.replace(carried={**config.carried, **carried})
 
 
-def _of_classes(kind: type) -> dict[str, Any]:
-    """What a class of the user's, as unit tests write them, says in the place of its objects."""
-    classes = [one for one in reversed(kind.__mro__) if one.__module__ not in ("builtins", "argparse", "types")]
-    found = {name: value for one in classes for name, value in vars(one).items() if not name.startswith("_")}
-    return {name: value for name, value in found.items() if value is None or isinstance(value, PLAIN)}
-
-
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: object) -> object:
     return None if value is None else coerce(FLAG_SPECS[name], value, f"args.{name}")
 
 
-def upstream_view(config: Config) -> dict[str, Any]:
-    """All names and values: defaults first, then what the model, the flags and the run say, each over the former."""
+def upstream_view(config: Config) -> JsonObject:
+    """Return all names and values of `args`: defaults, overridden first by the model, then the flags, then the run."""
     view = {
         **{flag.replace("-", "_"): False if kind == SWITCH else None for flag, kind in MEGATRON_FLAGS.items()},
         **MEGATRON_DEFAULTS,
@@ -219,12 +215,16 @@ def upstream_view(config: Config) -> dict[str, Any]:
         **_derived(config),
         "carried": config.carried,
     }
+    train_iters = None
+    if config.num_rollout is not None and config.global_batch_size:
+        train_samples = config.num_rollout * config.rollout_batch_size * config.n_samples_per_prompt
+        train_iters = train_samples // config.global_batch_size
     fallbacks = {
         "input_key": "input",
         "eval_input_key": "input",
         "eval_max_context_len": config.rollout_max_context_len,
         "log_probs_max_tokens_per_gpu": config.max_tokens_per_gpu,
-        "train_iters": _train_iters(config),
+        "train_iters": train_iters,
         "padded_vocab_size": view["vocab_size"],
     }
     view |= {name: value for name, value in fallbacks.items() if view.get(name) is None}
@@ -233,7 +233,7 @@ def upstream_view(config: Config) -> dict[str, Any]:
     return view
 
 
-def _derived(config: Config) -> dict[str, Any]:
+def _derived(config: Config) -> JsonObject:
     trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
     return {
         **_TRAINERS,
@@ -255,7 +255,7 @@ def _derived(config: Config) -> dict[str, Any]:
     }
 
 
-def _parallel_sizes(config: Config, trainers: int) -> dict[str, Any]:
+def _parallel_sizes(config: Config, trainers: int) -> JsonObject:
     if not uses_megatron(config):
         return {**_OF_FSDP, "data_parallel_size": trainers // config.context_parallel_size}
     num_layers = _model_facts(config).get("num_layers", 0)
@@ -267,27 +267,19 @@ def _parallel_sizes(config: Config, trainers: int) -> dict[str, Any]:
     }
 
 
-def num_engines(args: Any) -> int:
-    """How many engines a run has; a namespace of the user's may leave out what it does not use."""
+def num_engines(args: Config | argparse.Namespace) -> int:
+    """Return the number of engines of a run; a custom namespace may lack the flags that it does not use."""
     addresses = getattr(args, "rollout_external_engine_addrs", None)
     if addresses:
         return len(addresses)
     return max(1, (args.rollout_num_gpus or 1) // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
 
 
-def _train_iters(config: Config) -> int | None:
-    if config.num_rollout is None or not config.global_batch_size:
-        return None
-    return config.num_rollout * config.rollout_batch_size * config.n_samples_per_prompt // config.global_batch_size
-
-
-def _model_facts(config: Config) -> dict[str, Any]:
-    """The shape of the model, as far as its folder says."""
+def _model_facts(config: Config) -> JsonObject:
+    """Return the model's shape from its config.json; empty if there is none."""
     file = Path(config.hf_checkpoint or "") / "config.json"
     return shape_of(file) if file.is_file() else {}
 
-
-# The functions and classes that flags name: found, callable the way they will be called, and given what they need.
 
 _BUILT_IN = (
     DEFAULT_DATA_SOURCE,
@@ -301,7 +293,7 @@ _BUILT_IN = (
 
 
 def check_plugins(config: Config) -> None:
-    """Every function and class the user named imports and can be called the way it will be."""
+    """Raise a `UserError` unless all functions and classes of plugin flags can be imported and called."""
     for contract in CONTRACTS:
         named = getattr(config, contract.field_name)
         for path in named if isinstance(named, list) else [named]:
@@ -320,13 +312,13 @@ def check_plugins(config: Config) -> None:
                 _check_needs(load_plugin(path, flag), config, f"{flag} {path}")
 
 
-def _check_needs(found: Callable[..., Any], config: Config, what: str) -> None:
-    """A number that the function computes with has a value: given, or known when the run starts."""
+def _check_needs(found: Callable[..., object], config: Config, what: str) -> None:
+    """Raise a `UserError` if the function computes with an `args` number that has no value when the run starts."""
     for name in computed_with(found):
         spec = FLAG_SPECS.get(name)
         comes_later = spec is None or bool(spec.info.derived) or spec.info.required or name == "num_rollout"
         if not comes_later and getattr(config, name) is None:
             raise UserError(
-                f"{what} computes with args.{name}, which has no value: give {flag_name(name)}, or let the function "
-                f"choose one (args.{name} or 1)"
+                f"{what} computes with args.{name}, which has no value: give {flag_name(name)}, or use a "
+                f"default in the function (args.{name} or 1)"
             )

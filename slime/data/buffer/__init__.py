@@ -1,4 +1,4 @@
-"""The journal of the buffer: samples in an SQLite file beside the run, exactly once over any crash."""
+"""The buffer's journal: records samples in an SQLite file of the run, exactly once across crashes."""
 
 from slime.data.buffer.journal import Journal
 from slime.data.buffer.recovery import Recovered, RunIdentity, run_identity

@@ -1,10 +1,8 @@
-"""Values of samples as bytes and back, exactly.
+"""Lossless encoding of sample values as bytes: msgpack, zstd-compressed if long.
 
 Invariant: `unpack(pack(value)) == value`, types included: tuples stay tuples, arrays keep their dtype and shape. Long
-lists of whole numbers or floats become packed arrays (log-probs float32 wherever that loses nothing). Nothing is ever
-unpickled; a value that is not plain is a `UserError` which names it.
-
-The bytes are msgpack, inside a zstd frame when there are many of them.
+lists of integers or floats become packed arrays (log-probs float32 wherever that is exact). Nothing is unpickled; a
+value of an unsupported type raises a `UserError` that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from slime.data.columns import Packed
 from slime.errors import UserError
 
 ARRAY, SCALAR, NUMBERS, TUPLE, BIG_INT = 1, 2, 3, 4, 5
-"""Extension types of the msgpack."""
+"""Msgpack extension types."""
 
 _COMPRESS_FROM = 256
 _LIST_FROM = 16
@@ -32,13 +30,13 @@ _CODES = {"int8": b"b", "int32": b"i", "int64": b"q", "float32": b"f", "float64"
 
 
 class Codec:
-    """Packs and unpacks; usable from several threads."""
+    """Thread-safe encoder and decoder."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def pack(self, value: Any, where: str) -> bytes:
-        """`value` as bytes; `where` names it when it holds something that cannot be kept."""
+    def pack(self, value: object, where: str) -> bytes:
+        """Encode `value`; `where` names it in the error if it contains an unsupported type."""
         content: bytes = msgpack.packb(_plain(value, where), unicode_errors="surrogatepass")
         if len(content) < _COMPRESS_FROM:
             return content
@@ -46,16 +44,18 @@ class Codec:
             self._local.compressor = zstandard.ZstdCompressor(level=1)
         return bytes(self._local.compressor.compress(content))
 
-    def told_apart(self, value: Any, where: str) -> bytes:
-        """Bytes that no other value has, quickly; they are not for `unpack`."""
+    def told_apart(self, value: object, where: str) -> bytes:
+        """Return bytes unique to the value, faster than `pack`; `unpack` does not read them."""
         try:
-            content: bytes = msgpack.packb(value, default=_unusual, strict_types=True, unicode_errors="surrogatepass")
+            content: bytes = msgpack.packb(
+                value, default=lambda item: _plain(item, ""), strict_types=True, unicode_errors="surrogatepass"
+            )
         except UserError:
-            content = self.pack(value, where)  # which says where it is
+            content = self.pack(value, where)  # raises an error that names the place
         return content
 
     def unpack(self, content: bytes) -> Any:
-        """The inverse of `pack`."""
+        """Invert `pack`."""
         if content.startswith(_ZSTD_MAGIC):
             content = zstandard.ZstdDecompressor().decompress(content)
         return _unpacked(content)
@@ -67,21 +67,34 @@ def _unpacked(content: bytes) -> Any:
     )
 
 
-def _plain(value: Any, where: str) -> Any:
-    """`value` in the types that msgpack knows."""
+def _plain(value: object, where: str) -> object:
+    """Convert `value` to the types that msgpack supports."""
     kind = type(value)
     if value is None or kind in (str, bool, float, bytes):
         return value
-    if kind is list:
+    if type(value) is list:
         return _plain_list(value, where)
-    if kind is Packed:
-        return _packed_column(value.array)
+    if type(value) is Packed:
+        code = _CODES[value.array.dtype.name]
+        return msgpack.ExtType(NUMBERS, code + value.array.astype(_NUMBER_TYPES[code], copy=False).tobytes())
     if isinstance(value, dict):
-        return {_plain_key(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        plain = {}
+        for key, item in value.items():
+            if key is not None and not isinstance(key, str | int | float | bytes | tuple):
+                raise UserError(
+                    f"{where}: a key of type {type(key).__name__} cannot be kept in the journal; use text as keys"
+                )
+            plain_key = _plain(key, where)
+            plain[plain_key] = _plain(item, f"{where}.{key}")
+        return plain
     if isinstance(value, tuple):
         return _extension(TUPLE, [_plain(item, where) for item in value])
     if isinstance(value, np.generic | np.ndarray):
-        return _plain_array(value, where)
+        if value.dtype.hasobject or np.dtype(value.dtype.str) != value.dtype:
+            raise UserError(f"{where}: an array of {value.dtype} cannot be kept in the journal; keep numbers in arrays")
+        if isinstance(value, np.generic):
+            return _extension(SCALAR, [value.dtype.str, value.tobytes()])
+        return _extension(ARRAY, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
     if isinstance(value, int):
         return int(value) if _LEAST <= value <= _MOST else msgpack.ExtType(BIG_INT, str(int(value)).encode())
     if isinstance(value, list):
@@ -93,70 +106,36 @@ def _plain(value: Any, where: str) -> Any:
     raise UserError(f"{where}: a {kind.__name__} cannot be kept in the journal; keep only plain values in samples")
 
 
-def _unusual(value: Any) -> Any:
-    return _plain(value, "")
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    if isinstance(key, str | int | float | bytes | tuple) or key is None:
-        return _plain(key, where)
-    raise UserError(f"{where}: a key of type {type(key).__name__} cannot be kept in the journal; use text as keys")
-
-
-def _plain_list(value: list[Any], where: str) -> Any:
+def _plain_list(value: list, where: str) -> object:
     if len(value) >= _LIST_FROM:
         kinds = set(map(type, value))
         if kinds == {int}:
-            packed = _packed_ints(value)
-            if packed is not None:
-                return packed
+            for code in (b"b", b"i", b"q"):
+                try:
+                    integers = array(code.decode(), value)
+                except OverflowError:
+                    continue
+                return msgpack.ExtType(NUMBERS, code + _little_endian(integers, code))
         elif kinds == {float}:
-            return _packed_floats(value)
+            floats = array("d", value)
+            wide = np.frombuffer(floats)
+            with np.errstate(over="ignore", invalid="ignore"):
+                narrow = wide.astype("<f4")
+            if bool((narrow == wide).all()) or np.array_equal(narrow.astype(np.float64), wide, equal_nan=True):
+                return msgpack.ExtType(NUMBERS, b"f" + narrow.tobytes())
+            return msgpack.ExtType(NUMBERS, b"d" + _little_endian(floats, b"d"))
     return [_plain(item, where) for item in value]
 
 
-def _packed_ints(value: list[int]) -> msgpack.ExtType | None:
-    for code in (b"b", b"i", b"q"):
-        try:
-            numbers = array(code.decode(), value)
-        except OverflowError:
-            continue
-        return msgpack.ExtType(NUMBERS, code + _little_endian(numbers, code))
-    return None
-
-
-def _packed_column(numbers: np.ndarray) -> msgpack.ExtType:
-    code = _CODES[numbers.dtype.name]
-    return msgpack.ExtType(NUMBERS, code + numbers.astype(_NUMBER_TYPES[code], copy=False).tobytes())
-
-
-def _packed_floats(value: list[float]) -> msgpack.ExtType:
-    numbers = array("d", value)
-    wide = np.frombuffer(numbers)
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = wide.astype("<f4")
-    if bool((narrow == wide).all()) or np.array_equal(narrow.astype(np.float64), wide, equal_nan=True):
-        return msgpack.ExtType(NUMBERS, b"f" + narrow.tobytes())
-    return msgpack.ExtType(NUMBERS, b"d" + _little_endian(numbers, b"d"))
-
-
-def _little_endian(numbers: array[Any], code: bytes) -> bytes:
+def _little_endian(numbers: array, code: bytes) -> bytes:
     return np.frombuffer(numbers, dtype=numbers.typecode).astype(_NUMBER_TYPES[code], copy=False).tobytes()
 
 
-def _plain_array(value: np.generic | np.ndarray, where: str) -> msgpack.ExtType:
-    if value.dtype.hasobject or np.dtype(value.dtype.str) != value.dtype:
-        raise UserError(f"{where}: an array of {value.dtype} cannot be kept in the journal; keep numbers in arrays")
-    if isinstance(value, np.generic):
-        return _extension(SCALAR, [value.dtype.str, value.tobytes()])
-    return _extension(ARRAY, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
-
-
-def _extension(code: int, parts: list[Any]) -> msgpack.ExtType:
+def _extension(code: int, parts: list[object]) -> msgpack.ExtType:
     return msgpack.ExtType(code, msgpack.packb(parts, unicode_errors="surrogatepass"))
 
 
-def _decoded(code: int, data: bytes) -> Any:
+def _decoded(code: int, data: bytes) -> object:
     if code == NUMBERS:
         return np.frombuffer(data, dtype=_NUMBER_TYPES[data[:1]], offset=1).tolist()
     if code == TUPLE:

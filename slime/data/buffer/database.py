@@ -1,8 +1,7 @@
-"""The SQLite file of the journal: made whole, opened only when it is ours, written in transactions.
+"""The SQLite file of the journal: atomic creation, ownership check, and transactions.
 
-Invariants: a journal file appears complete or not at all. A file that is refused is not changed by a byte, and nothing
-is left beside it. A transaction that fails, for want of disk space say, is rolled back: what was recorded before it
-stays.
+Invariants: a journal file appears complete or not at all. A rejected file stays unchanged, and no files are left next
+to it. A transaction that fails (for example on a full disk) is rolled back: earlier records remain.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 _BUSY_S = 30.0
 _WAL_PAGES = 16384
-"""Pages (of 4 KiB) that the write-ahead log gathers before they are moved into the file."""
+"""Pages (of 4 KiB) in the write-ahead log before a checkpoint moves them into the file."""
 _VACUUM_FROM_PAGES = 4096
 
 
 class Database:
-    """One connection for writing, shared by threads."""
+    """A write connection to the journal file, shared by threads."""
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
-        """Make or open `path`; a `UserError` when it is no journal, or another one than that of `identity`.
+        """Create or open `path`; a `UserError` if it is not a journal, or the journal of a run with another identity.
 
-        Another run's journal is refused only for what is not trained on and saved yet: one that has merely samples to
-        look at is set aside, and an empty one replaced.
+        Another run's journal is rejected only if that run still needs its samples. A journal with only samples for
+        inspection is renamed, and an empty one is replaced.
         """
         self.path = path
         self._identity = dict(identity)
@@ -46,16 +45,20 @@ class Database:
         if not path.exists() or not self._is_ours():
             self._make()
         self._connection = self._connected()
-        self._upgrade()
+        with self._lock, self._readable_errors():
+            found = self._pragma("user_version")
+            if found < FORMAT:  # upgrade a journal of an earlier format
+                added = (TO_LOOK_AT if found < 2 else "") + REFERRED
+                self._connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
 
     def close(self) -> None:
-        """Give the file back; safe to call again."""
+        """Close the file; safe to call again."""
         with self._lock:
             self._connection.close()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written inside, or nothing; a `JournalFailed` when it cannot be written."""
+        """Run the body as one transaction; a `JournalFailed` if it cannot be written."""
         with self._lock, self._readable_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -68,21 +71,21 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for queries."""
+        """Provide the connection for queries."""
         with self._lock, self._readable_errors():
             yield self._connection
 
     def sync(self) -> None:
-        """Make everything recorded so far survive a power cut, and give much free space back to the disk."""
+        """Flush all records to disk, so that they survive a power loss, and release large amounts of free space."""
         with self._lock, self._readable_errors():
             pages, free = (self._pragma(name) for name in ("page_count", "freelist_count"))
             if free > _VACUUM_FROM_PAGES and 2 * free > pages:
-                # a script, because `execute` takes the first of its steps, which is one page, for the whole
+                # `executescript`, because `execute` runs only the first step, which frees one page
                 self._connection.executescript(f"PRAGMA incremental_vacuum({free - pages // 4})")
             try:
                 wal = os.open(self._beside("-wal"), os.O_RDONLY)
             except FileNotFoundError:
-                wal = -1  # nothing is waiting in the log
+                wal = -1  # the log is empty
             if wal >= 0:
                 try:
                     os.fsync(wal)
@@ -93,7 +96,7 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def begin_anew(self, *, keep_old: bool) -> Path | None:
-        """Put an empty journal in the place of this one; where the old one went, if it is kept."""
+        """Replace the journal with an empty one; returns the new path of the old one if it is kept."""
         with self._lock, self._readable_errors():
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
@@ -108,18 +111,14 @@ class Database:
         return self.path.with_name(self.path.name + suffix)
 
     def _set_aside(self) -> Path:
-        """Give the file, and what SQLite has beside it, another name."""
-        aside = self._unused_name()
+        """Rename the file and SQLite's files next to it to an unused name."""
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
+            number += 1
         for suffix in ("", "-wal", "-shm"):
             if self._beside(suffix).exists():
                 self._beside(suffix).rename(f"{aside}{suffix}")
         return aside
-
-    def _unused_name(self) -> Path:
-        number = 1
-        while (name := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
-            number += 1
-        return name
 
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
@@ -132,7 +131,10 @@ class Database:
         return connection
 
     def _make(self) -> None:
-        """Write the empty journal beside its name, then rename it."""
+        """Create the empty journal under a temporary name, then rename it.
+
+        Sample ids start at a random number, so that ids of two journals do not collide.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
@@ -141,11 +143,12 @@ class Database:
                 connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
                 connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
                 connection.executemany("INSERT INTO identity VALUES (?, ?)", self._identity.items())
-                connection.execute("INSERT INTO sqlite_sequence VALUES ('samples', ?)", (_first_id(),))
+                first_id = (1 + secrets.randbelow(2**31)) << 20
+                connection.execute("INSERT INTO sqlite_sequence VALUES ('samples', ?)", (first_id,))
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version={FORMAT}")
                 connection.execute("PRAGMA journal_mode=WAL")
-            for suffix in ("-wal", "-shm"):  # of a file that is gone: SQLite would apply it to the new one
+            for suffix in ("-wal", "-shm"):  # of a deleted file: SQLite would apply them to the new one
                 self._beside(suffix).unlink(missing_ok=True)
             fsync_file(temporary)
             temporary.replace(self.path)
@@ -154,17 +157,9 @@ class Database:
             for suffix in ("", "-wal", "-shm", "-journal"):
                 Path(f"{temporary}{suffix}").unlink(missing_ok=True)
 
-    def _upgrade(self) -> None:
-        """Bring a journal of an earlier format to this one."""
-        with self._lock, self._readable_errors():
-            found = self._pragma("user_version")
-            if found < FORMAT:
-                added = (TO_LOOK_AT if found < 2 else "") + REFERRED
-                self._connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
-
     def _is_ours(self) -> bool:
-        """Whether the file belongs to this run; False when a new one may take its place."""
-        remedy = "choose another --output-dir, or move the file away to begin a new one"
+        """True if the file belongs to this run; False if it may be replaced; else a `UserError`."""
+        remedy = "choose another --output-dir, or move the file away to start a new one"
         with open_read_only(self.path) as connection:
             found = dict(connection.execute("SELECT name, value FROM identity"))
             content = content_of(connection)
@@ -195,17 +190,12 @@ class Database:
         )
 
 
-def _first_id() -> int:
-    """Sample ids of two journals never meet: a sample that another journal recorded is not taken for one of this."""
-    return (1 + secrets.randbelow(2**31)) << 20
-
-
 @contextmanager
 def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """A journal for reading, also while a run writes it; a `UserError` when it is none, or of a newer format.
+    """Open a journal for reading, also during a run; a `UserError` if it is not a journal or has a newer format.
 
-    Without a write-ahead log beside it nobody has the file open: it is read as it stands, since SQLite would make such
-    a log and a reader could not remove it.
+    A file without a write-ahead log is not in use. It is opened as immutable, because SQLite would otherwise create a
+    log that a reader cannot remove.
     """
     shared_memory = path.with_name(path.name + "-shm")
     had_shared_memory = shared_memory.exists()
@@ -213,33 +203,30 @@ def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     uri = f"file:{quote(str(path.absolute()))}?{'mode=ro' if live else 'immutable=1'}"
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as connection:
-            _check_format(path, connection)
+            application, version = (
+                int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
+            )
+            if application != APPLICATION_ID:
+                raise UserError(
+                    f"{path}: is an SQLite database, but not a journal of slime; move it away, or choose another "
+                    "--output-dir"
+                )
+            if version > FORMAT:
+                raise UserError(
+                    f"{path}: has format {version}, but this version supports formats up to {FORMAT}; use the version "
+                    "of slime that wrote it, or choose another --output-dir"
+                )
             connection.execute("SELECT COUNT(*) FROM identity").fetchone()
             pages, size = (
                 int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size")
             )
-            if not live and path.stat().st_size < pages * size:  # SQLite overlooks a missing part of the last page
-                raise sqlite3.DatabaseError("the file is cut off")
+            if not live and path.stat().st_size < pages * size:  # SQLite does not detect a truncated last page
+                raise sqlite3.DatabaseError("the file is truncated")
             yield connection
     except sqlite3.Error as error:
         raise UserError(
-            f"{path}: is no readable journal ({error}); move it away, or choose another --output-dir"
+            f"{path}: not a readable journal ({error}); move it away, or choose another --output-dir"
         ) from error
     finally:
         if live and not had_shared_memory:
             shared_memory.unlink(missing_ok=True)
-
-
-def _check_format(path: Path, connection: sqlite3.Connection) -> None:
-    application, version = (
-        int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
-    )
-    if application != APPLICATION_ID:
-        raise UserError(
-            f"{path}: is an SQLite database, but no journal of slime; move it away, or choose another --output-dir"
-        )
-    if version > FORMAT:
-        raise UserError(
-            f"{path}: has format {version}, and this slime knows formats up to {FORMAT}; use the slime that wrote it, "
-            "or choose another --output-dir"
-        )

@@ -1,13 +1,13 @@
-"""The journal of a run: every sample from the moment its prompt is handed out until it has been trained on.
+"""The journal of a run: records every sample from the hand-out of its prompt until it has been trained on.
 
     pending ──► partial ──► finished ──► assigned (rollout r) ──► consumed (by r) ──► pruned after checkpoints
                    └────────────┴──► dropped
 
-Beside them stand the completions of evaluations, which no restart needs (`slime.data.buffer.retention`).
+It also keeps completions of evaluations, which restarts do not need (`slime.data.buffer.retention`).
 
-Invariants: whatever ends the process, each call below has happened as a whole or not at all. A group is in one state,
-so no trajectory is lost or trained on twice. The data position is written in the same transaction as the hand-out it
-belongs to. Which batches a restart trains on again is decided by `recover` alone.
+Invariants: each call below is atomic, also if the process dies. A group is in exactly one state, so no trajectory is
+lost or trained on twice. The data position is written in the same transaction as its hand-out. Only `recover` decides
+which batches a restart trains on again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sqlite3
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.data.buffer.database import Database
 from slime.data.buffer.recovery import (
@@ -50,12 +49,13 @@ from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.errors import UserError
 from slime.storage.group_commit import Change, Commits
+from slime.storage.json_types import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The one writer of a journal file; usable from several threads."""
+    """The only writer of a journal file; thread-safe."""
 
     def __init__(
         self,
@@ -85,10 +85,11 @@ class Journal:
         reward_key: str | None = None,
         eval_reward_key: str | None = None,
     ) -> Journal:
-        """Make or open the journal `path`; `keep` leaves consumed samples in it, `keep_bytes` only the last of them.
+        """Create or open the journal `path`; `keep` retains all consumed samples, `keep_bytes` only the last ones.
 
-        A file that is no journal, of a newer format, or of a run with another `identity` is a `UserError` that names
-        what differs; the file stays as it is. `reward_key` is the number shown of rewards that are dicts.
+        A file that is not a journal, has a newer format, or belongs to a run with another `identity` raises a
+        `UserError` that names the difference, and stays unchanged. `reward_key` selects the number of dict rewards that
+        is shown.
         """
         database = Database(Path(path), identity)
         return cls(database, keep=keep, keep_bytes=keep_bytes, reward_key=reward_key, eval_reward_key=eval_reward_key)
@@ -99,10 +100,10 @@ class Journal:
         return self._database.path
 
     def recover(self, start: int) -> Recovered:
-        """Bring the journal to the state in which rollouts before `start` are consumed, and the others are not.
+        """Bring the journal to the state in which rollouts before `start` are consumed and later ones are not.
 
-        A journal that cannot be brought there (it has forgotten `start`, or never came as far) begins anew; the old
-        file is moved aside when there is anything in it.
+        If that is impossible (data of `start` was removed, or `start` was never reached), a new journal starts; the old
+        file is renamed if it has any content.
         """
         moved = None
         with self._database.reading() as connection:
@@ -117,14 +118,19 @@ class Journal:
                 _set_meta(connection, "horizon", str(start))
                 return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved, moved_work=had_work)
             assigned = replay_from(connection, start)
-            unusable = self._fail_unusable(connection)
+            failed = unusable_rows(connection, self._rows)
+            for row_id, sample in failed:
+                (leaf,) = self._rows.encoded([Leaf(sample, None)])
+                self._writer.update(connection, row_id, leaf)
+            unusable = [f"sample {sample.index} ({sample.failure})" for _, sample in failed]
             batches = give_up_useless(connection, assigned) if unusable else assigned
             groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
-            position = _read_position(connection)
+            row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+            position = None if row is None else json.loads(row[0])
             return Recovered(position, groups, batches, fresh=False, unusable=unusable)
 
-    def begin(self, rollout_id: int, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
-        """Record what a data source has before the first hand-out: its position after `rollout_id`, and its buffer."""
+    def begin(self, rollout_id: int, groups: Sequence[Group], position: JsonObject | None) -> None:
+        """Record the state of a data source before the first hand-out: its position after `rollout_id`, its buffer."""
         leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
             written = self._write(connection, leaves)
@@ -132,8 +138,8 @@ class Journal:
             _set_position(connection, position)
         _mark(leaves, written)
 
-    def hand_out(self, groups: Sequence[Group], position: dict[str, Any] | None) -> None:
-        """Groups leave the data source, which then stands at `position`; new ones get their rows and ids."""
+    def hand_out(self, groups: Sequence[Group], position: JsonObject | None) -> None:
+        """Record that groups leave the data source, with its `position` after that; new groups get rows and ids."""
         handed_out = [leaves for group in groups if (leaves := flattened(group))]
         for leaves in handed_out:
             if any(leaf.sample.journal_id is None for leaf in leaves):
@@ -151,7 +157,7 @@ class Journal:
         _mark(changed, written)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Groups return to the data source, as far as they have come."""
+        """Record groups that return to the data source, with their progress."""
         self._commits.drain()
         leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
@@ -159,20 +165,20 @@ class Journal:
         _mark(leaves, written)
 
     def produced(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
-        """One member of a group has ended: finished, failed, or aborted. Samples of no hand-out are not recorded."""
+        """Record that a member of a group finished, failed or was aborted; samples without a hand-out are ignored."""
         self._now(self._producing(dispatched, produced))
 
     async def record(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
-        """`produced`, without keeping the event loop: returns when it is in the file, together with others."""
+        """Do `produced` without blocking the event loop; returns after a group commit."""
         if dispatched.journal_id is not None:
             await self._commits.write(lambda: self._producing(dispatched, produced))
 
     def progressed(self, sample: Sample) -> None:
-        """A sample under way has more tokens."""
+        """Record the progress of a sample that is still generating."""
         self._now(self._progressing(sample))
 
     async def record_progress(self, sample: Sample) -> None:
-        """`progressed`, without keeping the event loop."""
+        """Do `progressed` without blocking the event loop."""
         if sample.journal_id is not None:
             await self._commits.write(lambda: self._progressing(sample))
 
@@ -181,7 +187,7 @@ class Journal:
         if dispatched.journal_id is None or not leaves:
             return None
         for leaf in leaves:
-            leaf.content = self._rows.content(leaf.sample)  # first: whatever changes from now on is a change
+            leaf.content = self._rows.content(leaf.sample)  # first, so that later modifications count as changes
         self._rows.encoded(leaves)
 
         def change(connection: sqlite3.Connection) -> Callable[[], None] | None:
@@ -227,21 +233,23 @@ class Journal:
         self,
         rollout_id: int,
         groups: Sequence[Group],
-        metrics: Mapping[str, Any],
+        metrics: JsonMapping,
         *,
         dropped: Sequence[Group] = (),
-        position: dict[str, Any] | None = None,
+        position: JsonObject | None = None,
     ) -> None:
-        """Groups, as they now are, become the batch of `rollout_id`, with the metrics of that rollout.
+        """Record groups in their current state as the batch of `rollout_id`, with the metrics of that rollout.
 
-        Samples that have not changed since they were recorded are not written again. In the same transaction other
-        groups are `dropped`, and the data source stands at `position`, if it is one that has learned from them.
+        Samples unchanged since they were recorded are not written again. The same transaction records `dropped` groups
+        and, for an observing data source, its new `position`.
         """
         self._commits.drain()
         leaves = self._looked_at(groups)
         text = json.dumps(to_json(dict(metrics), f"metrics of rollout {rollout_id}"))
         with self._database.transaction() as connection:
-            _refuse_consumed(connection, rollout_id)
+            row = connection.execute("SELECT state FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+            if row is not None and row[0] == "consumed":
+                raise ValueError(f"rollout {rollout_id} has been trained on: its batch cannot be assigned again")
             connection.execute(
                 "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL WHERE rollout_id = ?",
                 (rollout_id,),
@@ -258,7 +266,7 @@ class Journal:
         self._writer.forget(row_id for _, ids in written for row_id in ids)
 
     def drop(self, groups: Sequence[Group]) -> None:
-        """Groups will not be trained on: a filter left them out, or they are too old."""
+        """Record groups that will not be trained on, because a filter dropped them or they are stale."""
         with self._database.transaction() as connection:
             self._drop(connection, groups)
 
@@ -272,8 +280,8 @@ class Journal:
                 [(group_id,) for group_id in {home.group_id for home in homes if home is not None}],
             )
 
-    def batch(self, rollout_id: int) -> tuple[list[Group], dict[str, Any]] | None:
-        """The groups and metrics that were assigned to a rollout and not consumed, to be trained on again."""
+    def batch(self, rollout_id: int) -> tuple[list[Group], JsonObject] | None:
+        """Read the groups and metrics that were assigned to a rollout but not consumed, to train on them again."""
         with self._database.reading() as connection:
             row = connection.execute(
                 "SELECT metrics FROM rollouts WHERE rollout_id = ? AND state = 'assigned'", (rollout_id,)
@@ -284,7 +292,7 @@ class Journal:
         return groups, from_json(json.loads(row[0]))
 
     def consumed(self, rollout_id: int) -> None:
-        """The trainers have made their step on the batch of `rollout_id`."""
+        """Record that the trainers completed their step on the batch of `rollout_id`."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE groups SET state = 'consumed', consumed_by = ?1 WHERE rollout_id = ?1 AND state = 'assigned'",
@@ -294,37 +302,37 @@ class Journal:
             if not changed.rowcount:
                 raise ValueError(f"rollout {rollout_id} was consumed, but no batch was ever assigned to it")
 
-    def note_position(self, rollout_id: int, position: dict[str, Any]) -> None:
-        """Remember where the data source stood when its state after `rollout_id` was saved."""
+    def note_position(self, rollout_id: int, position: JsonObject) -> None:
+        """Record the position of the data source at the time its state after `rollout_id` was saved."""
         with self._database.transaction() as connection:
             _note_position(connection, rollout_id, position)
 
-    def position_at(self, rollout_id: int) -> dict[str, Any] | None:
-        """What `note_position` was told for a rollout."""
+    def position_at(self, rollout_id: int) -> JsonObject | None:
+        """Return the position that `note_position` recorded for a rollout."""
         with self._database.reading() as connection:
             row = connection.execute("SELECT position FROM positions WHERE rollout_id = ?", (rollout_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def refer(self, rollout_id: int, row_ids: Iterable[int]) -> None:
-        """The state saved with `rollout_id` refers to these samples: they stay while that checkpoint is kept."""
+        """Retain samples that the saved state of `rollout_id` refers to, as long as that checkpoint exists."""
         with self._database.transaction() as connection:
             refer(connection, rollout_id, row_ids)
 
     def name(self) -> str:
-        """A name that no other journal has."""
+        """Return the unique name of this journal; it is created on the first call."""
         with self._database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO meta VALUES ('name', ?)", (uuid.uuid4().hex,))
             return name_of(connection) or ""
 
     def samples(self, row_ids: Sequence[int]) -> dict[int, Sample]:
-        """The samples of rows, by row id; those that are not there are left out."""
+        """Read samples by row id, without missing rows."""
         with self._database.reading() as connection:
             return read_samples(connection, self._rows, row_ids)
 
     def checkpointed(self, rollout_id: int, *, kept: Collection[int] = ()) -> None:
-        """A checkpoint of `rollout_id` is durable: prune what can be needed no more, and make the rest durable too.
+        """Prune data that a durable checkpoint of `rollout_id` makes obsolete, and flush the rest.
 
-        What was in the buffer of a checkpoint of the rollouts `kept` stays, to go on from that one.
+        Buffered groups of the checkpoints of the rollouts `kept` are retained, so that a run can resume from them.
         """
         with self._database.transaction() as connection:
             replay_from(connection, rollout_id + 1, forget_later=False)
@@ -336,22 +344,22 @@ class Journal:
         self.sync()
 
     def sync(self) -> None:
-        """Make everything recorded so far survive a power cut. Comes before the checkpoint that relies on it."""
+        """Flush all records to disk; required before a checkpoint that relies on them."""
         self._commits.drain()
         self._database.sync()
 
     def keep_evaluation(self, step: int, datasets: Mapping[str, Sequence[Sample]]) -> None:
-        """Keep the completions of the weights after `step` rollouts; a sample that cannot be kept is left out."""
+        """Keep the completions of the weights after `step` rollouts; samples that cannot be stored are left out."""
         if not self._keep and not self._keep_bytes:
             return
-        rows: dict[str, list[tuple[Any, ...]]] = {}
+        rows: dict[str, list[tuple[object, ...]]] = {}
         for dataset, samples in datasets.items():
             rows[dataset] = []
             for sample in samples:
                 try:
                     rows[dataset].append(self._eval_rows.columns(sample))
                 except UserError as error:
-                    logger.warning("evaluation on %s: not kept to be looked at: %s", dataset, error)
+                    logger.warning("evaluation on %s: sample not kept for inspection: %s", dataset, error)
         with self._database.transaction() as connection:
             keep_evaluation(connection, step, rows, None if self._keep else self._keep_bytes)
 
@@ -359,14 +367,6 @@ class Journal:
         """Close the file; safe to call again."""
         self._commits.close()
         self._database.close()
-
-    def _fail_unusable(self, connection: sqlite3.Connection) -> list[str]:
-        """Samples whose rows cannot be used have failed, with the cause; one sentence for each."""
-        found = unusable_rows(connection, self._rows)
-        for row_id, sample in found:
-            (leaf,) = self._rows.encoded([Leaf(sample, None)])
-            self._writer.update(connection, row_id, leaf)
-        return [f"sample {sample.index} ({sample.failure})" for _, sample in found]
 
     def _new_writer(self) -> Writer:
         with self._database.reading() as connection:
@@ -376,18 +376,22 @@ class Journal:
         return [self._look_at(leaves) for group in groups if (leaves := flattened(group))]
 
     def _look_at(self, leaves: list[Leaf]) -> list[Leaf]:
-        """The same leaves, with their contents where the rows may have the same already."""
+        """Compute the content keys of leaves whose rows may be unchanged, and return the leaves."""
         for leaf in leaves:
             if self._writer.knows(leaf.sample):
                 leaf.content = self._rows.content(leaf.sample)
         return leaves
 
     def _write(self, connection: sqlite3.Connection, groups: list[list[Leaf]]) -> list[tuple[int, list[int]]]:
-        """Groups that are in no batch, in the state their samples are in."""
-        return self._writer.write_groups(connection, groups, _state, _is_free)
+        """Write groups outside of batches; their state follows from their samples."""
+
+        def state(leaves: list[Leaf]) -> str:
+            return state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
+
+        return self._writer.write_groups(connection, groups, state, _is_free)
 
     def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[Leaf]) -> bool:
-        """Mark a group that the journal has as handed out; False when it does not have it as one group."""
+        """Mark a recorded group as handed out; False if the journal does not have it as one group."""
         homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
         group_ids = {home.group_id if home is not None and _is_free(home) else None for home in homes}
         if len(group_ids) != 1 or None in group_ids:
@@ -404,12 +408,8 @@ def _is_free(home: Home) -> bool:
     return home.state in OPEN or home.state == "dropped"
 
 
-def _state(leaves: list[Leaf]) -> str:
-    return state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
-
-
 def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> None:
-    """Samples learn their row ids, and rows what they hold, only now, when they are recorded for good."""
+    """Set the samples' row ids and mark content keys as written; call it only after the commit."""
     for leaves, (_, ids) in zip(groups, written, strict=True):
         for leaf, row_id in zip(leaves, ids, strict=True):
             leaf.sample.journal_id = row_id
@@ -417,26 +417,15 @@ def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> Non
                 leaf.content.is_in_file = True
 
 
-def _refuse_consumed(connection: sqlite3.Connection, rollout_id: int) -> None:
-    row = connection.execute("SELECT state FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
-    if row is not None and row[0] == "consumed":
-        raise ValueError(f"rollout {rollout_id} has been trained on: its batch cannot be assigned again")
-
-
 def _set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
 
-def _set_position(connection: sqlite3.Connection, position: dict[str, Any] | None) -> None:
+def _set_position(connection: sqlite3.Connection, position: JsonObject | None) -> None:
     if position is not None:
         _set_meta(connection, "position", json.dumps(position))
 
 
-def _note_position(connection: sqlite3.Connection, rollout_id: int, position: dict[str, Any] | None) -> None:
+def _note_position(connection: sqlite3.Connection, rollout_id: int, position: JsonObject | None) -> None:
     if position is not None:
         connection.execute("INSERT OR REPLACE INTO positions VALUES (?, ?)", (rollout_id, json.dumps(position)))
-
-
-def _read_position(connection: sqlite3.Connection) -> dict[str, Any] | None:
-    row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
-    return None if row is None else json.loads(row[0])

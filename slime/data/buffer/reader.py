@@ -1,6 +1,8 @@
-"""Looking into a journal, also while its run is going.
+"""Read-only queries of a journal, also during its run, and decoding of token ids to text.
 
-Invariant: nothing is ever written, and all that one `Reader` shows is the journal at one moment.
+Invariants: nothing is written, and all results of one `Reader` come from one snapshot of the journal. Decoded texts of
+neighbouring spans concatenate to the text of the whole, except for characters split between spans. Of the model, only
+the tokenizer is read, and no code from its folder is run.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.data.buffer.database import open_read_only
 from slime.data.buffer.retention import has_evaluations
@@ -20,6 +22,9 @@ from slime.data.buffer.schema import STATES
 from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
 from slime.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NAME = "journal.sqlite"
 
@@ -34,12 +39,12 @@ _SORTS = {
     "version": "CAST(json_extract(weight_versions, '$[0]') AS INTEGER)",
 }
 SORTS = (*_SORTS, "rollout")
-"""What samples can be sorted by; `rollout` is the step of an evaluation."""
+"""Sort keys of samples; for evaluations `rollout` is the step."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which samples, of training or of evaluations, and in which order; None means all, and as they came."""
+    """Filter and order of samples, of training or of evaluations; None means all, and in recorded order."""
 
     state: str | None = None
     rollout: int | None = None
@@ -54,9 +59,9 @@ class Choice:
     sort: str | None = None
     descending: bool = False
 
-    def condition(self) -> tuple[str, list[Any]]:
-        """As SQL with its values."""
-        asked = {
+    def condition(self) -> tuple[str, list[object]]:
+        """Return the filter as an SQL condition with its values."""
+        terms: dict[str, object] = {
             "state = ?": self.state,
             "rollout_id = ?": self.rollout,
             "group_index = ?": self.group,
@@ -67,25 +72,25 @@ class Choice:
             "step = ?": self.step,
             "dataset = ?": self.dataset,
         }
-        asked = {term: value for term, value in asked.items() if value is not None}
-        return " AND ".join(asked) or "TRUE", list(asked.values())
+        terms = {term: value for term, value in terms.items() if value is not None}
+        return " AND ".join(terms) or "TRUE", list(terms.values())
 
     def order(self) -> str:
-        """As SQL: what is sorted by, samples without it last, then the order in which they came."""
-        came = "step, evaluations.id, s.id" if self.evaluations else "groups.id, member, leaf"
+        """Return the SQL order: the sort key with missing values last, then the recorded order."""
+        recorded = "step, evaluations.id, s.id" if self.evaluations else "groups.id, member, leaf"
         if self.sort is None:
-            return came
+            return recorded
         key = _SORTS.get(self.sort, "step" if self.evaluations else "rollout_id")
-        return f"{key} IS NULL, {key} {'DESC' if self.descending else 'ASC'}, {came}"
+        return f"{key} IS NULL, {key} {'DESC' if self.descending else 'ASC'}, {recorded}"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A sample and where it is in its life, or in which evaluation it was sampled."""
+    """A sample with its state, or with the evaluation that it was sampled in."""
 
     sample: Sample
     reward: float | None
-    """The number shown, also of a reward of several."""
+    """The number shown; for a dict reward its `--reward-key` entry."""
     state: str | None = None
     rollout_id: int | None = None
     consumed_by: int | None = None
@@ -102,12 +107,12 @@ class Reader:
         self._has_evaluations = has_evaluations(connection)
 
     def totals(self) -> dict[str, int]:
-        """Samples by state, in the order of their life."""
+        """Count samples by state, in life-cycle order."""
         found = dict(self._connection.execute(f"SELECT state, COUNT(*) {_OF_TRAINING} GROUP BY state").fetchall())
         return {state: found[state] for state in STATES if state in found}
 
     def evaluations(self) -> list[tuple[str, list[int]]]:
-        """Datasets and the steps of their evaluations."""
+        """Return the datasets, each with the steps of its evaluations."""
         found: dict[str, list[int]] = {}
         if self._has_evaluations:
             for dataset, step in self._connection.execute("SELECT dataset, step FROM evaluations ORDER BY step, id"):
@@ -115,7 +120,7 @@ class Reader:
         return list(found.items())
 
     def count(self, choice: Choice) -> int:
-        """How many samples are chosen."""
+        """Count the chosen samples."""
         if choice.evaluations and not self._has_evaluations:
             return 0
         condition, values = choice.condition()
@@ -123,12 +128,12 @@ class Reader:
         return int(self._connection.execute(f"SELECT COUNT(*) {source} WHERE {condition}", values).fetchone()[0])
 
     def samples(self, choice: Choice, limit: int | None = None) -> Iterator[Recorded]:
-        """Chosen samples in their order."""
+        """Iterate over the chosen samples in order."""
         if choice.evaluations and not self._has_evaluations:
             return
         condition, values = choice.condition()
         source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
-        chosen = self._connection.execute(  # ids alone: payloads need not be sorted
+        chosen = self._connection.execute(  # only ids, so that payloads are not sorted
             f"SELECT s.id {source} WHERE {condition} ORDER BY {choice.order()} LIMIT ?",
             [*values, -1 if limit is None else limit],
         ).fetchall()
@@ -140,11 +145,11 @@ class Reader:
             columns = row[len(names) :]
             sample = self._rows.sample_or_failure(row_id, columns, check=False)
             if choice.evaluations:
-                sample.journal_id = None  # the number of another table
+                sample.journal_id = None  # it is an id of another table
             yield Recorded(sample, reward=columns[COLUMNS.index("reward")], **where)
 
     def some_prompts(self, *, evaluations: bool, most: int = 20) -> list[str]:
-        """Prompts of different samples: what they have in common is not what is asked."""
+        """Return prompts of recent samples, from which shared template text is detected."""
         if not evaluations:
             query = (
                 "SELECT (SELECT prompt FROM samples WHERE group_id = groups.id) FROM groups ORDER BY id DESC LIMIT ?"
@@ -158,14 +163,14 @@ class Reader:
 
 @contextmanager
 def reading(run: str) -> Iterator[Reader]:
-    """The journal of a run folder, or a journal file, at this moment."""
+    """Open a snapshot of the journal of a run folder, or of a journal file."""
     with open_read_only(journal_path(run)) as connection:
         connection.execute("BEGIN")
         yield Reader(connection)
 
 
 def journal_path(run: str) -> Path:
-    """The journal file that `run` means; a `UserError` when there is none."""
+    """Resolve a run folder or journal file to the journal file; a `UserError` if it does not exist."""
     path = Path(run)
     if path.is_dir():
         path = path / NAME
@@ -176,46 +181,40 @@ def journal_path(run: str) -> Path:
     return path
 
 
-# Token ids of a run back to text, special tokens included.
-#
-# Invariant: the texts of neighbouring spans, one after the other, are the text of the whole as far as characters do
-# not fall between spans. Nothing of the model but its tokenizer is read, and no code of its folder is run.
-
 _CONTEXT = 4
-"""Tokens before a span that it is decoded with: some tokenizers leave out a space at the beginning."""
+"""Tokens before a span that are decoded with it, because some tokenizers drop a space at the start of a text."""
 
 
 class Decoder:
-    """Decodes with a `tokenizers.Tokenizer`."""
+    """Decodes token ids, including special tokens, with a `tokenizers.Tokenizer`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
 
     def pieces(self, tokens: Sequence[int], start: int, stop: int) -> list[tuple[str, bool]]:
-        """The text of `tokens[start:stop]` in pieces, each of which is special tokens or has none of them."""
+        """Decode `tokens[start:stop]` as pieces of text; the flag marks pieces made of special tokens."""
         found = []
         for special, members in groupby(range(start, stop), key=lambda place: tokens[place] in self._special):
             places = list(members)
             if special:
                 found.append(("".join(self._special[tokens[place]] for place in places), True))
-            else:
-                found.append((self._text(tokens, places[0], places[-1] + 1), False))
+                continue
+            begin, end = places[0], places[-1] + 1
+            first = max(0, begin - _CONTEXT)
+            before = self._decoded(tokens[first:begin])
+            whole = self._decoded(tokens[first:end])
+            text = whole[len(before) :] if whole.startswith(before) else self._decoded(tokens[begin:end])
+            found.append((text, False))
         return found
-
-    def _text(self, tokens: Sequence[int], start: int, stop: int) -> str:
-        first = max(0, start - _CONTEXT)
-        before = self._decoded(tokens[first:start])
-        whole = self._decoded(tokens[first:stop])
-        return whole[len(before) :] if whole.startswith(before) else self._decoded(tokens[start:stop])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def load_decoder(folder: str) -> Decoder:
-    """The decoder of a model folder; a `UserError` when its tokenizer cannot be used."""
+    """Load the decoder of a model folder; a `UserError` if its tokenizer cannot be used."""
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
@@ -226,12 +225,12 @@ def load_decoder(folder: str) -> Decoder:
 
     try:
         return Decoder(Tokenizer.from_file(str(file)))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises no narrower class
         raise UserError(f"{file}: does not load ({error})") from error
 
 
 def model_of_run(run: Path) -> str | None:
-    """The model folder that the config of a run names, if it is still there."""
+    """Return the model folder named in the config of a run, if it still exists."""
     import yaml
 
     config = run / "config.yaml"

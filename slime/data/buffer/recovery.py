@@ -1,24 +1,31 @@
-"""What a restart finds in the journal.
+"""Journal queries for restarts, and the facts that identify the run of a journal.
 
-Invariant: the trainers go on at rollout `start`, so what earlier rollouts consumed stays consumed; batches of `start`
-and later ones are trained on again, group by group as they were, whether or not that happened before; what was handed
-out and is in no batch goes back to the data source, in the order in which it was handed out.
+Invariants: trainers resume at rollout `start`, so groups consumed by earlier rollouts stay consumed. Batches of `start`
+and later rollouts are trained on again with the same groups, even if they were trained on before. Groups that were
+handed out and are not in a batch return to the data source, in the order in which they were handed out.
+
+The identity of a run describes what was sampled from what, without file locations: a moved run folder or model is the
+same run; another model, other prompts or other functions are not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.data.buffer.rows import COLUMNS, UNUSABLE, Leaf, RowCodec, regrouped
 from slime.data.buffer.schema import NOT_CONSUMED, OPEN
 from slime.data.readers import file_bytes, split_slice
 from slime.data.sample import Sample
 from slime.data.source import Group
+from slime.storage.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from slime.config import Config
 
 _TEACHES = """SELECT 1 FROM groups JOIN samples ON group_id = groups.id
 WHERE rollout_id = ? AND status != 'failed' AND response_length > 0 LIMIT 1"""
@@ -26,27 +33,27 @@ WHERE rollout_id = ? AND status != 'failed' AND response_length > 0 LIMIT 1"""
 
 @dataclass(frozen=True)
 class Recovered:
-    """Where a run goes on."""
+    """The state from which a run resumes."""
 
-    position: dict[str, Any] | None
-    """Of the data source, after the last hand-out."""
+    position: JsonObject | None
+    """The position of the data source after the last hand-out."""
     groups: list[Group]
-    """Handed out and in no batch: to be put back."""
+    """Groups that were handed out and are not in a batch; they return to the data source."""
     batches: list[int]
-    """Rollouts whose batches are there to be trained on again."""
+    """Rollouts whose recorded batches are trained on again."""
     fresh: bool
-    """Nothing was recorded yet: the data source's own saved position counts."""
+    """The journal is empty: the data source's own saved position applies."""
     moved: Path | None = None
-    """Where an older journal went that `start` does not fit to."""
+    """The new path of an older journal that does not match `start`."""
     moved_work: bool = False
-    """Whether there was more in it than samples to look at."""
+    """True if the moved journal had more than samples for inspection."""
     unusable: list[str] = field(default_factory=list)
-    """Why rows were of no use, one sentence each: their samples have failed, and are sampled anew."""
+    """Errors of unusable rows, one sentence each; their samples have failed and are sampled again."""
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """Whether nothing was ever recorded."""
-    recorded = (  # consumed groups without a row in rollouts are only there to be looked at
+    """True if nothing was recorded for a restart."""
+    recorded = (  # consumed groups without a row in rollouts are kept only for inspection
         f"SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}",
         "SELECT 1 FROM rollouts",
         "SELECT 1 FROM positions",
@@ -56,7 +63,7 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def has_content(connection: sqlite3.Connection) -> bool:
-    """Whether there is any sample that is more than a prompt."""
+    """True if any sample has more than its prompt."""
     row = connection.execute(
         "SELECT EXISTS (SELECT 1 FROM samples WHERE status != 'pending' OR response_length > 0) "
         "OR EXISTS (SELECT 1 FROM evaluated_samples)"
@@ -65,7 +72,7 @@ def has_content(connection: sqlite3.Connection) -> bool:
 
 
 def usable_from(connection: sqlite3.Connection, start: int) -> bool:
-    """Whether the journal still has what `start` and later rollouts need, and came as far as `start`."""
+    """True if the journal reached `start` and still has the data of `start` and later rollouts."""
     horizon_row = connection.execute("SELECT value FROM meta WHERE key = 'horizon'").fetchone()
     if horizon_row is None:
         return True
@@ -75,7 +82,10 @@ def usable_from(connection: sqlite3.Connection, start: int) -> bool:
 
 
 def replay_from(connection: sqlite3.Connection, start: int, *, forget_later: bool = True) -> list[int]:
-    """Mark batches before `start` as consumed and (with `forget_later`) the others as not; the ids of those."""
+    """Mark batches before `start` as consumed; returns the ids of the others.
+
+    With `forget_later` those are marked as assigned again.
+    """
     connection.execute(
         "UPDATE groups SET state = 'consumed', consumed_by = rollout_id WHERE rollout_id < ? AND state = 'assigned'",
         (start,),
@@ -92,7 +102,7 @@ def replay_from(connection: sqlite3.Connection, start: int, *, forget_later: boo
 
 
 def unusable_rows(connection: sqlite3.Connection, rows: RowCodec) -> list[tuple[int, Sample]]:
-    """Rows that a restart would stumble over, each with the failure that its sample becomes."""
+    """Find the rows that a restart cannot use, each with its failed sample."""
     columns = ", ".join(f"samples.{name}" for name in COLUMNS)
     found = connection.execute(
         f"SELECT samples.id, {columns} FROM groups JOIN samples ON group_id = groups.id "
@@ -103,7 +113,7 @@ def unusable_rows(connection: sqlite3.Connection, rows: RowCodec) -> list[tuple[
 
 
 def give_up_useless(connection: sqlite3.Connection, batches: list[int]) -> list[int]:
-    """The batches in which there is anything to train on; the groups of the others are dropped."""
+    """Return the batches with anything to train on; the groups of the others are dropped."""
     useful = []
     for rollout_id in batches:
         if connection.execute(_TEACHES, (rollout_id,)).fetchone() is not None:
@@ -117,19 +127,22 @@ def give_up_useless(connection: sqlite3.Connection, batches: list[int]) -> list[
     return useful
 
 
-def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[Any, ...]) -> list[Group]:
-    """The groups that a condition chooses: by their place in the batch, or in the order they were handed out."""
+def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[object, ...]) -> list[Group]:
+    """Read the groups that match a condition, ordered by place in the batch or else by hand-out."""
     columns = ", ".join(f"samples.{name}" for name in COLUMNS)
     found = connection.execute(
         f"SELECT group_id, samples.id, member, leaf, {columns} FROM groups JOIN samples ON group_id = groups.id "
         f"WHERE {where} ORDER BY position, groups.id, member, leaf",
         values,
     )
-    return regrouped(_leaves(found, rows))
+    return regrouped(
+        (group_id, Leaf(rows.sample_or_failure(row_id, values_of_row, check=False), member, leaf))
+        for group_id, row_id, member, leaf, *values_of_row in found
+    )
 
 
 def read_samples(connection: sqlite3.Connection, rows: RowCodec, row_ids: Sequence[int]) -> dict[int, Sample]:
-    """The samples of rows that are there and can be used, by row id."""
+    """Read the samples of existing, usable rows, by row id."""
     query = f"SELECT {', '.join(COLUMNS)} FROM samples WHERE id = ?"
     found: dict[int, Sample] = {}
     for row_id in row_ids:
@@ -142,20 +155,10 @@ def read_samples(connection: sqlite3.Connection, rows: RowCodec, row_ids: Sequen
 
 
 def name_of(connection: sqlite3.Connection) -> str | None:
-    """The name of a journal; None as long as nobody has asked for it."""
+    """Return the name of a journal; None if it has not been named yet."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'name'").fetchone()
     return None if row is None else str(row[0])
 
-
-def _leaves(found: Iterator[tuple[Any, ...]], rows: RowCodec) -> Iterator[tuple[int, Leaf]]:
-    for group_id, row_id, member, leaf, *columns in found:
-        yield group_id, Leaf(rows.sample_or_failure(row_id, columns, check=False), member, leaf)
-
-
-# The facts that make a journal the journal of this run.
-#
-# Invariant: they say what was sampled from what, and nothing about where files lie: a run folder or a model that moved
-# is the same run, another model, other prompts or other functions are not.
 
 RunIdentity = dict[str, str]
 
@@ -163,10 +166,10 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "tekken", "tiktoken", "chat_
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def run_identity(config: Any, prompt_files: Sequence[str] | None = None) -> RunIdentity:
-    """Named facts of a run; none of them needs more than reading a few small files.
+def run_identity(config: Config, prompt_files: Sequence[str] | None = None) -> RunIdentity:
+    """Return the facts that identify a run, by name; only a few small files are read.
 
-    `prompt_files` are those of `--prompt-config`; None: that of `--prompt-data`.
+    `prompt_files` are the files of `--prompt-config`; None: the file of `--prompt-data`.
     """
     if prompt_files is None:
         prompt_files = [] if config.prompt_data is None else [config.prompt_data]
@@ -174,7 +177,9 @@ def run_identity(config: Any, prompt_files: Sequence[str] | None = None) -> RunI
     return {
         "model": _model(model),
         "tokenizer": _digest(file.read_bytes() for file in _tokenizer_files(model)) if model.is_dir() else str(model),
-        "prompt data": _prompts(config, prompt_files),
+        "prompt data": "none"
+        if config.disable_rollout_global_dataset
+        else "; ".join(map(_file, prompt_files)) or "none",
         "data source": str(config.data_source_path),
         "rollout function": str(config.rollout_function_path),
         "generate function": str(config.custom_generate_function_path or "default"),
@@ -184,7 +189,7 @@ def run_identity(config: Any, prompt_files: Sequence[str] | None = None) -> RunI
 
 
 def _model(folder: Path) -> str:
-    """config.json by content, weight files by name and size."""
+    """Describe a model folder: config.json by content, weight files by name and size."""
     if not folder.is_dir():
         return str(folder)
     config = folder / "config.json"
@@ -197,12 +202,6 @@ def _model(folder: Path) -> str:
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file() and file.name.startswith(_TOKENIZER_FILES))
-
-
-def _prompts(config: Any, files: Sequence[str]) -> str:
-    if not files or config.disable_rollout_global_dataset:
-        return "none"
-    return "; ".join(map(_file, files))
 
 
 def _file(path: str) -> str:

@@ -1,9 +1,10 @@
-"""What stays in the journal to be looked at: samples of the last rollouts, and completions of the last evaluations.
+"""Retention of samples for inspection: those of the last rollouts and the completions of the last evaluations.
 
-Invariants: nothing here is ever trained on again, and nothing that may be is ever removed here: only groups that a
-checkpoint covers, and dropped ones, but none that was in the buffer of a checkpoint that is still there. What is kept
-has at most so many bytes (those aside), whole rollouts and evaluations, the oldest of which go first; only one that
-alone has more than that is cut. The cost of a call is that of what it adds and removes, not of what is there.
+Invariants: retained samples are never trained on again, and samples that may still be trained on are never removed.
+Only dropped groups and groups covered by a checkpoint are removed, except those that were in the buffer of an existing
+checkpoint. Apart from these exceptions, retained data is limited in bytes; whole rollouts and evaluations are removed,
+oldest first, and only a single one above the limit is truncated. The cost of a call depends on what it adds and
+removes, not on the size of the journal.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 from slime.data.buffer.rows import COLUMNS
 from slime.data.buffer.schema import NOT_CONSUMED
@@ -28,15 +28,15 @@ _ROLLOUTS, _EVALUATIONS = "kept_bytes", "evaluation_bytes"
 
 
 class Content(Enum):
-    """What a journal holds, as far as somebody might miss it."""
+    """The kinds of data in a journal, by the loss if it were deleted."""
 
     NOTHING = "nothing"
-    PAST = "samples to look at"
-    WORK = "samples that a run needs to go on"
+    PAST = "samples for inspection"
+    WORK = "samples that a restart needs"
 
 
 def content_of(connection: sqlite3.Connection) -> Content:
-    """What is in a journal of any format."""
+    """Classify the contents of a journal of any format."""
     if connection.execute(
         f"SELECT EXISTS (SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}) "
         "OR EXISTS (SELECT 1 FROM groups) AND EXISTS (SELECT 1 FROM rollouts)"
@@ -48,12 +48,12 @@ def content_of(connection: sqlite3.Connection) -> Content:
 
 
 def has_evaluations(connection: sqlite3.Connection) -> bool:
-    """Whether the journal has the tables of evaluations, which format 1 has not."""
+    """True if the journal has the tables of evaluations, which format 1 lacks."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone() is not None
 
 
 def retire(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
-    """Dropped groups and what rollouts up to `rollout_id` consumed go, but for the last rollouts within `bound`."""
+    """Remove dropped groups and groups consumed up to `rollout_id`, except the last rollouts within `bound` bytes."""
     dropped = connection.execute(f"SELECT id FROM groups WHERE state = 'dropped' AND NOT {_REFERRED}").fetchall()
     _remove_groups(connection, dropped)
     covered = connection.execute("SELECT rollout_id FROM rollouts WHERE rollout_id <= ?", (rollout_id,)).fetchall()
@@ -72,7 +72,7 @@ def retire(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
 
 
 def refer(connection: sqlite3.Connection, checkpoint: int, row_ids: Iterable[int]) -> None:
-    """The data position of a checkpoint names these samples: their groups stay as long as it does."""
+    """Retain the groups of samples that the data position of a checkpoint refers to, as long as it exists."""
     connection.execute("DELETE FROM referred WHERE checkpoint = ?", (checkpoint,))
     connection.executemany(
         "INSERT OR IGNORE INTO referred SELECT ?, group_id FROM samples WHERE id = ?",
@@ -81,8 +81,12 @@ def refer(connection: sqlite3.Connection, checkpoint: int, row_ids: Iterable[int
 
 
 def release(connection: sqlite3.Connection, kept: Collection[int]) -> None:
-    """Checkpoints other than `kept` are gone: nobody asks for the groups that only they refer to."""
-    for checkpoint in _referring(connection):
+    """Remove the groups that only checkpoints other than `kept` refer to; those checkpoints no longer exist."""
+    checkpoints: list[int] = []  # those with references; one index lookup finds the next
+    query = "SELECT MIN(checkpoint) FROM referred WHERE checkpoint > ?"
+    while (following := connection.execute(query, (checkpoints[-1] if checkpoints else -2,)).fetchone()[0]) is not None:
+        checkpoints.append(int(following))
+    for checkpoint in checkpoints:
         if checkpoint not in kept:
             groups = connection.execute("SELECT group_id FROM referred WHERE checkpoint = ?", (checkpoint,)).fetchall()
             connection.execute("DELETE FROM referred WHERE checkpoint = ?", (checkpoint,))
@@ -90,23 +94,24 @@ def release(connection: sqlite3.Connection, kept: Collection[int]) -> None:
             _remove_groups(connection, free)
 
 
-def _referring(connection: sqlite3.Connection) -> list[int]:
-    """The checkpoints that refer to anything, found by jumping from one to the next."""
-    found: list[int] = []
-    query = "SELECT MIN(checkpoint) FROM referred WHERE checkpoint > ?"
-    while (following := connection.execute(query, (found[-1] if found else -2,)).fetchone()[0]) is not None:
-        found.append(int(following))
-    return found
-
-
 def keep_evaluation(
-    connection: sqlite3.Connection, step: int, datasets: Mapping[str, Sequence[tuple[Any, ...]]], bound: int | None
+    connection: sqlite3.Connection, step: int, datasets: Mapping[str, Sequence[tuple]], bound: int | None
 ) -> None:
-    """Put the completions of an evaluation (rows of `COLUMNS`) in the place of those of the same step, if any."""
+    """Store the completions of an evaluation (rows of `COLUMNS`); they replace those of the same step.
+
+    Of each dataset the first rows within its share of `bound` bytes are stored.
+    """
     total = _total(connection, _EVALUATIONS) - _forget(connection, "step = ?", step)
     for dataset, rows in datasets.items():
         room = None if bound is None else bound // len(datasets)
-        taken, size = _fitting(rows, room)
+        taken, size = [], 0
+        for row in rows:
+            *_, prompt, response, payload = row
+            row_bytes = len(payload) + len(prompt.encode()) + len(response.encode()) + 100
+            if room is not None and size + row_bytes > room:
+                break
+            taken.append(row)
+            size += row_bytes
         made = connection.execute(
             "INSERT INTO evaluations (step, dataset, bytes) VALUES (?, ?, ?)", (step, dataset, size)
         )
@@ -121,18 +126,18 @@ def keep_evaluation(
 
 
 def forget_evaluations_after(connection: sqlite3.Connection, step: int) -> None:
-    """A run goes on at `step`: later weights, and what they were evaluated to, are no more."""
+    """Remove the evaluations of weights after `step`, the step at which a run resumes."""
     gone = _forget(connection, "step > ?", step)
     if gone:
         _set_total(connection, _EVALUATIONS, _total(connection, _EVALUATIONS) - gone)
 
 
 def _cut(connection: sqlite3.Connection, rollout: int, room: int) -> int:
-    """Remove the groups of a kept rollout after the first ones that have `room` bytes together; the bytes that stay."""
+    """Truncate a retained rollout to its first groups within `room` bytes; returns the bytes that remain."""
     gone: list[tuple[int]] = []
     left = 0
     query = f"{_OF_GROUPS} ORDER BY position" if room else "SELECT id, 1 FROM groups WHERE rollout_id = ?"
-    for group_id, size in connection.execute(query, (rollout,)):  # without room nobody asks how large they are
+    for group_id, size in connection.execute(query, (rollout,)):  # without room their sizes are not needed
         if gone or left + size > room:
             gone.append((group_id,))
         else:
@@ -152,25 +157,12 @@ def _remove_groups(connection: sqlite3.Connection, ids: list[tuple[int]]) -> Non
 
 
 def _forget(connection: sqlite3.Connection, where: str, value: int) -> int:
-    """Remove evaluations; the bytes they had."""
+    """Remove evaluations and return their size in bytes."""
     found = connection.execute(f"SELECT id, bytes FROM evaluations WHERE {where}", (value,)).fetchall()
     ids = [(row[0],) for row in found]
     connection.executemany("DELETE FROM evaluated_samples WHERE evaluation_id = ?", ids)
     connection.executemany("DELETE FROM evaluations WHERE id = ?", ids)
     return sum(int(row[1]) for row in found)
-
-
-def _fitting(rows: Iterable[tuple[Any, ...]], room: int | None) -> tuple[list[tuple[Any, ...]], int]:
-    """The first rows that have `room` bytes together, and their bytes."""
-    taken, total = [], 0
-    for row in rows:
-        *_, prompt, response, payload = row
-        size = len(payload) + len(prompt.encode()) + len(response.encode()) + 100
-        if room is not None and total + size > room:
-            break
-        taken.append(row)
-        total += size
-    return taken, total
 
 
 def _total(connection: sqlite3.Connection, key: str) -> int:

@@ -1,8 +1,13 @@
-"""A sample as one row of the journal, and back.
+"""Converts samples to journal rows and back, and computes row keys that detect unchanged content.
 
-Invariant: a sample read back equals the one written. Columns are what a person looks for with SQL; what a column cannot
-hold exactly (and every field without a column) stands in the payload, which goes before the column. Fields that have
-their default value are left out.
+Invariant: a sample read back equals the one written. Columns are for queries with SQL; values that a column cannot hold
+exactly, and all fields without a column, are in the payload, which takes precedence over the column. Fields with their
+default value are omitted.
+
+Invariants of keys: samples with equal keys have equal rows, including nested values. A key counts as written only after
+the transaction that writes its row; writing a row without a key discards the row's key. Keys are valid only within this
+process. They are cheap for unchanged data: a packed column is hashed once, and Python caches the hash of a text; other
+values are hashed every time.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,36 +26,31 @@ from slime.data.buffer.codec import Codec
 from slime.data.columns import Packed, packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.sample import COLUMNS as SAMPLE_COLUMNS
-from slime.data.sample import Sample
+from slime.data.sample import Reward, Sample
 from slime.data.source import Group
 from slime.data.validation import BadSample, check_sample, mend
-
-# What a row of the journal was written from, remembered as a key: the same content is not written again.
-#
-# Invariants: samples with equal keys have equal rows, down to any depth of what they hold. A key says that a row is in
-# the file only after the transaction that wrote it; whatever writes a row without a key takes the row's key away. Keys
-# are of this process alone.
-#
-# A key is cheap where nothing changed: packed columns do not change, so each is hashed once; of a text Python itself
-# keeps the hash. All else is hashed anew each time.
+from slime.storage.json_types import JsonMapping
 
 _COLUMNS = tuple((name, name.encode()) for name in SAMPLE_COLUMNS)
 _TEXTS = (("prompt", b"prompt"), ("response", b"response"))
 _TEXT = struct.Struct("<qq")
-_COUNTERS: tuple[tuple[str, Any], ...] = (("spec_info", SpecInfo), ("prefix_cache_info", PrefixCacheInfo))
+_COUNTERS: tuple[tuple[str, type[SpecInfo] | type[PrefixCacheInfo]], ...] = (
+    ("spec_info", SpecInfo),
+    ("prefix_cache_info", PrefixCacheInfo),
+)
 _DEFAULTS = vars(Sample())
 
 
 @dataclass(slots=True)
 class Content:
-    """What was written, or is about to be, into a row."""
+    """The key of a row's content, and whether that content is in the file yet."""
 
     key: bytes
     is_in_file: bool = False
 
 
 def content_of(sample: Sample, codec: Codec) -> Content:
-    """The content of a sample as it is now; a `UserError` names a value that the journal cannot keep."""
+    """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
     fields = dict(vars(sample))
     fields["journal_id"] = None
     fields["status"] = sample.status.value
@@ -59,9 +59,14 @@ def content_of(sample: Sample, codec: Codec) -> Content:
             fields[name] = vars(held)
     parts: list[bytes] = []
     for name, in_bytes in _COLUMNS:
-        if (value := fields.get(name)) is not None and (digest := _column_digest(name, value)) is not None:
-            fields[name] = None
-            parts += in_bytes, digest
+        value = fields.get(name)
+        column = value if type(value) is Packed else packed(value, narrow=name == "loss_mask")
+        if column is None:  # absent, or not a column of numbers
+            continue
+        if column.digest is None:
+            column.digest = f"{column.array.dtype.str:4}".encode() + _digest(column.array)
+        fields[name] = None
+        parts += in_bytes, column.digest
     for name, in_bytes in _TEXTS:
         if type(text := fields.get(name)) is str:
             fields[name] = None
@@ -74,31 +79,20 @@ def content_of(sample: Sample, codec: Codec) -> Content:
     return Content(xxhash.xxh3_128_digest(b"".join([small, *parts])))
 
 
-def kept_fields(sample: Sample) -> dict[str, Any]:
-    """All that a row is made of: fields that have not their default value, and what else a plugin has set."""
-    fields = {name: value for name, value in dict(vars(sample)).items() if not _is_default(name, value)}
+def kept_fields(sample: Sample) -> dict[str, object]:
+    """Return the non-default fields of a sample, and extra attributes set by plugins."""
+    fields: dict[str, object] = {}
+    for name, value in dict(vars(sample)).items():
+        if name in _DEFAULTS:
+            default = _DEFAULTS[name]
+            if value is default or (type(value) is type(default) and bool(value == default)):
+                continue
+        fields[name] = value
     fields.pop("journal_id", None)
     for name, counters in _COUNTERS:
         if isinstance(held := fields.get(name), counters):
             fields[name] = held.to_dict()
     return fields
-
-
-def _is_default(name: str, value: Any) -> bool:
-    if name not in _DEFAULTS:
-        return False
-    default = _DEFAULTS[name]
-    return value is default or (type(value) is type(default) and bool(value == default))
-
-
-def _column_digest(name: str, value: Any) -> bytes | None:
-    """Of a column's numbers, whether they are packed or in a list; None when it is no column of numbers."""
-    column = value if type(value) is Packed else packed(value, narrow=name == "loss_mask")
-    if column is None:
-        return None
-    if column.digest is None:
-        column.digest = f"{column.array.dtype.str:4}".encode() + _digest(column.array)
-    return column.digest
 
 
 def _digest(numbers: np.ndarray) -> bytes:
@@ -115,72 +109,76 @@ COLUMNS = (
     "response",
     "payload",
 )
-"""Of the table `samples`, after id, group_id, member and leaf."""
+"""The columns of the table `samples` after id, group_id, member and leaf."""
 
 GENERATED = "generated"
-"""In the column `status`: the response is complete, and its reward is not there yet."""
+"""Value of the column `status`: the response is complete, but the reward is missing."""
 _ENDED = frozenset(status.value for status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED))
 
 UNUSABLE = "journal: "
-"""How the failure of a sample begins whose row could not be used."""
+"""Prefix of the failure text of a sample with an unusable row."""
 
 _INT64 = 2**63
 
 
 @dataclass
 class Leaf:
-    """One sample of a group: its place there and, once encoded, its columns."""
+    """One sample of a group with its place in the group and, once encoded, its columns."""
 
     sample: Sample
     member: int | None
-    """Which member of the group; None when the sample stands in a batch by itself."""
+    """The member index in the group; None for a sample that is in a batch without a group."""
     leaf: int | None = None
-    """Which of the samples that one dispatched sample fanned out into; None when it did not."""
-    columns: tuple[Any, ...] = ()
+    """The index in the fan-out of one dispatched sample; None without a fan-out."""
+    columns: tuple[object, ...] = ()
     content: Content | None = None
-    """What the columns are made of, where somebody may ask whether that has changed since."""
+    """The content key of the columns; None if changes are not tracked."""
 
 
 class RowCodec:
-    """Samples to columns and back; `reward_key` says which number of a reward of several is the column."""
+    """Encodes samples as columns and back; `reward_key` selects the number of a dict reward for the reward column."""
 
     def __init__(self, reward_key: str | None = None) -> None:
         self._codec = Codec()
         self._reward_key = reward_key
 
     def encoded(self, leaves: list[Leaf]) -> list[Leaf]:
-        """The same leaves, with their columns."""
+        """Fill in the columns of the leaves and return them."""
         for leaf in leaves:
             leaf.columns = self.columns(leaf.sample)
         return leaves
 
     def content(self, sample: Sample) -> Content:
-        """What tells the row of a sample from its other rows; a `UserError` names a value that cannot be kept."""
+        """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
         return content_of(sample, self._codec)
 
-    def columns(self, sample: Sample) -> tuple[Any, ...]:
-        """The values of `COLUMNS`; a `UserError` names a value that cannot be kept."""
+    def columns(self, sample: Sample) -> tuple[object, ...]:
+        """Return the values of `COLUMNS`; a `UserError` names a value that the journal cannot store."""
         rest = kept_fields(sample)
         status = status_of(sample)
         if status == GENERATED:
             rest["status"] = sample.status.value
         else:
             rest.pop("status", None)
+        versions = "[]"
+        if type(sample.weight_versions) is list and all(type(version) is str for version in sample.weight_versions):
+            rest.pop("weight_versions", None)
+            versions = json.dumps(sample.weight_versions)
         values = (
             _whole(rest, "index", sample.index, None),
             status,
             self._reward(rest, sample.reward),
             _whole(rest, "response_length", sample.response_length, 0),
-            _versions(rest, sample.weight_versions),
+            versions,
             _text(rest, "prompt", sample.prompt),
             _text(rest, "response", sample.response),
         )
         return (*values, self._codec.pack(rest, f"sample {sample.index}"))
 
     def sample(self, row_id: int, columns: Iterable[Any]) -> Sample:
-        """The sample of a row; `columns` in the order of `COLUMNS`."""
+        """Decode the sample of a row; `columns` are in the order of `COLUMNS`."""
         index, status, reward, length, versions, prompt, response, payload = columns
-        rest: Mapping[str, Any] = self._codec.unpack(payload)
+        rest: JsonMapping = self._codec.unpack(payload)
         known = {
             "index": index,
             "reward": reward,
@@ -196,14 +194,14 @@ class RowCodec:
         sample.compact()
         return sample
 
-    def sample_or_failure(self, row_id: int, columns: Sequence[Any], *, check: bool) -> Sample:
-        """The sample of a row, whatever is in it: one that cannot be read is a failure with its cause.
+    def sample_or_failure(self, row_id: int, columns: Sequence[object], *, check: bool) -> Sample:
+        """Decode the sample of a row; an unreadable row becomes a failed sample with the cause.
 
-        So is one that could not be trained on, with `check`: a row that was written before such samples were refused.
+        With `check`, so does a sample that is invalid for training: older versions wrote such rows.
         """
         try:
             sample = self.sample(row_id, columns)
-        except Exception as error:  # noqa: BLE001 - whatever a damaged row raises is this sample's failure
+        except Exception as error:  # noqa: BLE001 - a damaged row may raise any exception
             return _failure(row_id, columns, Sample(), error)
         if check and sample.status is not Sample.Status.FAILED:
             try:
@@ -212,7 +210,7 @@ class RowCodec:
                 return _failure(row_id, columns, sample, error)
         return sample
 
-    def _reward(self, rest: dict[str, Any], reward: Any) -> float | None:
+    def _reward(self, rest: dict[str, object], reward: Reward | None) -> float | None:
         if type(reward) is float and not math.isnan(reward):
             rest.pop("reward", None)
             return reward
@@ -223,8 +221,8 @@ class RowCodec:
             return None
 
 
-def _failure(row_id: int, columns: Sequence[Any], found: Sample, error: Exception) -> Sample:
-    """What is left of a row that cannot be used: its prompt, to be sampled anew, and why."""
+def _failure(row_id: int, columns: Sequence[object], found: Sample, error: Exception) -> Sample:
+    """Build the failed sample of an unusable row: its prompt, to be sampled again, and the error."""
     index, _, _, _, _, prompt, _, _ = columns
     mend(found)
     return Sample(
@@ -246,7 +244,7 @@ def _failure(row_id: int, columns: Sequence[Any], found: Sample, error: Exceptio
 
 
 def flattened(group: Group | Sample) -> list[Leaf]:
-    """The samples of a group with their places; a `TypeError` when it is none."""
+    """Return the samples of a group with their places; a `TypeError` if it is not a group."""
     if isinstance(group, Sample):
         return [Leaf(group, None)]
     if not isinstance(group, list):
@@ -261,7 +259,7 @@ def flattened(group: Group | Sample) -> list[Leaf]:
 
 
 def regrouped(leaves: Iterable[tuple[int, Leaf]]) -> list[Group]:
-    """The inverse of `flattened`, for leaves in order, each with the id of its group."""
+    """Invert `flattened`: rebuild groups from leaves in order, each with the id of its group."""
     groups: dict[int, Any] = {}
     members: dict[tuple[int, int], list[Sample]] = {}
     for group_id, leaf in leaves:
@@ -281,13 +279,13 @@ def regrouped(leaves: Iterable[tuple[int, Leaf]]) -> list[Group]:
 
 
 def status_of(sample: Sample) -> str:
-    """What the column `status` says of a sample."""
+    """Return the value of the column `status` for a sample."""
     is_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
     return GENERATED if is_complete and sample.reward is None else sample.status.value
 
 
 def state_of(progress: Iterable[tuple[str, int]]) -> str:
-    """The state of a group that no batch has, from status and response length of its samples."""
+    """Return the state of a group outside of batches, from status and response length of its samples."""
     all_ended, any_ended, started = True, False, False
     for status, length in progress:
         has_ended = status in _ENDED
@@ -299,7 +297,7 @@ def state_of(progress: Iterable[tuple[str, int]]) -> str:
     return "partial" if any_ended or started else "pending"
 
 
-def _samples(member: Any) -> Iterator[Sample]:
+def _samples(member: object) -> Iterator[Sample]:
     if isinstance(member, Sample):
         yield member
     elif isinstance(member, list):
@@ -309,8 +307,8 @@ def _samples(member: Any) -> Iterator[Sample]:
         raise TypeError(f"a member of a group is a Sample or a list of them, not a {type(member).__name__}")
 
 
-def _whole(rest: dict[str, Any], name: str, value: Any, default: int | None) -> int | None:
-    """A column of whole numbers; what is no such number stays in the payload."""
+def _whole(rest: dict[str, object], name: str, value: object, default: int | None) -> int | None:
+    """Return the value of an integer column; other values stay in the payload."""
     if value is None or (type(value) is int and -_INT64 <= value < _INT64):
         if value is not None or default is None:
             rest.pop(name, None)
@@ -318,15 +316,8 @@ def _whole(rest: dict[str, Any], name: str, value: Any, default: int | None) -> 
     return default
 
 
-def _versions(rest: dict[str, Any], value: Any) -> str:
-    if type(value) is list and all(type(version) is str for version in value):
-        rest.pop("weight_versions", None)
-        return json.dumps(value)
-    return "[]"
-
-
-def _text(rest: dict[str, Any], name: str, value: Any) -> str:
-    """A column of text; messages are shown as JSON there, and kept exactly in the payload."""
+def _text(rest: dict[str, object], name: str, value: object) -> str:
+    """Return the value of a text column; messages become JSON there and stay exact in the payload."""
     if type(value) is not str:
         return _readable(json.dumps(value, ensure_ascii=False, default=str))
     if _readable(value) == value:
@@ -336,5 +327,5 @@ def _text(rest: dict[str, Any], name: str, value: Any) -> str:
 
 
 def _readable(text: str) -> str:
-    """`text` as valid UTF-8: half characters become question marks."""
+    """Make `text` valid UTF-8: lone surrogates become question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")

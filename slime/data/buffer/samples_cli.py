@@ -1,4 +1,12 @@
-"""`slime samples RUN`: lists, filters, shows and exports what a run has sampled, also while it is going."""
+"""`slime samples RUN`: lists, filters, shows and exports the samples of a run, also during the run.
+
+Invariants: no line of the table is wider than the terminal. If space is short, headings are abbreviated, then the
+columns group and state are dropped; prompt and response share the remaining width. An export has every field of every
+chosen sample, extra attributes included, and its place: state, rollout and step of training, or step and dataset of an
+evaluation. The export file appears complete or not at all and never replaces an existing file. JSON lines can be read
+back with `slime.data.json_samples`; in Parquet, numbers per token are lists, and fields without a fixed type are JSON
+text.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +15,11 @@ import base64
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from rich.cells import cell_len
@@ -23,7 +31,6 @@ from slime.data.buffer.reader import (
     SORTS,
     Choice,
     Decoder,
-    Reader,
     Recorded,
     journal_path,
     load_decoder,
@@ -36,21 +43,17 @@ from slime.data.buffer.show_sample import print_conversation
 from slime.data.json_samples import prompt_text, to_json, value_text, visible
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
-
-# The table of `slime samples`.
-#
-# Invariant: no line is wider than the terminal. What has no room gets shorter headings, then group and state are left
-# out; prompt and response share what the other columns leave.
+from slime.storage.json_types import JsonObject
 
 _ROOMY = 60
-"""Characters of prompt and response together, below which the table is drawn narrow."""
+"""Width of prompt and response together below which the narrow layout is used."""
 _MOST_LABEL, _MOST_LABEL_NARROW = 16, 8
 _LEAST_TEXT = 8
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its heading with and without much room, and its cells."""
+    """A column of the table: its heading in the wide and the narrow layout, and its cells."""
 
     name: str
     short: str
@@ -60,17 +63,26 @@ class Column:
 
 
 def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
-    """Samples as a table of at most `width` columns; what `prompts` have in common is left out of long prompts."""
+    """Build a table of samples of at most `width` characters; text that `prompts` share is cut from prompts."""
     columns = _columns(shown, evaluations)
     before, after = shared_ends(prompts)
-    texts = [(_line(core(_prompt(record), before, after)), _line(record.sample.response)) for record in shown]
+    texts = []
+    for record in shown:
+        prompt = record.sample.prompt
+        messages = prompt if isinstance(prompt, list) else []
+        asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+        text = value_text(asked[-1].get("content")) if asked else prompt_text(prompt)
+        texts.append((_line(core(text, before, after)), _line(record.sample.response)))
     wanted = [max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True)]
     wide = width - _width(columns, shown, gap=2, short=False) - 2 >= min(_ROOMY, sum(wanted))
     if not wide:
         columns = [column for column in columns if not column.needs_room]
     gap = 2 if wide else 1
     rest = width - _width(columns, shown, gap=gap, short=not wide) - gap
-    for_prompt, for_response = _shares(rest, *wanted)
+    for_prompt, for_response = wanted
+    if for_prompt + for_response > rest:  # two fifths and three fifths of the width, if both texts are long
+        for_prompt = min(for_prompt, max(rest * 2 // 5, rest - for_response))
+        for_response = min(for_response, rest - for_prompt)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         heading = column.name if wide else column.short
@@ -79,20 +91,20 @@ def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, ev
             heading, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis", max_width=most
         )
     for heading, room in (("prompt", for_prompt), ("response", for_response)):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", width=room)
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", width=max(room, _LEAST_TEXT))
     for record, sides in zip(shown, texts, strict=True):
         table.add_row(*(escape(column.cell(record)) for column in columns), *map(escape, sides))
     return table
 
 
 def versions(found: Sequence[str]) -> str:
-    """Weight versions from the first to the last."""
+    """Format weight versions as the first and the last one."""
     distinct = list(dict.fromkeys(found))
     return "..".join(distinct[:1] + distinct[1:][-1:])
 
 
 def shared_ends(prompts: Sequence[str]) -> tuple[str, str]:
-    """What all prompts begin and end with, in whole lines or up to the end of a tag, as chat templates write them."""
+    """Return the common start and end of prompts, in whole lines or tags, as chat templates write them."""
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < 2:
         return "", ""
@@ -104,14 +116,14 @@ def shared_ends(prompts: Sequence[str]) -> tuple[str, str]:
 
 
 def core(prompt: str, before: str, after: str) -> str:
-    """A prompt without what others have too."""
+    """Cut the common start and end from a prompt."""
     if len(prompt) <= len(before) + len(after) or not (prompt.startswith(before) and prompt.endswith(after)):
         return prompt
     return prompt[len(before) : len(prompt) - len(after)]
 
 
 def _common_start(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)  # what the first and the last in order share, all others share
+    first, last = min(texts), max(texts)  # a common start of the first and the last in order is common to all
     unlike = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: next(unlike, min(len(first), len(last)))]
 
@@ -142,7 +154,7 @@ def _columns(shown: Sequence[Recorded], evaluations: bool) -> list[Column]:
 
 
 def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, short: bool) -> int:
-    """Of all columns but prompt and response, with the gaps after them."""
+    """Return the width of all columns except prompt and response, with the gaps after them."""
     total = 0
     for column in columns:
         cells = max((cell_len(column.cell(record)) for record in shown), default=0)
@@ -152,26 +164,10 @@ def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, sh
 
 
 def _most(column: Column, *, short: bool) -> int | None:
-    """The widest that a column may be."""
+    """Return the maximum width of a column; None: no limit."""
     if column.name not in ("label", "dataset", "task"):
         return None
     return _MOST_LABEL_NARROW if short else _MOST_LABEL
-
-
-def _shares(rest: int, prompt: int, response: int) -> tuple[int, int]:
-    """The widths of prompt and response: as they want if there is room, else two fifths and three fifths of it."""
-    if prompt + response > rest:
-        prompt = min(prompt, max(rest * 2 // 5, rest - response))
-        response = min(response, rest - prompt)
-    return max(prompt, _LEAST_TEXT), max(response, _LEAST_TEXT)
-
-
-def _prompt(record: Recorded) -> str:
-    prompt = record.sample.prompt
-    if not isinstance(prompt, list):
-        return prompt_text(prompt)
-    asked = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
-    return value_text(asked[-1].get("content")) if asked else prompt_text(prompt)
 
 
 def _line(text: str) -> str:
@@ -182,13 +178,6 @@ def _number(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-# Samples of a journal as a file: JSON lines, or Parquet.
-#
-# Invariant: every field of every chosen sample is in the file, extra attributes too, beside its place: state, rollout
-# and step of training, or step and dataset of an evaluation. The file appears whole or not at all, and never in the
-# place of another one. A line of JSON is what `jsonable` reads back; in Parquet, numbers per token are lists, and
-# fields of no fixed type are JSON text.
-
 _ROWS_PER_GROUP = 512
 _INTS = ("group_index", "index", "rollout_id", "response_length", "journal_id", "batch", "consumed_by", "step")
 _INT_LISTS = ("tokens", "loss_mask", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
@@ -198,7 +187,7 @@ _FLOATS = ("non_generation_time",)
 
 
 def export(path: Path, found: Iterable[Recorded]) -> int:
-    """Write samples to a new .jsonl or .parquet file; how many."""
+    """Write samples to a new .jsonl or .parquet file; returns their number."""
     writers: dict[str, Callable[[Path, Iterable[Recorded]], int]] = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
         raise UserError(f"--export {path}: name a file that ends in .jsonl or .parquet")
@@ -234,14 +223,25 @@ def _parquet(path: Path, found: Iterable[Recorded]) -> int:
         **dict.fromkeys(_FLOAT_LISTS, pa.list_(pa.float64())),
         **dict.fromkeys(_FLOATS, pa.float64()),
     }
-    chunks = _chunks(found)
+    records = iter(found)
+    chunks = iter(lambda: list(islice(records, _ROWS_PER_GROUP)), [])
     first = next(chunks, [])
     names = [*(_place(first[0]) if first else ()), *Sample.__dataclass_fields__, "more"]
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in names])
     count = 0
     with pq.ParquetWriter(path, schema) as writer:
-        for records in chain([first] if first else [], chunks):
-            rows = [_parquet_row(_fields(record), names, kinds) for record in records]
+        for chunk in chain([first] if first else [], chunks):
+            rows = []
+            for record in chunk:
+                fields = _fields(record)
+                more = {name: value for name, value in fields.items() if name not in names}
+                row = {name: fields.get(name) for name in names} | {"more": more or None}
+                for name, value in row.items():
+                    if name not in kinds and value is not None and not (name in _TEXTS and isinstance(value, str)):
+                        row[name] = json.dumps(value)
+                    elif isinstance(value, str):
+                        row[name] = value.encode("utf-8", "replace").decode("utf-8")
+                rows.append(row)
             try:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
             except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -253,8 +253,8 @@ def _parquet(path: Path, found: Iterable[Recorded]) -> int:
     return count
 
 
-def _fields(record: Recorded) -> dict[str, Any]:
-    """All of a sample as JSON values, after its place."""
+def _fields(record: Recorded) -> JsonObject:
+    """Return the place and all fields of a sample as JSON values."""
     sample = {
         key: to_json(_without_bytes(value), f"sample {record.sample.index}, {key}")
         for key, value in record.sample.to_dict().items()
@@ -262,26 +262,15 @@ def _fields(record: Recorded) -> dict[str, Any]:
     return {**_place(record), **sample}
 
 
-def _place(record: Recorded) -> dict[str, Any]:
-    """`batch` is the rollout that a sample is assigned to, beside `rollout_id`, the sample's own field."""
+def _place(record: Recorded) -> JsonObject:
+    """Return the place of a sample; `batch` is the rollout it is assigned to, `rollout_id` a field of the sample."""
     if record.dataset is not None:
         return {"step": record.step, "dataset": record.dataset}
     return {"state": record.state, "batch": record.rollout_id, "consumed_by": record.consumed_by}
 
 
-def _parquet_row(fields: dict[str, Any], names: list[str], kinds: dict[str, Any]) -> dict[str, Any]:
-    more = {name: value for name, value in fields.items() if name not in names}
-    row = {name: fields.get(name) for name in names} | {"more": more or None}
-    for name, value in row.items():
-        if name not in kinds and value is not None and not (name in _TEXTS and isinstance(value, str)):
-            row[name] = json.dumps(value)
-        elif isinstance(value, str):
-            row[name] = value.encode("utf-8", "replace").decode("utf-8")
-    return row
-
-
-def _without_bytes(value: Any) -> Any:
-    """Bytes as base64 text, and keys as text, since JSON knows no others."""
+def _without_bytes(value: object) -> object:
+    """Convert bytes to base64 text and keys to text, which JSON requires."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, list | tuple):
@@ -292,22 +281,18 @@ def _without_bytes(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _chunks(found: Iterable[Recorded]) -> Iterator[list[Recorded]]:
-    records = iter(found)
-    while chunk := list(islice(records, _ROWS_PER_GROUP)):
-        yield chunk
-
-
 _STATUSES = (*(status.value for status in Sample.Status), GENERATED)
 _WIDTH_OF_A_FILE = 160
-"""Of the table, when it is not written to a terminal."""
+"""Width of the table if the output is not a terminal."""
 
 
 def samples_command(words: Sequence[str], console: Console | None = None) -> int:
-    """Run the command; what is wrong with its words is a `UserError`."""
+    """Run the command; invalid arguments raise a `UserError`."""
     options = _parser().parse_args(list(words))
     choice = _choice(options)
-    console = console or _console()
+    if not console:
+        is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+        console = Console(width=_WIDTH_OF_A_FILE) if is_wide else Console()
     with reading(options.run) as reader:
         if options.export is not None:
             count = export(Path(options.export), reader.samples(choice, options.limit))
@@ -321,44 +306,55 @@ def samples_command(words: Sequence[str], console: Console | None = None) -> int
         elif shown:
             prompts = reader.some_prompts(evaluations=choice.evaluations)
             console.print(listing(shown, prompts, console.width, evaluations=choice.evaluations))
-        _print_totals(console, reader, choice, len(shown))
+        if choice.evaluations:
+            found = []
+            for name, steps in reader.evaluations():
+                several = len(steps) > 1
+                at = f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if several else f"step {steps[0]}"
+                found.append(f"{name} at {at}")
+            totals = f"evaluations in the journal: {', '.join(found) or 'none'}"
+        else:
+            states = ", ".join(f"{count} {state}" for state, count in reader.totals().items()) or "none"
+            totals = f"samples in the journal: {states}"
+        line = f"{len(shown)} of {reader.count(choice)} shown; {totals}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"slime samples: {message}; slime samples --help says what it takes")
+        raise UserError(f"slime samples: {message}; see slime samples --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="slime samples",
-        description="List, filter, show and export the samples in the journal of a run, also while it is going: those "
-        "on their way, those of the last rollouts, and with --eval those of the last evaluations.",
+        description="List, filter, show and export the samples in the journal of a run, also during the run: samples "
+        "in progress, samples of the last rollouts, and with --eval those of the last evaluations.",
     )
     parser.add_argument("run", metavar="RUN", help="a run folder (its --output-dir), or a journal file")
     parser.add_argument(
-        "sample_whole", metavar="INDEX", type=int, nargs="?", help="show the sample with this number (index) whole"
+        "sample_whole", metavar="INDEX", type=int, nargs="?", help="show the whole sample with this number (index)"
     )
-    parser.add_argument("--state", choices=STATES, help="where the sample's group is in its life")
+    parser.add_argument("--state", choices=STATES, help="only samples whose group has this state")
     parser.add_argument("--rollout", type=int, metavar="N", help="only the batch of this rollout")
     parser.add_argument("--group", type=int, metavar="N", help="only the group with this number (group_index)")
     parser.add_argument("--sample", type=int, metavar="N", help="only the sample with this number (index)")
     parser.add_argument("--min-reward", type=float, metavar="X", help="only rewards of at least X")
     parser.add_argument("--max-reward", type=float, metavar="X", help="only rewards of at most X")
     parser.add_argument("--status", choices=_STATUSES, help="how the response ended")
-    parser.add_argument("--eval", action="store_true", help="the completions of evaluations instead")
-    parser.add_argument("--step", type=int, metavar="N", help="only the evaluation after so many rollouts")
+    parser.add_argument("--eval", action="store_true", help="show the completions of evaluations instead")
+    parser.add_argument("--step", type=int, metavar="N", help="only the evaluation after N rollouts")
     parser.add_argument("--dataset", metavar="NAME", help="only the evaluations on this dataset")
-    parser.add_argument("--sort", choices=SORTS, help="smallest first, instead of in the order they came")
+    parser.add_argument("--sort", choices=SORTS, help="sort by this, smallest first (default: in recorded order)")
     parser.add_argument("--descending", action="store_true", help="with --sort: largest first")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most so many (20; with --export: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N samples (default: 20; with --export: all)")
     parser.add_argument("--export", metavar="FILE", help="write all fields to FILE.jsonl or FILE.parquet")
-    parser.add_argument("--full", action="store_true", help="print samples whole, with what is not trained on marked")
+    parser.add_argument("--full", action="store_true", help="print whole samples, and mark what is not trained on")
     parser.add_argument(
         "--tokenizer",
         metavar="DIR",
-        help="model folder to decode tokens with (default: that of the run, if it is there)",
+        help="model folder to decode tokens with (default: that of the run, if it exists)",
     )
     return parser
 
@@ -369,11 +365,11 @@ def _choice(options: argparse.Namespace) -> Choice:
     if options.sample is not None and options.sample_whole is not None:
         raise UserError(f"--sample {options.sample}: sample {options.sample_whole} is named already, drop one of them")
     if options.descending and options.sort is None:
-        raise UserError("--descending: says nothing without --sort")
+        raise UserError("--descending: has no effect without --sort")
     evaluations = options.eval or options.step is not None or options.dataset is not None
     for name in ("state", "rollout", "group") if evaluations else ():
         if getattr(options, name) is not None:
-            raise UserError(f"--{name}: is of samples that are trained on; with --eval give --step or --dataset")
+            raise UserError(f"--{name}: applies only to training samples; with --eval give --step or --dataset")
     return Choice(
         state=options.state,
         rollout=options.rollout,
@@ -390,13 +386,8 @@ def _choice(options: argparse.Namespace) -> Choice:
     )
 
 
-def _console() -> Console:
-    is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_WIDTH_OF_A_FILE) if is_wide else Console()
-
-
 def _decoder(console: Console, run: str, tokenizer: str | None) -> Decoder | None:
-    """The decoder that is asked for, or that of the run; without the latter a sentence says what is not shown."""
+    """Load the given decoder, or that of the run; prints a note and returns None if the latter is missing."""
     if tokenizer is not None:
         return load_decoder(tokenizer)
     try:
@@ -409,20 +400,3 @@ def _decoder(console: Console, run: str, tokenizer: str | None) -> Decoder | Non
     note = f"special tokens and spans are not marked: {reason}; name its folder with --tokenizer"
     console.print(note, markup=False, highlight=False, soft_wrap=True)
     return None
-
-
-def _print_totals(console: Console, reader: Reader, choice: Choice, shown: int) -> None:
-    if choice.evaluations:
-        found = [f"{name} at {_steps(steps)}" for name, steps in reader.evaluations()]
-        there = f"evaluations in the journal: {', '.join(found) or 'none'}"
-    else:
-        states = ", ".join(f"{count} {state}" for state, count in reader.totals().items()) or "none"
-        there = f"samples in the journal: {states}"
-    line = f"{shown} of {reader.count(choice)} shown; {there}"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _steps(steps: Sequence[int]) -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -1,16 +1,16 @@
-"""The tables of the journal.
+"""SQL schema of the journal.
 
-Invariant: whoever knows only SQL finds a sample, its text, its reward and where it is in its life. `FORMAT` changes
-with every change here or in the payload; the table `identity` is written once, when the file is made.
+Invariants: plain SQL is enough to find a sample, its text, its reward and its state. `FORMAT` changes with every change
+of the schema or the payload; the table `identity` is written once, when the file is created.
 """
 
 from __future__ import annotations
 
 FORMAT = 4
-APPLICATION_ID = 0x736C6D65  # "slme": tells a journal from any other SQLite database
+APPLICATION_ID = 0x736C6D65  # "slme": distinguishes a journal from other SQLite databases
 
 OPEN = ("pending", "partial", "finished")
-"""States of a group that was handed out and is in no batch: it goes back to the data source after a crash."""
+"""States of a group that was handed out but is not in a batch: after a crash it returns to the data source."""
 STATES = (*OPEN, "assigned", "consumed", "dropped")
 NOT_CONSUMED = tuple(state for state in STATES if state != "consumed")
 
@@ -83,9 +83,9 @@ CREATE VIEW evaluated AS
            response
     FROM evaluated_samples JOIN evaluations ON evaluations.id = evaluation_id;
 """
-"""What format 2 added: which consumed rollouts are still there, and the completions of evaluations."""
+"""Added in format 2: the retained consumed rollouts, and the completions of evaluations."""
 
-# Format 3 has another status of samples, `generated`, and the same tables.
+# Format 3 adds the sample status `generated`; its tables are those of format 2.
 
 REFERRED = """
 CREATE TABLE referred (
@@ -95,6 +95,6 @@ CREATE TABLE referred (
 ) WITHOUT ROWID;
 CREATE INDEX referred_by_group ON referred (group_id);
 """
-"""What format 4 added: the groups in the buffer when a checkpoint was saved, which its data position refers to."""
+"""Added in format 4: the buffered groups that the data position of a checkpoint refers to."""
 
 SCHEMA = RECORD + TO_LOOK_AT + REFERRED

@@ -1,15 +1,15 @@
-"""One sample whole: facts, prompt and response, with what is not trained on marked.
+"""Prints one whole sample: its facts, prompt and response, with marks on text that is not trained on.
 
-Invariant: with a decoder the text is that of the very tokens, special ones included. Marks are colours where the
-terminal has them and brackets elsewhere; text of the model never becomes markup.
+Invariants: with a decoder, the text is decoded from the sample's tokens, special tokens included. Marks are colours on
+a colour terminal and brackets elsewhere; text of the model is never interpreted as markup. The spans of a response are
+contiguous and cover all of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,17 +18,13 @@ from slime.data.buffer.reader import Decoder, Recorded
 from slime.data.json_samples import prompt_text, value_text, visible
 from slime.data.sample import Sample
 
-# A response cut into spans of tokens that training treats alike.
-#
-# Invariant: the spans follow one another without a gap, and their tokens add up to the response.
-
 TRAINED, MASKED, OBSERVED = "trained on", "masked", "observation"
 """Sampled and trained on; sampled and not trained on; not sampled by the model (tool output, templates)."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start` to `stop` of a sample, prompt included, and what they are."""
+    """The tokens `start` to `stop` of a sample, counted from the start of the prompt, and their kind."""
 
     kind: str
     start: int
@@ -39,7 +35,7 @@ class Span:
 
 
 def response_spans(sample: Sample) -> list[Span]:
-    """The spans of a response; none when its mask does not belong to it."""
+    """Split a response into spans of one kind; empty if its loss mask has a different length."""
     length = sample.response_length
     mask = [1] * length if sample.loss_mask is None else sample.loss_mask
     if len(mask) != length or len(sample.tokens) < length:
@@ -50,14 +46,13 @@ def response_spans(sample: Sample) -> list[Span]:
         TRAINED if trained else OBSERVED if version is None else MASKED
         for trained, version in zip(mask, known, strict=True)
     )
-    return list(_runs(kinds, start=len(sample.tokens) - length))
-
-
-def _runs(kinds: Iterator[str], start: int) -> Iterator[Span]:
+    spans: list[Span] = []
+    start = len(sample.tokens) - length
     for kind, members in groupby(kinds):
         stop = start + sum(1 for _ in members)
-        yield Span(kind, start, stop)
+        spans.append(Span(kind, start, stop))
         start = stop
+    return spans
 
 
 _STYLES = {MASKED: "yellow", OBSERVED: "cyan"}
@@ -67,7 +62,7 @@ _MOST_METADATA = 500
 
 
 def print_conversation(console: Console, record: Recorded, decoder: Decoder | None) -> None:
-    """Print a sample; without a decoder its texts, and where in its tokens the spans are."""
+    """Print a sample; without a decoder its stored texts, without marks."""
     sample = record.sample
     spans = response_spans(sample)
     coloured = console.is_terminal and console.color_system is not None
@@ -81,7 +76,15 @@ def print_conversation(console: Console, record: Recorded, decoder: Decoder | No
         return
     marked = [kind for kind in (OBSERVED, MASKED) if any(span.kind == kind for span in spans)]
     if marked:
-        _say(console, "marks", _legend(marked, coloured))
+        legend = Text()
+        for kind in marked:
+            legend.append(", " if legend else "")
+            if coloured:
+                legend.append(kind, style=_STYLES[kind])
+            else:
+                legend.append(f"⟦{kind}: …⟧")
+            legend.append(f" ({_MEANING[kind]})")
+        _say(console, "marks", legend)
     prompt = Span(TRAINED, 0, sample.prompt_length)
     _say(console, "prompt", _marked(sample, [prompt], decoder, coloured))
     _say(console, "response", _marked(sample, spans, decoder, coloured))
@@ -101,33 +104,20 @@ def _facts(record: Recorded, spans: Sequence[Span]) -> dict[str, str]:
     sample = record.sample
     metadata = value_text(sample.metadata) if sample.metadata else ""
     counted = ", ".join(f"{len(span)} {span.kind}" for span in spans)
+    weights = ", ".join(
+        f"version {version} ({count} tokens)" for version, count in sample.version_spans if version is not None
+    ) or ", ".join(f"version {version}" for version in dict.fromkeys(sample.weight_versions))
     return {
         "reward": "" if sample.reward is None else str(sample.reward),
         "task": str(sample.task or ""),
         "label": value_text(sample.label),
         "tokens": f"{max(0, sample.prompt_length)} of the prompt, {sample.response_length} of the response",
         "spans": counted if any(span.kind != TRAINED for span in spans) else "",
-        "weights": _weights(sample),
+        "weights": weights,
         "trained on": "no, it takes no part" if sample.remove_sample else "",
         "failure": sample.failure or "",
         "metadata": metadata if len(metadata) <= _MOST_METADATA else metadata[:_MOST_METADATA] + " …",
     }
-
-
-def _weights(sample: Sample) -> str:
-    """Which versions sampled how many tokens."""
-    spans = [(version, count) for version, count in sample.version_spans if version is not None]
-    if not spans:
-        return ", ".join(f"version {version}" for version in dict.fromkeys(sample.weight_versions))
-    return ", ".join(f"version {version} ({count} tokens)" for version, count in spans)
-
-
-def _legend(kinds: Sequence[str], coloured: bool) -> Text:
-    parts: list[Any] = []
-    for kind in kinds:
-        mark = (kind, _STYLES[kind]) if coloured else f"⟦{kind}: …⟧"
-        parts += [", " if parts else "", mark, f" ({_MEANING[kind]})"]
-    return Text.assemble(*parts)
 
 
 def _marked(sample: Sample, spans: Sequence[Span], decoder: Decoder, coloured: bool) -> Text:

@@ -1,19 +1,22 @@
-"""A data source whose groups are recorded: the buffer's durable shadow.
+"""`JournaledSource`: wraps a data source and records its groups in the journal.
 
-Invariant: a group is in the journal before anybody can work on it, together with the position after it. After a crash
-`resume` puts source and buffer where the journal says they were; what was handed out and not trained on is served
-first, in the order in which it was handed out. A source with `observe_samples` sees every finished group once: those of
-a batch and those that a filter dropped on the way to it, in the transaction in which the batch is recorded.
+Invariant: a group is in the journal, together with the position after it, before it is handed out. After a crash
+`resume` restores source and buffer from the journal; groups that were handed out and not trained on are served first,
+in the order in which they were handed out. A source with `observe_samples` observes every finished group once, groups
+of a batch and groups dropped by a filter alike, in the transaction that records the batch.
+
+Buffered groups of a saved data position are looked up in the journal that the position names: in its place, renamed
+next to it, or in the folder of the loaded checkpoint. Other files there are ignored.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.buffer.database import open_read_only
 from slime.data.buffer.journal import Journal
@@ -23,25 +26,26 @@ from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
 from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer, observes
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# The buffered groups that a saved data position refers to, found in the journal that it names.
-#
-# Invariant: a journal is known by its name, wherever its file lies by now: in its place, set aside beside it, or in
-# the folder of the checkpoint that is loaded. Files there that are no journals, or other ones, are passed over.
+if TYPE_CHECKING:
+    from slime.config import Config
+
+logger = logging.getLogger(__name__)
 
 
 class JournaledGroups:
-    """What a data source with a buffer asks its journal for (`slime.data.source_state.Records`)."""
+    """Looks up the buffered samples of a data source in its journal (`slime.data.source_state.Records`)."""
 
     def __init__(self, journal: Journal, load: str | None) -> None:
-        """`load` is the folder of the checkpoint that a run goes on from."""
+        """`load` is the folder of the checkpoint that the run resumes from."""
         self.wanted = True
         self._journal = journal
         self._load = load
 
     @contextmanager
     def not_wanted(self) -> Iterator[None]:
-        """The journal knows which groups there are: those of a saved position are not looked for."""
+        """Skip the lookup of groups in saved positions while the journal itself restores them."""
         self.wanted = False
         try:
             yield
@@ -55,7 +59,7 @@ class JournaledGroups:
         found = self._journal.samples(row_ids) if name == self.name() else self._found_elsewhere(name, row_ids)
         for sample in found.values():
             if sample.response_length and sample.status is Sample.Status.PENDING:
-                sample.status = Sample.Status.ABORTED  # it was under way when its run ended
+                sample.status = Sample.Status.ABORTED  # it was in progress when its run ended
         return found
 
     def _found_elsewhere(self, name: str, row_ids: list[int]) -> dict[int, Sample]:
@@ -68,15 +72,12 @@ class JournaledGroups:
                         if name_of(connection) == name:
                             return read_samples(connection, RowCodec(), row_ids)
                 except UserError:
-                    continue  # no journal that anybody could read
+                    continue  # not a readable journal
         return {}
 
 
-logger = logging.getLogger(__name__)
-
-
-def open_journal(config: Any, path: Path, prompt_files: Sequence[str] | None = None) -> Journal:
-    """The journal of a run at `path`, as the flags want it."""
+def open_journal(config: Config, path: Path, prompt_files: Sequence[str] | None = None) -> Journal:
+    """Open the journal of a run at `path` with the settings of its flags."""
     return Journal.open(
         path,
         run_identity(config, prompt_files),
@@ -88,7 +89,7 @@ def open_journal(config: Any, path: Path, prompt_files: Sequence[str] | None = N
 
 
 class JournaledSource:
-    """Any data source; what is not said here is asked of (and set in) the source itself."""
+    """Wraps any data source; other attributes are read from and written to the source itself."""
 
     _OWN = frozenset({"source", "journal", "_lock", "_drops", "_returned", "_groups", "_dropped"})
 
@@ -96,12 +97,12 @@ class JournaledSource:
         self.source = source
         self.journal = journal
         self._lock = threading.RLock()
-        """Held while the source works, which may take long."""
+        """Held during calls of the source, which may take long."""
         self._drops = threading.Lock()
         self._returned: list[Group] = []
-        """Groups of an earlier life, for a source that takes none back."""
+        """Groups of an earlier process, kept here because the source does not take groups back."""
         self._dropped: list[Group] = []
-        """Groups that the source has yet to observe; until then the journal has them as finished."""
+        """Dropped groups that the source has not observed yet; until then the journal lists them as finished."""
         self._groups: JournaledGroups | None = None
         if isinstance(source, RolloutDataSourceWithBuffer):
             self._groups = source.records = JournaledGroups(journal, source.args.load)
@@ -109,7 +110,7 @@ class JournaledSource:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["source"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._OWN:
             object.__setattr__(self, name, value)
         else:
@@ -119,30 +120,27 @@ class JournaledSource:
         return len(self.source)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next groups of the source, recorded as handed out."""
+        """Return the next groups of the source after recording them as handed out."""
         with self._lock:
             groups = self._returned[:num_samples]
             if len(groups) < num_samples:
-                groups += self._new(num_samples - len(groups))
+                new = self.source.get_samples(num_samples - len(groups))
+                groups += self.source.numbered(new) if isinstance(self.source, RolloutDataSource) else new
             self.journal.hand_out(groups, self._position())
             del self._returned[:num_samples]
             return groups
 
-    def _new(self, num_samples: int) -> list[Group]:
-        groups: list[Group] = self.source.get_samples(num_samples)
-        return self.source.numbered(groups) if isinstance(self.source, RolloutDataSource) else groups
-
     def add_samples(self, samples: list[Group]) -> None:
-        """Put groups back, recorded as far as they have come."""
+        """Put groups back and record their progress."""
         with self._lock:
             if _takes_groups(self.source):
                 self.journal.put_back(samples)
             self.source.add_samples(samples)
 
     def drop(self, groups: list[Group]) -> None:
-        """A filter left groups out; a source that observes is told with the next batch.
+        """Record groups that a filter dropped; an observing source observes them with the next batch.
 
-        Event loops call this: it does not wait for a source that is busy.
+        Event loops call this: it does not wait for a busy source.
         """
         if not observes(self.source):
             self.journal.drop(groups)
@@ -150,19 +148,20 @@ class JournaledSource:
         with self._drops:
             self._dropped += groups
 
-    def assign(self, rollout_id: int, groups: Sequence[Group], metrics: Mapping[str, Any]) -> None:
-        """Groups become the batch of a rollout; a source that observes has seen them and those dropped since."""
+    def assign(self, rollout_id: int, groups: Sequence[Group], metrics: JsonMapping) -> None:
+        """Record groups as the batch of a rollout; an observing source first observes them and the dropped groups."""
         with self._lock:
             if not observes(self.source):
                 self.journal.assign(rollout_id, groups, metrics)
                 return
             with self._drops:
                 dropped, self._dropped = self._dropped, []
-            self.source.observe_samples(rollout_id, [*_as_groups(groups), *dropped])
+            finished = [group if isinstance(group, list) else [group] for group in groups]  # may be bare samples
+            self.source.observe_samples(rollout_id, [*finished, *dropped])
             self.journal.assign(rollout_id, groups, metrics, dropped=dropped, position=self._position())
 
-    def batch(self, rollout_id: int) -> tuple[list[Group], dict[str, Any]] | None:
-        """The batch that the journal has of a rollout; a source that stands before it observes it once more."""
+    def batch(self, rollout_id: int) -> tuple[list[Group], JsonObject] | None:
+        """Return the recorded batch of a rollout; a source restored to an earlier position observes it again."""
         with self._lock:
             found = self.journal.batch(rollout_id)
             if found is not None and isinstance(self.source, UserSource) and self.source.stands_before(rollout_id):
@@ -170,31 +169,33 @@ class JournaledSource:
             return found
 
     def save(self, rollout_id: int) -> None:
-        """Save the source's position, and remember where that was.
+        """Save the source's position, and record it in the journal.
 
-        The samples in its buffer are not written again: what is saved refers to their rows.
+        Samples in the buffer are not written again: the saved state refers to their rows.
         """
         with self._lock:
             if self._groups is not None:
-                self.journal.refer(rollout_id, _row_ids(_buffered(self.source)))
+                buffered = _samples(_buffered(self.source))
+                row_ids = [sample.journal_id for sample in buffered if sample.journal_id is not None]
+                self.journal.refer(rollout_id, row_ids)
             self.source.save(rollout_id)
             position = self._position()
             if position is not None:
                 self.journal.note_position(rollout_id, position)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from a position that the source itself has saved; a run calls `resume`."""
+        """Resume from a position that the source itself saved; a run calls `resume` instead."""
         with self._lock:
             self.source.load(rollout_id)
 
     def resume(self, start: int) -> list[int]:
-        """Go on where the run stopped, with rollout `start`; the rollouts whose batches the journal has."""
+        """Resume the run at rollout `start`; returns the rollouts with recorded batches."""
         with self._lock:
             recovered = self.journal.recover(start)
             if recovered.moved is not None:
                 logger.log(
                     logging.WARNING if recovered.moved_work else logging.INFO,
-                    "the samples of an earlier run do not fit to rollout %d: they are now in %s",
+                    "the samples of an earlier run do not match rollout %d: they are now in %s",
                     start,
                     recovered.moved,
                 )
@@ -209,39 +210,32 @@ class JournaledSource:
                     len(recovered.unusable),
                     "; ".join(recovered.unusable[:3]),
                 )
-            self._go_to(recovered.position, start)
+            position = recovered.position
+            if position is not None and isinstance(self.source, UserSource):
+                self.source.go_on(position, start - 1, self.journal.position_at(start - 1))
+            else:
+                with nullcontext() if self._groups is None else self._groups.not_wanted():
+                    self.source.load(start - 1)  # for other state that a subclass saves
+                if position is not None:
+                    self.source.load_state_dict(position, origin=str(self.journal.path))
             for sample in _samples(recovered.groups):
                 if sample.response_length and sample.status is Sample.Status.PENDING:
-                    sample.status = Sample.Status.ABORTED  # it was under way when the run ended
+                    sample.status = Sample.Status.ABORTED  # it was in progress when the run ended
             if _takes_groups(self.source):
                 self.source.add_samples(recovered.groups)
             else:
                 self._returned = recovered.groups
             return recovered.batches
 
-    def _go_to(self, position: dict[str, Any] | None, start: int) -> None:
-        if position is not None and isinstance(self.source, UserSource):
-            self.source.go_on(position, start - 1, self.journal.position_at(start - 1))
-            return
-        with nullcontext() if self._groups is None else self._groups.not_wanted():
-            self.source.load(start - 1)  # for what a subclass saves besides
-        if position is not None:
-            self.source.load_state_dict(position, origin=str(self.journal.path))
-
-    def _position(self) -> dict[str, Any] | None:
+    def _position(self) -> JsonObject | None:
         return self.source.position() if isinstance(self.source, RolloutDataSource | UserSource) else None
 
 
-def _takes_groups(source: Any) -> bool:
+def _takes_groups(source: object) -> bool:
     return not isinstance(source, RolloutDataSource) or type(source).add_samples is not RolloutDataSource.add_samples
 
 
-def _as_groups(groups: Sequence[Any]) -> list[Group]:
-    """What rollout functions return may be bare samples."""
-    return [group if isinstance(group, list) else [group] for group in groups]
-
-
-def _buffered(source: Any) -> list[Group]:
+def _buffered(source: object) -> list[Group]:
     if isinstance(source, RolloutDataSourceWithBuffer):
         return source.buffer
     return source.buffered() if isinstance(source, UserSource) else []
@@ -251,7 +245,3 @@ def _samples(groups: list[Group]) -> Iterator[Sample]:
     for group in groups:
         for leaf in flattened(group):
             yield leaf.sample
-
-
-def _row_ids(groups: list[Group]) -> list[int]:
-    return [sample.journal_id for sample in _samples(groups) if sample.journal_id is not None]

@@ -1,9 +1,9 @@
-"""Writing groups of samples into the tables, inside a transaction of the caller.
+"""Writes groups of samples to the tables, inside a transaction of the caller.
 
-Invariant: a sample that was handed out has one row (its fan-out: one row each), whatever copies of it come back; they
-are found by `journal_id`. What a group held and holds no more is deleted with the same transaction. Samples of batches
-that are trained on are never touched: when they come back (a source may serve them again), they are recorded as new.
-A row that already holds what its sample is now is not written again (`slime.data.buffer.rows`).
+Invariant: a sample that was handed out has one row (its fan-out: one row each); all copies of it that return are
+matched by `journal_id`. Rows of samples that left their group are deleted in the same transaction. Samples of batches
+that are trained on are never modified: if a source serves them again, they are recorded as new samples. A row whose
+content is unchanged is not written again (`slime.data.buffer.rows`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slime.data.buffer.rows import COLUMNS, Content, Leaf, RowCodec
 from slime.data.sample import Sample
@@ -27,11 +27,11 @@ FROM samples JOIN groups ON groups.id = group_id WHERE samples.id
 _SET_STATE = "UPDATE groups SET state = ?, rollout_id = NULL, position = NULL, consumed_by = NULL WHERE id = ?"
 _MOVE = "UPDATE samples SET group_id = ?, member = ?, leaf = ? WHERE id = ?"
 _AT_ONCE = 500
-"""Rows that one query asks for."""
+"""Number of rows in one query."""
 
 
 class Home(NamedTuple):
-    """Where the journal has a sample."""
+    """The location of a sample's row in the journal."""
 
     row_id: int
     group_id: int
@@ -41,13 +41,13 @@ class Home(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int | None, int | None]:
-        """Which sample of which group it is."""
+        """The group id, member and leaf of the row."""
         return self.group_id, self.member, self.leaf
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row to be written, in the place of what was there."""
+    """A row to write; it replaces an existing row with this id."""
 
     row_id: int
     group_id: int
@@ -55,34 +55,34 @@ class _Row:
 
 
 class Writer:
-    """Gives out row ids, which are never used twice, writes rows, and remembers what of them may be asked for again."""
+    """Assigns row ids, which are never reused, writes rows, and tracks content keys of rows that may be rewritten."""
 
     def __init__(self, connection: sqlite3.Connection, rows: RowCodec) -> None:
         self._rows = rows
         self._contents: dict[int, Content] = {}
-        """By row id, of samples that ended and are in no batch yet."""
+        """Content keys by row id, of samples that ended and are not in a batch yet."""
         last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence"))
         self._last_group = int(last.get("groups", 0))
         self._last_sample = int(last.get("samples", 0))
 
     def home(self, connection: sqlite3.Connection, sample: Sample) -> Home | None:
-        """Where `sample` is, or None when the journal does not have it."""
+        """Find the row of `sample`; None if it is not in the journal."""
         if sample.journal_id is None:
             return None
         row = connection.execute(f"{_HOMES} = ?", (sample.journal_id,)).fetchone()
         return None if row is None else Home(*row)
 
     def knows(self, sample: Sample) -> bool:
-        """Whether it is remembered what the row of a sample holds."""
+        """True if the content key of the sample's row is tracked."""
         return sample.journal_id in self._contents
 
     def forget(self, row_ids: Iterable[int]) -> None:
-        """Nobody will ask what these rows hold; if somebody does, they are written again."""
+        """Stop tracking the content keys of these rows; the next write of such a row is unconditional."""
         for row_id in row_ids:
             self._contents.pop(row_id, None)
 
     def new_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> tuple[int, list[int]]:
-        """Insert a group; its id and the ids of its samples."""
+        """Insert a group; returns its id and the ids of its samples."""
         group_id = self._insert_group(connection, leaves, state)
         ids = [self._next_sample() for _ in leaves]
         self._put(connection, _rows_of(group_id, leaves, ids))
@@ -95,10 +95,10 @@ class Writer:
         state: Callable[[list[Leaf]], str],
         reusable: Callable[[Home], bool],
     ) -> list[tuple[int, list[int]]]:
-        """Write the state of groups, and the content that has changed; per group its id and the ids of its samples.
+        """Write the state of groups and changed content; returns each group's id with the ids of its samples.
 
-        A group is written where the journal has its first sample, if that place is `reusable` and not taken by another
-        group of the same call.
+        A group reuses the group row of its first known sample, if that row is `reusable` and not taken by another group
+        of the same call. Samples that left their groups are deleted.
         """
         homes = self._homes(connection, [leaf.sample for leaves in groups for leaf in leaves], reusable)
         touched = {home.group_id for home in homes if home is not None}
@@ -122,20 +122,27 @@ class Writer:
                 row_id = self._next_sample() if home is None or home.row_id in used else home.row_id
                 used.add(row_id)
                 ids.append(row_id)
-                if home is None or home.row_id != row_id or not self._is_written(row_id, leaf):
+                known = self._contents.get(row_id)
+                content = leaf.content
+                is_written = known is not None and known.is_in_file and content is not None and known.key == content.key
+                if home is None or home.row_id != row_id or not is_written:
                     rows.append(_Row(row_id, group_id, leaf))
                 elif home.place != (group_id, leaf.member, leaf.leaf):
                     connection.execute(_MOVE, (group_id, leaf.member, leaf.leaf, row_id))
             written.append((group_id, ids))
         connection.executemany(_SET_STATE, old_groups)
         self._put(connection, rows)
-        self._remove_left_over(connection, touched, used, claimed)
+        for group_id in touched:
+            held = connection.execute("SELECT id FROM samples WHERE group_id = ?", (group_id,))
+            if left_over := [row_id for (row_id,) in held if row_id not in used]:
+                self._delete(connection, left_over)
+        connection.executemany("DELETE FROM groups WHERE id = ?", [(group_id,) for group_id in touched - claimed])
         return written
 
     def write_member(self, connection: sqlite3.Connection, home: Home, leaves: list[Leaf]) -> list[int]:
-        """Write what one dispatched sample became in the place of it, or of what it became before; the row ids.
+        """Replace the rows of one dispatched sample with its results; returns the row ids.
 
-        The first one gets the id of the dispatched sample: copies made before the dispatch still lead here.
+        The first result gets the row id of the dispatched sample, so that copies made before the dispatch stay valid.
         """
         old = {
             int(row[0])
@@ -160,7 +167,7 @@ class Writer:
     def _homes(
         self, connection: sqlite3.Connection, samples: Sequence[Sample], reusable: Callable[[Home], bool]
     ) -> list[Home | None]:
-        """Where each of many samples is, if that is `reusable`."""
+        """Find the `reusable` rows of many samples."""
         wanted = [sample.journal_id for sample in samples if sample.journal_id is not None]
         found: dict[int | None, Home] = {}
         for begin in range(0, len(wanted), _AT_ONCE):
@@ -168,10 +175,6 @@ class Writer:
             query = f"{_HOMES} IN ({', '.join('?' * len(some))})"
             found |= {row[0]: home for row in connection.execute(query, some) if reusable(home := Home(*row))}
         return [found.get(sample.journal_id) for sample in samples]
-
-    def _is_written(self, row_id: int, leaf: Leaf) -> bool:
-        known = self._contents.get(row_id)
-        return known is not None and known.is_in_file and leaf.content is not None and known.key == leaf.content.key
 
     def _insert_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> int:
         self._last_group += 1
@@ -186,10 +189,10 @@ class Writer:
         return self._last_sample
 
     def _put(self, connection: sqlite3.Connection, rows: Iterable[_Row]) -> None:
-        """Write rows one after the other: what was not encoded yet is encoded for as long as it is written."""
+        """Write rows one by one; rows that are not encoded yet are encoded lazily, so only one is in memory."""
         connection.executemany(_PUT, map(self._values, rows))
 
-    def _values(self, row: _Row) -> tuple[Any, ...]:
+    def _values(self, row: _Row) -> tuple[object, ...]:
         leaf = row.leaf
         if leaf.content is None:
             self._contents.pop(row.row_id, None)
@@ -201,15 +204,6 @@ class Writer:
         gone = [(row_id,) for row_id in row_ids]
         connection.executemany("DELETE FROM samples WHERE id = ?", gone)
         self.forget(row_id for (row_id,) in gone)
-
-    def _remove_left_over(
-        self, connection: sqlite3.Connection, touched: set[int], used: set[int], claimed: set[int]
-    ) -> None:
-        for group_id in touched:
-            rows = connection.execute("SELECT id FROM samples WHERE group_id = ?", (group_id,))
-            if gone := [row_id for (row_id,) in rows if row_id not in used]:
-                self._delete(connection, gone)
-        connection.executemany("DELETE FROM groups WHERE id = ?", [(group_id,) for group_id in touched - claimed])
 
 
 def _rows_of(group_id: int, leaves: list[Leaf], ids: list[int]) -> list[_Row]:

@@ -1,7 +1,7 @@
-"""What the prompt files of a run hold, and whether every response to their prompts will have a reward.
+"""Checks of the prompt files of a run, and the rows of the plan about them.
 
-Invariant: a run that passes reads its first rows as they are read later, and each of them has what its reward function
-or its supervised loss needs. A bounded part of each file is read; only a dry run counts the rows.
+Invariant: the first rows of each file are read here as the run reads them later, and each of them has what its reward
+function or its supervised loss needs. A bounded part of each file is read; only a dry run counts the rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from slime.config import Config
 from slime.config.datasets import (
@@ -34,6 +33,7 @@ from slime.data.chat_template import is_conversation, preview_template
 from slime.data.prompt_rows import USUAL_KEY, Located, PrototypeBuilder, count_rows, read_first_rows, takes_any_prompt
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -44,34 +44,35 @@ _OUR_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROL
 
 @dataclasses.dataclass(frozen=True)
 class PromptFile:
-    """A file of prompts and who judges the responses to them."""
+    """A file of prompts, and the source of rewards for the responses to them."""
 
     name: str | None
-    """Of an evaluation dataset; None: these prompts are trained on."""
+    """The name of an evaluation dataset; None: these prompts are trained on."""
     path: str
     builder: PrototypeBuilder
     label_flag: str
     rm_type: str | None
     by_function: bool
-    """A reward function of the user judges: it knows by itself what it needs."""
+    """A reward function of the user gives the rewards: its inputs are not checked."""
     by_plugin: bool
-    """A generate function or hook may give rewards and labels itself."""
+    """A generate function or hook may set rewards and labels itself."""
     supervised: bool = False
     templated: bool = False
     """Conversations become texts when they are read."""
     rewardless: bool = False
+    """Responses need no reward."""
     taught: bool = False
-    """A teacher's log-probs teach, with or without a reward (on-policy distillation)."""
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries that go over those of the rows."""
+    """A teacher's log-probs are trained on, with or without a reward (on-policy distillation)."""
+    metadata: JsonObject = dataclasses.field(default_factory=dict)
+    """Entries that override those of the rows."""
     is_key_chosen: bool = False
     """No flag names the column of the prompts, and it is not the usual one."""
     share: str = ""
-    """Of the prompts, in words, where there are several datasets."""
+    """The share of the prompts, as text, when there are several datasets."""
 
 
 def check_data(config: Config, *, reward_given: bool) -> None:
-    """Raise a `UserError` for the first row, of those at the beginning, that the run could not use."""
+    """Raise a `UserError` for the first of the checked rows that the run could not use."""
     for file in _files(config, reward_given):
         if file.is_key_chosen:
             logger.warning("%s: prompts are read from %r (no --input-key is given)", file.path, file.builder.input_key)
@@ -80,7 +81,7 @@ def check_data(config: Config, *, reward_given: bool) -> None:
 
 
 def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
-    """The data as lines of a plan; the files are counted."""
+    """Return the rows of the plan about the data; the rows of the files are counted."""
     rows: list[tuple[str, str]] = []
     total = 0
     for file in _files(config, reward_given=True):
@@ -105,12 +106,12 @@ def _epoch_in_words(config: Config, prompts: int) -> str:
 
 
 def steps_per_epoch(config: Config, prompts: int) -> int:
-    """How many rollout steps an epoch has."""
+    """Return the number of rollout steps of an epoch."""
     return max(1, prompts // config.rollout_batch_size)
 
 
 def training_prompts(config: Config) -> int | None:
-    """The number of prompts; None when they come from elsewhere than a file."""
+    """Count the prompts; None when they do not come from a file."""
     files = prompt_files(config)
     return sum(map(count_rows, files)) if files and reads_prompts(config) else None
 
@@ -129,7 +130,21 @@ def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
     if config.debug_train_only or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
         return
     for dataset in eval_datasets(config):
-        yield _eval_file(config, dataset, by_function, by_plugin)
+        own = dataset.rm_type is not None or dataset.custom_rm_path is not None
+        builder = _builder(config, dataset)
+        yield PromptFile(
+            dataset.name,
+            dataset.path,
+            builder,
+            "--eval-label-key",
+            config.rm_type,
+            dataset.custom_rm_path is not None or (by_function and not own),
+            by_plugin or dataset.custom_generate_function_path is not None,
+            rewardless=config.use_opd and config.rm_type is None and not own,
+            taught=config.use_opd,
+            metadata=_metadata(dataset),
+            is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
+        )
 
 
 def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plugin: bool) -> PromptFile:
@@ -170,33 +185,25 @@ def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBu
     return builder.with_prompt_key(read_first_rows(dataset.path, columns=builder.columns, most_rows=1)[0])
 
 
-def _metadata(dataset: TrainDataset | EvalDataset) -> dict[str, Any]:
+def _metadata(dataset: TrainDataset | EvalDataset) -> JsonObject:
     typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
     return {**typed, **dataset.metadata_overrides}
 
 
-def _eval_file(config: Config, dataset: EvalDataset, by_function: bool, by_plugin: bool) -> PromptFile:
-    own = dataset.rm_type is not None or dataset.custom_rm_path is not None
-    builder = _builder(config, dataset)
-    return PromptFile(
-        dataset.name,
-        dataset.path,
-        builder,
-        "--eval-label-key",
-        config.rm_type,
-        dataset.custom_rm_path is not None or (by_function and not own),
-        by_plugin or dataset.custom_generate_function_path is not None,
-        rewardless=config.use_opd and config.rm_type is None and not own,
-        taught=config.use_opd,
-        metadata=_metadata(dataset),
-        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
-    )
-
-
 def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
+    """Raise a `UserError` unless the row has what its reward function or its supervised loss needs.
+
+    Supervised training needs a label, or an assistant's turn in the conversation.
+    """
     if file.supervised:
-        _check_answer(file, located, sample)
-        return
+        turns = sample.prompt if isinstance(sample.prompt, list) and not file.templated else []
+        if any(turn["role"] == "assistant" for turn in turns) or sample.label not in (None, ""):
+            return
+        raise UserError(
+            f"{located.where}: there is no answer to train on: name its column with --label-key, or end the messages "
+            f"with an assistant turn, without --apply-chat-template (it has {sorted(located.row)})"
+            f"{_likely_label(located, '--label-key')}"
+        )
     if file.by_function or file.by_plugin:
         return
     rm_type = str({**sample.metadata, **file.metadata}.get("rm_type") or file.rm_type or "").strip()
@@ -213,7 +220,7 @@ def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     if sample.label is not None or not compares_with_label(rm_type, {**sample.metadata, **file.metadata}):
         return
     if file.builder.label_key is None and file.taught:
-        return  # `plan` has a note of it
+        return  # the plan has a note about it
     if file.builder.label_key is not None:
         raise UserError(
             f"{located.where}: {file.builder.label_key!r} is null, but --rm-type {rm_type} compares with it: fill it in"
@@ -224,24 +231,12 @@ def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     )
 
 
-def _check_answer(file: PromptFile, located: Located, sample: Sample) -> None:
-    """Supervised training needs a label, or an assistant's turn in the conversation."""
-    turns = sample.prompt if isinstance(sample.prompt, list) and not file.templated else []
-    if any(turn["role"] == "assistant" for turn in turns) or sample.label not in (None, ""):
-        return
-    raise UserError(
-        f"{located.where}: there is no answer to train on: name its column with --label-key, or end the messages with "
-        f"an assistant turn, without --apply-chat-template (it has {sorted(located.row)})"
-        f"{_likely_label(located, '--label-key')}"
-    )
-
-
 def _likely_label(located: Located, flag: str) -> str:
     likely = next((name for name in _LABEL_NAMES if name in located.row), None)
     return "" if likely is None else f": did you mean {flag} {likely}?"
 
 
-def _prompt_text(config: Config, sample: Sample, templated: bool) -> Any:
+def _prompt_text(config: Config, sample: Sample, templated: bool) -> object:
     messages = sample.prompt
     if isinstance(messages, str):
         if not templated:
@@ -254,8 +249,8 @@ def _prompt_text(config: Config, sample: Sample, templated: bool) -> Any:
     return messages if rendered is None else rendered
 
 
-def _shown(value: Any) -> str:
-    """A value on one line; of a long one the beginning and the end."""
+def _shown(value: object) -> str:
+    """Format a value as JSON on one line; a long one is shortened to its beginning and its end."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if len(text) <= _SHOWN_CHARACTERS:
         return text

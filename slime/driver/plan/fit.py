@@ -1,17 +1,17 @@
-"""Whether what a run takes fits into what there is; if it does not, by how much, and which flags or GPUs would do.
+"""Compares the memory estimate of a run with the available memory, and searches for flags or GPUs with which it fits.
 
-Invariant: a remedy is named only with the estimate that was made of the run with it. Nothing is changed here.
+Invariant: a remedy is named only together with the estimate of the run that uses it. The config is not changed here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from slime.config import Config
 from slime.config.parallelism import uses_megatron
 from slime.driver.plan.memory import MemoryEstimate, longest_sample, tokens_per_forward
+from slime.storage.json_types import JsonObject
 
 _LEAST_TOKENS = 1024
 _SMALL_CHUNK = 512
@@ -23,12 +23,12 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """Estimates of a run's processes by their names: how many there are, and what each of them takes."""
+    """Memory that a run needs: by the name of its processes, their number and the estimate of each."""
 
     processes: Mapping[str, tuple[int, MemoryEstimate]]
 
     def needed(self, config: Config, device: str) -> int:
-        """Bytes of the GPU that needs the most, or of all processes together on a CPU."""
+        """Return the bytes of the GPU that needs the most, or on a CPU those of all processes together."""
         if device != "cuda":
             return sum(count * memory.total for count, memory in self.processes.values())
         sizes = [memory.total for _, memory in self.processes.values()]
@@ -36,11 +36,11 @@ class Taken:
 
     @property
     def engines_lack(self) -> int:
-        """Bytes that an engine's share of its GPU is too small."""
+        """Bytes by which an engine's share of its GPU is too small."""
         return max((memory.lacks for _, memory in self.processes.values()), default=0)
 
     def on_host(self) -> int:
-        """Bytes of the host's memory for each trainer."""
+        """Return the bytes of host memory of each trainer."""
         return max((sum(memory.on_host.values()) for _, memory in self.processes.values()), default=0)
 
 
@@ -49,18 +49,19 @@ Estimate = Callable[[Config], Taken]
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """What there is, and how a run's estimate is made."""
+    """The available memory, and the function that estimates a run."""
 
     estimate: Estimate
     available: int
     device: str
 
     def lacking(self, config: Config) -> int:
-        """Bytes that are missing for a run; 0 when it fits."""
+        """Return the bytes that are missing for a run; 0 if it fits."""
         taken = self.estimate(config)
         return max(0, taken.needed(config, self.device) - self.available, taken.engines_lack)
 
     def in_words(self, config: Config) -> str:
+        """Format the memory that a run needs, as the end of a sentence."""
         taken = self.estimate(config)
         host = f" and {in_gib(taken.on_host())} of the host's memory for each trainer" if taken.on_host() else ""
         return f"it is {in_gib(taken.needed(config, self.device))}{host}"
@@ -68,23 +69,23 @@ class Room:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Flags, and what they set."""
+    """Flags as they are written, and the config fields that they set."""
 
     flags: str
-    changes: dict[str, Any]
+    changes: JsonObject
 
 
 def fit_notes(config: Config, room: Room) -> list[str]:
-    """A sentence for a run that does not fit; none for one that does."""
+    """Return a sentence for a run that does not fit, with a remedy; nothing for a run that fits."""
     if not room.lacking(config):
         return []
     taken = room.estimate(config)
     needed = taken.needed(config, room.device)
     remedy = _remedy_in_words(config, room)
     if needed > room.available:
-        who = "each GPU" if room.device == "cuda" else "all processes"
+        unit = "each GPU" if room.device == "cuda" else "all processes"
         return [
-            f"the estimate of {in_gib(needed)} for {who} is {in_gib(needed - room.available)} more than the "
+            f"the estimate of {in_gib(needed)} for {unit} is {in_gib(needed - room.available)} more than the "
             f"{in_gib(room.available)} there are: {remedy}"
         ]
     share = next((name for name in ("sglang_mem_fraction_static",) if name in config.carried), "engine_mem_fraction")
@@ -96,6 +97,7 @@ def fit_notes(config: Config, room: Room) -> list[str]:
 
 
 def _remedy_in_words(config: Config, room: Room) -> str:
+    """Describe flags, GPUs or both with which the run fits, else what the user can still do."""
     chosen = _chosen(config, room)
     with_all = _with(config, chosen)
     ways = [] if room.lacking(with_all) else [f"with {_flags(chosen)} {room.in_words(with_all)}"]
@@ -121,7 +123,7 @@ def _flags(remedies: list[Remedy]) -> str:
 
 
 def _chosen(config: Config, room: Room) -> list[Remedy]:
-    """The first flags of the list that help, until the run fits; then without those that turn out to be needless."""
+    """Choose the first remedies that help, until the run fits; then drop those that turn out to be unnecessary."""
     chosen: list[Remedy] = []
     lacking = room.lacking(config)
     for remedy in _remedies(config, room.device):
@@ -131,7 +133,7 @@ def _chosen(config: Config, room: Room) -> list[Remedy]:
             chosen, lacking = with_it, less
         if not lacking:
             break
-    for remedy in reversed(list(chosen)) if not lacking else ():  # what costs the most first
+    for remedy in reversed(list(chosen)) if not lacking else ():  # the most expensive first
         fewer = [one for one in chosen if one is not remedy]
         if not room.lacking(_with(config, fewer)):
             chosen = fewer
@@ -139,21 +141,20 @@ def _chosen(config: Config, room: Room) -> list[Remedy]:
 
 
 def _more_gpus(config: Config, room: Room) -> str | None:
-    """The next number of GPUs on which the run fits as it is: those of a machine, then more machines."""
-    for nodes, gpus in _larger_clusters(config.actor_num_nodes, config.actor_num_gpus_per_node):
+    """Find the smallest larger number of GPUs on which the run fits unchanged: of one machine, then of several."""
+    nodes, gpus = config.actor_num_nodes, config.actor_num_gpus_per_node
+    clusters: list[tuple[int, int]] = []
+    while gpus * 2 <= _GPUS_OF_A_NODE:
+        gpus *= 2
+        clusters.append((nodes, gpus))
+    while (nodes := nodes * 2) <= _MOST_NODES:
+        clusters.append((nodes, gpus))
+    for nodes, gpus in clusters:
         changed = config.replace(actor_num_nodes=nodes, actor_num_gpus_per_node=gpus)
         if not room.lacking(changed):
             words = f"--actor-num-nodes {nodes} --actor-num-gpus-per-node {gpus} ({nodes * gpus} GPUs)"
             return f"with {words} {room.in_words(changed)}"
     return None
-
-
-def _larger_clusters(nodes: int, gpus: int) -> Iterator[tuple[int, int]]:
-    while gpus * 2 <= _GPUS_OF_A_NODE:
-        gpus *= 2
-        yield nodes, gpus
-    while (nodes := nodes * 2) <= _MOST_NODES:
-        yield nodes, gpus
 
 
 def _with(config: Config, remedies: list[Remedy]) -> Config:
@@ -163,20 +164,27 @@ def _with(config: Config, remedies: list[Remedy]) -> Config:
 
 
 def _remedies(config: Config, device: str) -> list[Remedy]:
-    """What takes less memory, what costs little first."""
+    """List the remedies that reduce memory, the cheapest first."""
     found: list[Remedy] = []
     on_gpu, megatron = device == "cuda", uses_megatron(config)
     if on_gpu and config.colocate and not (config.offload_rollout and config.offload_train):
         found.append(Remedy("--offload", {"offload_rollout": True, "offload_train": True}))
     if on_gpu:
-        found += _larger_engines(config)
+        gpus = config.rollout_num_gpus_per_engine
+        while (gpus := gpus * 2) <= min(_MOST_GPUS_PER_ENGINE, config.rollout_num_gpus or 0):
+            found.append(Remedy(f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}))
     if megatron and config.recompute_granularity != "full":
         words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         how = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         found.append(Remedy(words, how))
     if not megatron and not config.recompute_activations:
         found.append(Remedy("--recompute-activations", {"recompute_activations": True}))
-    found += _fewer_tokens(config)
+    if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
+        tokens = tokens_per_forward(config)
+        while (tokens := tokens // 2) >= _LEAST_TOKENS:
+            found.append(Remedy(f"--max-tokens-per-gpu {tokens}", {"max_tokens_per_gpu": tokens}))
+    elif config.micro_batch_size > 1:
+        found.append(Remedy("--micro-batch-size 1", {"micro_batch_size": 1}))
     if config.log_probs_chunk_size <= 0 or config.log_probs_chunk_size > _SMALL_CHUNK:
         found.append(Remedy(f"--log-probs-chunk-size {_SMALL_CHUNK}", {"log_probs_chunk_size": _SMALL_CHUNK}))
     if on_gpu and not megatron and config.log_probs_keep_gib != 0:
@@ -189,22 +197,6 @@ def _remedies(config: Config, device: str) -> list[Remedy]:
     return found
 
 
-def _larger_engines(config: Config) -> list[Remedy]:
-    gpus, found = config.rollout_num_gpus_per_engine, []
-    while (gpus := gpus * 2) <= min(_MOST_GPUS_PER_ENGINE, config.rollout_num_gpus or 0):
-        found.append(Remedy(f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}))
-    return found
-
-
-def _fewer_tokens(config: Config) -> list[Remedy]:
-    if not config.use_dynamic_batch_size or config.max_tokens_per_gpu is None:
-        return [Remedy("--micro-batch-size 1", {"micro_batch_size": 1})] if config.micro_batch_size > 1 else []
-    tokens, found = tokens_per_forward(config), []
-    while (tokens := tokens // 2) >= _LEAST_TOKENS:
-        found.append(Remedy(f"--max-tokens-per-gpu {tokens}", {"max_tokens_per_gpu": tokens}))
-    return found
-
-
 def in_gib(size: int) -> str:
-    """Bytes as people say them."""
+    """Format bytes as GiB, or as MiB below 0.1 GiB."""
     return f"{size / _GIB:.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.1f} MiB"

@@ -1,18 +1,22 @@
-"""How much memory a training process of Megatron's takes, told from the model's shape and the layout alone.
+"""Checks of Megatron's parallel layout, and estimates of the memory of its training processes.
 
-A pipeline's processes are not alike: the first has the embedding and most micro-batches in flight, the last the output
-layer and the logits. The estimate is that of the one that takes the most. Of each weight that it has, a process keeps
-the weight in the compute precision, its gradient in float32, and of master copy and moments all or, with the
-distributed optimizer, its share among those that see other samples.
+Invariant: a layout that does not fit the model is refused with its arithmetic, the flag and the number of the model,
+before any process is started. Checks that do not depend on the model are made with the flags
+(`slime.config.parallelism`).
+
+The memory is estimated from the shape of the model and the layout alone. The processes of a pipeline differ: the first
+has the embedding and most micro-batches in flight, the last the output layer and the logits. The estimate is that of
+the process that needs the most. Of each weight that it holds, a process keeps the weight in the compute precision and
+its gradient in float32; of master copy and moments it keeps all or, with the distributed optimizer, its share among the
+processes that see other samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from slime.cluster.devices import resolve_dtype
 from slime.config import Config
@@ -32,14 +36,10 @@ from slime.driver.plan.memory import (
 )
 from slime.errors import UserError
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape, layer_bytes, layer_input_bytes, root_bytes
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# Whether a model can be cut the way the flags say, and how that looks: the plan of Megatron's layouts.
-#
-# Invariant: what is refused here is refused with its arithmetic, the flag and the number of the model, before any
-# process is started. What a layout may be whatever the model is, is checked with the flags (`slime.config.parallelism`).
-
-Fields = Mapping[str, Any]
-"""What a family says of a model, in Megatron's names."""
+Fields = JsonMapping
+"""Configuration of a model in Megatron's names, as its family gives it."""
 
 _DIVIDED: tuple[tuple[str, str, str], ...] = (
     ("num_attention_heads", "attention heads", "tensor_model_parallel_size"),
@@ -49,12 +49,13 @@ _DIVIDED: tuple[tuple[str, str, str], ...] = (
     ("linear_num_value_heads", "value heads of the gated delta nets", "tensor_model_parallel_size"),
     ("num_moe_experts", "experts", "expert_model_parallel_size"),
 )
-"""What a model has so many of, and which size must divide it."""
+"""Counts of a model: the field, its name in messages, and the parallel size that must divide it."""
+_MASTER = 4  # bytes of a float32 master weight or gradient
+_MOMENTS = 8  # bytes of the two moments of a weight
 
 
 def check_layout(config: Config, *, device: str) -> None:
-    """Raise a `UserError` unless Megatron has the layers of every model that is trained or compared with, and can cut
-    them so."""
+    """Raise a `UserError` unless Megatron supports every model that the trainers run, and the layout fits it."""
     for role, folder in _folders(config):
         flags = critic_flags(config) if role == "critic" else config
         fields = family_fields(folder)
@@ -65,9 +66,9 @@ def check_layout(config: Config, *, device: str) -> None:
         raise UserError("--moe-token-dispatcher-type flex needs GPUs, and this run has none: use alltoall")
 
 
-def family_fields(folder: str | Path) -> dict[str, Any]:
-    """What Megatron is told about the model in a folder; a family that it has no layers for is refused."""
-    from slime.models.families.family import family_of  # which needs torch, as no other part of a plan does
+def family_fields(folder: str | Path) -> JsonObject:
+    """Return Megatron's configuration fields of the model in a folder; refuse a family without Megatron layers."""
+    from slime.models.families.family import family_of  # the only part of a plan that needs torch
 
     facts = read_model_config(Path(folder) / "config.json")
     family = family_of(facts)
@@ -89,17 +90,31 @@ def _folders(config: Config) -> Iterator[tuple[str, str]]:
 def _misfits(config: Config, fields: Fields, model: str) -> Iterator[str]:
     for name, what, size_name in _DIVIDED:
         count, size = fields.get(name), getattr(config, size_name)
-        if name == "ffn_hidden_size" and _all_layers_have_experts(fields):
+        frequency = fields.get("moe_layer_freq")
+        all_sparse = fields.get("num_moe_experts") is not None and isinstance(frequency, list) and all(frequency)
+        if name == "ffn_hidden_size" and all_sparse:
             continue
         if count is not None and count % size:
             yield _remainder(size_name, size, count, what, model)
     yield from _attention(config, fields, model)
-    yield from _experts(config, fields, model)
-
-
-def _all_layers_have_experts(fields: Fields) -> bool:
-    frequency = fields.get("moe_layer_freq")
-    return fields.get("num_moe_experts") is not None and isinstance(frequency, list) and all(frequency)
+    experts, expert_tensor = fields.get("num_moe_experts"), expert_tensor_size(config)
+    if experts is None:
+        if (size := config.expert_model_parallel_size) > 1:
+            yield f"--expert-model-parallel-size {size}: {model} has no experts, set it to 1"
+        return
+    if fields.get("add_bias_linear") and expert_tensor > 1:
+        yield (
+            f"--expert-tensor-parallel-size {expert_tensor}: the experts of {model} have biases, with which Megatron "
+            "cannot cut an expert: set it to 1"
+        )
+    width = fields.get("moe_ffn_hidden_size")
+    if width is not None and width % expert_tensor:
+        yield _remainder("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield (
+            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} with the experts of {model} needs "
+            "--sequence-parallel: Megatron trains experts only with it"
+        )
 
 
 def _remainder(name: str, size: int, count: int, what: str, model: str) -> str:
@@ -136,32 +151,21 @@ def _attention(config: Config, fields: Fields, model: str) -> Iterator[str]:
         )
 
 
-def _experts(config: Config, fields: Fields, model: str) -> Iterator[str]:
-    experts, expert_tensor = fields.get("num_moe_experts"), expert_tensor_size(config)
-    if experts is None:
-        if (size := config.expert_model_parallel_size) > 1:
-            yield f"--expert-model-parallel-size {size}: {model} has no experts, set it to 1"
-        return
-    if fields.get("add_bias_linear") and expert_tensor > 1:
-        yield (
-            f"--expert-tensor-parallel-size {expert_tensor}: the experts of {model} have biases, with which Megatron "
-            "cannot cut an expert: set it to 1"
-        )
-    width = fields.get("moe_ffn_hidden_size")
-    if width is not None and width % expert_tensor:
-        yield _remainder("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        yield (
-            f"--tensor-model-parallel-size {config.tensor_model_parallel_size} with the experts of {model} needs "
-            "--sequence-parallel: Megatron trains them no other way"
-        )
-
-
 def stage_layers(config: Config, num_layers: int) -> list[int]:
-    """Layers of every process of the pipeline, in order; a `UserError` where they cannot be shared so."""
+    """Return the number of layers of each process of the pipeline; raise a `UserError` if they cannot be split so."""
     pipeline = config.pipeline_model_parallel_size
-    if config.pipeline_model_parallel_layout is not None:
-        return _layers_by_rank(config.pipeline_model_parallel_layout, pipeline, num_layers)
+    if (text := config.pipeline_model_parallel_layout) is not None:
+        stages = layers_as_written(text)
+        if len(stages) % pipeline:
+            raise UserError(
+                f"--pipeline-model-parallel-layout {text} has {len(stages)} stages, which "
+                f"--pipeline-model-parallel-size {pipeline} does not divide"
+            )
+        if sum(stages) != num_layers:
+            raise UserError(
+                f"--pipeline-model-parallel-layout {text} has {sum(stages)} layers, but the model has {num_layers}"
+            )
+        return [sum(stages[rank::pipeline]) for rank in range(pipeline)]
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     ends = [given for given in (first, last) if given is not None]
     embedding = int(config.account_for_embedding_in_pipeline_split)
@@ -181,11 +185,6 @@ def stage_layers(config: Config, num_layers: int) -> list[int]:
     layers = [*([first] if first is not None else []), *[each] * takers, *([last] if last is not None else [])]
     layers[0] -= embedding
     layers[-1] -= loss
-    _check_virtual(config, layers, num_layers, reserved=embedding + loss)
-    return layers
-
-
-def _check_virtual(config: Config, layers: Sequence[int], num_layers: int, *, reserved: int) -> None:
     per_stage = config.num_layers_per_virtual_pipeline_stage
     own = max(layers)
     if per_stage is not None and own % per_stage:
@@ -195,16 +194,17 @@ def _check_virtual(config: Config, layers: Sequence[int], num_layers: int, *, re
             f"{own % per_stage}): choose a divisor"
         )
     virtual = virtual_stages(config, num_layers)
-    uneven = [count for count in layers if count % virtual] if virtual > 1 and not reserved else []
+    uneven = [count for count in layers if count % virtual] if virtual > 1 and not (embedding or loss) else []
     if uneven:
         raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {uneven[0]} layers of a process "
             f"({uneven[0]} / {virtual} leaves {uneven[0] % virtual}): choose a divisor"
         )
+    return layers
 
 
 def layers_as_written(text: str) -> list[int]:
-    """Decoder layers of each stage of a layout that is written out, as Megatron reads it: `Et*3|(tt|)*2tL`."""
+    """Count the decoder layers of each stage of a layout in Megatron's notation, such as `Et*3|(tt|)*2tL`."""
     plain = text.replace(" ", "").replace(",", "")
     while (found := re.sub(r"\(([^()]*)\)\*(\d+)", lambda group: group[1] * int(group[2]), plain)) != plain:
         plain = found
@@ -217,22 +217,8 @@ def layers_as_written(text: str) -> list[int]:
     return [stage.count("t") for stage in plain.split("|")]
 
 
-def _layers_by_rank(text: str, pipeline: int, num_layers: int) -> list[int]:
-    stages = layers_as_written(text)
-    if len(stages) % pipeline:
-        raise UserError(
-            f"--pipeline-model-parallel-layout {text} has {len(stages)} stages, which --pipeline-model-parallel-size "
-            f"{pipeline} does not divide"
-        )
-    if sum(stages) != num_layers:
-        raise UserError(
-            f"--pipeline-model-parallel-layout {text} has {sum(stages)} layers, but the model has {num_layers}"
-        )
-    return [sum(stages[rank::pipeline]) for rank in range(pipeline)]
-
-
 def layout_in_words(config: Config, fields: Fields) -> list[tuple[str, str]]:
-    """The plan's rows about how the trainers share the model."""
+    """Return the rows of the plan that describe how the trainers shard the model."""
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context, data = config.context_parallel_size, data_parallel_size(config)
     sequence = " with sequence parallelism" if config.sequence_parallel and tensor > 1 else ""
@@ -255,19 +241,15 @@ def layout_in_words(config: Config, fields: Fields) -> list[tuple[str, str]]:
     return rows
 
 
-_MASTER = 4
-_MOMENTS = 8
-
-
 def planned_trainer(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
-    """One training process of the backend that the flags ask for; `trainers` share a copy of the model with FSDP."""
+    """Estimate one training process of the chosen backend; with FSDP `trainers` share a copy of the model."""
     if not uses_megatron(config):
         return trainer_memory(config, shape, device=device, trainers=trainers)
     return megatron_memory(config, shape, family_fields(config.hf_checkpoint), device=device)
 
 
-def megatron_memory(config: Config, shape: ModelShape, fields: Mapping[str, Any], *, device: str) -> MemoryEstimate:
-    """The process of the pipeline that takes the most; its place is said."""
+def megatron_memory(config: Config, shape: ModelShape, fields: Fields, *, device: str) -> MemoryEstimate:
+    """Estimate the process of the pipeline that needs the most; `peak` names its position."""
     pipeline = config.pipeline_model_parallel_size
     step = _Step.of(config, shape, fields, device=device)
     found = {rank: step.parts(config, rank, device) for rank in range(pipeline)}
@@ -278,25 +260,35 @@ def megatron_memory(config: Config, shape: ModelShape, fields: Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one process of the pipeline has: elements of weights by whom they are shared with."""
+    """Elements of the weights of one process of the pipeline."""
 
     dense: int
-    """Shared by tensor-parallel processes."""
+    """Sharded over tensor-parallel processes."""
     experts: int
-    """Shared by expert-parallel and expert-tensor-parallel ones."""
+    """Sharded over expert-parallel and expert-tensor-parallel processes."""
 
     @property
     def total(self) -> int:
         return self.dense + self.experts
 
 
-def local_weights(config: Config, shape: ModelShape, fields: Mapping[str, Any], rank: int) -> Stage:
-    """Elements of the weights that process `rank` of the pipeline has; small tensors that are not cut count as cut."""
+def local_weights(config: Config, shape: ModelShape, fields: Fields, rank: int) -> Stage:
+    """Count the weights that process `rank` of the pipeline holds; small replicated tensors count as sharded.
+
+    With --pipeline-model-parallel-layout the layers of a process count as adjacent, beginning where its share begins.
+    """
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     hidden, num_layers = shape.hidden_size or 0, fields["num_layers"]
     sparse = fields.get("moe_layer_freq") if fields.get("num_moe_experts") else None
     sparse = sparse if isinstance(sparse, list) else [int(sparse is not None)] * num_layers
-    owned = _layers_of(config, num_layers, rank)
+    counts, virtual = stage_layers(config, num_layers), virtual_stages(config, num_layers)
+    if virtual == 1 or config.pipeline_model_parallel_layout is not None:
+        begin = sum(counts[:rank])
+        owned = list(range(begin, begin + counts[rank]))
+    else:
+        each = [count // virtual for count in counts]
+        begins = [part * sum(each) + sum(each[:rank]) for part in range(virtual)]
+        owned = [layer for begin in begins for layer in range(begin, begin + each[rank])]
     with_experts = sum(sparse[layer] for layer in owned)
     expert = 3 * hidden * (shape.expert_ffn_size or 0) * (shape.num_experts or 0)
     total, root = shape.num_parameters or 0, shape.root_parameters or 0
@@ -317,37 +309,31 @@ def local_weights(config: Config, shape: ModelShape, fields: Mapping[str, Any], 
     return Stage(-(-dense // tensor), -(-with_experts * expert // shared))
 
 
-def _layers_of(config: Config, num_layers: int, rank: int) -> list[int]:
-    """Numbers of the layers of a process of the pipeline; of one written out, as many, from where its share begins."""
-    counts, virtual = stage_layers(config, num_layers), virtual_stages(config, num_layers)
-    if virtual == 1 or config.pipeline_model_parallel_layout is not None:
-        begin = sum(counts[:rank])
-        return list(range(begin, begin + counts[rank]))
-    each = [count // virtual for count in counts]
-    begins = [part * sum(each) + sum(each[:rank]) for part in range(virtual)]
-    return [layer for begin in begins for layer in range(begin, begin + each[rank])]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Step:
+    """An optimizer step of one process of the pipeline."""
+
     shape: ModelShape
-    fields: Mapping[str, Any]
+    fields: Fields
     compute: int
+    """Bytes of one weight in forward and backward."""
     tokens: int
     layer: int
     """Bytes that one layer keeps of a micro-batch."""
     inputs: int
     """Bytes of the input of a layer."""
     root: int
+    """Bytes that the parts outside the layers keep of a micro-batch."""
     chunk: int
+    """Bytes of the logits that exist at once."""
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, fields: Mapping[str, Any], *, device: str) -> _Step:
+    def of(cls, config: Config, shape: ModelShape, fields: Fields, *, device: str) -> _Step:
         dtype, on_gpu = resolve_dtype(config.dtype, device, shape.num_parameters), device == "cuda"
         tokens, tensor = tokens_per_forward(config), config.tensor_model_parallel_size
         size = BYTES_PER_ELEMENT[dtype]
         kept = layer_bytes(shape, dtype=dtype, on_gpu=on_gpu) or 0
-        whole = shape.norms_per_layer * (4 + 2 * size) * (shape.hidden_size or 0)  # what norms keep of every token
+        whole = shape.norms_per_layer * (4 + 2 * size) * (shape.hidden_size or 0)  # kept by norms for every token
         cut = config.sequence_parallel and tensor > 1
         share = -(-kept // tensor) if cut else whole + -(-(kept - whole) // tensor)
         inputs = layer_input_bytes(shape, dtype=dtype) or 0
@@ -370,9 +356,16 @@ class _Step:
         )
 
     def parts(self, config: Config, rank: int, device: str) -> dict[str, int]:
-        """Bytes by purpose of process `rank` of the pipeline in the backward of a step that is not the first."""
+        """Return the bytes by purpose of process `rank` of the pipeline, in the backward of any step but the first."""
         weights = local_weights(config, self.shape, self.fields, rank)
-        state = self._state(config, weights)
+        each = _MOMENTS + (_MASTER if self.compute < _MASTER else 0)  # a float32 weight is its own master
+        state = each * weights.total
+        if config.use_distributed_optimizer:
+            sharers = data_parallel_size(config) * config.context_parallel_size
+            experts = config.expert_model_parallel_size * expert_tensor_size(config)
+            experts *= config.pipeline_model_parallel_size
+            expert_sharers = max(num_trainers(config) // experts, 1)
+            state = each * (-(-weights.dense // sharers) + -(-weights.experts // expert_sharers))
         frozen = self.compute * weights.total
         parts = {"weights": frozen, "gradients": _MASTER * weights.total, "optimizer": state}
         if has_critic(config):
@@ -386,41 +379,24 @@ class _Step:
             parts["old policy"] = frozen * (1 + (behind + 1 if behind and device != "cuda" else 0))
         if config.use_opd and config.opd_type == "trainer":
             parts["teacher (if it is as large)"] = frozen
-        parts["activations"] = self._activations(config, rank)
-        if rank == config.pipeline_model_parallel_size - 1:
+        num_layers, is_last = self.fields["num_layers"], rank == config.pipeline_model_parallel_size - 1
+        layers, virtual = stage_layers(config, num_layers)[rank], virtual_stages(config, num_layers)
+        kept, recomputed = layers * self.layer, 0  # bytes of one micro-batch in all layers, bytes recomputed at once
+        if config.recompute_granularity == "full":
+            number = config.recompute_num_layers or 1
+            if config.recompute_method == "block":
+                full = min(number, layers)
+                kept, recomputed = full * self.inputs + (layers - full) * self.layer, self.layer
+            else:
+                kept, recomputed = -(-layers // number) * self.inputs, min(number, layers) * self.layer
+        flight = self._in_flight(config, rank, virtual)
+        parts["activations"] = int(kept * flight) + recomputed + (self.root if is_last else 0)
+        if is_last:
             parts["logits"] = 3 * self.chunk
         return parts
 
-    def _state(self, config: Config, weights: Stage) -> int:
-        """Master weights and moments; in float32 a weight is its own master."""
-        each = _MOMENTS + (_MASTER if self.compute < _MASTER else 0)
-        if not config.use_distributed_optimizer:
-            return each * weights.total
-        sharers = data_parallel_size(config) * config.context_parallel_size
-        experts = config.expert_model_parallel_size * expert_tensor_size(config) * config.pipeline_model_parallel_size
-        expert_sharers = max(num_trainers(config) // experts, 1)
-        return each * (-(-weights.dense // sharers) + -(-weights.experts // expert_sharers))
-
-    def _activations(self, config: Config, rank: int) -> int:
-        """What the micro-batches in flight keep, and what one of them computes once more."""
-        num_layers = self.fields["num_layers"]
-        layers, virtual = stage_layers(config, num_layers)[rank], virtual_stages(config, num_layers)
-        kept, again = self._kept(config, layers)
-        flight = self._in_flight(config, rank, virtual)
-        return int(kept * flight) + again + (self.root if rank == config.pipeline_model_parallel_size - 1 else 0)
-
-    def _kept(self, config: Config, layers: int) -> tuple[int, int]:
-        """Bytes of a micro-batch in all layers of a process, and of those that are recomputed at once."""
-        if config.recompute_granularity != "full":
-            return layers * self.layer, 0
-        number = config.recompute_num_layers or 1
-        if config.recompute_method == "block":
-            again = min(number, layers)
-            return again * self.inputs + (layers - again) * self.layer, self.layer
-        return -(-layers // number) * self.inputs, min(number, layers) * self.layer
-
     def _in_flight(self, config: Config, rank: int, virtual: int) -> float:
-        """Micro-batches whose activations are there at once, those of some of the stages as parts of one."""
+        """Count the micro-batches whose activations exist at once; one in a single virtual stage is a fraction."""
         pipeline = config.pipeline_model_parallel_size
         if pipeline == 1:
             return 1.0

@@ -1,7 +1,7 @@
-"""How much memory each kind of process will take, told from shapes and flags alone.
+"""Estimates of the memory of each kind of process, from shapes and flags alone.
 
-The trainer's formula follows one optimizer step of FSDP: what lies on the rank all the time, and beside it what is
-there in the step's busiest moment. `benchmarks/training_memory.py` prints both beside what a rank really takes.
+The trainer's formula follows one optimizer step of FSDP: the memory that a rank holds all the time, plus that of the
+moment of the step that needs the most. `benchmarks/training_memory.py` prints both next to what a rank really uses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from slime.models.lora import adapter_shapes, choose_targets, linears_of
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape, layer_bytes, layer_input_bytes, root_bytes
 
 KEPT_BYTES = 2 << 30
+"""Default limit of the logit gradients kept for the backward, as in `slime.algorithms.logprobs` (a test compares)."""
 CHUNK_LOGITS = {"cpu": 16 * 1024 * 1024, "cuda": 3072 * 151936}
-"""Logits that exist at once, as `slime.algorithms.logprobs` cuts them (a test compares)."""
+"""Logits that exist at once, by the chunks of `slime.algorithms.logprobs` (a test compares)."""
 COMPILE_MIN_PARAMETERS = 100_000_000
-"""Models from which on layers are compiled on a GPU, as `slime.train.backends.fsdp.sharding` has it."""
+"""Parameters from which on layers are compiled on a GPU, as in `slime.train.backends.fsdp.sharding`."""
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Models whose layers are slime's own on a GPU, as `slime.train.backends.fsdp.fused.layer` has it."""
+"""Models whose layers use slime's kernels on a GPU, as in `slime.train.backends.fsdp.fused.layer`."""
 STREAMED_ELEMENTS = 1 << 24
-"""Elements that are updated at a time where moments are kept elsewhere or in bfloat16."""
+"""Elements that are updated at a time when moments are on the host or in bfloat16."""
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 _MASTER = 4  # bytes: master weights and gradients are float32
 _CPU_KV_LIMIT = 2 * 2**30
@@ -34,15 +35,15 @@ _SFT_GUESS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by purpose of one process; purposes whose size is unknown are left out."""
+    """Bytes of one process by purpose; purposes of unknown size are left out."""
 
     parts: dict[str, int]
     peak: str = ""
-    """The moment that takes the most; the parts are those of it."""
+    """The moment that needs the most; `parts` are those of that moment."""
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What lies in the host's memory beside the parts, which are on a GPU."""
+    """Bytes in host memory, in addition to `parts` on the GPU."""
     lacks: int = 0
-    """Of an engine: bytes that its share of the GPU is too small for its weights and the longest sample."""
+    """Bytes by which an engine's share of the GPU is too small for its weights and the longest sample."""
 
     @property
     def total(self) -> int:
@@ -50,7 +51,7 @@ class MemoryEstimate:
 
 
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
-    """One training process in the busiest moment of an optimizer step that is not the run's first."""
+    """Estimate one training process at the peak of an optimizer step, except the first of the run."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
     always = _at_rest(config, step, device)
     names = ["Adam moments"] if config.optimizer_cpu_offload else []
@@ -58,29 +59,26 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     on_host = {name: always.pop(name) for name in names} if step.on_gpu else {}
     if config.fsdp_cpu_offload and step.on_gpu:
         on_host["gradients"] = step.reduced
+    # float32 copies of the moments that are being updated, and the noise to round them
+    narrow = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if dtype != "fp32"]
+    copies = 2 if config.optimizer_cpu_offload and step.on_gpu else len(narrow)
+    passing = _MASTER * (copies + 2 * bool(narrow)) * min(STREAMED_ELEMENTS, step.shard(step.head))
+    if config.fsdp_cpu_offload and step.on_gpu:  # the update is made on the host
+        passing = 0
     moments = {
         "loss": step.loss(),
         "backward of the last layer": step.last_layer(),
         "backward of the layers before": step.inner_layer(),
         "gradients of the embedding": step.embedding(),
-        "optimizer": {"gradients": step.gradients, "moments in passing": _passing(config, step)},
+        "optimizer": {"gradients": step.gradients, "moments in passing": passing},
     }
     peak = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[peak]}.items() if size}
     return MemoryEstimate(parts, peak, {name: size for name, size in on_host.items() if size})
 
 
-def _passing(config: Config, step: _Step) -> int:
-    """Float32 copies of the moments that are being updated, and what they are rounded with."""
-    narrow = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if dtype != "fp32"]
-    if config.fsdp_cpu_offload and step.on_gpu:  # the update is made on the host
-        return 0
-    copies = 2 if config.optimizer_cpu_offload and step.on_gpu else len(narrow)
-    return _MASTER * (copies + 2 * bool(narrow)) * min(STREAMED_ELEMENTS, step.shard(step.head))
-
-
 def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
-    """What lies on a rank between two steps."""
+    """Return the bytes by purpose that a rank holds between two steps."""
     frozen = step.compute * step.shard(step.total)
     moments = sum(_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
     moments = 0 if config.use_stateless_adam else moments
@@ -88,7 +86,7 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
     parts = {"weights": _MASTER * updated}
     if step.trained != step.total:
         parts |= {"frozen weights": frozen}
-    if has_critic(config):  # which trains as much
+    if has_critic(config):  # a critic trains as many parameters
         parts["critic"] = _MASTER * step.shard(step.trained) + (0 if step.trains_all else frozen)
         updated *= 2
     parts["Adam moments"] = moments * updated
@@ -98,8 +96,8 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
             parts["average of the reference"] = _MASTER * step.shard(step.total)
     if config.keep_old_actor:
         behind = versions_behind(config)
-        on_host = behind + 1 if behind and device != "cuda" else 0  # older versions wait in the host's memory
-        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is its adapter
+        on_host = behind + 1 if behind and device != "cuda" else 0  # older versions are kept in host memory
+        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is an adapter
         parts["old policy"] = one * (1 + on_host)
     if config.use_opd and config.opd_type == "trainer":
         parts["teacher (if it is as large)"] = frozen
@@ -108,10 +106,10 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """An optimizer step of one rank: elements of the model, bytes of what passes through it.
+    """An optimizer step of one FSDP rank: elements of the model, and bytes of its activations.
 
-    The layers are groups of their own, whose whole weights come and go; embedding and output layer stay whole from the
-    forward to the end of the backward. A rank that has the model for itself keeps all of it.
+    Each layer is an FSDP group, whose whole weights are gathered and freed; embedding and output layer stay whole from
+    the forward to the end of the backward. A rank that does not shard the model keeps all of it.
     """
 
     total: int
@@ -123,23 +121,23 @@ class _Step:
     compute: int
     """Bytes of one weight in forward and backward."""
     sharers: int
-    """Ranks that have one copy of the model between them."""
+    """Ranks that shard one copy of the model."""
     on_gpu: bool
     on_host: bool
-    """Whether the shards lie in the host's memory."""
+    """True if the shards are in host memory."""
     copies: int
-    """Of the model."""
+    """Copies of the model."""
     accumulates: bool
-    """Whether a micro-batch finds the gradients of earlier ones."""
+    """True if a micro-batch adds to the gradients of earlier ones."""
     tied: bool
     kept: int
     """Bytes of activations that all layers keep."""
     again: int
-    """Bytes of those that one layer computes once more."""
+    """Bytes of activations that one layer recomputes."""
     chunk: int
     """Bytes of the logits that exist at once."""
     logit_gradients: int
-    """Bytes of those that are kept for the backward (--log-probs-keep-gib)."""
+    """Bytes of the logit gradients that are kept for the backward (--log-probs-keep-gib)."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, *, device: str, trainers: int) -> _Step:
@@ -189,22 +187,22 @@ class _Step:
 
     @property
     def reduced(self) -> int:
-        """Gradients of this rank's shards."""
+        """Bytes of the gradients of this rank's shards."""
         return _MASTER * self.shard(self.trained)
 
     @property
     def gradients(self) -> int:
-        """Those on the device: shards on the host have theirs there, after the copies of the model summed them up."""
+        """Bytes of gradients on the device: 0 for shards on the host, unless several model copies sum them first."""
         return 0 if self.on_host and self.on_gpu and self.copies == 1 else self.reduced
 
     @property
     def keeps_all(self) -> bool:
-        """A rank that has the model for itself, and trains it, does not give its whole weights back before the end."""
+        """True for a rank that trains an unsharded model: it does not free whole weights before the end."""
         return self.sharers == 1 and self.trains_all and not self.on_host
 
     @property
     def earlier(self) -> int:
-        """Gradients of micro-batches before this one."""
+        """Bytes of the gradients of earlier micro-batches."""
         return self.gradients if self.accumulates else 0
 
     @property
@@ -212,13 +210,14 @@ class _Step:
         return self.trained == self.total
 
     def whole(self, groups: int) -> int:
-        """Whole weights: embedding and output layer, and so many layers, the last of them gathered in advance."""
+        """Return the bytes of whole weights: embedding, output layer, and `groups` layers, the last one prefetched."""
         if self.keeps_all:
             return self.compute * self.total
         return self.compute * (self.root + (groups if self.sharers > 1 else groups - 1) * self.layer)
 
     def loss(self) -> dict[str, int]:
-        """All layers have run, the next one is gathered; the gradient of the output layer is summed over chunks."""
+        """Return the bytes during the loss: all layers have run, the next one is gathered, and the gradient of the
+        output layer is summed over chunks."""
         widened = 4 * self.head if self.compute == 2 and not self.on_gpu else 0
         forward = 2 * self.chunk
         halved = self.chunk // 2 if self.compute == 2 and self.on_gpu else 0
@@ -231,7 +230,8 @@ class _Step:
         }
 
     def last_layer(self) -> dict[str, int]:
-        """Its whole weights and gradients, and the weights of the layer before."""
+        """Return the bytes in the backward of the last layer: its whole weights and gradients, and the weights of the
+        layer before it."""
         return {
             "gradients": self.earlier,
             "whole weights": self.whole(2),
@@ -240,7 +240,7 @@ class _Step:
         }
 
     def inner_layer(self) -> dict[str, int]:
-        """The same for a layer further down, while what the last one gave is being reduced."""
+        """Return the bytes in the backward of an earlier layer, while the gradients of the next one are reduced."""
         if self.layers < 2:
             return {}
         found = self.last_layer()
@@ -251,7 +251,7 @@ class _Step:
         return found
 
     def embedding(self) -> dict[str, int]:
-        """The end of the backward: what lies outside the layers is reduced, and copied for it."""
+        """Return the bytes at the end of the backward, while gradients outside the layers are copied and reduced."""
         if not self.trains_all:
             return {"gradients": self.gradients, "whole weights": self.compute * self.root}
         summed = self.compute * (2 * self.root + (self.head if self.tied else 0))
@@ -261,7 +261,7 @@ class _Step:
 
 
 def planned_adapter(config: Config) -> tuple[list[str], int] | None:
-    """The layers that get a LoRA adapter, and the elements of its matrices; None where only the trainer knows them.
+    """Return the layers that get a LoRA adapter and the elements of its matrices; None if only the trainer knows them.
 
     Targets that the model does not have are refused.
     """
@@ -282,10 +282,10 @@ def planned_adapter(config: Config) -> tuple[list[str], int] | None:
 def engine_memory(
     config: Config, shape: ModelShape, *, dtype: str, device: str, available: int | None, sglang: bool = False
 ) -> MemoryEstimate:
-    """One embedded engine, or one GPU of an engine that has several: weights in the precision `dtype`, KV cache.
+    """Estimate one embedded engine, or one GPU of an engine with several: weights in the precision `dtype`, KV cache.
 
-    The embedded engine takes a share of what its weights leave free. SGLang's share, where one is given, has the
-    weights in it.
+    The embedded engine's share applies to the memory that its weights leave free. SGLang's share, if one is given,
+    includes the weights.
     """
     parts: dict[str, int] = {}
     gpus = config.rollout_num_gpus_per_engine
@@ -312,14 +312,14 @@ def engine_memory(
 
 
 def tokens_per_forward(config: Config) -> int:
-    """Tokens of one process in one training forward pass at most."""
+    """Return the largest number of tokens of one process in one training forward pass."""
     if config.use_dynamic_batch_size and config.max_tokens_per_gpu is not None:
         return config.max_tokens_per_gpu
     return -(-config.micro_batch_size * longest_sample(config) // config.context_parallel_size)
 
 
 def response_tokens(config: Config) -> int:
-    """Tokens of one training forward pass whose log-probs are taken, at most."""
+    """Return the largest number of tokens of one training forward pass whose log-probs are computed."""
     tokens = tokens_per_forward(config)
     if config.use_dynamic_batch_size or config.rollout_max_response_len is None:
         return tokens
@@ -327,7 +327,7 @@ def response_tokens(config: Config) -> int:
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of prompt and response together, as far as the flags bound them."""
+    """Return the largest length of prompt and response together, in tokens, that the flags allow."""
     if config.rollout_max_context_len is not None:
         return config.rollout_max_context_len
     sampled = None if config.loss_type == "sft_loss" else DEFAULT_RESPONSE_LEN
@@ -336,7 +336,7 @@ def longest_sample(config: Config) -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes of main memory that can be had without swapping."""
+    """Return the bytes of main memory that are available without swapping; None if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as stream:
             fields = dict(line.split(":", 1) for line in stream)

@@ -1,8 +1,8 @@
-"""What a run is going to do, said before it does it: processes, batches, memory, files.
+"""The plan of a run before it starts: processes, batches, memory, files, and notes for the user.
 
-Invariant: making a plan starts no part of the run, writes nothing and imports no torch. It reads the first rows of the
-prompt files, and all of them for a dry run. With SGLang it asks the
-interpreter that has it for its version and flags.
+Invariant: making a plan starts no component of the run, writes nothing and imports no torch. It reads the first rows of
+the prompt files, and all rows for a dry run. With SGLang it asks the interpreter that has SGLang for its version and
+flags.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Plan:
     rollout_backend: str
     weight_transport: str
     optimizer_steps: int | None
-    """Of the whole run; None when only the length of the data can tell."""
+    """Optimizer steps of the whole run; None if they depend on the length of the data."""
     lacks: int | None
-    """Bytes that a GPU, or a machine without one, has too few for the estimate; None where nobody knows what it has."""
+    """Bytes that a GPU, or a machine without one, lacks for the estimate; None if its memory is unknown."""
     sections: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
 
@@ -98,10 +98,10 @@ def make_plan(
     nodes: Sequence[NodeFacts] = (),
     reward_given: bool = False,
 ) -> Plan:
-    """The plan of a resolved config on a machine with `gpu_count` GPUs, or on the nodes of a cluster; refuses what
-    cannot be placed or scored.
+    """Make the plan of a resolved config on a machine with `gpu_count` GPUs, or on the nodes of a cluster.
 
-    `reward_given` says that a reward function comes as an object instead of by a flag.
+    A run that cannot be placed, or whose samples cannot be scored, is a `UserError`. `reward_given` is True when the
+    reward function is given as an object instead of by a flag.
     """
     check_data(config, reward_given=reward_given)
     _check_service(config)
@@ -136,7 +136,9 @@ def make_plan(
             "Processes",
             (
                 *layout,
-                *_process_rows(processes, (backend, backend_reason), (transport, transport_reason)),
+                *((process.name, f"{process.count} on {process.where}") for process in processes),
+                ("rollout backend", f"{backend} ({backend_reason})"),
+                ("weight transport", f"{transport} ({transport_reason})"),
                 *on_nodes.rows,
             ),
         ),
@@ -146,8 +148,9 @@ def make_plan(
         (f"Memory (estimate, {device})", _memory_rows(processes, available, device)),
         ("Files", _file_rows(config)),
     )
+    dtypes = (("--dtype", config.dtype), ("--rollout-dtype", config.rollout_dtype))
     notes = (
-        _precision_notes(config, device)
+        [note for flag, dtype in dtypes if (note := slow_dtype_note(flag, dtype, device)) is not None]
         + _notes(config, backend)
         + unused_by_layers(config, device)
         + ([] if room is None else fit_notes(config, room))
@@ -163,7 +166,7 @@ def _available(config: Config, device: str) -> int | None:
 
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
-    """Which engine generates, and why; flags that it does not have are refused."""
+    """Return the engine that generates, and the reason; refuse flags that it does not have."""
     if config.plan_cluster is not None and config.rollout_backend != EMBEDDED:
         return SGLANG_SERVER, "assumed; what is installed there is not known"
     backend, reason = choose_backend(config, device)
@@ -173,15 +176,16 @@ def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
 
 
 def needs_engines(config: Config) -> bool:
-    """Whether anything is generated: SFT without evaluation only reads answers, and a debug mode leaves it out."""
+    """Return True if the run generates: SFT without evaluation does not, nor does --debug-train-only."""
     if config.debug_train_only or (config.rollout_num_gpus == 0 and not config.rollout_external_engine_addrs):
         return False
     return config.rollout_function_path != SFT_ROLLOUT_FUNCTION or evaluates(config)
 
 
 def _check_service(config: Config) -> None:
-    """Whoever is at --rm-url, a reward service or a teacher, can be reached."""
-    rewards = any((rm_type or "").removeprefix("boxed_") == "remote_rm" for rm_type in _rm_types(config))
+    """Raise a `UserError` unless the reward service or teacher at --rm-url can be reached."""
+    rm_types = [config.rm_type, *(dataset.rm_type for dataset in all_datasets(config))]
+    rewards = any((rm_type or "").removeprefix("boxed_") == "remote_rm" for rm_type in rm_types)
     teaches = config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is None
     if config.rm_url is None or config.debug_train_only or not (rewards or teaches):
         return
@@ -192,29 +196,26 @@ def _check_service(config: Config) -> None:
         )
 
 
-def _rm_types(config: Config) -> list[str | None]:
-    return [config.rm_type, *(dataset.rm_type for dataset in all_datasets(config))]
-
-
 def precisions(config: Config, device: str, parameters: int | None) -> tuple[str, str]:
-    """In what trainers and engines compute, each with the reason in words."""
+    """Return the dtypes in which trainers and engines compute, each with its reason."""
     rollout = config.dtype if config.rollout_dtype == "auto" else config.rollout_dtype
     chosen = (choose_dtype(asked, device, parameters) for asked in (config.dtype, rollout))
     training, engines = (f"{dtype} ({reason})" for dtype, reason in chosen)
     return training, engines
 
 
-def _precision_notes(config: Config, device: str) -> list[str]:
-    given = (("--dtype", config.dtype), ("--rollout-dtype", config.rollout_dtype))
-    notes = (slow_dtype_note(flag, dtype, device) for flag, dtype in given)
-    return [note for note in notes if note is not None]
-
-
 def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
+    """Return the number of GPUs that the run needs; raise a `UserError` if there are fewer."""
     if device != "cuda":
         return 0
     if config.plan_cluster is not None:
-        _check_nodes(config, PlannedCluster.parse(config.plan_cluster))
+        cluster = PlannedCluster.parse(config.plan_cluster)
+        nodes, gpus = config.actor_num_nodes, config.actor_num_gpus_per_node
+        if nodes > cluster.nodes or gpus > cluster.gpus_per_node:
+            raise UserError(
+                f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {gpus} do not fit on {cluster} "
+                "(--plan-cluster): lower one of them"
+            )
     rollout = config.rollout_num_gpus if engines and not config.rollout_external_engine_addrs else 0
     needed = max(trainers, rollout) if config.colocate else trainers + rollout
     if gpu_count == 0:
@@ -229,26 +230,11 @@ def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engi
     return needed
 
 
-def _check_nodes(config: Config, cluster: PlannedCluster) -> None:
-    nodes, gpus = config.actor_num_nodes, config.actor_num_gpus_per_node
-    if nodes > cluster.nodes or gpus > cluster.gpus_per_node:
-        raise UserError(
-            f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {gpus} do not fit on {cluster} "
-            "(--plan-cluster): lower one of them"
-        )
-
-
 def _check_layout(config: Config, device: str) -> tuple[tuple[str, str], ...]:
-    """The trainers can share the models that they run; the plan's rows about how, with Megatron."""
-    if not uses_megatron(config):
-        _check_heads(config)
-        return ()
-    check_layout(config, device=device)
-    return tuple(layout_in_words(config, family_fields(config.hf_checkpoint)))
-
-
-def _check_heads(config: Config) -> None:
-    """Of every model that FSDP's trainers run."""
+    """Check that the trainers can shard every model that they run; return the rows about Megatron's layout."""
+    if uses_megatron(config):
+        check_layout(config, device=device)
+        return tuple(layout_in_words(config, family_fields(config.hf_checkpoint)))
     teaches = config.use_opd and config.opd_type == "trainer"
     folders = [
         config.hf_checkpoint,
@@ -257,6 +243,7 @@ def _check_heads(config: Config) -> None:
     ]
     for folder in filter(None, folders):
         check_context_parallel(ModelShape.from_folder(folder).num_heads, config.context_parallel_size, folder)
+    return ()
 
 
 def _processes(
@@ -309,32 +296,20 @@ def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...
             ("shape", f"{shape.num_layers} layers x {shape.hidden_size}{experts}, vocabulary {shape.vocab_size}")
         )
     if uses_lora(config) and not config.debug_rollout_only:
-        rows.append(("LoRA", _lora_in_words(config, shape)))
+        adapter = f"rank {config.lora_rank}, alpha {config.lora_alpha:g}"
+        planned = planned_adapter(config)
+        if planned is None:  # a config.json alone, of a family whose layers only the trainer knows
+            adapter += f", on {', '.join(config.lora_target_modules or ())}"
+        else:
+            chosen, trained = planned
+            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in chosen))
+            unchanged = "; experts stay as they are" if shape.num_experts else ""
+            adapter += f", on {names}: {_short_number(trained)} parameters are trained{unchanged}"
+            adapter += f"; engines get {_SYNCED[config.lora_sync]}"
+        rows.append(("LoRA", adapter))
     flops = shape.flops_per_token(longest_sample(config) // 2)
     if flops is not None:
         rows.append(("work", f"{flops / 1e9:.3g} GFLOP per token forward, three times that in training"))
-    return tuple(rows)
-
-
-def _lora_in_words(config: Config, shape: ModelShape) -> str:
-    """What is trained beside what; targets that the model does not have are refused."""
-    settings = f"rank {config.lora_rank}, alpha {config.lora_alpha:g}"
-    planned = planned_adapter(config)
-    if planned is None:  # a config.json alone, of a family whose layers only the trainer knows
-        return f"{settings}, on {', '.join(config.lora_target_modules or ())}"
-    chosen, count = planned
-    trained = f"{_short_number(count)} parameters are trained"
-    names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in chosen))
-    experts = "; experts stay as they are" if shape.num_experts else ""
-    return f"{settings}, on {names}: {trained}{experts}; engines get {_SYNCED[config.lora_sync]}"
-
-
-def _process_rows(
-    processes: tuple[ProcessPlan, ...], backend: tuple[str, str], transport: tuple[str, str]
-) -> tuple[tuple[str, str], ...]:
-    rows = [(process.name, f"{process.count} on {process.where}") for process in processes]
-    rows.append(("rollout backend", f"{backend[0]} ({backend[1]})"))
-    rows.append(("weight transport", f"{transport[0]} ({transport[1]})"))
     return tuple(rows)
 
 
@@ -356,7 +331,7 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
 def _room(
     shape: ModelShape, device: str, trains: bool, engines: int, available: int | None, backend: str
 ) -> Room | None:
-    """What the run and others like it can be compared with; None where nobody knows what there is."""
+    """Make the memory budget that the run and its variants are compared with; None if the memory is unknown."""
     if available is None:
         return None
 
@@ -387,13 +362,14 @@ def _notes(config: Config, backend: str) -> list[str]:
     notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
     if config.sandbox == "subprocess":
         notes.append(
-            "--sandbox subprocess is no boundary: what a model writes runs with the rights of this user, and can read "
-            "and change every file, process, secret and network that this user can"
+            "--sandbox subprocess isolates nothing: code that a model writes runs with the rights of this user, and "
+            "can read and change every file, process, secret and network that this user can"
         )
     if config.plan_cluster is not None:
-        notes.append(f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for here")
+        cluster = PlannedCluster.parse(config.plan_cluster)
+        notes.append(f"--plan-cluster: planned for {cluster}, not for this machine")
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
-        notes.append(f"this folder has a {other.name} of its own ({other}); the run is that of {_OWN_PACKAGE}")
+        notes.append(f"this folder has its own {other.name} ({other}), but the run uses {_OWN_PACKAGE}")
     if evaluates(config) and not needs_engines(config):
         why = "--debug-train-only" if config.debug_train_only else "--rollout-num-gpus 0"
         notes.append(f"{why}: nothing is evaluated, there are no engines")
@@ -420,28 +396,27 @@ def _notes(config: Config, backend: str) -> list[str]:
             if config.save_hf
             else "the trained model is not kept"
         )
-        notes.append(f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR goes on")
+        notes.append(f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR resumes it")
     if compares_siblings(config) and config.n_samples_per_prompt == 1:
         unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
         notes.append(
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
-            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that compares "
-            f"no siblings ({estimators_that(lambda one: not one.group_relative)})"
+            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that does not "
+            f"compare siblings ({estimators_that(lambda one: not one.group_relative)})"
         )
-    notes += _unlabelled_notes(config)
-    notes += _nucleus_notes(config)
+    notes += _objective_notes(config)
     notes += flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
     if backend == "embedded":
         sglang = [name for name in sglang if name not in EMBEDDED_PARSERS]
     if sglang and backend in ("embedded", "external"):
-        those = "the embedded engine" if backend == "embedded" else "engines that run already"
-        notes.append(f"SGLang flags without effect on {those}: {flag_list(sglang)}")
+        affected = "the embedded engine" if backend == "embedded" else "engines that run already"
+        notes.append(f"SGLang flags without effect on {affected}: {flag_list(sglang)}")
     return notes
 
 
 def _length_notes(config: Config) -> list[str]:
-    """Responses that may be longer than the model's context end there."""
+    """Return a note for responses that may be longer than the model's context."""
     wanted, facts = config.rollout_max_response_len, read_model_config(Path(config.hf_checkpoint) / "config.json")
     context = (facts.get("text_config") or facts).get("max_position_embeddings")
     if wanted is None or not isinstance(context, int) or wanted < context or not needs_engines(config):
@@ -452,17 +427,26 @@ def _length_notes(config: Config) -> list[str]:
     ]
 
 
-def _unlabelled_notes(config: Config) -> list[str]:
-    """Distillation goes on without rewards where a verifier has nothing to compare with."""
+def _objective_notes(config: Config) -> list[str]:
+    """Return notes about the training objective.
+
+    Distillation with a verifier but without labels trains without rewards. Engines may truncate the distribution that
+    they sample from, while the loss uses the whole vocabulary.
+    """
+    notes = []
     rm_type, labels = config.rm_type, [one.label_key for one in train_datasets(config)] or [config.label_key]
-    if rm_type is None or config.custom_rm_path is not None or not compares_with_label(rm_type, {}):
-        return []
-    if not config.use_opd or all(labels):
-        return []
-    return [
-        f"--rm-type {rm_type} compares with a label and there is no --label-key: responses without a label get no "
-        "reward, so that only the teacher of --use-opd teaches; name the column with --label-key, or drop --rm-type"
-    ]
+    has_verifier = rm_type is not None and config.custom_rm_path is None and compares_with_label(rm_type, {})
+    if has_verifier and config.use_opd and not all(labels):
+        notes.append(
+            f"--rm-type {rm_type} compares with a label and there is no --label-key: responses without a label get no "
+            "reward, so that only the teacher of --use-opd teaches; name the column with --label-key, or drop --rm-type"
+        )
+    if (cut := cut_sampling(config)) is not None:
+        notes.append(
+            f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their "
+            "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
+        )
+    return notes
 
 
 def _idle_notes(config: Config) -> list[str]:
@@ -470,34 +454,23 @@ def _idle_notes(config: Config) -> list[str]:
     takers = num_trainers(config) // sharing
     if config.debug_rollout_only or batch >= takers or uses_megatron(config):
         return []
-    who = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
+    kind = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
     return [
-        f"--global-batch-size {batch} may leave {takers - batch} of the {takers} {who} without "
+        f"--global-batch-size {batch} may leave {takers - batch} of the {takers} {kind} without "
         "samples in a step: the model is sharded over all of them, without tensor or pipeline parallelism"
     ]
 
 
 def _custom_file_notes(config: Config) -> list[str]:
-    """A saved config has the values already, and may have outlived the file."""
+    """Return notes about --custom-config-path; a saved config has its values already, so the file may be missing."""
     path = config.carried.get("custom_config_path")
     if path is None or not Path(path).expanduser().is_file():
         return []
     given = ", ".join(f"{flag} {value}" for flag, value in flags_of_custom_file(path).items())
-    notes = [f"--custom-config-path {path} sets {given}, whatever the command line says"] if given else []
+    notes = [f"--custom-config-path {path} sets {given}, overriding the command line"] if given else []
     for key, flag in near_flags_of_custom_file(path).items():
-        notes.append(f"{key} in {path} is no flag, so only plugins see it: did you mean {flag}?")
+        notes.append(f"{key} in {path} is not a flag, so only plugins see it: did you mean {flag}?")
     return notes
-
-
-def _nucleus_notes(config: Config) -> list[str]:
-    """Engines cut the distribution they sample from; the loss is computed over the whole vocabulary."""
-    cut = cut_sampling(config)
-    if cut is None:
-        return []
-    return [
-        f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their "
-        "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
-    ]
 
 
 def _short_number(count: int) -> str:

@@ -1,4 +1,8 @@
-"""How much a run trains, on how much at a time, and how fast it learns: the plan's rows about it."""
+"""Rows of the plan about batches, length, learning rate and nodes.
+
+Invariant: a run that does not fit on the cluster is refused here, before anything starts; the message says what is
+missing on which node.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from slime.errors import UserError
 
 
 def batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
+    """Return the rows about the samples of a rollout, of an optimizer step and of a trainer."""
     prompts, per_prompt = config.rollout_batch_size, config.n_samples_per_prompt
     rollout = ("rollout step", f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples")
     if not trainers:
@@ -39,6 +44,7 @@ def batch_rows(config: Config, trainers: int) -> tuple[tuple[str, str], ...]:
 
 
 def length_rows(config: Config, steps: int | None, *, generates: bool) -> tuple[tuple[str, str], ...]:
+    """Return the rows about the number of steps, the loop, the learning rate, the optimizer and evaluations."""
     if config.num_rollout is not None:
         length = f"{config.num_rollout} rollout steps, {steps} optimizer steps"
         if config.num_rollout == 0:
@@ -55,17 +61,11 @@ def length_rows(config: Config, steps: int | None, *, generates: bool) -> tuple[
     rate = f"{config.lr:g} constant"
     if config.lr_decay_style != "constant":
         rate = f"{config.lr:g} to {config.min_lr:g}, {config.lr_decay_style} over {horizon} optimizer steps"
-    rate += _warmup_in_words(config)
-    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", _adam(config))]
-    if config.eval_interval is not None and evaluates(config) and generates:
-        names = ", ".join(dataset.name for dataset in eval_datasets(config))
-        before = "" if config.skip_eval_before_train else "before training and "
-        rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
-    return tuple(rows)
-
-
-def _adam(config: Config) -> str:
-    """The optimizer's own settings, whose defaults are not those of every other trainer."""
+    if config.lr_warmup_fraction:
+        rate += f", after a warm-up over {config.lr_warmup_fraction:g} of the steps"
+    elif warmup := config.lr_warmup_iters + config.lr_warmup_samples / config.global_batch_size:
+        rate += f", after {warmup:g} steps of warm-up"
+    # the settings of the optimizer, as other trainers may have other defaults
     betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}"
     start, end = (
         config.weight_decay if given is None else given
@@ -76,27 +76,22 @@ def _adam(config: Config) -> str:
     where = " on the host" if config.optimizer_cpu_offload else ""
     dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
     kept = f", moments{where} in {' and '.join(dict.fromkeys(dtypes))}" if where or dtypes != ("fp32", "fp32") else ""
-    return f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
-
-
-def _warmup_in_words(config: Config) -> str:
-    if config.lr_warmup_fraction:
-        return f", after a warm-up over {config.lr_warmup_fraction:g} of the steps"
-    warmup = config.lr_warmup_iters + config.lr_warmup_samples / config.global_batch_size
-    return f", after {warmup:g} steps of warm-up" if warmup else ""
+    adam = f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
+    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", adam)]
+    if config.eval_interval is not None and evaluates(config) and generates:
+        names = ", ".join(dataset.name for dataset in eval_datasets(config))
+        before = "" if config.skip_eval_before_train else "before training and "
+        rows.append(("evaluation", f"{before}every {config.eval_interval} rollout steps on {names}"))
+    return tuple(rows)
 
 
 def optimizer_steps(config: Config) -> int | None:
+    """Return the number of optimizer steps; None if it depends on the data."""
     return None if config.num_rollout is None else config.num_rollout * config.num_steps_per_rollout
 
 
-# On which machines a planned run is, and whether they have room for it.
-#
-# Invariant: what a cluster cannot place is refused here, with what is missing on which node, before anything starts.
-
-
 def planned_machines(config: Config) -> Machines:
-    """What a dry run is about, as far as that can be told without torch; a Ray cluster is asked."""
+    """Return the machines that a dry run plans for, found without torch; a Ray cluster is queried."""
     if config.plan_cluster is not None:
         return Machines("cuda", PlannedCluster.parse(config.plan_cluster).gpus)
     if cluster_kind(config) == RAY:
@@ -108,17 +103,21 @@ def planned_machines(config: Config) -> Machines:
 
 @dataclass(frozen=True)
 class PlannedNodes:
-    """The nodes of a cluster that get something to do, a row for each; none for a run on this machine."""
+    """The nodes of a cluster that a run uses, a row for each; no rows for a run on this machine."""
 
     rows: tuple[tuple[str, str], ...] = ()
     elsewhere: tuple[str, ...] = ()
-    """Those of them that are not the driver's machine."""
+    """Names of those nodes that are not the driver's machine."""
 
 
 def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int) -> PlannedNodes:
-    """Who probably sits where: Ray decides when the run starts."""
+    """Predict the placement of trainers and engines; Ray decides it when the run starts."""
     if not nodes:
-        return PlannedNodes(elsewhere=_other_planned(config, trainers, rollout))
+        if config.plan_cluster is None:
+            return PlannedNodes()
+        devices = max(trainers, rollout) if config.colocate else trainers + rollout
+        used = max(config.actor_num_nodes, -(-devices // PlannedCluster.parse(config.plan_cluster).gpus_per_node))
+        return PlannedNodes(elsewhere=tuple(f"node {number}" for number in range(2, used + 1)))
     bundles = make_bundles(config, device, nodes, trainers=trainers, rollout=rollout)
     places = fit(bundles, nodes, device)
     unit = "GPU" if device == "cuda" else "CPU"
@@ -134,17 +133,8 @@ def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, train
     return PlannedNodes(tuple(rows), tuple(node.name for node in dict.fromkeys(places) if not node.is_here))
 
 
-def _other_planned(config: Config, trainers: int, rollout: int) -> tuple[str, ...]:
-    """The nodes of --plan-cluster that such a run would be on, without the first."""
-    if config.plan_cluster is None:
-        return ()
-    devices = max(trainers, rollout) if config.colocate else trainers + rollout
-    used = max(config.actor_num_nodes, -(-devices // PlannedCluster.parse(config.plan_cluster).gpus_per_node))
-    return tuple(f"node {number}" for number in range(2, used + 1))
-
-
 def check_one_machine(config: Config, device: str, nodes: Sequence[NodeFacts]) -> None:
-    """Several training nodes of GPUs need a cluster."""
+    """Raise a `UserError` for several training nodes of GPUs without a cluster."""
     if device == "cuda" and config.actor_num_nodes > 1 and not nodes and config.plan_cluster is None:
         raise UserError(
             f"--actor-num-nodes {config.actor_num_nodes} with --cluster local: this machine is one node; use --cluster "

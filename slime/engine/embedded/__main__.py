@@ -1,4 +1,4 @@
-"""`python -m slime.engine.embedded` and `slime serve`: bind, load, serve until told to stop."""
+"""`python -m slime.engine.embedded` and `slime serve`: bind, load the model, serve until a signal arrives."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.loader import ids_in
 from slime.engine.embedded.options import EngineOptions, parse_options
-from slime.engine.embedded.tokenizer import ChatTokenizer, NoTokenizer, plain_tokenizer
+from slime.engine.embedded.tokenizer import ChatTokenizer, EngineTokenizer, NoTokenizer, plain_tokenizer
 from slime.errors import UserError
 
 log = logging.getLogger("slime.engine.embedded")
 
 NATIVE_THREADS = {"load", "compile", "kernels"}
-OTHER_CONNECTIONS = 4096  # beyond one for each sample that may be here: they are answered with 429, or are idle
-TURN_S = 0.0002  # of a thread that computes in Python: less than a step
+OTHER_CONNECTIONS = 4096  # beyond one for each admitted sample: they get status 429, or are idle
+TURN_S = 0.0002  # interpreter switch interval: less than a step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(ClientNoise())
     logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler]
     )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(ClientNoise())
     try:
         check_model_folder(str(options.model_path), "--model-path")
         return asyncio.run(serve(options))
@@ -58,26 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_keys(options: EngineOptions) -> EngineOptions:
-    """With the keys that the environment has, where none was given. Control routes always have one, and beyond loopback
-    all do. What this process starts need not know them."""
+    """Fill missing keys from the environment, and remove them there: child processes need not know them.
+
+    Without any key, an engine that listens beyond loopback gets a random one for all routes, which is printed.
+    """
     everywhere, control = (os.environ.pop(name, None) or None for name in (ENGINE_KEY_VARIABLE, CONTROL_KEY_VARIABLE))
     everywhere, control = options.api_key or everywhere, options.admin_api_key or control
     if everywhere is None and not is_loopback(options.host):
         everywhere = secrets.token_urlsafe(24)
-        shown = f"Authorization: Bearer {everywhere}"
-        print(f"others can reach this engine: it asks for the key {everywhere} ({shown}), see --api-key", flush=True)
+        header = f"Authorization: Bearer {everywhere}"
+        print(
+            f"--host {options.host}: other machines can reach this engine, so it requires the key {everywhere} "
+            f"({header}); see --api-key",
+            flush=True,
+        )
     return replace(options, api_key=everywhere, admin_api_key=control)
 
 
 @contextmanager
 def control_key(options: EngineOptions, port: int) -> Iterator[EngineOptions]:
-    """With a key for the control routes of an engine that nobody gave one; other programs of this user find it in a
-    file, as long as the engine runs."""
+    """Give an engine without keys one for its control routes; other programs of this user read it from a file, which
+    exists while the engine runs."""
     if options.api_key is not None or options.admin_api_key is not None:
         yield options
         return
     key = secrets.token_urlsafe(32)
-    log.info("control routes ask for the key in %s", keep_key(port, key))
+    log.info("control routes require the key in %s", keep_key(port, key))
     try:
         yield replace(options, admin_api_key=key)
     finally:
@@ -85,7 +91,7 @@ def control_key(options: EngineOptions, port: int) -> Iterator[EngineOptions]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before the model is loaded so that a busy port is known at once."""
+    """Return the listening socket; it is bound before the model is loaded so that a busy port is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,7 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def listen(app: web.Application, sock: socket.socket, connections: Connections) -> web.AppRunner:
-    """Answer on `sock`, until both the connections and the runner are closed."""
+    """Serve requests on `sock` until both the connections and the runner are closed."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     assert runner.server is not None
@@ -110,64 +116,61 @@ async def listen(app: web.Application, sock: socket.socket, connections: Connect
 
 
 async def serve(options: EngineOptions) -> int:
+    """Load the model and serve it; returns the exit code: 1 when the engine's thread died."""
     options = with_keys(options)
     sock = bind(options.host, options.port)
-    with control_key(options, sock.getsockname()[1]) as keyed:
-        return await _serve(keyed, sock)
+    with control_key(options, sock.getsockname()[1]) as options:
+        loop = asyncio.get_running_loop()
+        stop: asyncio.Future[BaseException | None] = loop.create_future()
 
+        def end(cause: BaseException | None) -> None:
+            if not stop.done():
+                stop.set_result(cause)
 
-async def _serve(options: EngineOptions, sock: socket.socket) -> int:
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[BaseException | None] = loop.create_future()
-
-    def end(cause: BaseException | None) -> None:
-        if not stop.done():
-            stop.set_result(cause)
-
-    for number in ending_signals():
-        loop.add_signal_handler(number, end, None)
-    core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
-    core.phases["imports"] = process_age()
-    engine = EngineBridge(core)
-    most = most_connections(options.max_queued_requests + OTHER_CONNECTIONS, descriptors_each=1)
-    connections = Connections(most)
-    runner = await listen(EngineServer(engine, connections).app, sock, connections)
-    address = f"http://{options.host}:{sock.getsockname()[1]}"
-    log.info("listening on %s, loading %s", address, options.model_path)
-    try:
-        loading = in_daemon_thread(lambda: load(core))
-        awaited: list[asyncio.Future[Any]] = [loading, stop]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            return 0
-        engine.facts = loading.result()
-        if core.runner.cuda:
-            take_short_turns()
-        gc.freeze()  # what is loaded stays: looking through it for garbage would hold up requests and steps
-        core.start()
-        took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
-        log.info("started in %.1f s (%s)", process_age(), took)
-        log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
-        return 0 if await stop is None else 1
-    finally:
-        gc.unfreeze()
-        if engine.facts is not None:
-            core.stop()
-        await connections.aclose()
-        await runner.cleanup()
+        for number in ending_signals():
+            loop.add_signal_handler(number, end, None)
+        core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
+        core.phases["imports"] = process_age()
+        engine = EngineBridge(core)
+        most = most_connections(options.max_queued_requests + OTHER_CONNECTIONS, descriptors_each=1)
+        connections = Connections(most)
+        runner = await listen(EngineServer(engine, connections).app, sock, connections)
+        address = f"http://{options.host}:{sock.getsockname()[1]}"
+        log.info("listening on %s, loading %s", address, options.model_path)
+        try:
+            loading = in_daemon_thread(lambda: load(core))
+            awaited: list[asyncio.Future[Any]] = [loading, stop]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return 0
+            engine.facts = loading.result()
+            if core.runner.cuda:
+                take_short_turns()
+            gc.freeze()  # loaded objects stay: collecting among them would delay requests and steps
+            core.start()
+            took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
+            log.info("started in %.1f s (%s)", process_age(), took)
+            log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
+            return 0 if await stop is None else 1
+        finally:
+            gc.unfreeze()
+            if engine.facts is not None:
+                core.stop()
+            await connections.aclose()
+            await runner.cleanup()
 
 
 def take_short_turns() -> None:
-    """Whoever wants the interpreter gets it soon: a thread that computes in Python keeps it for 5 ms by default.
+    """Shorten the interpreter's switch interval: by default a thread that computes in Python keeps the GIL for 5 ms.
 
-    Launching a step asks for it a dozen times, and waits for its turn each time while requests are read or kernels are
+    Launching a step takes the GIL a dozen times, and waits for it each time while requests are parsed or kernels are
     compiled.
     """
     sys.setswitchinterval(TURN_S)
 
 
 def process_age() -> float:
-    """Seconds since this process began; 0 where that cannot be told."""
+    """Return the seconds since this process started; 0 where they are unknown."""
     try:
         with open("/proc/self/stat") as stream:
             began = int(stream.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -177,12 +180,12 @@ def process_age() -> float:
 
 
 def load(core: EngineCore) -> ModelFacts:
-    """Load tokenizer and model; everything wrong with the folder is a `UserError`."""
+    """Load tokenizer and model; any problem with the folder is a `UserError`."""
     from slime.cluster.devices import resolve_device
 
     options = core.options
     chat = ChatTokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
-    tokenizer: Any = NoTokenizer()
+    tokenizer: EngineTokenizer = NoTokenizer()
     if not options.skip_tokenizer_init:
         try:
             tokenizer = plain_tokenizer(options.model_path) or chat.get()
@@ -196,7 +199,7 @@ def load(core: EngineCore) -> ModelFacts:
 
 
 def end_process(code: int) -> NoReturn:
-    """At once while threads load or compile: the interpreter's own end would abort in the middle of native code."""
+    """Exit; at once while threads load or compile, since a normal exit would abort in the middle of native code."""
     if any(thread.name in NATIVE_THREADS for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
@@ -206,10 +209,10 @@ def end_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # into the log, for whoever waits for us
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # stacks go to the log
     try:
         code = main()
-    except Exception:  # noqa: BLE001 - what nobody expected is shown, and ends the process as an exception would
+    except Exception:  # noqa: BLE001 - an unexpected error is printed and ends the process, as without this handler
         traceback.print_exc()
         code = 1
     end_process(code)

@@ -1,8 +1,8 @@
-"""The engine's thread: takes requests and commands between steps, steps the model, tells the waiters.
+"""The engine's thread: takes requests and commands between steps, steps the model, notifies the waiters.
 
-Invariant: scheduler, cache and model are touched by this thread only; other threads hand in work through `submit` and
-`call`. What raises on behalf of one command or one sequence fails that one and nobody else; an error that belongs to
-no sequence fails all that are in the engine, which goes on empty. Only what leaves the device unusable ends the engine:
+Invariant: only this thread touches scheduler, cache and model; other threads enqueue work through `submit` and `call`.
+An exception on behalf of one command or one sequence fails only that one; an error that belongs to no sequence fails
+all sequences in the engine, which continues empty. Only an error that leaves the device unusable ends the engine:
 `on_death` gets the exception and every waiter an abort.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, a
 from slime.engine.embedded.weights.process_groups import Announced, WeightGroups
 from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
 from slime.models.peft_adapter import Adapter
+from slime.storage.json_types import JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Work:
-    """What another thread wants done; `meets_steps`: while steps are in flight, too."""
+    """A task from another thread; with `meets_steps` it may run while steps are in flight."""
 
     run: Callable[[], None]
     meets_steps: bool = False
@@ -46,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """An update of which some buckets have been copied; the engine makes no step before the others come."""
+    """An update of which some buckets were copied; the engine makes no step until the others arrive."""
 
     version: str | None
     number: int
@@ -54,7 +55,7 @@ class Unfinished:
     group_name: str = field(compare=False)
 
     def __str__(self) -> str:
-        return f"only {self.number} of {self.count} buckets of version {self.version} came"
+        return f"only {self.number} of {self.count} buckets of version {self.version} arrived"
 
 
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -62,6 +63,8 @@ _ANSWERS_FIRST_S = 0.1
 
 
 class EngineCore(LoadedEngine):
+    """The engine that runs in its own thread: its commands, its pauses, and the state of its weights."""
+
     def __init__(self, options: EngineOptions, *, on_death: Callable[[BaseException], object]) -> None:
         super().__init__(options)
         self.paused = False
@@ -69,10 +72,10 @@ class EngineCore(LoadedEngine):
         self.groups = WeightGroups()
         self._shared = SharedMemory()
         self._unfinished: Unfinished | None = None
-        self._mended: set[str] = set()  # tensors written since the weights went stale, all by the version `_mended_by`
+        self._mended: set[str] = set()  # tensors written since the weights became stale, all by version `_mended_by`
         self._mended_by: str | None = None
         self._released: set[str] = set()
-        self._discarded = False  # the weights that are released have no copy
+        self._discarded = False  # the weights were released without a copy
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._stopping = False
@@ -85,7 +88,7 @@ class EngineCore(LoadedEngine):
         self._arriving = ArrivingAdapter(self.views)
         self.adapter = MergedAdapter(self.views, o.model_path, trust_remote_code=o.trust_remote_code)
 
-    # the outside
+    # called from other threads
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -102,13 +105,13 @@ class EngineCore(LoadedEngine):
     def call(self, function: Callable[[], T], *, meets_steps: bool = False) -> Future[T]:
         """Run `function` in the engine's thread between two steps, unless the future is cancelled before.
 
-        All steps are read before, unless it does not mind to meet some that are launched.
+        The steps in flight are read first, unless `meets_steps` allows `function` to run while they are in flight.
         """
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked for it is gone
+                return  # the caller cancelled it
             try:
                 result = function()
             except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
@@ -119,7 +122,7 @@ class EngineCore(LoadedEngine):
         self._inbox.put(Work(run, meets_steps))
         return future
 
-    # the thread
+    # the engine's thread
 
     def _set_stopping(self) -> None:
         self._stopping = True
@@ -139,29 +142,35 @@ class EngineCore(LoadedEngine):
             self.abort_all("the engine stopped")
 
     def _turn(self) -> None:
-        self._take_work(wait=self.halted or self.scheduler.idle)
+        """Run the tasks that arrived, waiting for one if there is nothing to compute, and then make one step.
+
+        With stale weights every request ends instead: with its tokens, or with status 503 if it has none.
+        """
+        if self.halted or self.scheduler.idle:
+            self._do(self._awaited())
+        while not self._inbox.empty():
+            self._do(self._inbox.get())
         if self.halted or self.scheduler.idle:
             return
         if self.stale is not None:
-            self._refuse_all(f"the weights are stale: {self.stale}")
+            reason = f"the weights are stale: {self.stale}"
+            for seq in self.scheduler.all():
+                if not seq.output_ids:
+                    seq.end({"type": "abort", "message": reason, "status_code": StaleWeights.status})
+                    self.steps.leave(seq)
+                else:
+                    self._abort(seq, reason)
             return
         started = time.perf_counter()
         self.steps.step()
         self.counters.busy_seconds += time.perf_counter() - started
 
-    def _take_work(self, *, wait: bool) -> None:
-        """Run what came in, and wait for something first if asked to.
-
-        Commands meet a quiet engine, whenever they come in: all steps that are in flight land before. Newcomers and
-        whoever leaves do not mind them.
-        """
-        if wait:
-            self._do(self._awaited())
-        while not self._inbox.empty():
-            self._do(self._inbox.get())
-
     def _awaited(self) -> Work:
-        """Answers first: whoever was told of an end makes one now, and settling takes the interpreter away from it."""
+        """Wait for the next task; settle deferred work and capture graphs only when none arrives soon.
+
+        Settling is delayed because it takes the interpreter from the threads that write the answers of sequences that
+        just finished.
+        """
         self.steps.land()
         if self.steps.is_unsettled:
             try:
@@ -173,6 +182,7 @@ class EngineCore(LoadedEngine):
         return self._inbox.get()
 
     def _do(self, work: Work) -> None:
+        """Run a task, after the steps in flight unless it may meet them (as new and aborted requests do)."""
         if not work.meets_steps:
             self.steps.quiesce()
         work.run()
@@ -184,40 +194,31 @@ class EngineCore(LoadedEngine):
     # commands, run through `call`
 
     def abort(self, rid: str, reason: str = "aborted by request") -> int:
-        """Abort the request whose id is `rid`, all of its samples; returns how many sequences that were."""
+        """Abort all samples of the request with id `rid`; returns the number of its sequences."""
         hit = self.scheduler.of_request(rid)
         for seq in hit:
             self._abort(seq, reason)
         return len(hit)
 
     def abort_all(self, reason: str = "aborted by request") -> int:
-        everyone = self.scheduler.all()
-        for seq in everyone:
+        sequences = self.scheduler.all()
+        for seq in sequences:
             self._abort(seq, reason)
-        return len(everyone)
+        return len(sequences)
 
     def _abort(self, seq: Sequence, reason: str) -> None:
         seq.end({"type": "abort", "message": reason})
         self.steps.leave(seq)
 
     def abort_sequences(self, sequences: list[Sequence], reason: str) -> None:
-        """Abort exactly these, whatever else has their request id."""
+        """Abort exactly these sequences; others with the same request id continue."""
         for seq in sequences:
             if seq.finish is None:
                 self._abort(seq, reason)
 
-    def _refuse_all(self, reason: str) -> None:
-        """End every request: with the tokens that it has, or with status 503 where it has none."""
-        for seq in self.scheduler.all():
-            if not seq.output_ids:
-                seq.end({"type": "abort", "message": reason, "status_code": StaleWeights.status})
-                self.steps.leave(seq)
-            else:
-                self._abort(seq, reason)
-
     @property
     def halted(self) -> bool:
-        """No step is made: the engine is paused, memory that a step needs is released, or an update is unfinished."""
+        """True while no step is made: the engine is paused, memory is released, or an update is unfinished."""
         return self.paused or bool(self._released) or self._unfinished is not None
 
     def pause(self, mode: str) -> None:
@@ -237,21 +238,21 @@ class EngineCore(LoadedEngine):
         self.scheduler.cache.tree.clear()
 
     def mark_stale(self, reason: str) -> None:
-        """Refuse to generate until whole weights come: what is loaded is not what anybody published.
+        """Refuse to generate until whole weights arrive, since the loaded weights match no published version.
 
-        Requests that are here end when the engine would make its next step; an update that comes before saves them.
+        Requests in the engine end when it would make its next step, unless an update arrives before.
         """
         log.error("the weights are stale: %s", reason)
         self.stale, self._unfinished, self._mended = reason, None, set()
         self.adapter.overwritten()
 
     def break_off(self, group_name: str) -> None:
-        """Nothing more comes through this group: an update of which it brought a part cannot be finished."""
+        """Mark the weights as stale if this group carried a part of an unfinished update."""
         if self._unfinished is not None and self._unfinished.group_name == group_name:
             self.mark_stale(str(self._unfinished))
 
     def check_update(self, bucket: Announced | None = None, version: str | None = None) -> None:
-        """Refuse an update for which there is no memory, and a bucket that does not follow the one before it."""
+        """Refuse an update while the weights are released, and a bucket that does not follow the one before it."""
         self._require_weights()
         if bucket is None or bucket.number == 1:
             return
@@ -271,20 +272,21 @@ class EngineCore(LoadedEngine):
         bucket: Announced | None = None,
         keeps_base: bool = False,
     ) -> int:
-        """Apply `load` and take the new version; slots of running sequences now mix two sets of weights.
+        """Apply `load` and set the new version; slots of running sequences then mix two sets of weights.
 
-        No prefix that earlier weights computed is shared from now on, whatever `flush` says of an update that goes on.
-        `names` are the tensors that `load` writes (None: all of the model), `bucket` is the part of an update that they
-        are. All but an adapter (`keeps_base`) overwrite the weights that adapters are merged into.
+        Prefixes that earlier weights computed are not shared any more; `flush` says whether this bucket of an update
+        already drops them, before its last one. `names` are the tensors that `load` writes (None: all of the model),
+        `bucket` is their part of the update. Every update except an adapter's (`keeps_base`) overwrites the weights
+        that adapters are merged into.
         """
         self.check_update(bucket, version)
-        self.steps.settle()  # what aborted requests leave in the cache is of the weights before
+        self.steps.settle()  # what aborted requests leave in the cache was computed by the old weights
         try:
             copied = load()
         except HalfWritten as error:
             self.mark_stale(str(error))
             raise
-        except BadRequest:  # a refusal, before the first tensor changed
+        except BadRequest:  # refused before the first tensor changed
             raise
         except Exception as error:
             self.mark_stale(f"an update failed ({type(error).__name__}: {error})")
@@ -307,11 +309,13 @@ class EngineCore(LoadedEngine):
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
 
     def _note_written(self, names: Collection[str] | None, bucket: Announced | None, version: str | None) -> None:
-        """Weights that are stale are good again once one version has written every tensor since they went stale.
-        Updates without a version may be of different ones."""
+        """Record what an update wrote, and end staleness once one version wrote every tensor since it began.
+
+        Each update without a version counts as a version of its own.
+        """
         begins = bucket is None or bucket.number == 1
         if self._unfinished is not None and begins:
-            self.mark_stale(str(self._unfinished))  # the rest of it can no longer come
+            self.mark_stale(str(self._unfinished))  # its other buckets cannot follow any more
         if bucket is None or bucket.is_last:
             self._unfinished = None
         else:
@@ -355,7 +359,7 @@ class EngineCore(LoadedEngine):
         )
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
-        """A model folder, or a version folder with a delta to the weights that are here now."""
+        """Load a model folder, or apply a version folder with a delta to the current weights."""
         try:
             if not Path(folder).is_dir():
                 raise BadRequest(f"there is no folder {shown(folder)} with safetensors files", "model_path")
@@ -372,6 +376,7 @@ class EngineCore(LoadedEngine):
         )
 
     def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
+        """Apply a delta to the current weights; those that do not match its base are stale afterwards."""
         if self.stale is not None or self._unfinished is not None:
             raise Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
         base = self.weight_version
@@ -397,20 +402,28 @@ class EngineCore(LoadedEngine):
     def update_from_group(
         self, bucket: Announced, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
     ) -> int:
-        """Copy one bucket of a broadcast, which was received; the version is taken with the last."""
-        if bucket.adapter is not None:
-            return self._adapter_from_group(bucket, tensors, version, flush=flush)
-        return self._update_from_tensors(tensors, bucket.source, version, flush=flush, bucket=bucket)
+        """Copy one received bucket of a broadcast; the version changes with the last bucket.
+
+        Buckets of an adapter are collected: the weights change with the last of them, if at all.
+        """
+        if bucket.adapter is None:
+            return self._update_from_tensors(tensors, bucket.source, version, flush=flush, bucket=bucket)
+        adapter = self._arriving.take(bucket, tensors, bucket.adapter)
+        if adapter is None:
+            return sum(tensor.nbytes for tensor in tensors.values())
+        return self._merge(bucket.group_name, adapter, version, flush=flush)
 
     def open_shared(self, memory: DeviceMemory | HostMemory, bucket: Announced) -> OpenBucket:
-        """A bucket in a trainer's memory, ready to be copied; for any thread: nothing of the model changes."""
+        """Open a bucket in a trainer's memory for copying; any thread may call this, as it does not change the model."""
         return self._shared.open(memory, bucket, self.views, self.runner.device)
 
     def update_from_shared(
         self, opened: OpenBucket, version: str | None, *, flush: bool, pause_mode: str | None
     ) -> int:
-        """Copy such a bucket; the version is taken with the last. With a pause mode it is all of `pause`, update and
-        `resume`; an engine that somebody else has paused stays so."""
+        """Copy an opened bucket; the version changes with the last bucket.
+
+        With a pause mode it also does `pause` before and `resume` after; an engine that was already paused stays paused.
+        """
         was_paused = self.paused
         if pause_mode is not None:
             self.pause(pause_mode)
@@ -423,31 +436,21 @@ class EngineCore(LoadedEngine):
             if pause_mode is not None and not was_paused:
                 self.resume()
 
-    def _adapter_from_group(
-        self, bucket: Announced, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
-    ) -> int:
-        """Keep one bucket of an adapter's broadcast; the weights change with the last, if at all."""
-        assert bucket.adapter is not None
-        adapter = self._arriving.take(bucket, tensors, bucket.adapter)
-        if adapter is None:
-            return sum(tensor.nbytes for tensor in tensors.values())
-        return self._merge(bucket.group_name, adapter, version, flush=flush)
-
     def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
-        """Merge a LoRA adapter into the weights of the model's folder, in the place of the one before."""
+        """Merge a LoRA adapter into the weights of the model's folder; it replaces the adapter before."""
         return self._merge(name, adapter_in(folder), version, flush=flush)
 
     def _merge(self, name: str, adapter: Adapter, version: str | None, *, flush: bool) -> int:
         return self.update_weights(lambda: self.adapter.load(name, adapter), version, flush=flush, keeps_base=True)
 
     def unload_adapter(self, name: str, version: str | None, *, flush: bool) -> int:
-        """The weights of the model's folder, without the adapter."""
+        """Restore the weights of the model's folder, without the adapter."""
         if name != self.adapter.name:
             raise BadRequest(f"no adapter {shown(name)} is loaded", "lora_name")
         return self.update_weights(self.adapter.unload, version, flush=flush, keeps_base=True)
 
-    def check_weights(self, action: str) -> dict[str, Any]:
-        """`checksum`: xxh3-128 of every tensor; `shapes`: what an update may name."""
+    def check_weights(self, action: str) -> JsonObject:
+        """Return the xxh3-128 of every tensor (`checksum`) or the tensors that an update may name (`shapes`)."""
         if action == "shapes":
             return {"shapes": self.views.shapes()}
         self._require_weights()
@@ -456,10 +459,10 @@ class EngineCore(LoadedEngine):
         return {"checksums": tensor_checksums(self.views.readable().items())}
 
     def release_memory(self, tags: list[str], *, discard_weights: bool = False) -> None:
-        """Give device memory back: the KV cache is dropped, weights are kept on the host or, if told so, dropped too.
+        """Release device memory: the KV cache is dropped, weights are kept on the host or (`discard_weights`) dropped.
 
-        CUDA graphs have no memory of their own to give: where memory keeps its addresses they stay, else they go and
-        come with either.
+        CUDA graphs have no memory of their own to release: where memory keeps its addresses they stay valid, else they
+        are dropped when either is released, and captured again when both are back.
         """
         if not self.scheduler.idle:
             raise BadRequest(
@@ -470,7 +473,11 @@ class EngineCore(LoadedEngine):
                 continue
             if tag == "kv_cache":
                 self.flush_cache()
-                self._release_cache()
+                if self.memory is None:
+                    self.runner.free_kv()
+                else:
+                    self.runner.forget_kv()
+                    self.memory.release_cache()
             else:
                 self._release_weights(discard=discard_weights)
             self._released.add(tag)
@@ -480,13 +487,6 @@ class EngineCore(LoadedEngine):
             torch.cuda.empty_cache()
             log.info("released %s; torch keeps %.2f GiB", tags, torch.cuda.memory_reserved() / 2**30)
 
-    def _release_cache(self) -> None:
-        if self.memory is None:
-            self.runner.free_kv()
-        else:
-            self.runner.forget_kv()
-            self.memory.release_cache()
-
     def _release_weights(self, *, discard: bool) -> None:
         self._discarded = discard
         if self.memory is not None:
@@ -495,12 +495,18 @@ class EngineCore(LoadedEngine):
             self.runner.model.to("cpu")
 
     def resume_memory(self, tags: list[str]) -> None:
-        """Take memory again; discarded weights are stale until whole ones are published."""
+        """Allocate the memory again; discarded weights are stale until whole ones are published."""
         for tag in tags:
             if tag not in self._released:
                 continue
             if tag == "weights":
-                self._restore_weights()
+                if self.memory is not None:
+                    self.memory.restore_weights()
+                elif self.runner.cuda:
+                    self.runner.model.to(self.runner.device)
+                if self._discarded:
+                    self._discarded = False
+                    self.mark_stale("they were released without a copy")
             elif self.memory is not None:
                 self.memory.restore_cache()
             else:
@@ -509,16 +515,7 @@ class EngineCore(LoadedEngine):
                 self._prepare_cuda()
             self._released.discard(tag)
 
-    def _restore_weights(self) -> None:
-        if self.memory is not None:
-            self.memory.restore_weights()
-        elif self.runner.cuda:
-            self.runner.model.to(self.runner.device)
-        if self._discarded:
-            self._discarded = False
-            self.mark_stale("they were released without a copy")
-
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JsonObject:
         self.steps.settle()
         s, c = self.scheduler, self.counters
         return {

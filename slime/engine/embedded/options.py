@@ -1,4 +1,4 @@
-"""The engine process's own command line: SGLang's names where SGLang has the option."""
+"""The command line of the engine process; options have SGLang's names where SGLang has them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineOptions:
 
     @property
     def formats(self) -> Formats:
-        """What is read out of the answers to chats."""
+        """The formats of tool calls and reasoning that are parsed from answers to chats."""
         return Formats(self.tool_call_parser, self.reasoning_parser)
 
 
@@ -51,11 +51,11 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     )
     add = parser.add_argument
     add("--model-path", "--hf-checkpoint", required=True, help="Hugging Face model folder")
-    add("--host", default="127.0.0.1", help="address to bind; loopback unless told otherwise")
+    add("--host", default="127.0.0.1", help="address to bind; default: loopback")
     add("--port", type=int, default=30000, help="port to bind; 0 picks a free one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto",
-        help="auto: bfloat16 on cuda and on a CPU that has units for it, else float32")  # fmt: skip
+        help="auto: bfloat16 on cuda and on a CPU with bfloat16 units, else float32")  # fmt: skip
     add("--context-length", type=int, help="longest sequence; default: the model's")
     add("--max-running-requests", type=int, default=256, help="sequences decoded at once")
     add("--max-total-tokens", type=int, help="KV cache capacity in tokens; default: from --mem-fraction")
@@ -65,34 +65,34 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--compile", action=argparse.BooleanOptionalAction, default=None,
         help="torch.compile the decoder layers of a model without fused kernels; default: on cuda")  # fmt: skip
     add("--fused-kernels", action=argparse.BooleanOptionalAction, default=True,
-        help="on cuda, our own kernels where a family has them; it then starts within seconds")  # fmt: skip
+        help="on cuda, our own kernels for the families that have them; the engine then starts within seconds")  # fmt: skip
     add("--share-prefixes", action=argparse.BooleanOptionalAction, default=True,
         help="keep computed prefixes and share them between requests")  # fmt: skip
     add("--served-model-name", help="name in /v1/models; default: the folder's")
     add("--weight-version", default="default", help="version reported until the first weight update")
     add("--stream-interval", type=int, default=1, help="tokens between two events of a stream")
     add("--incremental-streaming-output", action="store_true",
-        help="events of /generate carry what is new, not the whole answer so far")  # fmt: skip
+        help="events of /generate have the new part only, not the whole answer so far")  # fmt: skip
     add("--trust-remote-code", action="store_true")
     add("--skip-tokenizer-init", action="store_true",
         help="serve a folder without a tokenizer: requests are input_ids, answers output_ids")  # fmt: skip
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add("--api-key", help="every route but /health* asks for it: Authorization: Bearer KEY; "
+    add("--api-key", help="key that every route except /health* requires: Authorization: Bearer KEY; "
         "default: SLIME_ENGINE_API_KEY of the environment; beyond loopback a random one, which is printed")  # fmt: skip
-    add("--admin-api-key", help="control routes (weights, memory, pause, abort, flush) ask for it, in the place of "
+    add("--admin-api-key", help="key that control routes (weights, memory, pause, abort, flush) require instead of "
         "--api-key; default: SLIME_ENGINE_ADMIN_API_KEY of the environment; without any key a random one, which is "
-        "kept in ~/.cache/slime/engine_keys/PORT for this user")  # fmt: skip
+        "stored in ~/.cache/slime/engine_keys/PORT for this user")  # fmt: skip
     add("--max-queued-requests", type=int, default=65536,
-        help="samples that may wait or run at once; a request beyond them gets 429")  # fmt: skip
+        help="samples that may wait or run at once; a request above this limit gets status 429")  # fmt: skip
     add("--max-samples-per-request", type=int, default=4096,
-        help="prompts of one request times its n; 400 beyond them")  # fmt: skip
+        help="largest number of prompts in one request times its n; status 400 above it")  # fmt: skip
     add("--max-body-mb", type=int, default=256,
-        help="largest JSON body in MiB, weights excepted; 413 beyond it")  # fmt: skip
+        help="largest JSON body in MiB, except weights; status 413 above it")  # fmt: skip
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, metavar="NAME",
-        help="tool_calls in answers to chats with tools; default: calls stay in the text; "
+        help="parse tool_calls from answers to chats with tools; default: calls stay in the text; "
         f"one of {', '.join(TOOL_CALL_PARSERS)}")  # fmt: skip
     add("--reasoning-parser", choices=REASONING_PARSERS, metavar="NAME",
-        help="reasoning_content in answers to chats; default: it stays in the text; "
+        help="parse reasoning_content from answers to chats; default: reasoning stays in the text; "
         f"one of {', '.join(REASONING_PARSERS)}")  # fmt: skip
     given = parser.parse_args(argv)
     given.served_model_name = given.served_model_name or given.model_path.rstrip("/").rsplit("/", 1)[-1]

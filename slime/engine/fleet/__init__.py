@@ -1,1 +1,1 @@
-"""The engines of a run: which ones, started together or attached, watched over, brought back."""
+"""Engine fleets of a run: choice of the backend, start or attach, supervision, restart."""

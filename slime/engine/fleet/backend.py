@@ -1,4 +1,4 @@
-"""Who generates tokens, SGLang's server or the embedded engine, who spreads requests over them, and why."""
+"""Choice of the engine (SGLang's server, the embedded engine or external engines) and of the router, with reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
 
 
 def choose_backend(config: Config, device: str) -> tuple[str, str]:
-    """The engine to start for `--rollout-backend`, and why."""
+    """The engine to start for `--rollout-backend`, and the reason."""
     asked = config.rollout_backend
     if config.rollout_external_engine_addrs:
         return EXTERNAL, "--rollout-external-engine-addrs names engines that are only attached"
@@ -29,7 +29,7 @@ def choose_backend(config: Config, device: str) -> tuple[str, str]:
 
 
 def choose_router(config: Config, backend: str) -> tuple[str, str]:
-    """Who spreads requests over the engines of a model, and why."""
+    """The router that distributes requests over the engines of a model, and the reason."""
     asked = config.rollout_router
     if asked == BUILTIN:
         return BUILTIN, "asked for"

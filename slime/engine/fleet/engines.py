@@ -1,7 +1,7 @@
-"""All that generates in a run: the engines of every model, their routers, or engines that somebody else runs.
+"""Engines and routers of all models of a run, or external engines.
 
 Invariant: after `start` every engine and router answers, `urls` are the engines whose weights are updated, and each
-model has an address to be reached at. A frozen model is served by a fleet of its own, which no update ever reaches.
+model has an address. A frozen model is served by a separate fleet, which gets no weight updates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from slime.cluster.node import Slot
 from slime.cluster.ports import is_loopback
@@ -34,15 +34,16 @@ from slime.engine.sglang.router import SglangRouter, external_router, installed_
 from slime.engine.sglang.topology import DEFAULT_MODEL, ServedModel, read_topology, simple_model
 from slime.errors import RunFailed, UserError
 from slime.models.folder import quantization, read_config_json
+from slime.storage.json_types import JsonObject
 
 _END_IS_SEEN_S = 2.0
-"""How long it may take from a connection that breaks to a process that is seen to have ended."""
+"""Maximum delay between a broken connection and the detected end of its process."""
 
 logger = logging.getLogger(__name__)
 
 
 class Engines:
-    """The engines of the model that is trained, and what serves the others; on `slots`, or on this machine."""
+    """Engines of the trained model and of the other models, with their routers; on `slots`, or on this machine."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Engines:
         self.backend, _ = choose_backend(config, device)
         self.models = served_models(config, self.backend)
         self.key = engine_key(config) or made_key()
-        """What all of them ask for, unless they are somebody else's and ask for none."""
+        """API key of all engines, except of external engines without a key."""
         self._slots = slots
         self._fleets: dict[str, EngineFleet | ExternalEngines] = {}
         for number, model in enumerate(self.models):
@@ -84,67 +85,76 @@ class Engines:
 
     @property
     def kind(self) -> EngineKind:
-        """Embedded or sglang: what the engines of the trained model are, once they have started."""
+        """Kind of the trained model's engines (embedded or sglang); known after `start`."""
         return self.capabilities[0].kind
 
     @property
     def size(self) -> int:
-        """Engines of all models."""
+        """Number of engines of all models."""
         return sum(fleet.size for fleet in self._fleets.values())
 
     @property
     def urls(self) -> list[str]:
-        """The engines of the model that is trained."""
+        """Base URLs of the trained model's engines."""
         return self._trained.urls
 
     @property
     def router_url(self) -> str | None:
-        """The sglang-router in front of them, if there is one."""
+        """URL of the sglang-router in front of the trained model's engines; None without a router."""
         router = self._routers.get(self.models[0].name)
         return None if router is None else router.url
 
     @property
     def model_urls(self) -> dict[str, list[str]]:
-        """Where to send requests for each model: to its router, or to one of its engines."""
+        """URLs for the requests of each model: its router, or its engines."""
         return {
             name: [self._routers[name].url] if name in self._routers else fleet.urls
             for name, fleet in self._fleets.items()
         }
 
-    def addresses(self) -> dict[str, Any]:
-        """What a rollout runtime must know beside `urls`."""
+    def addresses(self) -> JsonObject:
+        """Connection settings of a rollout runtime, in addition to `urls`.
+
+        `is_open` is true if generation needs no key; the run's own SGLang routers and servers always require one.
+        """
+        router = self._routers.get(self.models[0].name)
+        if router is not None:
+            is_open = not router.is_ours
+        elif self.backend == EXTERNAL:
+            is_open = engine_key(self._config) is None
+        else:
+            hosts = [self._config.host] if self._slots is None else [slot.node.address for slot in self._slots]
+            is_open = self.backend == EMBEDDED and all(is_loopback(host) for host in hosts)
         return {
             "router_url": self.router_url,
             "router_only": self.models[0].is_disaggregated,
             "api_key": self.key,
-            "is_open": self._is_open(),
+            "is_open": is_open,
             "model_urls": self.model_urls,
         }
 
-    def _is_open(self) -> bool:
-        """Whether what generates asks for no key. SGLang's router and servers of ours always do."""
-        router = self._routers.get(self.models[0].name)
-        if router is not None:
-            return not router.is_ours
-        if self.backend == EXTERNAL:
-            return engine_key(self._config) is None
-        addresses = [self._config.host] if self._slots is None else [slot.node.address for slot in self._slots]
-        return self.backend == EMBEDDED and all(is_loopback(address) for address in addresses)
-
     def without_missing(self, config: Config) -> Config:
-        """The config without what the engines turned out to lack; each thing is said in one sentence."""
+        """The config without the features that the engines lack; each change is logged as one sentence."""
         config, sentences = without_missing(config, self.capabilities)
         for sentence in sentences:
             logger.warning("%s", sentence)
         return config
 
     def start(self) -> list[str]:
-        """Start everything that is ours; returns `urls`."""
+        """Start or attach all engines, probe those of the trained model, and start the routers; returns `urls`."""
         try:
             self._start_fleets()
-            self.capabilities = self._probed()
+            try:
+                self.capabilities = [
+                    probe(engine.url, generate=engine.worker_type == "regular", api_key=self.key)
+                    for engine in self._trained.launches
+                ]
+            except RunFailed:
+                self._trained.check(within_s=_END_IS_SEEN_S)  # if an engine has died, its error names it and its log
+                raise
             for name, router in self._routers.items():
-                self._go_on()
+                if self._is_stopped:
+                    raise RunFailed("the engines were stopped while they were starting")
                 router.start(self._fleets[name].launches)
         except BaseException:
             self.stop()
@@ -155,16 +165,16 @@ class Engines:
 
     @property
     def own_fleet(self) -> EngineFleet | None:
-        """The engines of the trained model, if they are ours to restart."""
+        """Fleet of the trained model; None for external engines, which are not restarted."""
         return self._trained if isinstance(self._trained, EngineFleet) else None
 
     @property
     def frozen_fleets(self) -> dict[str, EngineFleet]:
-        """The engines of every other model, by its name."""
+        """Fleets of the other models, by model name."""
         return {name: fleet for name, fleet in list(self._fleets.items())[1:] if isinstance(fleet, EngineFleet)}
 
     def route(self, url: str, up: bool, *, model: str | None = None) -> None:
-        """Tell the router of a model, by default of the trained one, whether one of its engines is there."""
+        """Add an engine to the router of a model (default: the trained model), or remove it."""
         router = self._routers.get(self.models[0].name if model is None else model)
         if router is not None:
             (router.add_worker if up else router.remove_worker)(url)
@@ -183,11 +193,11 @@ class Engines:
             part.check()
 
     def why_ended(self, index: int) -> str | None:
-        """How one engine of the trained model ended; None while it runs."""
+        """Describe how an engine of the trained model ended; None while it runs."""
         return self._trained.why_ended(index)
 
     def restart(self, index: int) -> None:
-        """Start one engine of the trained model again; its router forgets it meanwhile."""
+        """Restart an engine of the trained model; it is removed from the router during the restart."""
         engine, router = self._trained.launches[index], self._routers.get(self.models[0].name)
         if router is not None:
             router.remove_worker(engine.url)
@@ -196,11 +206,11 @@ class Engines:
             router.add_worker(engine.url, engine.worker_type, engine.bootstrap_port)
 
     def pids(self) -> list[int]:
-        """All processes of the engines and routers."""
+        """Process ids of the engines and routers."""
         return [pid for part in self._parts for pid in part.pids()]
 
     def stop(self) -> None:
-        """Stop what was started, the routers first, and start no more. Safe to call again."""
+        """Stop all routers, then all engines; nothing is started afterwards. Idempotent."""
         self._is_stopped = True
         with ExitStack() as stack:
             for part in self._parts:
@@ -216,7 +226,7 @@ class Engines:
         self.stop()
 
     def _start_fleets(self) -> None:
-        """All at once; if one fails, the others are not waited for."""
+        """Start all fleets in parallel; if one fails, stop the others without waiting for their start."""
         with ThreadPoolExecutor(len(self._fleets)) as pool:
             starting = [pool.submit(fleet.start) for fleet in self._fleets.values()]
             wait(starting, return_when=FIRST_EXCEPTION)
@@ -224,21 +234,6 @@ class Engines:
             if failed is not None:
                 self.stop()
                 failed.result()
-
-    def _probed(self) -> list[Capabilities]:
-        """What each engine of the trained model can do; one that has ended meanwhile is named, with its log."""
-        try:
-            return [
-                probe(engine.url, generate=engine.worker_type == "regular", api_key=self.key)
-                for engine in self._trained.launches
-            ]
-        except RunFailed:
-            self._trained.check(within_s=_END_IS_SEEN_S)
-            raise
-
-    def _go_on(self) -> None:
-        if self._is_stopped:
-            raise RunFailed("the engines were stopped while they were starting")
 
     def _make_routers(self, run_dir: str | os.PathLike[str]) -> None:
         config = self._config
@@ -258,20 +253,20 @@ class Engines:
                 raise UserError(f"prefill and decode servers need sglang-router ({reason}): see --sglang-router-python")
         if config.use_fault_tolerance and self.models[0].is_disaggregated:
             raise UserError(
-                "--use-fault-tolerance restarts whole engines: it does not go with prefill and decode servers"
+                "--use-fault-tolerance restarts whole engines: it does not support prefill and decode servers"
             )
 
 
 def served_models(config: Config, backend: str) -> tuple[ServedModel, ...]:
-    """The models of a run; only SGLang serves more than the one that is trained."""
+    """The models of a run; only SGLang serves models in addition to the trained one."""
     if backend != SGLANG_SERVER:
-        plain = config.replace(prefill_num_servers=None)
-        return (simple_model(plain, config.hf_checkpoint, DEFAULT_MODEL),)
+        without_prefill = config.replace(prefill_num_servers=None)
+        return (simple_model(without_prefill, config.hf_checkpoint, DEFAULT_MODEL),)
     return read_topology(config)
 
 
 def alone_engine(config: Config) -> Config:
-    """The config of a fleet of one engine beside the others, on the rollout's first GPU."""
+    """Config of a separate fleet with one engine, on the rollout's first GPU."""
     return config.replace(
         rollout_num_gpus=1,
         rollout_num_gpus_per_engine=1,
@@ -283,14 +278,14 @@ def alone_engine(config: Config) -> Config:
 
 
 def count_engines(config: Config, backend: str) -> int:
-    """How many engines a run uses."""
+    """Number of engines that a run uses."""
     if backend == EXTERNAL:
         return ExternalEngines(config).size
     return sum(model.num_engines for model in served_models(config, backend))
 
 
 def check_engines(config: Config, backend: str, device: str) -> None:
-    """Refuse, before anything starts, flags that the chosen engines and router do not have."""
+    """Refuse flags that the chosen engines and router do not support, before anything starts."""
     if backend == EMBEDDED:
         refuse_for_embedded(config, device)
     elif backend == EXTERNAL:
@@ -302,7 +297,8 @@ def check_engines(config: Config, backend: str, device: str) -> None:
 
 
 def refuse_quantised(config: Config, backend: str) -> None:
-    """SGLang keeps a quantised folder as it is, and would take the trained weights, plain numbers, for such."""
+    """Refuse a quantised model folder for SGLang, which would interpret the unquantised trained weights as quantised
+    ones."""
     folder = config.hf_checkpoint
     if backend != SGLANG_SERVER or folder is None or config.debug_rollout_only:
         return

@@ -1,7 +1,11 @@
-"""Engines that somebody else runs (`--rollout-external-engine-addrs`): attached, updated, never started or stopped.
+"""External engines (`--rollout-external-engine-addrs`): attached and updated, never started or stopped.
 
-Invariant: after `attach` every address has answered as an engine that serves a model of the same architecture and
+Invariant: after `start` every address has answered as an engine that serves a model of the same architecture and
 vocabulary as `--hf-checkpoint`; otherwise the run ends with the reason before anything was sent to any of them.
+
+`probe` requests the capabilities of a running engine. Invariant: a feature that an engine lacks is either replaced by a
+weaker one, with a sentence that names it, or refused before the first rollout. Nothing is assumed from a version
+number.
 """
 
 from __future__ import annotations
@@ -10,18 +14,14 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from slime.config import Config
 from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask, engine_key
 from slime.engine.launch import Launch
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
-
-# What a running engine can do, asked of the engine itself; and what a run does without what is missing.
-#
-# Invariant: a feature that an engine lacks is either replaced by a weaker one, with a sentence that says so, or
-# refused before the first rollout. Nothing is assumed from a version number.
+from slime.storage.json_types import JsonObject
 
 EngineKind = Literal["embedded", "sglang"]
 PAUSE_MODES = ("abort", "in_place", "retract")
@@ -30,14 +30,14 @@ UPDATE_ROUTES = {
     "tensor": "/update_weights_from_disk",
     "nccl": "/update_weights_from_distributed",
 }
-"""What each transport calls on an SGLang server; shared memory is read as a folder, since its own way takes pickles."""
+"""The SGLang route of each transport; shared memory is loaded as a folder, since SGLang's own route takes pickles."""
 _EMBEDDED = "slime-embedded"
 _PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One engine's answers."""
+    """Features of one engine, as probed."""
 
     kind: EngineKind
     version: str
@@ -54,7 +54,8 @@ class Capabilities:
 
 
 def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: str | None = None) -> Capabilities:
-    """Ask one engine; `generate` samples one token to see what its answers carry (not with disaggregated servers)."""
+    """Probe one engine; `generate` samples one token to see the fields of its responses (not for disaggregated
+    servers)."""
     info = _object(url, "/server_info", timeout_s, api_key)
     if info.get("engine") == _EMBEDDED:
         return Capabilities("embedded", str(info["version"]), str(info["model_path"]))
@@ -62,11 +63,17 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
     described = _object(url, "/openapi.json", timeout_s, api_key, optional=True)
     routes = set(described.get("paths", {}))
     meta = _sampled_meta(url, timeout_s, api_key) if generate else None
+    pause_modes: Iterable[str] = PAUSE_MODES
+    if routes:
+        pause_modes = ()
+        if "/pause_generation" in described["paths"]:
+            schema = described.get("components", {}).get("schemas", {}).get("PauseGenerationReqInput", {})
+            pause_modes = schema.get("properties", {}).get("mode", {}).get("enum", ("abort",))
     return Capabilities(
         kind="sglang",
         version=version,
         model_path=str(info.get("model_path", "")),
-        pause_modes=frozenset(_pause_modes(described)) if routes else frozenset(PAUSE_MODES),
+        pause_modes=frozenset(pause_modes),
         transports=frozenset(name for name, route in UPDATE_ROUTES.items() if not routes or route in routes),
         releases_memory=not routes or "/release_memory_occupation" in routes,
         echoes_weight_version=meta is None or "weight_version" in meta,
@@ -76,18 +83,16 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
 
 
 def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Config, list[str]]:
-    """The config that all these engines can serve, and a sentence for each thing that was given up."""
-    changes: dict[str, Any] = {}
+    """The config that all these engines can serve, and a sentence for each replaced feature."""
+    changes: JsonObject = {}
     sentences: list[str] = []
     for engine in engines:
         if not engine.returns_log_probs:
-            raise RunFailed(
-                f"{engine} returns no log-probs with its tokens, and training needs them: use a newer version"
-            )
+            raise RunFailed(f"{engine} returns no log-probs with its tokens, which training needs: use a newer version")
         if config.use_rollout_routing_replay and not engine.returns_routed_experts:
             raise UserError(
-                f"{engine} does not say which experts its routers chose, which --use-rollout-routing-replay trains "
-                "with: start it with --enable-return-routed-experts"
+                f"--use-rollout-routing-replay: {engine} does not return the experts that its routers chose: start it "
+                "with --enable-return-routed-experts"
             )
         if config.update_weight_pause_mode not in engine.pause_modes:
             changes["update_weight_pause_mode"] = "abort"
@@ -98,20 +103,20 @@ def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Co
         if config.update_weight_transport in set(UPDATE_ROUTES) - engine.transports:
             changes["update_weight_transport"] = "disk"
             sentences.append(
-                f"{engine} takes no weights by {config.update_weight_transport}: they go through files instead"
+                f"{engine} takes no weights by {config.update_weight_transport}: they are sent through files instead"
             )
         if config.lora_rank and config.lora_sync == "adapter" and engine.kind == "sglang":
             changes["lora_sync"] = "merged"
             sentences.append(f"{engine} adds an adapter only in requests that name it: it gets the merged weights")
         if config.offload_rollout and not engine.releases_memory:
             changes["offload_rollout"] = False
-            sentences.append(f"{engine} cannot release its memory: it keeps it while the trainers work")
+            sentences.append(f"{engine} cannot release its memory: it keeps it during training")
         if not engine.echoes_weight_version:
-            sentences.append(f"{engine} does not name the weight version of an answer: samples carry none")
+            sentences.append(f"{engine} does not name the weight version of an answer: samples have none")
     return config.replace(**changes), list(dict.fromkeys(sentences))
 
 
-def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optional: bool = False) -> dict[str, Any]:
+def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optional: bool = False) -> JsonObject:
     try:
         status, answer = ask("GET", url + path, timeout_s=timeout_s, api_key=api_key)
     except NoAnswer as error:
@@ -123,10 +128,10 @@ def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optio
     if status in (401, 403):
         how = "takes another API key than" if api_key is not None else "wants an API key: put it into"
         raise UserError(f"the engine at {url} {how} the environment variable {KEY_VARIABLE}")
-    raise RunFailed(f"engine {url} answered {path} with status {status}: it speaks no dialect of SGLang that is known")
+    raise RunFailed(f"engine {url} answered {path} with status {status}: this is not a known dialect of SGLang")
 
 
-def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
+def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> JsonObject:
     try:
         status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
     except NoAnswer as error:
@@ -136,31 +141,29 @@ def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> dict[str, 
     return dict(answer["meta_info"])
 
 
-def _pause_modes(described: dict[str, Any]) -> Iterable[str]:
-    if "/pause_generation" not in described["paths"]:
-        return ()
-    schema = described.get("components", {}).get("schemas", {}).get("PauseGenerationReqInput", {})
-    return schema.get("properties", {}).get("mode", {}).get("enum", ("abort",))
-
-
 FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
 _ASK_TIMEOUT_S = 10.0
 
 
 class ExternalEngines:
-    """The engines at the addresses of the flag, in the form of a fleet."""
+    """The external engines of a run, with the interface of a fleet."""
 
     def __init__(self, config: Config) -> None:
         assert config.rollout_external_engine_addrs
         self._config = config
-        self._addresses = [_url(address) for address in config.rollout_external_engine_addrs]
+        self._addresses: list[str] = []
+        for address in config.rollout_external_engine_addrs:
+            host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+            if not colon or not host or not port.isdigit():
+                raise UserError(f"{FLAG} {address}: give HOST:PORT")
+            self._addresses.append(f"http://{host}:{port}")
         self.size = len(self._addresses)
         if len(set(self._addresses)) != self.size:
             raise UserError(f"{FLAG} names an engine twice: {' '.join(config.rollout_external_engine_addrs)}")
         for flag, given in (("--offload-rollout", config.offload_rollout), ("--sglang-config", config.sglang_config)):
             if given:
-                raise UserError(f"{flag} is about engines that the run starts itself: drop it, or drop {FLAG}")
+                raise UserError(f"{flag} is for engines that the run starts itself: drop it, or drop {FLAG}")
         self.launches: list[Launch] = []
 
     @property
@@ -168,12 +171,12 @@ class ExternalEngines:
         return list(self._addresses)
 
     def start(self) -> list[str]:
-        """Look at every engine; returns `urls`."""
+        """Probe every engine; returns `urls`."""
         self.launches = self._discovered(_TIMEOUT_S)
         return self.urls
 
     def ask(self) -> None:
-        """Raise a `UserError` unless every engine answers soon, and serves the right model."""
+        """Raise a `UserError` unless every engine answers within seconds and serves the right model."""
         self._discovered(_ASK_TIMEOUT_S)
 
     def _discovered(self, timeout_s: float) -> list[Launch]:
@@ -181,30 +184,24 @@ class ExternalEngines:
             return list(pool.map(lambda url: _discover(url, self._config, timeout_s), self._addresses))
 
     def check(self, within_s: float = 0.0) -> None:
-        """Engines of others are not watched: a call that fails says so by itself."""
+        """Does nothing: external engines are not monitored; a call to a dead engine raises."""
 
     def why_ended(self, index: int) -> str | None:
-        """Not known here."""
+        """Always None: the processes of external engines are unknown."""
         return None
 
     def restart(self, index: int) -> None:
-        raise RunFailed(f"the engine at {self._addresses[index]} is not well, and it is not this run's to restart")
+        raise RunFailed(f"the external engine at {self._addresses[index]} failed, and the run cannot restart it")
 
     def pids(self) -> list[int]:
         return []
 
     def stop(self) -> None:
-        """Leave them as they are."""
-
-
-def _url(address: str) -> str:
-    host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise UserError(f"{FLAG} {address}: give HOST:PORT")
-    return f"http://{host}:{port}"
+        """Does nothing: external engines keep running."""
 
 
 def _discover(url: str, config: Config, timeout_s: float) -> Launch:
+    """Probe an engine, check its model, and describe it as a launch."""
     key = engine_key(config)
     try:
         found = probe(url, generate=False, timeout_s=timeout_s, api_key=key)
@@ -220,20 +217,17 @@ def _discover(url: str, config: Config, timeout_s: float) -> Launch:
 
 
 def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float, key: str | None) -> None:
-    """Compare what the engine says, or what lies in its model folder where that can be read here."""
+    """Refuse an engine with another model, according to its model folder if it is readable here, else /model_info."""
     ours = read_config_json(hf_checkpoint)
-    theirs = _model_facts(url, found, timeout_s, key)
-    for key, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
-        if theirs.get(key) is not None and theirs[key] != ours.get(key):
-            raise UserError(
-                f"{FLAG}: the engine at {url} serves {found.model_path} with {name} {theirs[key]}, but "
-                f"--hf-checkpoint {hf_checkpoint} has {ours.get(key)}: start the engine with that model"
-            )
-
-
-def _model_facts(url: str, found: Capabilities, timeout_s: float, key: str | None) -> dict[str, Any]:
     folder = Path(found.model_path)
     if (folder / "config.json").is_file():
-        return read_config_json(folder)
-    status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s, api_key=key)
-    return answer if status == 200 and isinstance(answer, dict) else {}
+        theirs = read_config_json(folder)
+    else:
+        status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s, api_key=key)
+        theirs = answer if status == 200 and isinstance(answer, dict) else {}
+    for field, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
+        if theirs.get(field) is not None and theirs[field] != ours.get(field):
+            raise UserError(
+                f"{FLAG}: the engine at {url} serves {found.model_path} with {name} {theirs[field]}, but "
+                f"--hf-checkpoint {hf_checkpoint} has {ours.get(field)}: start the engine with that model"
+            )

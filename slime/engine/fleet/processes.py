@@ -1,8 +1,8 @@
-"""The engine processes of a run: started together, healthy together, stopped together.
+"""Engine processes of one model: start, health, restart and stop.
 
-The invariant: after `start` returns every engine has answered /health; if one of them cannot, none is left running and
-the error says which one, why, and what its log said last. An engine whose node is lost is started on another one, if
-there is one, else it is no part of the fleet any more.
+Invariant: after `start` returns every engine has answered /health; if one of them cannot, none is left running and the
+error has its name, the reason and the end of its log. An engine whose node is lost is started on another node if one is
+available, else it is removed from the fleet.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from slime.errors import RunFailed, UserError
 USER_ERROR_CODE = 2
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
-_RESTART_GRACE_S = 1.0  # an engine that is restarted is hung or dead already
+_RESTART_GRACE_S = 1.0  # a restarted engine hangs or is dead already
 
 logger = logging.getLogger(__name__)
 
 
 class EngineDied(RunFailed):
-    """An engine process ended although nobody stopped it."""
+    """An engine process ended unexpectedly."""
 
     def __init__(self, name: str, exit_code: int, tail: str, log_path: Path) -> None:
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
@@ -51,7 +51,7 @@ class EngineDied(RunFailed):
 
 
 class EngineRetired(Exception):
-    """An engine is not started again, and its fleet has dropped it: its node is gone and there is no other, say."""
+    """The fleet has removed an engine instead of restarting it, for example because no node is left for it."""
 
 
 class EngineStartTimeout(WaitTimeout):
@@ -60,7 +60,7 @@ class EngineStartTimeout(WaitTimeout):
 
 @dataclass
 class _Engine:
-    """One engine: its number among those that the fleet began with, where it sits, and what runs."""
+    """One engine: its number in the fleet at the start, its slots, and its processes."""
 
     number: int
     seat: Seat
@@ -69,17 +69,17 @@ class _Engine:
 
     @property
     def lost(self) -> Node | None:
-        """One of its nodes that is gone."""
+        """A lost node of this engine; None if all its nodes are available."""
         return next((slot.node for slot in self.seat if slot.node.is_lost), None)
 
 
 class EngineFleet:
     """The engines of one model, named engine-0, engine-1, ...
 
-    Each writes its log to `logs/<name>-<i>.log`. `model` says which groups of SGLang servers it has; without one it is
-    `rollout_num_gpus // rollout_num_gpus_per_engine` engines alike. `slots` are the places of the whole rollout, of
-    which the engines take theirs; without them all are on this machine. `key` is what they ask for, `spare` finds
-    another slot in the place of one whose node is lost.
+    Each engine writes its log to `logs/<name>-<i>.log`. `model` has the groups of SGLang servers; without it there are
+    `rollout_num_gpus // rollout_num_gpus_per_engine` identical engines. `slots` are the slots of the whole rollout, a
+    part of which belongs to this fleet; without them all engines are on this machine. `key` is the engines' API key;
+    `spare` returns a replacement for a slot whose node is lost.
     """
 
     def __init__(
@@ -125,17 +125,23 @@ class EngineFleet:
 
     @property
     def launches(self) -> list[Launch]:
-        """The engines that are there, engine-0 first."""
+        """The current engines, engine-0 first."""
         return [engine.launch for engine in self._engines]
 
     @property
     def urls(self) -> list[str]:
-        """Their base URLs."""
+        """Base URLs of the engines."""
         return [engine.launch.url for engine in self._engines]
 
     def start(self) -> list[str]:
         """Start all engines and wait until each one is healthy; returns `urls`."""
-        self._engines = self._make_engines()
+        slots = rollout_slots(self._config, self._device) if self._slots is None else self._slots
+        seats = [tuple(slots[first : first + group.num_gpus_per_engine]) for group, first in places(self._model)]
+        ports = fixed_ports(self._config, seats) if self._name == "engine" else []
+        self._engines = tuple(
+            _Engine(number, seat, self._make_launch(number, seats, seat, ports[number] if ports else None))
+            for number, seat in enumerate(seats)
+        )
         try:
             for engine in self._engines:
                 self._start_engine(engine)
@@ -146,7 +152,8 @@ class EngineFleet:
         return self.urls
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raise `EngineDied` if an engine has ended, or does so `within_s`: its connections break before it is gone."""
+        """Raise `EngineDied` if an engine has ended, or ends `within_s` seconds: its connections break before the
+        process ends."""
         until = time.monotonic() + within_s
         while True:
             for process in self._processes:
@@ -157,10 +164,10 @@ class EngineFleet:
             time.sleep(_POLL_S)
 
     def why_ended(self, index: int) -> str | None:
-        """How one of an engine's processes ended; None while they run."""
+        """Describe how a process of an engine ended; None while all of them run."""
         engines = self._engines
         if index >= len(engines):
-            return "it is no part of the fleet any more"
+            return "it was removed from the fleet"
         if (node := engines[index].lost) is not None:
             return f"{engines[index].launch.name} has ended: its node ({node.name}) is gone"
         for process in engines[index].processes:
@@ -169,8 +176,8 @@ class EngineFleet:
         return None
 
     def restart(self, index: int) -> None:
-        """End what is left of one engine, start it again, and wait until it is healthy: on its port, or on another node
-        where its own is lost. Without another one it leaves the fleet, and `EngineRetired` says so."""
+        """Stop the rest of an engine, start it again, and wait until it is healthy: on the same port, or on another
+        node if its own is lost. Without another node the engine is removed and `EngineRetired` is raised."""
         engine = self._engines[index]
         while True:
             while engine.processes:
@@ -182,28 +189,28 @@ class EngineFleet:
                 self._await_health([engine])
                 return
             except (NodeLost, EngineDied):
-                if engine.lost is None:  # or its next node is gone as well, and there may be another
+                if engine.lost is None:  # else its new node is lost as well: try another one
                     raise
 
     def _move(self, engine: _Engine, lost: Node) -> None:
-        """Another place for an engine whose node is lost."""
+        """Give an engine whose node is lost other slots, or remove it and raise `EngineRetired`."""
         found = [self._spare(slot) if self._spare and slot.node.is_lost else slot for slot in engine.seat]
         seat = tuple(slot for slot in found if slot is not None)
         if self._spare is None or len(seat) < len(engine.seat):
             self._engines = tuple(one for one in self._engines if one is not engine)
             raise EngineRetired(f"the node ({lost.name}) of {engine.launch.name} is gone, and there is no other for it")
-        logger.warning("%s goes from %s, which is gone, to %s", engine.launch.name, lost.name, seat[0].node.name)
+        logger.warning("%s: moves from the lost %s to %s", engine.launch.name, lost.name, seat[0].node.name)
         engine.seat = seat
         engine.launch = self._make_launch(engine.number, [one.seat for one in self._engines], seat)
 
     def pids(self) -> list[int]:
-        """All processes the engines consist of."""
+        """Process ids of all engines."""
         return [pid for process in self._processes for pid in process.pids()]
 
     def stop(self) -> None:
-        """Stop all engines. Safe to call again."""
+        """Stop all engines. Idempotent."""
         for process in self._processes:
-            process.terminate()  # all at once: the last of many would otherwise wait for each of the others
+            process.terminate()  # all at once, so that the processes end in parallel
         self._processes.stop()
 
     def __enter__(self) -> Self:
@@ -214,14 +221,6 @@ class EngineFleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _make_engines(self) -> tuple[_Engine, ...]:
-        seats = self._seats()
-        asked = fixed_ports(self._config, seats) if self._name == "engine" else []
-        return tuple(
-            _Engine(number, seat, self._make_launch(number, seats, seat, asked[number] if asked else None))
-            for number, seat in enumerate(seats)
-        )
 
     def _make_launch(self, number: int, seats: Sequence[Seat], seat: Seat, port: int | None = None) -> Launch:
         config, name = self._config, f"{self._name}-{number}"
@@ -250,11 +249,6 @@ class EngineFleet:
             http_port=port,
             key=self.key,
         )
-
-    def _seats(self) -> list[Seat]:
-        """The slots of each engine."""
-        slots = rollout_slots(self._config, self._device) if self._slots is None else self._slots
-        return [tuple(slots[first : first + group.num_gpus_per_engine]) for group, first in places(self._model)]
 
     def _start_engine(self, engine: _Engine) -> None:
         for node, command in engine.launch.starts:
@@ -292,8 +286,8 @@ def _names(engines: Sequence[_Engine]) -> str:
 
 
 def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int]:
-    """The ports that `--engine-port` asks for, none without that flag; each is free at the moment on this machine, as
-    far as the engines (`seats`) are here. Without seats all are."""
+    """The engine ports given by `--engine-port`; empty without the flag. Raises if the port of an engine on this
+    machine is in use; without `seats` all engines are on this machine."""
     first = config.engine_port
     if first is None or config.rollout_external_engine_addrs:
         return []
@@ -308,7 +302,7 @@ def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int
 
 
 def refuse_for_embedded(config: Config, device: str) -> None:
-    """What only SGLang can do."""
+    """Refuse flags that the embedded engine does not support."""
     for flag, value in (
         ("--sglang-config", config.sglang_config),
         ("--prefill-num-servers", config.prefill_num_servers),
@@ -321,13 +315,13 @@ def refuse_for_embedded(config: Config, device: str) -> None:
         parser = config.carried.get(name)
         if parser is not None and parser not in known:
             raise UserError(
-                f"--{name.replace('_', '-')} {parser}: the embedded engine knows {', '.join(known)}; choose one of "
-                "them, or use --rollout-backend sglang"
+                f"--{name.replace('_', '-')} {parser}: the embedded engine knows {', '.join(known)}; use one of them, "
+                "or --rollout-backend sglang"
             )
     if device == "cuda" and config.rollout_num_gpus_per_engine > 1:
         raise UserError(
             f"--rollout-num-gpus-per-engine {config.rollout_num_gpus_per_engine}: the embedded engine runs on one "
-            "GPU, use 1 and let --rollout-num-gpus count the engines"
+            "GPU; use 1, and set --rollout-num-gpus to the number of engines"
         )
 
 

@@ -1,7 +1,7 @@
-"""`slime serve` for several engines: a fleet and its router, alone, until it is told to stop.
+"""`slime serve` for several engines: runs a fleet and its router until it is stopped.
 
-It takes the engine flags of `train`. What it prints last is the flag with which a run attaches to the engines. On
-loopback their key is kept in files of this user, where that run finds it.
+It takes the engine flags of `train`. Its last line of output is the flag with which a run attaches to the engines. On
+loopback the engines' key is stored in files of this user, where that run finds it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from slime.cluster.child_env import forget_key, keep_key
 from slime.cluster.devices import choose_dtype, resolve_device, slow_dtype_note
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import ending_signals
-from slime.config import Config
 from slime.config.parser import parse_flags
 from slime.engine.fleet.backend import choose_backend
 from slime.engine.fleet.engines import Engines, check_engines
@@ -31,25 +30,40 @@ from slime.models.folder import read_config_json
 from slime.models.shape import count_parameters
 
 FLEET_FLAGS = ("--rollout-backend", "--rollout-num-gpus", "--sglang-config", "--prefill-num-servers")
-"""One of these means a fleet; without any of them `slime serve` is a single embedded engine."""
+"""Each of these flags selects a fleet; without any of them `slime serve` starts a single embedded engine."""
 _CHECK_S = 1.0
 
 
 def wants_fleet(words: Sequence[str]) -> bool:
-    """Whether this command line is about several engines."""
+    """Return true if this command line selects a fleet."""
     return any(word.partition("=")[0] in FLEET_FLAGS for word in words)
 
 
 def serve_fleet(words: Sequence[str]) -> int:
-    """Start the engines, print where they are, and wait for Ctrl-C, SIGTERM or the end of one of them."""
-    config = _resolved(parse_flags(words))
+    """Start the engines, print their addresses, and wait for Ctrl-C, SIGTERM or the end of an engine."""
+    config = parse_flags(words)
+    if config.hf_checkpoint is None:
+        raise UserError("--hf-checkpoint is missing: give it the Hugging Face model folder to serve")
+    if config.rollout_external_engine_addrs:
+        raise UserError("--rollout-external-engine-addrs names engines that run already: slime serve starts its own")
+    gpus, each = config.rollout_num_gpus or config.rollout_num_gpus_per_engine, config.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise UserError(f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}")
+    config = config.replace(rollout_num_gpus=gpus, colocate=True)
     device = resolve_device(config.device)
     backend, reason = choose_backend(config, device)
     check_engines(config, backend, device)
     read_config_json(config.hf_checkpoint)
     run_dir = Path(config.output_dir or tempfile.mkdtemp(prefix="slime-serve-"))
     print(f"{backend} engines ({reason}), logs in {run_dir / 'logs'}", flush=True)
-    _say_precision(config, device)
+    flag, given = (
+        ("--dtype", config.dtype) if config.rollout_dtype == "auto" else ("--rollout-dtype", config.rollout_dtype)
+    )
+    dtype, why = choose_dtype(given, device, count_parameters(config.hf_checkpoint))
+    print(f"precision {dtype} ({why})", flush=True)
+    note = slow_dtype_note(flag, given, device)
+    if note is not None:
+        print(f"note: {note}", flush=True)
     engines = Engines(config, device=device, run_dir=run_dir)
     try:
         asyncio.run(_serve(engines, config.host))
@@ -90,17 +104,6 @@ async def _serve(engines: Engines, host: str) -> None:
         await pool.aclose()
 
 
-def _say_precision(config: Config, device: str) -> None:
-    flag, given = (
-        ("--dtype", config.dtype) if config.rollout_dtype == "auto" else ("--rollout-dtype", config.rollout_dtype)
-    )
-    dtype, why = choose_dtype(given, device, count_parameters(config.hf_checkpoint))
-    print(f"precision {dtype} ({why})", flush=True)
-    note = slow_dtype_note(flag, given, device)
-    if note is not None:
-        print(f"note: {note}", flush=True)
-
-
 def _announce(engines: Engines, router_url: str) -> None:
     for number, url in enumerate(engines.urls):
         print(f"engine-{number}  {url}", flush=True)
@@ -109,16 +112,5 @@ def _announce(engines: Engines, router_url: str) -> None:
     print(f"router    {router_url}", flush=True)
     addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
     if not os.environ.get(KEY_VARIABLE) and not all(is_loopback(urlsplit(url).hostname or "") for url in engines.urls):
-        print(f"others can reach these engines, so they ask for a key: {KEY_VARIABLE}={engines.key}", flush=True)
+        print(f"other machines can reach these engines, so they need a key: {KEY_VARIABLE}={engines.key}", flush=True)
     print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)
-
-
-def _resolved(config: Config) -> Config:
-    if config.hf_checkpoint is None:
-        raise UserError("--hf-checkpoint is missing: give it the Hugging Face model folder to serve")
-    if config.rollout_external_engine_addrs:
-        raise UserError("--rollout-external-engine-addrs names engines that run already: slime serve starts its own")
-    gpus, each = config.rollout_num_gpus or config.rollout_num_gpus_per_engine, config.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise UserError(f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}")
-    return config.replace(rollout_num_gpus=gpus, colocate=True)

@@ -1,7 +1,7 @@
-"""What the engines are doing, for whoever watches the run: ready, generating, dead, restarting.
+"""Engine states for the progress display: ready, generating, dead, restarting.
 
-Invariant: looking neither disturbs the rollout nor decides anything. A thread of its own asks the engines every few
-seconds how many requests they have; readers get what it found last, at once.
+Invariant: polling neither disturbs the rollout nor decides anything. A separate thread polls the load of the engines
+every few seconds; readers get the last known states without waiting.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slime.engine.http.blocking import NoAnswer, ask
 
 INTERVAL_S = 2.0
 _TIMEOUT_S = 5.0
 _LOAD_ROUTES = ("/v1/loads?include=core", "/get_load")
-"""SGLang's, newer and older; the embedded engine has the newer one."""
+"""SGLang's newer and older route; the embedded engine has the newer one."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests at one engine, and its speed as far as it is known: tokens so far, or tokens a second."""
+    """Requests at one engine, and its speed if known: tokens generated so far, or tokens per second."""
 
     running: int = 0
     queued: int = 0
@@ -31,8 +30,11 @@ class Load:
 
 
 class EngineStates:
-    """The engines at `urls()`, which may change. `why_ended(i)` says how a process ended (None: it has not), `away()`
-    which engines get no requests now and why ("restarting")."""
+    """Polls the states of the engines at `urls()`, which may change.
+
+    `why_ended(i)` describes how a process ended (None: it runs); `away()` has the engines that get no requests now, with
+    the reason ("restarting").
+    """
 
     def __init__(
         self,
@@ -54,19 +56,19 @@ class EngineStates:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Look every few seconds from now on."""
+        """Start the thread that polls every few seconds."""
         threading.Thread(target=self._keep_looking, name="engine-states", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
     def look(self) -> None:
-        """Ask every engine once."""
+        """Poll every engine once."""
         away = self._away()
         urls = self._urls()
-        for gone in self._found.keys() - set(urls):
-            for kept in (self._found, self._seen, self._rates):
-                kept.pop(gone, None)
+        for removed in self._found.keys() - set(urls):
+            for by_url in (self._found, self._seen, self._rates):
+                by_url.pop(removed, None)
         for index, url in enumerate(urls):
             if url in away:
                 self._found[url] = away[url]
@@ -83,12 +85,12 @@ class EngineStates:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all engines together, while they generate; None when none of them says."""
+        """Generation speed of all engines together; None if no engine reports one."""
         rates = list(self._rates.values())
         return sum(rates) if rates else None
 
     def sentence(self) -> tuple[str, bool] | None:
-        """(what they do, whether they are at work); None before the first look."""
+        """(description of the states, true if the engines are busy); None before the first poll."""
         found = dict(self._found)
         if not found:
             return None
@@ -117,7 +119,7 @@ class EngineStates:
 
 
 def ask_load(url: str, api_key: str | None = None) -> Load | None:
-    """What an engine says of its load; None when it does not answer in time, as one that is busy may."""
+    """Request the load of an engine; None if it does not answer in time, for example because it is busy."""
     try:
         for route in _LOAD_ROUTES:
             status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S, api_key=api_key)
@@ -128,8 +130,8 @@ def ask_load(url: str, api_key: str | None = None) -> Load | None:
     return Load()
 
 
-def load_in(answer: Any) -> Load:
-    """The answer of `/v1/loads` or `/get_load`, one entry per data-parallel rank."""
+def load_in(answer: object) -> Load:
+    """Parse a response of `/v1/loads` or `/get_load`, which has one entry per data-parallel rank."""
     entries = answer.get("loads", []) if isinstance(answer, dict) else answer
     ranks = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     queued = sum(int(rank.get("num_waiting_reqs") or 0) for rank in ranks)

@@ -1,8 +1,8 @@
-"""Watches over the engines of a fleet and brings back those that die or hang.
+"""Health checks and restarts of the engines of a fleet.
 
-Invariant: an engine that is not known to be well gets no requests (it is down in the pool), and one that is new or was
-started again gets none before it has the current weights. An engine that needs more than `max_restarts` starts ends the
-run; one that has no place any more is done without, as long as another is left or may come.
+Invariant: an engine that is not known to be healthy gets no requests (it is down in the pool); a new or restarted
+engine gets none before it has the current weights. An engine that needs more than `max_restarts` restarts ends the run.
+An engine that cannot be placed again is retired, and the run continues as long as another engine is left or may join.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ logger = logging.getLogger(__name__)
 
 
 class EnginesGivenUp(RunFailed):
-    """An engine kept failing."""
+    """An engine failed after all its restarts, or no engine is left."""
 
 
 class Restartable(Protocol):
-    """A fleet as its supervisor sees it; engines go by their place in `urls`."""
+    """Interface of a fleet for its supervisor; an engine is identified by its index in `urls`."""
 
     @property
     def urls(self) -> list[str]: ...
 
     def why_ended(self, index: int) -> str | None:
-        """How the engine's process ended; None while it runs."""
+        """Describe how the engine's process ended; None while it runs."""
 
     def restart(self, index: int) -> None:
-        """End what is left of the engine, start it again, and return once it is healthy; `urls` says where it answers
-        now. Raises `EngineRetired` after it was taken off `urls` instead."""
+        """Stop the rest of the engine, start it again, and return once it is healthy; `urls` has its new address.
+        If it cannot be restarted, remove it from `urls` and raise `EngineRetired`."""
 
 
 class RunAsync(Protocol):
+    """Runs a coroutine in the event loop of the pool and returns its result."""
+
     def __call__(self, coro: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Watch:
-    """How often to look, how long to wait for an answer, how long to leave engines alone at first."""
+    """Health-check settings: interval, timeout of one check, delay before the first check, restarts per engine."""
 
     interval_s: float
     timeout_s: float
@@ -60,13 +62,13 @@ class Watch:
 
 
 class Supervisor:
-    """One thread that looks after the engines while it is `watching`.
+    """Checks and restarts engines in a thread while a `watching` block runs.
 
-    `refresh(url)` brings a fresh engine to the current weights and says whether it could do so now; if not, the engine
-    waits (`waiting`) until `weights_arrived` is called after the next update. A fleet of frozen models needs none.
-    `route(url, up)` tells a router of another process who is there. `key` is what new engines of the fleet ask for.
-    With `may_be_empty` engines may come from elsewhere, so that the end of the last one is not the end of the run.
-    A fleet that `restarts_any` engine of its own has `max_restarts` for each; others retire those that are not well.
+    `refresh(url)` brings a new engine to the current weights and returns whether that was possible now; if not, the
+    engine waits (`waiting`) until `weights_arrived` is called after the next update. A fleet of a frozen model has no
+    `refresh`. `route(url, up)` updates an external router. `key` is the API key of the fleet's new engines. With
+    `may_be_empty` engines may join later, so that the run continues without any. A fleet with `restarts_any` restarts
+    each of its engines up to `max_restarts` times; another fleet retires unhealthy engines.
     """
 
     def __init__(
@@ -93,10 +95,10 @@ class Supervisor:
         self._restarts_any = restarts_any
         self._restarts: Counter[str] = Counter()
         self._retired = 0
-        self._lock = threading.RLock()  # held through one round: whoever holds it sees no engine change
+        self._lock = threading.RLock()  # held during a round: no engine changes while another thread holds it
         self._stop = threading.Event()
         self._active = threading.Event()
-        self._watched = 0  # bodies of `watching` that run now, in whatever threads
+        self._watched = 0  # `watching` blocks that run now, in all threads
         self._counting = threading.Lock()
         self._failure: EnginesGivenUp | None = None
         self.waiting: set[str] = set()
@@ -105,23 +107,23 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """Engines started again so far."""
+        """Number of restarts so far."""
         return self._restarts.total()
 
     @property
     def changes(self) -> int:
-        """How often an engine was started again or given up for good so far."""
+        """Number of restarts and retired engines so far."""
         return self.restarts + self._retired
 
     def away(self) -> dict[str, str]:
-        """Engines that get no requests now, and why."""
+        """Engines that get no requests now, with the reason."""
         restarting = self._restarting
         found = dict.fromkeys(self.waiting.copy(), "waiting for weights")
         return found if restarting is None else {**found, restarting: "restarting"}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after the engines while the body runs; raise afterwards if they were given up meanwhile."""
+        """Check and restart engines while the body runs; raise afterwards if an engine was given up."""
         with self._counting:
             self._watched += 1
             self._active.set()
@@ -136,52 +138,52 @@ class Supervisor:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """No engine is stopped or started by the supervisor while the body runs."""
+        """Prevent the supervisor from stopping or starting engines while the body runs."""
         with self._between_rounds():
             yield
 
     def check(self) -> None:
-        """Raise if an engine was given up, or if nobody looks after the engines any more."""
+        """Raise if an engine was given up, or if the supervisor's thread has died."""
         if self._failure is not None:
             raise self._failure
         self._thread.check()
 
     def heal(self) -> None:
-        """Look at every engine now, and restart those that are not well."""
+        """Check every engine now, and restart unhealthy ones."""
         with self._between_rounds():
             self._round(probe=True)
         self.check()
 
     def welcome(self, url: str, key: str | None = None) -> None:
-        """A new engine of the fleet, which is well: it gets requests once it has the current weights."""
+        """Add a new, healthy engine of the fleet; it gets requests once it has the current weights."""
         with self._between_rounds():
             self._add(url, key)
             self._admit(url)
 
     def retire(self, url: str, reason: str) -> None:
-        """An engine of the fleet is gone for good."""
+        """Remove an engine of the fleet permanently."""
         with self._between_rounds():
             self._set(url, up=False)
             self._forget(url, reason)
         self.check()
 
     def weights_arrived(self) -> None:
-        """Every engine has the current weights: those that waited for them may work."""
+        """Admit the waiting engines: every engine now has the current weights."""
         with self._between_rounds():
             for url in sorted(self.waiting):
                 self._let_in(url)
 
     def close(self) -> None:
-        """End the thread. Safe to call again."""
+        """End the thread. Idempotent."""
         self._stop.set()
         self._active.set()
         if not self._thread.join(self._watch.timeout_s + 5.0):
-            logger.warning("the engine supervisor is still at work and was left behind")
+            logger.warning("engine supervisor: its thread did not end in time and was abandoned")
         self._thread.close()
 
     @contextmanager
     def _between_rounds(self) -> Iterator[None]:
-        """Hold the lock; a round ends by itself, since each of its waits has a deadline."""
+        """Hold the lock; the current round ends by itself, since each of its waits has a deadline."""
         with waiting(self._thread.name, "to end its round", timeout_s=None):
             self._lock.acquire()
         try:
@@ -201,9 +203,9 @@ class Supervisor:
                 with self._lock:
                     if self._active.is_set():
                         self._round(probe=True)
-            except Exception as error:  # the thread's end would go unseen: `check` raises it in the driver
-                logger.exception("looking after the engines failed")
-                self._give_up(f"looking after the engines failed: {type(error).__name__}: {error}", error)
+            except Exception as error:  # it would be lost with the thread; `check` raises it in the driver
+                logger.exception("engine supervisor: a round failed")
+                self._give_up(f"engine supervisor: a round failed: {type(error).__name__}: {error}", error)
 
     def _round(self, *, probe: bool) -> None:
         sick = self._sick(probe)
@@ -213,14 +215,14 @@ class Supervisor:
             self._admit(url)
 
     def _sick(self, probe: bool) -> dict[str, str]:
-        """Engines that ended or do not answer, and how one knows."""
+        """Engines that have ended or do not answer, with the reason."""
         urls = self._fleet.urls
         sick = {url: reason for i, url in enumerate(urls) if (reason := self._fleet.why_ended(i)) is not None}
         if probe:
-            there = [client for client in self._pool.roster if client.base_url in urls and client.base_url not in sick]
-            answers = self._run_async(named(self._probe(there), "health checks of the engines"))
+            alive = [client for client in self._pool.roster if client.base_url in urls and client.base_url not in sick]
+            problems = self._run_async(named(self._probe(alive), "health checks of the engines"))
             sick |= {
-                client.base_url: reason for client, reason in zip(there, answers, strict=True) if reason is not None
+                client.base_url: reason for client, reason in zip(alive, problems, strict=True) if reason is not None
             }
         return sick
 
@@ -236,7 +238,7 @@ class Supervisor:
                 reason = "its health check failed"
                 if well:
                     return None
-            return None if client.sampled_at > began else reason  # an engine that samples for us is busy, not sick
+            return None if client.sampled_at > began else reason  # tokens received since then: busy, not unhealthy
 
         return list(await asyncio.gather(*(ask(client) for client in clients)))
 
@@ -250,7 +252,7 @@ class Supervisor:
             self._restarting = url
             try:
                 self._fleet.restart(index)
-            except EngineDied as death:  # before it answered: that is one more failure of this engine
+            except EngineDied as death:  # it died during the start, which counts as another failure
                 reason = str(death)
                 continue
             except EngineRetired as retired:
@@ -258,20 +260,17 @@ class Supervisor:
                 return
             finally:
                 self._restarting = None
-            self._moved(url, self._fleet.urls[index])
+            new_url = self._fleet.urls[index]
+            if new_url == url:
+                self.waiting.add(url)
+                return
+            self._restarts[new_url] += self._restarts.pop(url, 0)
+            self._run_async(named(self._pool.remove(url), f"engine pool, removing {url}"))
+            self._add(new_url, self._key)
             return
         self._give_up(
             f"engine {url} failed after {self._restarts[url]} restarts (--engine-max-restarts): {reason}", None
         )
-
-    def _moved(self, before: str, now: str) -> None:
-        """An engine was started again, perhaps at another address."""
-        if before == now:
-            self.waiting.add(before)
-            return
-        self._restarts[now] += self._restarts.pop(before, 0)
-        self._run_async(named(self._pool.remove(before), f"engine pool, removing {before}"))
-        self._add(now, self._key)
 
     def _add(self, url: str, key: str | None) -> None:
         async def add() -> None:
@@ -282,16 +281,16 @@ class Supervisor:
 
     def _forget(self, url: str, reason: str) -> None:
         self.waiting.discard(url)
-        self._retired += 1 + self._restarts.pop(url, 0)  # another one there begins anew
+        self._retired += 1 + self._restarts.pop(url, 0)  # a later engine at this address starts with zero restarts
         self._run_async(named(self._pool.remove(url), f"engine pool, removing {url}"))
-        logger.warning("engine %s is done without: %s", url, reason.splitlines()[0])
+        logger.warning("engine %s is retired: %s", url, reason.splitlines()[0])
         if not len(self._pool) and not self._may_be_empty:
             self._give_up(f"the last engine is gone: {reason}", None)
 
     def _admit(self, url: str) -> None:
         try:
             is_current = self._refresh is None or self._refresh(url)
-        except EngineError as error:  # one that cannot take the weights is not well
+        except EngineError as error:  # an engine that cannot load the weights is unhealthy
             self._bring_back(url, str(error))
             return
         if is_current:
@@ -300,7 +299,7 @@ class Supervisor:
     def _let_in(self, url: str) -> None:
         self._set(url, up=True)
         self.waiting.discard(url)
-        logger.warning("engine %s is %s", url, "back" if self._restarts[url] else "there")
+        logger.warning("engine %s %s", url, "is back" if self._restarts[url] else "was added")
 
     def _set(self, url: str, *, up: bool) -> None:
         async def mark() -> None:

@@ -1,1 +1,1 @@
-"""SGLang's HTTP dialect from the client's side: requests, answers, errors, one engine, several behind one door."""
+"""Client side of SGLang's HTTP dialect: request and response types, errors, engine client, pool and router."""

@@ -1,4 +1,10 @@
-"""Single HTTP calls from code that has no event loop: starting, probing, attaching."""
+"""Blocking HTTP calls for code without an event loop (starting, probing, attaching), and the API keys of engines.
+
+Keys are never in a plan, a log, a saved config or on a command line. Invariant: an engine's control routes answer only
+requests with its key; if the engine listens beyond loopback, all of its routes do. The engines that a run starts share
+one key, made for that run; the key of external engines is read from the environment. Engines of `slime serve` on
+loopback create their own key and store it where other programs of the same user find it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,6 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +21,6 @@ from slime.cluster.child_env import ENGINE_KEY_VARIABLE as KEY_VARIABLE
 from slime.cluster.ports import is_loopback
 from slime.config import Config
 from slime.errors import UserError
-
-# Keys of engines: never in a plan, a log, a saved config or on a command line.
-#
-# Invariant: an engine's control routes answer only those who show its key, and beyond loopback all of its routes do.
-# The engines that a run starts have one key, made for that run; those of somebody else the one in the environment.
-# Engines of `slime serve` on loopback make their own, and keep it where other programs of the same user find it.
 
 __all__ = [
     "CONTROL_KEY_VARIABLE",
@@ -34,31 +33,13 @@ __all__ = [
 
 
 def engine_key(config: Config) -> str | None:
-    """What `--rollout-external-engine-addrs` ask for: the key in the environment, else the one that engines on this
-    machine have kept for this user."""
+    """Key of the engines in `--rollout-external-engine-addrs`: the one in the environment, else the one that engines on
+    this machine have stored for this user."""
     addresses = config.rollout_external_engine_addrs
     if not addresses:
         return None
-    return os.environ.get(KEY_VARIABLE) or _kept_by(addresses)
-
-
-def made_key() -> str:
-    """The key of engines that are going to be started: the one in the environment, or one that nobody else knows."""
-    return os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
-
-
-def key_variable(address: str) -> str:
-    """The variable by which an embedded engine that listens there gets its key: on loopback it guards control routes,
-    beyond it everything."""
-    return CONTROL_KEY_VARIABLE if is_loopback(address) else KEY_VARIABLE
-
-
-def authorization(key: str | None) -> dict[str, str]:
-    """The header that shows a key."""
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-def _kept_by(addresses: Sequence[str]) -> str | None:
+    if from_environment := os.environ.get(KEY_VARIABLE):
+        return from_environment
     keys, others = {}, []
     for address in addresses:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
@@ -66,31 +47,47 @@ def _kept_by(addresses: Sequence[str]) -> str | None:
             others.append(address)
         elif port.isdigit() and (key := kept_key(int(port))) is not None:
             keys[key] = address
-    why = None
+    problem = None
     if len(keys) > 1:
-        why = f"the engines at {' and '.join(keys.values())} have different keys"
+        problem = f"the engines at {' and '.join(keys.values())} have different keys"
     elif keys and others:
         [address] = keys.values()
-        why = f"the key of the engine at {address} is kept for this machine's programs and not for {' '.join(others)}"
-    if why is not None:
+        problem = f"the engine at {address} stored its key for this machine's programs and not for {' '.join(others)}"
+    if problem is not None:
         raise UserError(
-            f"--rollout-external-engine-addrs: {why}: start all of them with the same {KEY_VARIABLE} in the "
+            f"--rollout-external-engine-addrs: {problem}: start all of them with the same {KEY_VARIABLE} in the "
             "environment, and this run too"
         )
     return next(iter(keys), None)
+
+
+def made_key() -> str:
+    """Key for engines that are about to be started: the one in the environment, or a new random one."""
+    return os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+
+
+def key_variable(address: str) -> str:
+    """Environment variable with the key of an embedded engine that listens at `address`: on loopback the key protects
+    the control routes, beyond loopback all routes."""
+    return CONTROL_KEY_VARIABLE if is_loopback(address) else KEY_VARIABLE
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The HTTP header that carries a key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 DEFAULT_TIMEOUT_S = 30.0
 
 
 class NoAnswer(Exception):
-    """There was no HTTP answer; the text says why."""
+    """No HTTP response was received; the text says why."""
 
 
 def ask(
-    method: str, url: str, body: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S, api_key: str | None = None
+    method: str, url: str, body: object = None, *, timeout_s: float = DEFAULT_TIMEOUT_S, api_key: str | None = None
 ) -> tuple[int, Any]:
-    """(status, the answer as JSON, or as text when it is none)."""
+    """Send a request; returns (status, the response as JSON, or as text if it is not JSON)."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
     headers = authorization(api_key) | ({} if body is None else {"Content-Type": "application/json"})
@@ -110,7 +107,7 @@ def ask(
 
 
 def why_unreachable(url: str, *, timeout_s: float) -> str | None:
-    """Why no connection can be made to where a URL points; None when one can."""
+    """Return why no connection to the host of a URL can be made; None if one can."""
     address = urlsplit(url if "//" in url else f"//{url}")
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

@@ -1,4 +1,7 @@
-"""Asynchronous HTTP client of one engine: what can be asked of it. How a call is made is `EngineCalls`."""
+"""Asynchronous HTTP client of one engine.
+
+`EngineClient` has a method for each call, `EngineCalls` the transport, `Growing` accumulates a streamed response.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -22,23 +24,15 @@ from slime.engine.http.errors import (
 )
 from slime.engine.http.protocol import GenerateResult, PauseMode, quote
 from slime.engine.http.transport import EngineCalls
-
-# A streamed answer as it grows.
-#
-# Engines have two dialects: each event carries the whole answer so far or, where the engine was started with
-# `--incremental-streaming-output` (as runs do), what is new. Every event counts the answer's tokens,
-# `completion_tokens`: an event that carries so many is the whole, one that carries so many less those known is what is
-# new, and anything else is refused.
-#
-# Invariant: the cost of an event is the size of the event; `latest` puts the pieces together when somebody asks.
+from slime.storage.json_types import JsonObject
 
 _GROWING = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "output_token_sampling_mask",
             "output_token_sampling_logprobs")  # fmt: skip
-"""What of `meta_info` has an entry for each token."""
+"""Fields of `meta_info` that have an entry for each token."""
 
 
 class StreamedError(ValueError):
-    """The engine says within the stream that the request failed."""
+    """The engine reports within the stream that the request failed."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -46,23 +40,31 @@ class StreamedError(ValueError):
 
 
 class Growing:
-    """All of a streamed answer that has come."""
+    """Accumulates the received part of a streamed response.
+
+    Engines have two dialects: each event carries the whole response so far or, if the engine was started with
+    `--incremental-streaming-output` (as runs do), only the new tokens. Every event has the response's token count,
+    `completion_tokens`: an event with that number of tokens is the whole response; one with that number less the known
+    tokens is an increment; anything else is refused.
+
+    Invariant: the cost of an event is the size of the event; `latest` joins the parts on request.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._last: dict[str, Any] | None = None
+        self._last: JsonObject | None = None
         self._texts: list[str] = []
         self._ids: list[int] = []
-        self._entries: dict[str, list[Any]] = {}
+        self._entries: JsonObject = {}  # lists, by the fields of _GROWING
 
     @property
     def empty(self) -> bool:
-        """Nothing has come."""
+        """Return true if no event was received."""
         return self._last is None
 
     @property
-    def latest(self) -> dict[str, Any] | None:
-        """The answer so far, in one piece and as the caller's own; None while nothing has come."""
+    def latest(self) -> JsonObject | None:
+        """The response so far, as a new object; None before the first event."""
         if self._last is None:
             return None
         answer = {**self._last, "meta_info": {**self._last["meta_info"], **self._entries}}
@@ -73,22 +75,26 @@ class Growing:
         return answer
 
     def ids_from(self, start: int) -> list[int]:
-        """The ids that have come, from this one on."""
+        """The received ids, from index `start` on."""
         if self._ids:
             return self._ids[start:]
         return [entry[1] for entry in self._entries.get("output_token_logprobs", ())[start:]]
 
     def take(self, event: bytes) -> None:
-        """Add what an event carries; a `ValueError` says what is wrong with it, and nothing is changed."""
+        """Add the tokens of an event; a `ValueError` for an invalid event leaves the response unchanged."""
         answer = _read(event)
         meta_info = answer["meta_info"]
-        count, carried = meta_info["completion_tokens"], _carried(answer)
+        count = meta_info["completion_tokens"]
+        text, ids = answer.get("text"), answer.get("output_ids")
+        lengths = {len(column) for column in (ids, meta_info.get("output_token_logprobs")) if isinstance(column, list)}
+        if len(lengths) > 1:
+            raise ValueError(f"ids and log-probs of different lengths: {sorted(lengths)}")
+        carried = lengths.pop() if lengths else 0
         if carried == count:
             self._texts, self._ids, self._entries = [], [], {}
         elif self.tokens + carried != count:
-            known = f"neither all {count} nor those behind the {self.tokens} known"
-            raise ValueError(f"{carried} tokens, {known}: {_quoted(event)}")
-        text, ids = answer.get("text"), answer.get("output_ids")
+            expected = f"neither all {count} nor those after the {self.tokens} known ones"
+            raise ValueError(f"{carried} tokens, which are {expected}: {_quoted(event)}")
         self._texts.append(text if isinstance(text, str) else "")
         self._ids += ids if isinstance(ids, list) else ()
         for name in _GROWING:
@@ -98,7 +104,7 @@ class Growing:
 
 
 async def server_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event but the closing `[DONE]`; a line may have any length."""
+    """Yield the data of each server-sent event except the final `[DONE]`; a line may have any length."""
     async for line in _lines(content):
         if line.startswith(b"data:"):
             data = line[5:].strip()
@@ -119,7 +125,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield b"".join(begun)
 
 
-def _read(event: bytes) -> dict[str, Any]:
+def _read(event: bytes) -> JsonObject:
     try:
         answer = parse_json(event)
     except ValueError:
@@ -130,18 +136,9 @@ def _read(event: bytes) -> dict[str, Any]:
         raise StreamedError(event.decode(errors="replace"), code if isinstance(code, int) else 500)
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta_info, dict) or type(meta_info.get("completion_tokens")) is not int:
-        raise ValueError(f"what is no answer: {_quoted(event)}")
+        raise ValueError(f"an event that is not a response: {_quoted(event)}")
     assert isinstance(answer, dict)
     return answer
-
-
-def _carried(answer: dict[str, Any]) -> int:
-    """How many tokens an event has something about."""
-    ids, entries = answer.get("output_ids"), answer["meta_info"].get("output_token_logprobs")
-    lengths = {len(found) for found in (ids, entries) if isinstance(found, list)}
-    if len(lengths) > 1:
-        raise ValueError(f"ids and log-probs of different lengths: {sorted(lengths)}")
-    return lengths.pop() if lengths else 0
 
 
 def _quoted(event: bytes) -> str:
@@ -174,21 +171,21 @@ class EngineClient(EngineCalls):
     # -- generation ---------------------------------------------------------------------------------------------
 
     async def generate(
-        self, payload: dict[str, Any], *, headers: dict[str, str] | None = None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """``POST /generate`` as is; returns the parsed answer. Refused connections are retried with backoff."""
+        self, payload: JsonObject, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> JsonObject:
+        """``POST /generate`` as is; returns the parsed response. Refused connections are retried with backoff."""
         return await self._off_loop(self._object, await self._generated(payload, headers, timeout_s))
 
     async def generate_result(
-        self, payload: dict[str, Any], *, headers: dict[str, str] | None = None, timeout_s: float | None = None
+        self, payload: JsonObject, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> GenerateResult:
-        """Like `generate`, with the answer checked and parsed; its tokens may come as columns, which costs less."""
+        """Like `generate`, with the response validated; requests its tokens as columns, which parse faster."""
         headers = {**COLUMNS_HEADER, **(headers or {})}
         return await self._off_loop(self._result, await self._generated(payload, headers, timeout_s))
 
-    async def chat(self, payload: dict[str, Any], *, timeout_s: float | None = None) -> str:
-        """``POST /v1/chat/completions``: the text of the first choice, which is checked to have come to its end or to
-        the limit of its length, not to have been aborted."""
+    async def chat(self, payload: JsonObject, *, timeout_s: float | None = None) -> str:
+        """``POST /v1/chat/completions``: the text of the first choice, which must have ended by a stop or by its
+        length limit, not by an abort."""
         call = "/v1/chat/completions"
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
         answer = await self._json("POST", call, payload, deadline_s=deadline_s)
@@ -203,9 +200,7 @@ class EngineClient(EngineCalls):
             raise EngineProtocolError(self.base_url, call, f"gave no text (it ended with {reason!r}): {quote(answer)}")
         return text
 
-    async def _generated(
-        self, payload: dict[str, Any], headers: dict[str, str] | None, timeout_s: float | None
-    ) -> bytes:
+    async def _generated(self, payload: JsonObject, headers: dict[str, str] | None, timeout_s: float | None) -> bytes:
         body = await self._body(
             "POST",
             "/generate",
@@ -221,7 +216,7 @@ class EngineClient(EngineCalls):
     def _result(self, body: bytes) -> GenerateResult:
         return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
 
-    def _object(self, body: bytes) -> dict[str, Any]:
+    def _object(self, body: bytes) -> JsonObject:
         answer = self._parsed("/generate", body)
         if not isinstance(answer, dict):
             raise EngineProtocolError(
@@ -230,10 +225,10 @@ class EngineClient(EngineCalls):
         return answer
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False, timeout_s: float | None = None) -> None:
-        """Abort one request by its id, or all of them; their ``/generate`` calls then answer with what they have."""
+        """Abort one request by its id, or all of them; their ``/generate`` calls return the tokens sampled so far."""
         if (rid is None) != abort_all:
             raise ValueError("abort needs either a rid or abort_all=True")
-        body: dict[str, Any] = {"abort_all": True} if abort_all else {"rid": rid}
+        body: JsonObject = {"abort_all": True} if abort_all else {"rid": rid}
         await self._control("POST", "/abort_request", body, timeout_s)
 
     async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
@@ -245,21 +240,21 @@ class EngineClient(EngineCalls):
         await self._control("POST", "/continue_generation", {}, timeout_s)
 
     async def flush_cache(self, *, timeout_s: float | None = None) -> None:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         await self._control("POST", "/flush_cache", {}, timeout_s)
 
     async def generate_into(
         self,
         answers: Growing,
-        payload: dict[str, Any],
+        payload: JsonObject,
         *,
         headers: dict[str, str] | None = None,
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> None:
-        """``POST /generate`` as a stream; `answers` always holds all of the answer that has come.
+        """``POST /generate`` as a stream; `answers` always holds the received part of the response.
 
-        Returns when the answer is complete. A connection that breaks raises, and what had come is still there. `on_ids`
-        is told the ids of each event before the next one is read.
+        Returns when the response is complete. A broken connection raises, and `answers` keeps the received part.
+        `on_ids` is called with the ids of each event before the next event is read.
         """
         body = request_body({**payload, "stream": True})
         own = {"Content-Type": "application/json", **(headers or {})}
@@ -285,7 +280,7 @@ class EngineClient(EngineCalls):
             raise EngineProtocolError(self.base_url, "/generate", f"streamed {error}") from error
 
     async def grown_result(self, answers: Growing, broken_by: EngineError | None) -> GenerateResult:
-        """What a stream has brought, checked and parsed; one that was broken off ends in an abort."""
+        """Validate and parse a streamed response; one that `broken_by` ended early gets the finish reason abort."""
 
         def read() -> GenerateResult:
             answer = answers.latest
@@ -293,27 +288,27 @@ class EngineClient(EngineCalls):
                 answer["meta_info"]["finish_reason"] = {"type": "abort", "message": broken_by.reason}
             return GenerateResult.from_json(answer, url=self.base_url)
 
-        return await self._in_reader(read)  # behind an event that it may still be reading
+        return await self._in_reader(read)  # queued behind an event that the thread may still be reading
 
     # -- health -------------------------------------------------------------------------------------------------
 
     async def health(self, *, timeout_s: float | None = None) -> bool:
-        """True when the server answers 200; an engine that says 503 (still loading) is False, no engine raises."""
+        """True if the server answers 200, False for 503 (still loading); an unreachable engine raises."""
         return await self._healthy("/health", timeout_s)
 
     async def health_generate(self, *, timeout_s: float | None = None) -> bool:
-        """True when the engine really generated a token just now."""
+        """True if the engine generated a token for this call."""
         return await self._healthy("/health_generate", timeout_s)
 
-    async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """What the engine says about itself."""
+    async def server_info(self, *, timeout_s: float | None = None) -> JsonObject:
+        """``GET /server_info``: version, model and settings of the engine."""
         return await self._control_json("GET", "/server_info", None, timeout_s)
 
     # -- weights and memory -------------------------------------------------------------------------------------
 
     async def update_weights_from_disk(
         self, path: str | Path, version: int | str, *, flush_cache: bool = True, timeout_s: float | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Load the weights of an HF folder."""
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         return await self._control_json("POST", "/update_weights_from_disk", body, timeout_s)
@@ -325,7 +320,7 @@ class EngineClient(EngineCalls):
         *,
         flush_cache: bool = True,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Load HF-named tensors from safetensors files on the engine's machine (shared memory, usually)."""
         body = {
             "load_format": "safetensors_file",
@@ -343,7 +338,7 @@ class EngineClient(EngineCalls):
         *,
         flush_cache: bool = True,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Load a PEFT folder; the embedded engine then samples every request with it, under that version."""
         body = {"lora_name": name, "lora_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         return await self._control_json("POST", "/load_lora_adapter", body, timeout_s)
@@ -359,7 +354,7 @@ class EngineClient(EngineCalls):
         backend: str,
         timeout_s: float | None = None,
     ) -> None:
-        """Join a process group with the trainer; answered when all have joined."""
+        """Join a process group with the trainer; returns when all ranks have joined."""
         body = {
             "master_address": master_address,
             "master_port": master_port,
@@ -372,19 +367,19 @@ class EngineClient(EngineCalls):
 
     async def update_weights_from_distributed(
         self,
-        tensors: Sequence[dict[str, Any]],
+        tensors: Sequence[JsonObject],
         version: int | str,
         *,
         group_name: str,
         flush_cache: bool = False,
         bucket: tuple[int, int] | None = None,
-        adapter: dict[str, Any] | None = None,
+        adapter: JsonObject | None = None,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """Receive tensors (name, dtype, shape) from rank 0 of a group. `bucket` (number, count) and `adapter` (what a
-        LoRA adapter's tensors belong to) are understood by the embedded engine alone: it takes the version with the
-        last bucket."""
-        body: dict[str, Any] = {
+    ) -> JsonObject:
+        """Receive tensors (name, dtype, shape) from rank 0 of a group. Only the embedded engine supports `bucket`
+        (number, count) and `adapter` (the LoRA adapter that the tensors belong to): it sets the version with the last
+        bucket."""
+        body: JsonObject = {
             "names": [tensor["name"] for tensor in tensors],
             "dtypes": [tensor["dtype"] for tensor in tensors],
             "shapes": [tensor["shape"] for tensor in tensors],
@@ -400,19 +395,19 @@ class EngineClient(EngineCalls):
 
     async def update_weights_from_handle(
         self,
-        memory: dict[str, Any],
-        tensors: Sequence[dict[str, Any]],
+        memory: JsonObject,
+        tensors: Sequence[JsonObject],
         version: int | str,
         *,
         bucket: tuple[int, int],
         pause_mode: PauseMode | None = None,
         flush_cache: bool = False,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Copy tensors (name, dtype, shape) out of a trainer's memory on the same machine (embedded engine): `memory`
-        is its `handle`, `offset` and `device`, or a `region`. With a pause mode the engine pauses by itself, for the
-        copy alone."""
-        body: dict[str, Any] = {
+        is its `handle`, `offset` and `device`, or a `region`. With `pause_mode` the engine pauses itself only for the
+        copy."""
+        body: JsonObject = {
             **memory,
             "names": [tensor["name"] for tensor in tensors],
             "dtypes": [tensor["dtype"] for tensor in tensors],
@@ -426,15 +421,15 @@ class EngineClient(EngineCalls):
         return await self._control_json("POST", "/update_weights_from_handle", body, timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float | None = None) -> None:
-        """Leave such a group."""
+        """Leave a process group for weight updates."""
         await self._control_json("POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
 
-    async def check_weights(self, action: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def check_weights(self, action: str, *, timeout_s: float | None = None) -> JsonObject:
         """``/weights_checker``: checksum or shapes (embedded engine); snapshot, compare (SGLang)."""
         return await self._control_json("POST", "/weights_checker", {"action": action}, timeout_s)
 
     async def get_weight_version(self, *, timeout_s: float | None = None) -> str:
-        """The version of the weights the engine samples with now; where the call is gone (404), from /model_info."""
+        """Version of the weights that the engine samples with; from /model_info if the engine lacks the call (404)."""
         call = "/get_weight_version"
         try:
             answer = await self._control_json("GET", call, None, timeout_s)
@@ -450,7 +445,7 @@ class EngineClient(EngineCalls):
     async def release_memory(
         self, tags: Sequence[str] | None = None, *, discard_weights: bool = False, timeout_s: float | None = None
     ) -> None:
-        """Give device memory back ("weights", "kv_cache"); None means all.
+        """Release device memory ("weights", "kv_cache"); None means all.
 
         `discard_weights` (embedded engine): no copy is kept, and the engine waits for whole weights when it resumes.
         """
@@ -462,5 +457,5 @@ class EngineClient(EngineCalls):
         await self._control("POST", "/resume_memory_occupation", _tags(tags), timeout_s)
 
 
-def _tags(tags: Sequence[str] | None) -> dict[str, Any]:
+def _tags(tags: Sequence[str] | None) -> JsonObject:
     return {} if tags is None else {"tags": list(tags)}

@@ -1,7 +1,7 @@
-"""Bodies of requests and answers as bytes, and the numbers in them as arrays.
+"""Encodes request bodies and decodes response bodies, with their numbers as arrays.
 
-Invariant: what a body means does not depend on which JSON reader takes it. The fast one takes what is plain JSON; what
-it refuses (NaN, half characters, broken UTF-8) goes to Python's own, which decides.
+Invariant: the value of a body does not depend on the JSON parser. orjson parses plain JSON; what it refuses (NaN, lone
+surrogates, broken UTF-8) goes to Python's parser, which decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import binascii
 import json
 from array import array
-from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -18,25 +17,26 @@ import numpy as np
 import orjson
 
 from slime.data.columns import exact_floats, exact_ints
+from slime.storage.json_types import JsonMapping
 
 COLUMNS_HEADER = {"X-Slime-Columns": "1"}
-"""Asks an embedded engine for the tokens of an answer as two columns; others do not know it, and answer as ever."""
+"""Requests the tokens of a response as two columns from an embedded engine; other engines ignore it."""
 _LOG_PROB, _TOKEN_ID = itemgetter(0), itemgetter(1)
 _EMPTY = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a body; a `ValueError` when it is no JSON. Broken UTF-8 is read with replacement characters."""
+    """Parse a body; raises `ValueError` if it is not JSON. Broken UTF-8 is read with replacement characters."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return json.loads(body.decode(errors="replace"))
 
 
-def request_body(payload: Mapping[str, Any]) -> bytes:
-    """A request as JSON; its many token ids are written by the fast writer, the rest exactly as Python's does.
+def request_body(payload: JsonMapping) -> bytes:
+    """Encode a request as JSON: its token ids with orjson, the rest with Python's `json`.
 
-    They may be an array, which costs the least.
+    Token ids may be an array, which is the fastest.
     """
     ids = payload.get("input_ids")
     if isinstance(ids, list | np.ndarray):
@@ -50,8 +50,8 @@ def request_body(payload: Mapping[str, Any]) -> bytes:
 
 
 def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
-    """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`, or of the columns in its place; None when it
-    is no such thing."""
+    """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`, or of the columns that replace it; None if
+    `entries` has another form."""
     if isinstance(entries, dict):
         return _written_columns(entries)
     if not isinstance(entries, list):
@@ -65,14 +65,19 @@ def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
     if not set(map(type, log_probs)) <= {float, int} or set(map(type, ids)) != {int}:
         return None
     try:
-        values, numbers = np.frombuffer(array("d", log_probs)), _whole(ids)
+        values = np.frombuffer(array("d", log_probs))
+        numbers: np.ndarray
+        try:
+            numbers = np.frombuffer(array("i", ids), dtype=np.int32)
+        except OverflowError:
+            numbers = np.frombuffer(array("q", ids), dtype=np.int64)
     except OverflowError:
         return None
     return (exact_ints(numbers), exact_floats(values)) if np.isfinite(values).all() else None
 
 
-def _written_columns(columns: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """What `{"ids": base64 of int32, "logprobs": base64 of float32 or float64}` says, in either case little-endian."""
+def _written_columns(columns: JsonMapping) -> tuple[np.ndarray, np.ndarray] | None:
+    """Decode `{"ids": base64 of int32, "logprobs": base64 of float32 or float64}`, both little-endian."""
     try:
         ids = np.frombuffer(base64.b64decode(columns["ids"], validate=True), dtype="<i4")
         raw = base64.b64decode(columns["logprobs"], validate=True)
@@ -82,10 +87,3 @@ def _written_columns(columns: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] |
     if len(values) != len(ids) or not np.isfinite(values).all():
         return None
     return ids.astype(np.int32), exact_floats(values.astype(np.float64))
-
-
-def _whole(ids: list[int]) -> np.ndarray:
-    try:
-        return np.frombuffer(array("i", ids), dtype=np.int32)
-    except OverflowError:
-        return np.frombuffer(array("q", ids), dtype=np.int64)

@@ -1,6 +1,6 @@
-"""What can go wrong between us and an engine, as types.
+"""Error types of engine calls.
 
-Every error names the engine's URL and the call. ``transient`` says whether sending the same request again may help;
+Every error names the engine's URL and the call. ``transient`` says whether a retry of the same request may succeed;
 nothing else in the code decides that.
 """
 
@@ -8,7 +8,7 @@ from slime.errors import RunFailed
 
 
 class EngineError(RunFailed):
-    """Base of all errors of an engine call; ``url`` is the engine's base URL and ``call`` the path asked for."""
+    """Base of all errors of an engine call; ``url`` is the engine's base URL and ``call`` the requested path."""
 
     transient: bool = False
 
@@ -20,9 +20,9 @@ class EngineError(RunFailed):
 
 
 class EngineUnreachable(EngineError):
-    """No connection, or the connection broke before the whole answer had come.
+    """The connection failed, or broke before the response was complete.
 
-    ``accepted`` is False when the request certainly never reached the engine (the connection was refused).
+    ``accepted`` is False if the request certainly never reached the engine (the connection was refused).
     """
 
     transient = True
@@ -33,19 +33,19 @@ class EngineUnreachable(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The deadline of the call ran out; with the flag that sets it and what the process does, if they are known."""
+    """The call exceeded its deadline; names the flag that sets it and the state of the process, if they are known."""
 
     def __init__(
         self, url: str, call: str, deadline_s: float, *, flag: str | None = None, state: str | None = None
     ) -> None:
-        whose = "" if flag is None else f" ({flag})"
-        does = "" if state is None else f": {state}"
-        super().__init__(url, call, f"did not finish within its deadline of {deadline_s:g} s{whose}{does}")
+        source = "" if flag is None else f" ({flag})"
+        activity = "" if state is None else f": {state}"
+        super().__init__(url, call, f"did not finish within its deadline of {deadline_s:g} s{source}{activity}")
         self.deadline_s = deadline_s
 
 
 class EngineRejected(EngineError):
-    """The engine understood the request and refused it (4xx, or ``success: false``): our mistake, not its."""
+    """The engine refused the request (4xx, or ``success: false``): an error of the client, not of the engine."""
 
     def __init__(self, url: str, call: str, status: int, message: str) -> None:
         super().__init__(url, call, f"was refused with status {status}: {message}")
@@ -65,4 +65,4 @@ class EngineFailed(EngineError):
 
 
 class EngineProtocolError(EngineError):
-    """The engine answered something that is not the dialect; the answer is quoted."""
+    """The engine's response does not follow the dialect; the response is quoted."""

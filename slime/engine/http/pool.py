@@ -1,7 +1,8 @@
-"""Several engines behind one `generate`; they may come and go.
+"""Load balancing over several engines, which may be added and removed at run time.
 
-Invariant: a request goes to an engine that is up and stays, or waits until there is one; an engine that is down or gone
-gets none, and those it had end at once with what they had sampled. Used from one event loop.
+Invariant: a request goes to an engine that is up and not leaving, or waits until there is one. An engine that is down
+or removed gets no requests, and those in flight on it end at once with the tokens sampled so far. A pool is used from
+one event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import aiohttp
 
@@ -19,13 +20,14 @@ from slime.cluster.watchdog import Limit, waiting
 from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
 from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.http.protocol import GenerateResult
+from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
 _ABORT_AGAIN_S = 0.1
-"""Between two looks at an engine that is leaving: a request may have been on its way to it."""
+"""Interval between aborts while an engine drains: a request may still have been on its way to it."""
 _LET_GO_S = 5.0
-"""How long requests of an engine that is gone may take to see it."""
+"""How long `remove` waits for the requests in flight on the removed engine."""
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ class _Member:
 
 
 class Roster(Sequence[EngineClient]):
-    """The engines that stay, as of the moment when it is looked at: whoever keeps this need not be told of changes."""
+    """Live view of a pool's engines that are not leaving; holders need no notification of changes."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -68,14 +70,14 @@ class Roster(Sequence[EngineClient]):
 
 
 class EnginePool:
-    """Several engines behind one `generate`.
+    """Distributes requests over several engines.
 
     Requests with the same ``affinity_key`` (a group, a session) go to the same engine, so that their common prefix is
     computed once; a new key goes to the engine with the fewest requests in flight. An engine that could not be
-    reached is avoided for ``suspect_s`` and its request goes to another one. Whoever watches over the engines says
-    which are down; with all of them down, requests wait ``patience_s`` for one to come back. No call takes longer than
-    ``timeout_s``, and those that do not generate no longer than ``control_timeout_s`` either. A pool may begin without
-    engines only if they are going to come (``may_be_empty``).
+    reached is avoided for ``suspect_s`` and its request goes to another one. A supervisor marks engines as down; while
+    all of them are down, requests wait up to ``patience_s`` for one to come back. No call takes longer than
+    ``timeout_s``, and control calls also no longer than ``control_timeout_s``. A pool may start without engines only
+    if engines are added later (``may_be_empty``).
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class EnginePool:
         self._note_up()
         self._pinned: OrderedDict[Hashable, _Member] = OrderedDict()
         self.when_changed: list[Callable[[str, str], None]] = []
-        """Told, in the pool's event loop, of each engine's URL that is "added", "up", "down", "leaving" or "removed",
-        and why all were "given up"."""
+        """Callbacks, called in the pool's event loop with a state and the engine's URL: "added", "up", "down",
+        "leaving", "removed"; or with "given up" and the reason."""
         self.roster = Roster(self)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
@@ -114,12 +116,12 @@ class EnginePool:
 
     @property
     def urls(self) -> list[str]:
-        """Base URLs, in the order in which they came."""
+        """Base URLs, in the order in which the engines were added."""
         return [member.client.base_url for member in self._members]
 
     @property
     def clients(self) -> list[EngineClient]:
-        """One client per engine, in the order in which they came; those that leave too."""
+        """One client per engine, in the order in which they were added; includes leaving engines."""
         return [member.client for member in self._members]
 
     def __len__(self) -> int:
@@ -127,26 +129,26 @@ class EnginePool:
 
     async def generate(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """`EngineClient.generate` on one engine; if that one cannot be reached, on each of the others in turn."""
+    ) -> JsonObject:
+        """`EngineClient.generate` on one engine; if it cannot be reached, on each of the others in turn."""
         return await self._asked(
             lambda client: client.generate(payload, headers=headers, timeout_s=timeout_s), affinity_key
         )
 
     async def generate_result(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> GenerateResult:
-        """Like `generate`, with the answer checked and parsed."""
+        """Like `generate`, with the response validated and parsed."""
         return await self._asked(
             lambda client: client.generate_result(payload, headers=headers, timeout_s=timeout_s), affinity_key
         )
@@ -159,7 +161,7 @@ class EnginePool:
     async def _reached(
         self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None
     ) -> AsyncIterator[tuple[_Member, T]]:
-        """The first engine that can be reached, and its answer; it has this request while the body runs."""
+        """Yield the first reachable engine and its response; the request counts as in flight while the body runs."""
         tried: list[_Member] = []
         while True:
             await self._wait_for_one()
@@ -178,16 +180,16 @@ class EnginePool:
 
     async def generate_kept(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> tuple[GenerateResult | None, EngineError | None]:
-        """(what was sampled, what broke it off): nothing breaks a complete answer.
+        """(sampled tokens, error that ended the request early); the error is None for a complete response.
 
-        The answer is streamed, so an engine that dies, or is declared down while it hangs, leaves the tokens it had.
-        `on_ids` is told the ids as they come.
+        The response is streamed, so the tokens of an engine that dies, or is marked down while it hangs, are kept.
+        `on_ids` is called with the ids of each event.
         """
         await self._wait_for_one()
         member, kept = self._pick(affinity_key, []), Growing()
@@ -201,14 +203,14 @@ class EnginePool:
             cause = error
         if kept.empty:
             return None, cause or EngineUnreachable(
-                url, "/generate", "ended its stream without an answer", accepted=True
+                url, "/generate", "ended its stream without a response", accepted=True
             )
         return await member.client.grown_result(kept, cause), cause
 
-    # who is there
+    # membership
 
     def add(self, url: str, *, api_key: str | None = None, up: bool = False) -> EngineClient:
-        """One more engine, which gets no requests before it is `set_up` (or `up` at once)."""
+        """Add an engine, which gets no requests before `set_up` (or at once with `up`)."""
         if self._member(url) is not None:
             raise ValueError(f"engine {url} is in the pool already")
         member = _Member(self._client(url, api_key))
@@ -220,7 +222,7 @@ class EnginePool:
         return member.client
 
     async def remove(self, url: str) -> None:
-        """Forget an engine; requests that it has end now. One that is not here is no mistake."""
+        """Remove an engine; its requests in flight end now. Does nothing for an unknown URL."""
         member = self._member(url)
         if member is None:
             return
@@ -233,15 +235,15 @@ class EnginePool:
         await member.client.aclose()
 
     def leave(self, url: str) -> None:
-        """No more requests for this engine, and no more weights; what it samples may end."""
+        """Send an engine no more requests and no more weights; its requests in flight may finish."""
         if (member := self._member(url)) is not None:
             member.is_leaving = True
             self._note_up()
             self._tell("leaving", url)
 
     async def drain(self, url: str, *, within_s: float) -> bool:
-        """No more requests for an engine that is leaving; what it samples ends with all that it has, to be continued
-        elsewhere. Whether it had nothing left to do at the end; it is still to be removed."""
+        """Send an engine no more requests and abort those in flight, which keep their tokens and are continued on
+        other engines. Returns true if no request is left; the caller then removes the engine."""
         self.leave(url)
         member = self._member(url)
         if member is None:
@@ -250,20 +252,20 @@ class EnginePool:
             while member.in_flight and not member.down.is_set() and not wait.is_over():
                 try:
                     await member.client.abort(abort_all=True, timeout_s=max(0.1, wait.remaining() or 0.0))
-                except EngineError:  # it is gone: its requests end by themselves, or when it is removed
+                except EngineError:  # unreachable: its requests fail by themselves, or end when it is removed
                     break
                 await _idle_within(member, _ABORT_AGAIN_S)
         return not member.in_flight
 
     def set_down(self, url: str) -> None:
-        """No more requests for this engine; those it has end now."""
+        """Mark an engine as down: it gets no more requests, and those in flight end now."""
         if (member := self._member(url)) is not None:
             member.down.set()
             self._tell("down", url)
             self._note_up()
 
     def set_up(self, url: str) -> None:
-        """The engine is back. One that was removed meanwhile stays away."""
+        """Mark an engine as up. Does nothing if it was removed."""
         if (member := self._member(url)) is not None:
             member.down.clear()
             member.suspect_until = 0.0
@@ -277,14 +279,15 @@ class EnginePool:
             self._any_up.clear()
 
     def give_up(self, reason: str) -> None:
-        """Nobody brings engines back any more: those that answer go on, and whoever finds no other one is told."""
+        """Declare that no engine will be restarted: engines that are up keep working; without one, requests fail with
+        `reason`."""
         self._given_up = reason
         self._any_up.set()
         self._tell("given up", reason)
 
     def _tell(self, state: str, what: str) -> None:
-        for told in list(self.when_changed):
-            told(state, what)
+        for callback in list(self.when_changed):
+            callback(state, what)
 
     @property
     def up(self) -> list[EngineClient]:
@@ -292,14 +295,14 @@ class EnginePool:
         return [member.client for member in self._members if not member.down.is_set()]
 
     def state_of(self, url: str) -> str:
-        """In a word: "up", "down", "leaving" or "gone"."""
+        """State of an engine: "up", "down", "leaving" or "gone"."""
         member = self._member(url)
         if member is None:
             return "gone"
         return "leaving" if member.is_leaving else "down" if member.down.is_set() else "up"
 
     def key_of(self, url: str) -> str | None:
-        """What an engine asks of whoever calls it."""
+        """API key of an engine."""
         member = self._member(url)
         return None if member is None else member.client.api_key
 
@@ -322,9 +325,9 @@ class EnginePool:
         if self._given_up is not None and not self.up:
             raise EngineProtocolError(self._nobody("").url, "/generate", f"was given up: {self._given_up}")
 
-    async def broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call one `EngineClient` method on every engine that is up; results in order, the first error is raised
-        after all calls have ended."""
+    async def broadcast(self, method: str, *args: object, **kwargs: object) -> list[object]:
+        """Call an `EngineClient` method on every engine that is up; returns the results in order. The first error is
+        raised after all calls have ended."""
         calls = [getattr(client, method)(*args, **kwargs) for client in self.up]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
@@ -342,9 +345,9 @@ class EnginePool:
         data: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """`EngineClient.open` on the engine that `generate` would choose, or on another while none has answered.
+        """`EngineClient.open` on the engine that `generate` would choose, or on another one if it is unreachable.
 
-        Reading the response of an engine that goes down ends in an `EngineUnreachable`.
+        Reading the response of an engine that goes down raises `EngineUnreachable`.
         """
         member: _Member | None = None
         try:
@@ -373,7 +376,7 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         left = [member for member in self._members if member not in tried]
         if not left:
-            raise self._nobody("cannot be asked: there is no engine")
+            raise self._nobody("cannot be sent: the pool has no engine")
         up = [member for member in left if member.takes_requests] or left
         candidates = [member for member in up if member.suspect_until <= now] or up
         idlest = min(candidates, key=lambda member: member.in_flight)
@@ -395,19 +398,19 @@ class EnginePool:
 
 
 async def _while_up(member: _Member, asking: Awaitable[T]) -> T:
-    """What an engine answers, or `EngineUnreachable` as soon as it is declared down."""
+    """The response of an engine; raises `EngineUnreachable` as soon as the engine is marked down."""
     reading: asyncio.Future[T] = asyncio.ensure_future(asking)
-    falling = asyncio.ensure_future(member.down.wait())
+    going_down = asyncio.ensure_future(member.down.wait())
     try:
-        await asyncio.wait((reading, falling), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((reading, going_down), return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             return await reading
         reason = "went down before the answer was complete"
         raise EngineUnreachable(member.client.base_url, "/generate", reason, accepted=True)
     finally:
-        for task in (reading, falling):
+        for task in (reading, going_down):
             task.cancel()
-        await asyncio.gather(reading, falling, return_exceptions=True)
+        await asyncio.gather(reading, going_down, return_exceptions=True)
 
 
 async def _close_when_down(member: _Member, response: aiohttp.ClientResponse) -> None:
@@ -416,7 +419,7 @@ async def _close_when_down(member: _Member, response: aiohttp.ClientResponse) ->
 
 
 async def _idle_within(member: _Member, seconds: float) -> None:
-    """Wait until an engine has none of our requests, or for so long."""
+    """Wait until an engine has none of the pool's requests in flight, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while member.in_flight:
@@ -424,7 +427,7 @@ async def _idle_within(member: _Member, seconds: float) -> None:
 
 
 class _Load:
-    """Counts a request as in flight on its engine while it lasts."""
+    """Context manager that counts a request as in flight on its engine."""
 
     def __init__(self, member: _Member) -> None:
         self._member = member

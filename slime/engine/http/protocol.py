@@ -1,8 +1,10 @@
-"""The pieces of SGLang's HTTP dialect that rollout uses, typed.
+"""Types for the parts of SGLang's HTTP dialect that rollout uses.
 
-Token ids and log-probs of a generation come from ``meta_info.output_token_logprobs`` and from nowhere else, so the
-ids that are trained on are the ids that were sampled. An answer that does not have the promised shape becomes an
-`EngineProtocolError` that quotes it, at this boundary and not three modules later.
+Token ids and log-probs of a generation come only from ``meta_info.output_token_logprobs``, so the ids that are trained
+on are the ids that were sampled. A response with another shape raises an `EngineProtocolError` that quotes it, at this
+boundary and not three modules later.
+
+The second half of the file joins the parts of a response that was aborted and continued.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 import numpy as np
 
@@ -21,13 +23,14 @@ from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.routed_experts import flat_experts
 from slime.engine.http.codec import token_columns
 from slime.engine.http.errors import EngineProtocolError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 PauseMode = Literal["abort", "in_place", "retract"]
 QUOTED_CHARS = 400
 
 
 class SamplingParams(TypedDict, total=False):
-    """The sampling parameters slime sends; engines know more, and custom generate functions may add them."""
+    """Sampling parameters that slime sends; engines accept more, which custom generate functions may add."""
 
     temperature: float
     top_p: float
@@ -43,7 +46,7 @@ class SamplingParams(TypedDict, total=False):
 
 
 class RolloutSamplingFlags(Protocol):
-    """The flags `rollout_sampling_params` reads."""
+    """Flags that `rollout_sampling_params` reads."""
 
     @property
     def rollout_temperature(self) -> float: ...
@@ -61,9 +64,9 @@ class RolloutSamplingFlags(Protocol):
     def rollout_skip_special_tokens(self) -> bool | None: ...
 
 
-def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
+def rollout_sampling_params(flags: RolloutSamplingFlags) -> JsonObject:
     """Sampling parameters of training rollouts, as a plain dict that custom generate functions may edit."""
-    params: dict[str, Any] = {
+    params: JsonObject = {
         "temperature": flags.rollout_temperature,
         "top_p": flags.rollout_top_p,
         "top_k": flags.rollout_top_k,
@@ -79,25 +82,25 @@ def rollout_sampling_params(flags: RolloutSamplingFlags) -> dict[str, Any]:
 
 
 def sampling_seed(*parts: int | str) -> int:
-    """A 31-bit seed that depends on all ``parts`` and on nothing else, so a resumed run draws the same tokens."""
+    """A 31-bit seed that depends only on ``parts``, so a resumed run samples the same tokens."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
-def generate_payload(input_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+def generate_payload(input_ids: Sequence[int], sampling_params: JsonMapping) -> JsonObject:
     """Body of ``POST /generate`` for one token-exact request."""
     return {"input_ids": list(input_ids), "sampling_params": dict(sampling_params), "return_logprob": True}
 
 
-def routing_wanted(start: int) -> dict[str, Any]:
-    """Fields of such a body that ask which experts the routers chose, for the tokens from `start` on."""
-    asked = {"return_routed_experts": True}
-    return asked | {"routed_experts_start_len": start} if start else asked
+def routing_wanted(start: int) -> JsonObject:
+    """Fields of a ``/generate`` body that request the routed experts of the tokens from `start` on."""
+    fields: JsonObject = {"return_routed_experts": True}
+    return fields | {"routed_experts_start_len": start} if start else fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult:
-    """One finished ``/generate`` answer; ``id_array`` and ``log_prob_array`` have the same length."""
+    """One finished ``/generate`` response; ``id_array`` and ``log_prob_array`` have the same length."""
 
     text: str
     id_array: np.ndarray
@@ -107,21 +110,21 @@ class GenerateResult:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    meta_info: dict[str, Any] = field(repr=False)
+    meta_info: JsonObject = field(repr=False)
 
     @property
     def token_ids(self) -> list[int]:
-        """The sampled ids, as a new list."""
+        """Sampled token ids, as a new list."""
         return self.id_array.tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        """Their log-probs, as a new list."""
+        """Log-probs of the sampled tokens, as a new list."""
         return self.log_prob_array.tolist()
 
     @classmethod
     def from_json(cls, answer: object, *, url: str, call: str = "/generate") -> GenerateResult:
-        """Check and parse the answer of an engine; raises `EngineProtocolError`."""
+        """Validate and parse the response of an engine; raises `EngineProtocolError`."""
 
         def malformed(what: str) -> EngineProtocolError:
             return EngineProtocolError(url, call, f"gave an answer {what}: {quote(answer)}")
@@ -136,7 +139,7 @@ class GenerateResult:
             raise malformed("without meta_info.finish_reason.type")
         entries = meta_info.get("output_token_logprobs")
         if entries is None and _count(meta_info, "completion_tokens") == 0:
-            entries = []  # aborted while still waiting: nothing was sampled
+            entries = []  # aborted while queued: nothing was sampled
         columns = token_columns(entries)
         if columns is None:
             raise malformed("whose meta_info.output_token_logprobs is not a list of [finite log-prob, token id, ...]")
@@ -145,7 +148,7 @@ class GenerateResult:
             raise malformed("whose output_ids differ from the ids in output_token_logprobs")
         if isinstance(experts := meta_info.get("routed_experts"), str):
             try:
-                meta_info["routed_experts"] = flat_experts(experts)  # here, off the event loop: it may be megabytes
+                meta_info["routed_experts"] = flat_experts(experts)  # decoded off the event loop: it may be megabytes
             except ValueError:
                 raise malformed("whose meta_info.routed_experts is not base64 of int32") from None
         text = answer.get("text", "")
@@ -164,13 +167,13 @@ class GenerateResult:
 
 
 def quote(answer: object) -> str:
-    """The answer as shown in error messages: JSON where possible, cut to a readable length."""
+    """A response as shown in error messages: JSON where possible, truncated to a readable length."""
     text = answer if isinstance(answer, str) else json.dumps(answer, default=repr, ensure_ascii=False)
     return text if len(text) <= QUOTED_CHARS else f"{text[:QUOTED_CHARS]}... ({len(text)} characters)"
 
 
 def error_message(body: str) -> str:
-    """The sentence inside an error body, in any of the forms SGLang uses, or the body itself."""
+    """Extracts the message of an error body, in any of the forms SGLang uses; else returns the body itself."""
     try:
         parsed = json.loads(body)
     except json.JSONDecodeError:
@@ -184,37 +187,37 @@ def error_message(body: str) -> str:
     return quote(parsed)
 
 
-# -- answers that were cut off -----------------------------------------------------------------------------------
+# -- responses that were aborted and continued -------------------------------------------------------------------
 
 _SUMMED = ("completion_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
 _JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
 
 
-def note_first_version(meta_info: dict[str, Any], sent_with: str | None) -> None:
-    """An engine that names only its last version may have begun the answer with the one it had when it was asked."""
+def note_first_version(meta_info: JsonObject, sent_with: str | None) -> None:
+    """Record the weight version an engine had when the request was sent, if the response names only a later one."""
     if sent_with is None or meta_info.get("weight_versions"):
         return
     if meta_info.get("weight_version") not in (None, sent_with):
         meta_info["first_weight_version"] = sent_with
 
 
-def note_first_routed(meta_info: dict[str, Any], request: object) -> None:
-    """An engine that names no first token of its routed experts began at the one that it was asked for."""
+def note_first_routed(meta_info: JsonObject, request: object) -> None:
+    """Record the first token of the routed experts from the request, if the response does not name it."""
     start = request.get("routed_experts_start_len") if isinstance(request, Mapping) else None
     if start and meta_info.get("routed_experts") is not None:
         meta_info.setdefault("routed_experts_start_len", start)
 
 
 def was_aborted(answer: object) -> bool:
-    """Whether an answer was cut off by an abort, and not by its own end."""
+    """Return true if a response ended by an abort."""
     meta_info = answer.get("meta_info") if isinstance(answer, Mapping) else None
     reason = meta_info.get("finish_reason") if isinstance(meta_info, Mapping) else None
     return (reason.get("type") if isinstance(reason, Mapping) else reason) == "abort"
 
 
-def answered_ids(answer: Mapping[str, Any]) -> list[int] | None:
-    """The ids of an answer; None when it does not tell them."""
+def answered_ids(answer: JsonMapping) -> list[int] | None:
+    """Token ids of a response; None if it does not contain them."""
     entries = answer["meta_info"].get("output_token_logprobs")
     columns = None if entries is None else token_columns(entries)
     if columns is not None:
@@ -226,7 +229,7 @@ def answered_ids(answer: Mapping[str, Any]) -> list[int] | None:
 
 
 def is_single_request(payload: object) -> bool:
-    """Whether a body asks for one answer to one prompt, in one piece: only such an answer can be continued."""
+    """Return true if a body requests one unstreamed response to one prompt: only such a response can be continued."""
     if not isinstance(payload, Mapping) or payload.get("stream"):
         return False
     params = payload.get("sampling_params") or {}
@@ -238,7 +241,7 @@ def is_single_request(payload: object) -> bool:
     return isinstance(ids, list) and bool(ids) and not isinstance(ids[0], list)
 
 
-def continued_params(params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
+def continued_params(params: JsonMapping, sampled: int) -> JsonObject:
     """Sampling parameters for the rest of a response that has `sampled` tokens: smaller limits, another seed."""
     left = dict(params)
     limit = params.get("max_new_tokens")
@@ -250,16 +253,16 @@ def continued_params(params: Mapping[str, Any], sampled: int) -> dict[str, Any]:
     return left
 
 
-def continued_payload(payload: Mapping[str, Any], prompt_ids: Sequence[int], sampled: Sequence[int]) -> dict[str, Any]:
-    """The request for the rest of an answer: `payload` asked for it, `sampled` are the ids it has."""
+def continued_payload(payload: JsonMapping, prompt_ids: Sequence[int], sampled: Sequence[int]) -> JsonObject:
+    """The request for the rest of a response: `payload` is the original request, `sampled` the ids received."""
     rest = {name: value for name, value in payload.items() if name not in ("text", "logprob_start_len")}
     rest["input_ids"] = [*prompt_ids, *sampled]
     rest["sampling_params"] = continued_params(payload.get("sampling_params") or {}, len(sampled))
     return rest
 
 
-def joined_answers(first: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Two parts of one response as the one answer that they would have been."""
+def joined_answers(first: JsonMapping, rest: JsonMapping) -> JsonObject:
+    """Join two parts of one response into the response of an uninterrupted request."""
     one, two = first["meta_info"], rest["meta_info"]
     counts = len(answered_ids(first) or ()), len(answered_ids(rest) or ())
     meta_info = {**one, **two}
@@ -276,7 +279,11 @@ def joined_answers(first: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[st
             meta_info[name] = [*(one.get(name) or ()), *(two.get(name) or ())]
     for ids, offsets in _TOP_P:
         if offsets in one and offsets in two:
-            meta_info[ids], meta_info[offsets] = _joined_top_p(one, two, ids, offsets)
+            first_ids, first_offsets = _int32_list(one[ids]), _int32_list(one[offsets])
+            shift = len(first_ids)
+            rest_offsets = [offset + shift for offset in _int32_list(two[offsets])[1:]]
+            meta_info[ids] = first_ids + _int32_list(two[ids])
+            meta_info[offsets] = first_offsets + rest_offsets
     meta_info["weight_versions"] = _joined_versions(one, two, counts)
     joined = {**first, **rest, "text": first.get("text", "") + rest.get("text", ""), "meta_info": meta_info}
     if "output_ids" in first or "output_ids" in rest:
@@ -284,12 +291,12 @@ def joined_answers(first: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[st
     return joined
 
 
-def _joined_versions(one: Mapping[str, Any], two: Mapping[str, Any], counts: tuple[int, int]) -> list[dict[str, Any]]:
-    """Which weights sampled which tokens of the whole: `version` from `start` up to `end`; neighbours differ.
+def _joined_versions(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> list[JsonObject]:
+    """Weight version of each token span of the joined response: `version` from `start` up to `end`; neighbours differ.
 
-    Empty when an engine does not name its versions.
+    Empty if an engine does not name its versions.
     """
-    spans: list[dict[str, Any]] = []
+    spans: list[JsonObject] = []
     for meta_info, count, shift in ((one, counts[0], 0), (two, counts[1], counts[0])):
         version = meta_info.get("first_weight_version", meta_info.get("weight_version"))
         parts = meta_info.get("weight_versions") or [{"version": version, "start": 0, "end": count}]
@@ -306,24 +313,14 @@ def _joined_versions(one: Mapping[str, Any], two: Mapping[str, Any], counts: tup
     return spans
 
 
-def _joined_top_p(
-    one: Mapping[str, Any], two: Mapping[str, Any], ids: str, offsets: str
-) -> tuple[list[int], list[int]]:
-    """Kept ids of both parts, and where those of each token begin."""
-    first_ids, first_offsets = _int32_list(one[ids]), _int32_list(one[offsets])
-    shift = len(first_ids)
-    rest = [offset + shift for offset in _int32_list(two[offsets])[1:]]
-    return first_ids + _int32_list(two[ids]), first_offsets + rest
-
-
-def _int32_list(value: Any) -> list[int]:
-    """Integers that travel as a list or as base64 of int32."""
+def _int32_list(value: str | Sequence[int]) -> list[int]:
+    """Decode integers that are sent as a list or as base64 of int32."""
     if not isinstance(value, str):
         return [int(number) for number in value]
     raw = base64.b64decode(value)
     return list(struct.unpack(f"<{len(raw) // 4}i", raw))
 
 
-def _count(meta_info: Mapping[str, Any], key: str) -> int:
+def _count(meta_info: JsonMapping, key: str) -> int:
     value = meta_info.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

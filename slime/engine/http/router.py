@@ -1,8 +1,8 @@
-"""A forwarding server in front of several engines, for plugin code that posts to one URL by itself.
+"""Forwarding HTTP server in front of several engines, for plugin code that posts to one URL.
 
-It forwards and decides nothing else: bodies, statuses and streams pass through byte by byte, requests that carry the
-same ``X-SMG-Routing-Key`` reach the same engine, others the least loaded one. It lives in the event loop that starts
-it and uses that loop's engine pool.
+It only forwards: bodies, statuses and streams pass through unchanged, requests with the same ``X-SMG-Routing-Key``
+reach the same engine, others the least loaded one. It runs in the event loop that starts it and uses that loop's engine
+pool.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30
 MOST_CONNECTIONS = 65536
 _NOISY = ("aiohttp.server", "slime.cluster.http_server")
-"""Loggers of what clients do; the other logs of the driver, or of `slime serve`, stay as they are."""
-# Headers of one connection, which must not travel to the next one (RFC 9110, 7.6.1), and those aiohttp writes itself.
+"""Loggers of client errors, which are filtered; other logs of the driver, or of `slime serve`, are not affected."""
+# Hop-by-hop headers, which must not be forwarded (RFC 9110, 7.6.1), and those that aiohttp writes itself.
 _NOT_FORWARDED = frozenset(
     {
         "connection",
@@ -44,10 +44,10 @@ _NOT_FORWARDED = frozenset(
 
 
 class Router:
-    """``POST /generate``, ``/v1/*`` forwarded over the pool; ``GET /workers`` and ``GET /health`` answered here.
+    """Forwards ``POST /generate`` and ``/v1/*`` to the pool; answers ``GET /workers`` and ``GET /health`` itself.
 
-    It shows the engines their key, so requests must come from this machine, or show `key`. Invariant: no request
-    reaches another path of an engine, whose control routes have the same key.
+    It adds the engines' key to each request, so clients must be on this machine or send `key`. Invariant: no request
+    reaches another path of an engine, because the engine's control routes have the same key.
     """
 
     def __init__(self, pool: EnginePool, *, key: str | None = None) -> None:
@@ -62,7 +62,7 @@ class Router:
         self.app.router.add_get("/health", self._health)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
-        """Listen in the running event loop; returns the address (port 0 takes a free one)."""
+        """Listen in the running event loop; returns the address (port 0 selects a free port)."""
         self._runner = web.AppRunner(self.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -75,7 +75,7 @@ class Router:
         return bound_host, bound_port
 
     async def aclose(self) -> None:
-        """Stop listening; requests in flight are cut after a second."""
+        """Stop listening; requests in flight are cancelled after one second."""
         await self._connections.aclose()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -84,7 +84,8 @@ class Router:
             logging.getLogger(name).removeFilter(self._noise)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        if _has_dot_segments(request.path):
+        # an engine may decode the path once again, and resolve dot segments to one of its control routes
+        if not {".", ".."}.isdisjoint(unquote(request.path).split("/")):
             return _error(404, f"{request.method} {request.path} is not served here: send the path without . and ..")
         body = await request.read()
         headers = _forwarded(request.headers)
@@ -101,7 +102,7 @@ class Router:
         except EngineError as error:
             if response is None:
                 return _error(502, str(error))
-            if request.transport is not None:  # the answer is half sent: breaking it off is the only honest end
+            if request.transport is not None:  # part of the response is sent: only a broken connection shows the error
                 request.transport.abort()
             return response
         await response.write_eof()
@@ -120,11 +121,6 @@ class Router:
         if any(await asyncio.gather(*(healthy(i) for i in range(len(self._pool))))):
             return web.Response()
         return _error(503, f"no engine answers: {', '.join(self._pool.urls)}")
-
-
-def _has_dot_segments(path: str) -> bool:
-    """Whether clients and servers further on, which may decode the path once more, could resolve it to another one."""
-    return not {".", ".."}.isdisjoint(unquote(path).split("/"))
 
 
 def _forwarded(headers: aiohttp.typedefs.LooseHeaders) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""How one engine is called over HTTP, whatever is asked of it.
+"""HTTP transport to one engine: sessions, deadlines, retries and errors of single calls.
 
-Invariants: every call has a deadline that covers connecting, retrying and reading the answer; every failure is an
-`EngineError` that names the engine, the call and (for timeouts) the deadline; a request is resent by this module only
-when it certainly never reached the engine.
+Invariants: every call has a deadline that covers connecting, retrying and reading the response; every failure is an
+`EngineError` that names the engine, the call and (for timeouts) the deadline; this module resends a request only if it
+certainly never reached the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 
-from slime.cluster.watchdog import Wait, log_graph, state_of, waiting
+from slime.cluster.watchdog import log_graph, state_of, waiting
 from slime.engine.http.blocking import authorization
 from slime.engine.http.codec import parse_json, request_body
 from slime.engine.http.errors import (
@@ -31,16 +31,17 @@ from slime.engine.http.errors import (
     EngineUnreachable,
 )
 from slime.engine.http.protocol import error_message, quote
+from slime.storage.json_types import JsonObject
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.1
 LONG_ANSWER_BYTES = 65536
-"""About 1500 tokens: from there on an answer is worth a thread."""
+"""About 1500 tokens: a response of this size or more is parsed in a thread."""
 T = TypeVar("T")
 
 
 class EngineCalls:
-    """The connections to one engine, one HTTP session for each event loop, and single calls over them."""
+    """Connections to one engine, one HTTP session for each event loop, and single calls over them."""
 
     def __init__(
         self,
@@ -56,22 +57,22 @@ class EngineCalls:
         self.control_timeout_s = control_timeout_s
         self.connect_retries = connect_retries
         self.api_key = api_key
-        self.sampled_at = 0.0  # when tokens came from it last (time.monotonic)
+        self.sampled_at = 0.0  # when tokens were received last (time.monotonic)
         self._reader: ThreadPoolExecutor | None = None
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
             weakref.WeakKeyDictionary()
         )
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- sessions -----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open(
         self, method: str, call: str, *, data: bytes | None = None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The raw, still unread response of a call (for proxies); connection errors come as `EngineUnreachable`.
+        """The raw, unread response of a call (for proxies); connection errors raise `EngineUnreachable`.
 
-        The one call without a deadline of its own: whoever forwards a response lives as long as its client. A key of
-        the engine takes the place of whatever the client's own program shows.
+        This is the only call without a deadline: a proxy forwards a response as long as its client is connected. The
+        engine's key replaces the authorization header of the client.
         """
         if self.api_key is not None and headers is not None:
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
@@ -82,7 +83,7 @@ class EngineCalls:
             raise self._unreachable(call, error) from error
 
     def session(self) -> aiohttp.ClientSession:
-        """The HTTP session of the running event loop."""
+        """HTTP session of the running event loop."""
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
@@ -121,14 +122,14 @@ class EngineCalls:
         return True
 
     async def _control(
-        self, method: Literal["GET", "POST"], call: str, body: dict[str, Any] | None, timeout_s: float | None
+        self, method: Literal["GET", "POST"], call: str, body: JsonObject | None, timeout_s: float | None
     ) -> None:
         deadline_s = self.control_timeout_s if timeout_s is None else timeout_s
         await self._body(method, call, body, deadline_s=deadline_s)
 
     async def _control_json(
-        self, method: Literal["GET", "POST"], call: str, body: dict[str, Any] | None, timeout_s: float | None
-    ) -> dict[str, Any]:
+        self, method: Literal["GET", "POST"], call: str, body: JsonObject | None, timeout_s: float | None
+    ) -> JsonObject:
         deadline_s = self.control_timeout_s if timeout_s is None else timeout_s
         answer = await self._json(method, call, body, deadline_s=deadline_s)
         if not isinstance(answer, dict):
@@ -137,10 +138,10 @@ class EngineCalls:
             raise EngineRejected(self.base_url, call, 200, str(answer.get("message", quote(answer))))
         return answer
 
-    async def _json(self, method: str, call: str, body: dict[str, Any] | None, **how: Any) -> Any:
-        return self._parsed(call, await self._body(method, call, body, **how))
+    async def _json(self, method: str, call: str, body: JsonObject | None, *, deadline_s: float) -> Any:
+        return self._parsed(call, await self._body(method, call, body, deadline_s=deadline_s))
 
-    def _parsed(self, call: str, body: bytes) -> Any:
+    def _parsed(self, call: str, body: bytes) -> object:
         try:
             return parse_json(body)
         except ValueError as error:
@@ -148,7 +149,7 @@ class EngineCalls:
             raise EngineProtocolError(self.base_url, call, f"gave an answer that is not JSON: {quote(text)}") from error
 
     async def _off_loop(self, read: Callable[[bytes], T], body: bytes) -> T:
-        """What `read` makes of an answer; a long one is read by a thread, and the loop goes on meanwhile."""
+        """Apply `read` to a response; a long response is read in a thread, so that the loop is not blocked."""
         if len(body) < LONG_ANSWER_BYTES:
             return read(body)
         return await self._in_reader(partial(read, body))
@@ -162,7 +163,7 @@ class EngineCalls:
         self,
         method: str,
         call: str,
-        body: dict[str, Any] | None,
+        body: JsonObject | None,
         *,
         deadline_s: float,
         flag: str | None = None,
@@ -181,21 +182,18 @@ class EngineCalls:
 
     @asynccontextmanager
     async def _deadline(self, call: str, deadline_s: float, flag: str | None) -> AsyncIterator[None]:
-        """The body waits for this engine; out of time, it is cancelled and ends in an `EngineTimeout`."""
+        """Register a wait for this engine; after the deadline the body is cancelled and `EngineTimeout` is raised."""
         with waiting(f"engine {self.base_url}", f"to answer {call}", timeout_s=deadline_s, flag=flag) as wait:
             try:
                 async with asyncio.timeout(deadline_s):
                     yield
             except TimeoutError as error:
-                raise await self._timeout(call, deadline_s, wait) from error
+                state = state_of(self.base_url)
+                timeout = EngineTimeout(self.base_url, call, deadline_s, flag=wait.flag, state=state)
+                await log_graph(wait, str(timeout))  # once in the log, also if thousands of requests time out together
+                raise timeout from error
 
-    async def _timeout(self, call: str, deadline_s: float, wait: Wait) -> EngineTimeout:
-        """Thousands of requests may run out of time together: the graph goes to the log, once for all of them."""
-        error = EngineTimeout(self.base_url, call, deadline_s, flag=wait.flag, state=state_of(self.base_url))
-        await log_graph(wait, str(error))
-        return error
-
-    async def _once(self, method: str, call: str, body: dict[str, Any] | None, headers: dict[str, str] | None) -> bytes:
+    async def _once(self, method: str, call: str, body: JsonObject | None, headers: dict[str, str] | None) -> bytes:
         data, own = None, dict(headers or {})
         if body is not None:
             data = request_body(body)

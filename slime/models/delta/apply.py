@@ -1,8 +1,8 @@
-"""A delta put to the weights it was made for: tensors in memory, or the files of a model folder.
+"""Applies a delta to the weights that it was made for: tensors in memory, or the files of a model folder.
 
-Invariant: all tensors have exactly the sender's bytes afterwards, which their checksums show, or are what they were
-before, whatever fails on the way; where not even the old bytes can be put back, that is `HalfApplied`. Of tensors on a
-GPU only what changes travels there; they come to the host for checksums that a GPU cannot compute.
+Invariant: afterwards all tensors have exactly the sender's bytes, verified by checksum; on any failure they have their
+old bytes. `HalfApplied` is raised if the old bytes cannot be restored. For tensors on a GPU only the changed bytes are
+copied there; the tensors are copied to the host only for checksums that a GPU cannot compute.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,13 +20,12 @@ import torch
 from slime.models.delta.blob import BadBlob, Blob, ByteArray, Flips, checksum_function, sum64_of_tensors
 from slime.models.delta.folder import BadDelta, DeltaIndex, Entry, delta_entries, safetensors_entries
 
-# A tensor as the bytes that deltas and checksums are made of: little endian, C order.
-
 
 def bytes_of(tensor: torch.Tensor) -> ByteArray:
-    """The bytes on the host: the tensor's own memory if it is contiguous and on the CPU, else a copy.
+    """The tensor's bytes on the host, little endian in C order: its own memory if contiguous and on the CPU, or a copy.
 
-    From a GPU they come into pinned memory, in both directions several times as fast; torch keeps and reuses it.
+    Bytes of a GPU tensor are copied to pinned memory, which is several times as fast in both directions; torch keeps
+    and reuses it.
     """
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
@@ -36,7 +35,7 @@ def bytes_of(tensor: torch.Tensor) -> ByteArray:
 
 
 def put_bytes(target: torch.Tensor, data: ByteArray) -> None:
-    """Put bytes back; where `bytes_of` gave the tensor's own memory they are there already."""
+    """Write bytes back into a tensor; a no-op if `bytes_of` returned the tensor's own memory."""
     source = torch.from_numpy(data).view(target.dtype).view(target.shape)
     if source.data_ptr() != target.data_ptr():
         with torch.no_grad():
@@ -44,12 +43,12 @@ def put_bytes(target: torch.Tensor, data: ByteArray) -> None:
 
 
 def bytes_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes where they are: the tensor's own memory if it is contiguous, else a copy."""
+    """The tensor's bytes on its device: its own memory if it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensor_checksums(tensors: Iterable[tuple[str, torch.Tensor]], kind: str = "xxh3-128") -> dict[str, str]:
-    """The checksum of every tensor, by name; on the device that it is on, if its kind can be computed there."""
+    """The checksum of every tensor, by name; computed on the tensor's device if this kind of checksum allows it."""
     if kind == "sum64":
         known = dict(tensors)
         return dict(zip(known, sum64_of_tensors(list(known.values())), strict=True))
@@ -62,28 +61,28 @@ _MAX_UNPACKERS = 32
 
 
 class WrongResult(BadDelta):
-    """A tensor has another checksum than the sender's: the weights here were not what the sender takes them for."""
+    """A tensor's checksum differs from the sender's: the weights here were not the base that the sender assumes."""
 
 
 class HalfApplied(Exception):
-    """Some tensors were changed and could not be changed back."""
+    """Some tensors were changed and could not be restored."""
 
 
 @contextmanager
 def _undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """The body changes all or, where it raises and `undo` works, nothing."""
+    """Calls `undo` if the body raises, so that the body changes everything or nothing."""
     try:
         yield
     except BaseException as cause:
         try:
             undo()
-        except Exception as worse:  # noqa: BLE001 - whatever it is, the old bytes are lost
+        except Exception as worse:  # noqa: BLE001 - after any failure the old bytes are lost
             raise HalfApplied(f"{cause}; and the old bytes could not be put back: {worse}") from cause
         raise
 
 
 def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> int:
-    """Change all these tensors or none; the bytes of the blobs. Each entry's name is in `targets`."""
+    """Change all these tensors or none; returns the bytes of the blobs. Each entry's name is in `targets`."""
     if any(targets[entry.name].is_cuda for entry in entries):
         apply_on_device(targets, entries, index)
     else:
@@ -93,9 +92,17 @@ def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], 
 
 @torch.no_grad()
 def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> None:
-    """The same where the tensors are; blobs are read and unpacked by threads before the first tensor changes."""
+    """Change tensors on their own device; threads read and unpack all blobs before the first tensor changes."""
+
+    def unpack(entry: Entry) -> Flips:
+        size = targets[entry.name].nbytes
+        try:
+            return Blob(entry.read(), index.encoding).flips(size)
+        except (OSError, BadDelta, BadBlob) as cause:
+            raise BadDelta(f"the blob of {entry.name} {cause}") from cause
+
     with ThreadPoolExecutor(min(_MAX_UNPACKERS, os.cpu_count() or 1)) as pool:
-        unpacked = pool.map(lambda entry: _flips(entry, targets[entry.name].nbytes, index.encoding), entries)
+        unpacked = pool.map(unpack, entries)
         changes = [(targets[entry.name], flips) for entry, flips in zip(entries, unpacked, strict=True)]
     undo: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
@@ -105,7 +112,10 @@ def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], i
 
     with _undone_on_failure(restore):
         for target, flips in changes:
-            positions, before, after = _flipped(target, flips)
+            positions = torch.from_numpy(flips.positions).to(target.device)
+            values = torch.from_numpy(flips.values.copy()).to(target.device)
+            before = bytes_in_place(target)[positions]
+            after = before ^ values if flips.is_xor else values
             undo.append((target, positions, before))
             _put(target, positions, after)
         found = tensor_checksums(((entry.name, targets[entry.name]) for entry in entries), index.checksum)
@@ -114,23 +124,8 @@ def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], i
                 raise _wrong(entry, found[entry.name])
 
 
-def _flips(entry: Entry, size: int, encoding: str) -> Flips:
-    try:
-        return Blob(entry.read(), encoding).flips(size)
-    except (OSError, BadDelta, BadBlob) as cause:
-        raise BadDelta(f"the blob of {entry.name} {cause}") from cause
-
-
-def _flipped(target: torch.Tensor, flips: Flips) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of a tensor that change: where, what they are, and what they become."""
-    positions = torch.from_numpy(flips.positions).to(target.device)
-    values = torch.from_numpy(flips.values.copy()).to(target.device)
-    before = bytes_in_place(target)[positions]
-    return positions, before, before ^ values if flips.is_xor else values
-
-
 def _put(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite bytes of a tensor, whatever order it is stored in."""
+    """Overwrite bytes of a tensor in any memory layout."""
     data = bytes_in_place(target)
     data[positions] = values
     if data.data_ptr() != target.data_ptr():
@@ -142,13 +137,21 @@ def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[Entry], in
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         done = [(e, pool.submit(_apply_to_tensor, targets[e.name], e, index.encoding, checksum)) for e in entries]
     failures = [error for _, future in done if (error := future.exception()) is not None]
+
+    def restore() -> None:
+        for entry, future in done:
+            if future.exception() is None:
+                data = bytes_of(targets[entry.name])
+                future.result().apply(data)
+                put_bytes(targets[entry.name], data)
+
     if failures:
-        with _undone_on_failure(lambda: _undo(targets, done)):
+        with _undone_on_failure(restore):
             raise next((one for one in failures if isinstance(one, HalfApplied)), failures[0])
 
 
 def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
-    """Change the tensors in a folder of safetensors files. A failure leaves those before it changed."""
+    """Change the tensors in a folder of safetensors files. On a failure the earlier tensors stay changed."""
     present = {
         entry.name: entry for path in sorted(folder.glob("*.safetensors")) for entry in safetensors_entries(path)
     }
@@ -162,7 +165,7 @@ def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
 
 
 def _apply_entry(target: ByteArray, entry: Entry, encoding: str, checksum: Callable[[ByteArray], str]) -> Blob:
-    """Change the bytes of one tensor and return what undoes it."""
+    """Change the bytes of one tensor and return the blob that undoes the change."""
     try:
         undo = Blob(entry.read(), encoding).apply(target)
     except (OSError, BadDelta, BadBlob) as cause:
@@ -190,17 +193,11 @@ def _apply_to_tensor(target: torch.Tensor, entry: Entry, encoding: str, checksum
     return undo
 
 
-def _undo(targets: Mapping[str, torch.Tensor], done: list[tuple[Entry, Future[Blob]]]) -> None:
-    for entry, future in done:
-        if future.exception() is None:
-            data = bytes_of(targets[entry.name])
-            future.result().apply(data)
-            put_bytes(targets[entry.name], data)
-
-
 def _patch(path: Path, changes: list[tuple[Entry, Entry]], index: DeltaIndex) -> None:
-    """Change tensors of one file through a mapping, and write it through. Nobody closes the mapping by hand: an error
-    that is on its way still holds the bytes it is about."""
+    """Change tensors of one file through a memory mapping, and flush it.
+
+    The mapping is never closed explicitly: a propagating error still holds a view of its bytes.
+    """
     checksum = checksum_function(index.checksum)
     with path.open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)

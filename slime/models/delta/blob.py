@@ -1,14 +1,26 @@
-"""Lossless byte deltas of tensors: what changed between two versions of a tensor, as a small compressed blob.
+"""Lossless byte deltas of tensors: the change between two versions of a tensor, as a small compressed blob.
 
 The blob of a tensor covers all of its bytes (little endian, C order) and is one zstd frame around
 
     xor:        new ^ old, byte for byte
     overwrite:  count (u32), count byte positions (u32, ascending), count new byte values
-    sparse:     count (u64), new ^ old of count bytes, and how far each is from the one before (the first from byte 0):
-                a byte of 255 for every 255, then one of 0 to 254
+    sparse:     count (u64), new ^ old of count bytes, and the distance of each from its predecessor (the first from
+                byte 0): a byte of 255 for every 255, then one of 0 to 254
 
 Invariant: `Blob.apply` either changes the whole target and returns the blob that undoes it, or raises `BadBlob` and
-leaves the target as it was.
+does not change the target.
+
+A GPU computes the checksum sum64 as fast as it reads memory, so the tensors of a delta need not leave the GPU. The
+bytes of a tensor, padded with zeros to a multiple of eight, are little-endian words w[0], w[1], ... of 64 bits. With
+all arithmetic modulo 2**64 and a logical `>>`,
+
+    x = w[i] + (i + 1) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
+    x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
+
+and the checksum is the sum of all x, in sixteen hexadecimal digits. Each step from w[i] to x is invertible, so a change
+of one word is always detected; any other change is missed with probability 2**-64. It does not protect against
+deliberate manipulation.
 """
 
 from __future__ import annotations
@@ -16,36 +28,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 
 from slime.errors import UserError
 
-# A checksum that a GPU computes as fast as it reads: for deltas, whose tensors never leave it whole.
-#
-# The bytes of a tensor, with zeros behind them up to a multiple of eight, are little-endian words w[0], w[1], ... of
-# 64 bits. With all arithmetic modulo 2**64 and `>>` bringing in zeros,
-#
-#     x = w[i] + (i + 1) * 0x9E3779B97F4A7C15
-#     x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
-#     x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
-#
-# and the checksum is the sum of all x, in sixteen hexadecimal digits. Each step from w[i] to x can be undone, so a
-# change of one word is always seen; any other goes unseen once in 2**64. It is no defence against somebody who means
-# harm.
-
 _STEP, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-_CHUNK = 1 << 22  # words, of which a few copies are made at a time
-_HOST_CHUNK = 1 << 15  # what a core's cache holds
+_CHUNK = 1 << 22  # words on a GPU; a few temporary copies have this size
+_HOST_CHUNK = 1 << 15  # words on the host; fits into a core's cache
 _LOW = (1 << 32) - 1
 
 
-def sum64_of_bytes(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    """Of bytes on the host."""
+def sum64_of_bytes(data: NDArray[np.uint8]) -> str:
+    """The sum64 checksum of bytes on the host."""
     total, whole = 0, data.nbytes // 8 * 8
     tail = np.zeros(8, np.uint8)
     tail[: data.nbytes - whole] = data[whole:]
@@ -58,13 +57,13 @@ def sum64_of_bytes(data: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
 
 
 def sum64_of_tensors(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Of tensors, on the device they are on; the sums of all come to the host together."""
+    """The sum64 checksums of tensors, computed on their device; all sums are copied to the host in one transfer."""
     if not tensors:
         return []
     return [_hexadecimal(value) for value in torch.stack([_sum(tensor) for tensor in tensors]).tolist()]
 
 
-def _mixed_sum(words: np.ndarray[Any, np.dtype[np.uint64]], first: int) -> int:
+def _mixed_sum(words: NDArray[np.uint64], first: int) -> int:
     mixed = np.arange(first + 1, first + 1 + len(words), dtype=np.uint64)
     mixed *= np.uint64(_STEP)
     mixed += words
@@ -95,7 +94,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as torch's integers have them, which know a sign."""
+    """The same 64 bits as a signed integer, for torch."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -103,7 +102,7 @@ def _hexadecimal(total: int) -> str:
     return f"{total % (1 << 64):016x}"
 
 
-ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+ByteArray = NDArray[np.uint8]
 
 LEVEL = 1
 _WORD = 8
@@ -112,19 +111,19 @@ _GAP = 255
 
 
 class BadBlob(ValueError):
-    """A blob that does not fit the tensor, or no blob at all."""
+    """A blob that does not fit the tensor, or data that is not a blob."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Which bytes of a tensor of `size` changed: where, in ascending order, what they were xored with, and to what."""
+    """The changed bytes of a tensor of `size` bytes: positions in ascending order, new ^ old, and the new values."""
 
     size: int
-    positions: np.ndarray[Any, np.dtype[np.int64]]
+    positions: NDArray[np.int64]
     xors: ByteArray
     values: ByteArray
     difference: ByteArray | None = None
-    """new ^ old of all bytes, where somebody has it."""
+    """new ^ old of all bytes, if it was computed."""
 
     @classmethod
     def between(cls, old: ByteArray, new: ByteArray) -> Changes:
@@ -135,9 +134,9 @@ class Changes:
 
 @dataclass(frozen=True)
 class Flips:
-    """What a blob does to its tensor: `values` are xored into the bytes at `positions`, or take their place."""
+    """Decoded changes of a blob: `values` are xored into the bytes at `positions`, or replace them."""
 
-    positions: np.ndarray[Any, np.dtype[np.int64]]
+    positions: NDArray[np.int64]
     values: ByteArray
     is_xor: bool
 
@@ -150,7 +149,7 @@ class Blob:
     encoding: str
 
     def apply(self, target: ByteArray) -> Blob:
-        """Turn the old bytes into the new ones in place; the blob that turns them back."""
+        """Turn the old bytes into the new ones in place; returns the blob that undoes the change."""
         if self.encoding == "xor":
             np.bitwise_xor(target, self._difference(len(target)), out=target)
             return self
@@ -163,7 +162,7 @@ class Blob:
         return undo
 
     def flips(self, size: int) -> Flips:
-        """The bytes that change of a tensor of `size`."""
+        """Decode the changed bytes of a tensor of `size` bytes."""
         if self.encoding == "xor":
             difference = self._difference(size)
             positions = changed_positions(difference)
@@ -189,7 +188,7 @@ class Blob:
 
 
 def encode(changes: Changes, encoding: str) -> Blob:
-    """The blob of a tensor."""
+    """Encode the changes of a tensor as a blob."""
     if encoding == "xor":
         difference = changes.difference
         if difference is None:
@@ -206,8 +205,8 @@ def encode(changes: Changes, encoding: str) -> Blob:
     return Blob(_compress(_pack(changes.positions, changes.values)), encoding)
 
 
-def changed_positions(difference: ByteArray) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where `difference` is not zero, ascending; looks at whole words first, since few bytes change."""
+def changed_positions(difference: ByteArray) -> NDArray[np.int64]:
+    """The positions at which `difference` is not zero, ascending; scans whole words first, since few bytes change."""
     whole = len(difference) // _WORD * _WORD
     words = np.flatnonzero(difference[:whole].view(np.uint64)) * _WORD
     near = (words[:, None] + np.arange(_WORD)).reshape(-1)
@@ -216,7 +215,7 @@ def changed_positions(difference: ByteArray) -> np.ndarray[Any, np.dtype[np.int6
 
 
 def checksum_function(kind: str) -> Callable[[ByteArray], str]:
-    """From bytes to a hexadecimal checksum, for one of the choices of --update-weight-delta-checksum."""
+    """The function from bytes to a hexadecimal checksum, for one of the choices of --update-weight-delta-checksum."""
     if kind == "xxh3-128":
         return lambda data: xxhash.xxh3_128_hexdigest(data.data)
     if kind == "sum64":
@@ -238,21 +237,21 @@ def _compress(data: memoryview | bytes) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL).compress(data)
 
 
-def _pack(positions: np.ndarray[Any, Any], values: ByteArray) -> bytes:
+def _pack(positions: NDArray[np.int64], values: ByteArray) -> bytes:
     return np.uint32(len(positions)).astype("<u4").tobytes() + positions.astype("<u4").tobytes() + values.tobytes()
 
 
-def _unpack(payload: bytes, length: int) -> tuple[np.ndarray[Any, Any], ByteArray]:
+def _unpack(payload: bytes, length: int) -> tuple[NDArray[np.int64], ByteArray]:
     count = int(np.frombuffer(payload, "<u4", 1)[0]) if len(payload) >= 4 else -1
     if len(payload) != 4 + 5 * count:
-        raise BadBlob(f"has {len(payload)} bytes, which is no list of positions and values")
+        raise BadBlob(f"has {len(payload)} bytes, which is not a list of positions and values")
     positions = np.frombuffer(payload, "<u4", count, offset=4).astype(np.int64)
     if count and int(positions.max()) >= length:
         raise BadBlob(f"names byte {int(positions.max())} of a tensor of {length}")
     return positions, np.frombuffer(payload, np.uint8, count, offset=4 + 4 * count)
 
 
-def _pack_gaps(positions: np.ndarray[Any, Any], xors: ByteArray) -> bytes:
+def _pack_gaps(positions: NDArray[np.int64], xors: ByteArray) -> bytes:
     gaps = np.diff(positions, prepend=0)
     ends = np.cumsum(gaps // _GAP + 1) - 1
     steps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _GAP, np.uint8)
@@ -260,15 +259,15 @@ def _pack_gaps(positions: np.ndarray[Any, Any], xors: ByteArray) -> bytes:
     return np.uint64(len(positions)).astype("<u8").tobytes() + xors.tobytes() + steps.tobytes()
 
 
-def _unpack_gaps(payload: bytes, length: int) -> tuple[np.ndarray[Any, Any], ByteArray]:
+def _unpack_gaps(payload: bytes, length: int) -> tuple[NDArray[np.int64], ByteArray]:
     count = int(np.frombuffer(payload, "<u8", 1)[0]) if len(payload) >= 8 else -1
     if not 0 <= count <= len(payload) - 8:
-        raise BadBlob(f"has {len(payload)} bytes, which is no list of changes")
+        raise BadBlob(f"has {len(payload)} bytes, which is not a list of changes")
     steps = np.frombuffer(payload, np.uint8, offset=8 + count)
     is_end = steps != _GAP
     positions = np.cumsum(steps, dtype=np.int64)[is_end]
     if len(positions) != count or (len(steps) and not is_end[-1]):
-        raise BadBlob(f"names {len(positions)} places for {count} changes")
+        raise BadBlob(f"names {len(positions)} positions for {count} changes")
     if count and int(positions[-1]) >= length:
         raise BadBlob(f"names byte {int(positions[-1])} of a tensor of {length}")
     return positions, np.frombuffer(payload, np.uint8, count, offset=8)

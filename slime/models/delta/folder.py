@@ -1,10 +1,10 @@
-"""A version folder that holds a delta: safetensors files of blobs, and an index that says what they apply to.
+"""Delta folders: safetensors files of blobs, and an index that names the base version that they apply to.
 
     model-{i:05d}-of-{n:05d}.safetensors   name -> 1-D uint8 blob; `__metadata__`: name -> checksum of the new tensor
     model.safetensors.index.json           metadata {version, base_version, delta_encoding, ...} and weight_map
 
-Invariant: `read_index` gives a delta's index or None for a folder of whole weights; what it gives has every field, and
-its files lie in the folder.
+Invariant: `read_index` returns a delta's index, or None for a folder of whole weights; a returned index has every
+field, and its files are in the folder.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from slime.storage.files import fsync_path
+from slime.storage.json_types import JsonObject
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"
@@ -28,21 +28,21 @@ _METADATA = "__metadata__"
 
 
 class BadDelta(ValueError):
-    """A folder that is no delta of this format."""
+    """A folder that is not a delta of this format."""
 
 
 class OtherBase(BadDelta):
-    """A delta to another version than the one that is here."""
+    """A delta whose base version is not the version present here."""
 
 
 def delta_checksum(chosen: str | None, device: str) -> str:
-    """The checksum of a run, which may have chosen none: on GPUs the one for which no tensor leaves them."""
+    """The checksum of a run: the chosen one; by default sum64 on GPUs, which needs no copy to the host."""
     return chosen or ("sum64" if device == "cuda" else "xxh3-128")
 
 
 @dataclass(frozen=True)
 class DeltaIndex:
-    """What a delta applies to and how it is written."""
+    """The index of a delta: its base version, its encoding and its files."""
 
     version: int
     base_version: int
@@ -52,14 +52,14 @@ class DeltaIndex:
     weight_map: Mapping[str, str]
 
     def require_base(self, version: int | str | None, *, delta: Path, owner: str) -> None:
-        """Raise `OtherBase` unless `version`, which `owner` has, is the one this applies to."""
+        """Raise `OtherBase` unless `version`, held by `owner`, is the base version of this delta."""
         if str(self.base_version) != str(version):
             raise OtherBase(f"{delta.name} applies to version {self.base_version}, {owner} has {version}")
 
 
 @dataclass
 class DeltaPart:
-    """What one rank wrote of a delta: a file (none if it had nothing to write), and its share of the numbers."""
+    """One rank's part of a delta: its file (None if it had nothing to write), and its share of the statistics."""
 
     path: str | None = None
     names: list[str] = field(default_factory=list)
@@ -67,13 +67,13 @@ class DeltaPart:
     encode_seconds: float = 0.0
     write_seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a safetensors file: where its bytes are, and its checksum if the file has one."""
+    """One tensor of a safetensors file: the range of its bytes, and its checksum if the file has one."""
 
     name: str
     path: Path
@@ -101,8 +101,8 @@ def write_part(path: Path, blobs: Mapping[str, bytes], checksums: Mapping[str, s
 def join_parts(
     folder: Path, parts: Sequence[DeltaPart], *, version: int, base_version: int, encoding: str, checksum: str
 ) -> list[Path]:
-    """Make one delta of what the ranks wrote into `folder`: their files get the names of a model folder's shards, and
-    an index comes beside them. All its files, on disk."""
+    """Make one delta of the parts that the ranks wrote into `folder`: renames their files to a model folder's shard
+    names and writes an index next to them. Returns all its files, synced to disk."""
     written = [part for part in parts if part.path is not None]
     names = [f"model-{number:05d}-of-{len(written):05d}.safetensors" for number in range(len(written))]
     for part, name in zip(written, names, strict=True):
@@ -150,7 +150,7 @@ def read_index(folder: Path) -> DeltaIndex | None:
     except (KeyError, TypeError, ValueError) as cause:
         raise BadDelta(f"{path} is not the index of a delta: {type(cause).__name__}: {cause}") from cause
     if index.encoding not in ENCODINGS or index.compression != COMPRESSION:
-        raise BadDelta(f"{path} names an encoding that is not known: {index.encoding}, {index.compression}")
+        raise BadDelta(f"{path} names an unknown encoding or compression: {index.encoding}, {index.compression}")
     return index
 
 
@@ -169,8 +169,16 @@ def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[Entry]:
 
 
 def safetensors_entries(path: Path) -> list[Entry]:
-    """Where each tensor of a safetensors file is, without reading any."""
-    header, start = _read_header(path)
+    """Locate each tensor of a safetensors file by its header, without reading any tensor."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"a header of {length} bytes")
+            header: JsonObject = json.loads(file.read(length))
+    except (ValueError, struct.error) as cause:
+        raise BadDelta(f"{path} is not a safetensors file: {cause}") from cause
+    start = 8 + length
     checksums = header.pop(_METADATA, {})
     return [
         Entry(
@@ -184,14 +192,3 @@ def safetensors_entries(path: Path) -> list[Entry]:
         )
         for name, facts in header.items()
     ]
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ValueError(f"a header of {length} bytes")
-            return json.loads(file.read(length)), 8 + length
-    except (ValueError, struct.error) as cause:
-        raise BadDelta(f"{path} is not a safetensors file: {cause}") from cause

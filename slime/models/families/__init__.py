@@ -1,1 +1,1 @@
-"""Facts per model family: which tensors a folder has, what Megatron calls them, what its config says."""
+"""Model families: the tensors of a folder, their Megatron parameters and the fields of config.json."""

@@ -1,4 +1,4 @@
-"""The rules that families share: embeddings, attention, feed-forward, experts."""
+"""Weight rules that families share: embeddings, attention, feed-forward, experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE, THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def edge_rules(config: HfConfig) -> tuple[Rule, ...]:
-    """Embedding, last norm and output layer; tied ones have a copy on the last stage of a pipeline."""
+    """Rules of embedding, last norm and output layer; a tied output layer is a copy on the last pipeline stage."""
     tied = is_tied(config)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     return (
@@ -46,7 +46,7 @@ def attention_rules(
     has_head_norms: bool = False,
     is_gated: bool = False,
 ) -> tuple[Rule, ...]:
-    """Grouped-query attention with the norm before it."""
+    """Rules of grouped-query attention with the norm before it."""
     form, layers = Qkv(kv_heads(config), is_gated), tuple(layers)
 
     def qkv(kind: str) -> Rule:
@@ -71,7 +71,7 @@ def attention_rules(
 
 
 def gate_up_rule(megatron: str, hf: str, layers: Layers, *, kind: str = "weight", experts: int = 0) -> Rule:
-    """Gate and up projection under `hf`, as `megatron`.linear_fc1."""
+    """Rule of the gate and up projections under `hf`, which are `megatron`.linear_fc1."""
     names = tuple(f"{THERE}{hf}.{part}_proj.{kind}" for part in ("gate", "up"))
     suffix = kind + ("{expert}" if experts else "")
     stacked = (f"{THERE}{_parent(hf)}.gate_up_proj", Stacked(FusedGateUp())) if experts else None
@@ -79,6 +79,7 @@ def gate_up_rule(megatron: str, hf: str, layers: Layers, *, kind: str = "weight"
 
 
 def down_rule(megatron: str, hf: str, layers: Layers, *, experts: int = 0) -> Rule:
+    """Rule of the down projection under `hf`, which is `megatron`.linear_fc2."""
     suffix = "weight{expert}" if experts else "weight"
     name = f"{THERE}{hf}.down_proj.weight"
     stacked = (f"{THERE}{_parent(hf)}.down_proj", Stacked(Rows())) if experts else None
@@ -90,7 +91,7 @@ def _parent(hf: str) -> str:
 
 
 def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_attention_layernorm") -> tuple[Rule, ...]:
-    """The dense feed-forward with the norm before it."""
+    """Rules of the dense feed-forward with the norm before it."""
     rules = (
         layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", Whole(), layers),
         gate_up_rule("mlp", "mlp", layers),
@@ -106,7 +107,7 @@ def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_atten
 
 
 def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
-    """Routed experts, one tensor each, with the norm before them and their router."""
+    """Rules of routed experts, one tensor each, with the norm before them and their router."""
     count = num_experts(config)
     return (
         layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Whole(), layers),
@@ -117,12 +118,15 @@ def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
 
 
 def router_bias_rule(layers: Layers) -> Rule:
-    """What experts are chosen with beside their scores; Megatron has it as a buffer."""
+    """Rule of the correction bias that is added to scores when experts are chosen; a buffer in Megatron."""
     return layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Whole(), layers)
 
 
 def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
-    """Latents are whole on every rank, heads are shared; a norm of its own before, those of the latents inside."""
+    """Rules of latent attention: latents are whole on every rank, heads are sharded.
+
+    The norm before attention is a parameter of its own; the norms of the latents belong to the up projections.
+    """
 
     def rule(megatron: str, hf: str, form: Form) -> Rule:
         return layer_rule(f"self_attention.{megatron}", f"self_attn.{hf}", form, layers)
@@ -147,7 +151,7 @@ def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]
 
 
 def sigmoid_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
-    """Dense layers and layers of experts with a correction bias and experts that all tokens pass."""
+    """Rules of dense layers, and of layers of experts with a correction bias and shared experts."""
     sparse = moe_layers(config)
     dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
     shared = shared_expert_rules("mlp.shared_experts", sparse) if config.get("n_shared_experts") else ()
@@ -155,7 +159,7 @@ def sigmoid_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
 
 
 def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:
-    """The expert that every token passes; all tensor-parallel ranks share it."""
+    """Rules of the expert that processes every token; it is sharded over all tensor-parallel ranks."""
     return (
         gate_up_rule("mlp.shared_experts", hf, layers),
         down_rule("mlp.shared_experts", hf, layers),
@@ -163,7 +167,7 @@ def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:
 
 
 def gated_expert_rules(config: HfConfig) -> tuple[Rule, ...]:
-    """Dense layers and layers of experts, beside which one expert of all tokens has a gate of its own."""
+    """Rules of dense layers, and of layers of experts with a shared expert that has its own gate."""
     sparse = moe_layers(config)
     dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
     return (

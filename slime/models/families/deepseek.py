@@ -1,4 +1,4 @@
-"""DeepSeek V3, V3.1 and R1, and what is built like them: Moonlight (no query latent), Kimi K2."""
+"""DeepSeek V3, V3.1 and R1, and models of the same architecture: Moonlight (no query latent), Kimi K2."""
 
 from __future__ import annotations
 

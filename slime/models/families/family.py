@@ -1,4 +1,4 @@
-"""The families the project knows, found by the model_type of a config.json."""
+"""Registry of the supported model families, by the model_type of a config.json."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.m
 
 
 def family_of(config: HfConfig) -> Family:
-    """The family of a model; UserError with those known where it is none of them."""
+    """The family of a model; UserError with the supported families if it belongs to none of them."""
     model_type = str(config.get("model_type"))
     family = _BY_TYPE.get(model_type)
     if family is None:
         raise UserError(
-            f"model_type {model_type} of config.json is no family known here: {', '.join(sorted(_BY_TYPE))}"
+            f"model_type {model_type} of config.json is not a supported family: {', '.join(sorted(_BY_TYPE))}"
         )
     return family

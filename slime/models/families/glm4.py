@@ -1,4 +1,8 @@
-"""GLM-4 and GLM-Z1: norms before and after attention and feed-forward, half of each head rotated in pairs."""
+"""GLM-4 and GLM-Z1: norms before and after attention and feed-forward, half of each head rotated in pairs.
+
+GLM-4.5, 4.6 and 4.7: experts with a sigmoid router, half of each head rotated, some with norms on queries and keys.
+GLM-4.7-Flash has latent attention.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +62,6 @@ GLM4 = Family(
     reasoning_format="qwen3",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
 )
-
-
-# GLM-4.5, 4.6 and 4.7: experts by sigmoids, half of each head rotated, some with norms on queries and keys; Flash is
-# the one with latent attention.
 
 
 def _moe_fields(config: HfConfig) -> Fields:

@@ -1,4 +1,4 @@
-"""gpt-oss: biases everywhere, a learned sink beside the scores, windows on every other layer, experts in one tensor."""
+"""gpt-oss: biases everywhere, learned attention sinks, windows on every other layer, all experts in one tensor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from slime.models.families.tp_sharding import Columns, Form, InterleavedGateUp, 
 from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
-def _windowed(config: HfConfig) -> list[int]:
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return [int(kind == "sliding_attention") for kind in kinds]
-    return [int(layer % 2 == 0) for layer in all_layers(config)]
-
-
 def _fields(config: HfConfig) -> Fields:
     if config.get("swiglu_alpha", 1.702) != 1.702:
-        raise UserError(f"swiglu_alpha {config['swiglu_alpha']} of config.json: Megatron has 1.702 fixed")
+        raise UserError(f"swiglu_alpha {config['swiglu_alpha']} of config.json: Megatron only supports 1.702")
+    kinds = config.get("layer_types")
     return {
         **decoder_fields(config),
         **moe_fields(config),
@@ -26,8 +20,12 @@ def _fields(config: HfConfig) -> Fields:
         "add_bias_linear": True,
         "add_qkv_bias": True,
         "softmax_type": "learnable",
-        "window_size": (need(config, "sliding_window") - 1, 0),  # how far back, the token itself not counted
-        "window_attn_skip_freq": _windowed(config),
+        "window_size": (need(config, "sliding_window") - 1, 0),  # tokens before the current one
+        "window_attn_skip_freq": (
+            [int(kind == "sliding_attention") for kind in kinds]
+            if isinstance(kinds, list)
+            else [int(layer % 2 == 0) for layer in all_layers(config)]
+        ),
         "activation_func": "quick_gelu",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": float(config.get("swiglu_limit", 7.0)),

@@ -1,4 +1,4 @@
-"""What config.json says, in Megatron's names, as far as families agree on it.
+"""Readers of config.json that families share; they return the fields under Megatron's names.
 
 Invariant: a number that decides the shape of the model is read or refused, never guessed.
 """
@@ -10,18 +10,19 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.models.families.weight_map import Fields, HfConfig, Ignored
+from slime.storage.json_types import JsonObject
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 def need(config: HfConfig, *names: str) -> Any:
-    """The first of these that config.json has."""
+    """The value of the first of these fields that config.json has; UserError if it has none of them."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
     raise UserError(
-        f"config.json of a {config.get('model_type', 'nameless')} model has no {' or '.join(names)}: its shape cannot "
-        "be told, so copy or download the model folder again"
+        f"config.json of a {config.get('model_type', 'nameless')} model has no {' or '.join(names)}, so its shape is "
+        "unknown: copy or download the model folder again"
     )
 
 
@@ -43,10 +44,10 @@ def is_tied(config: HfConfig, *, default: bool = False) -> bool:
 
 
 def decoder_fields(config: HfConfig) -> Fields:
-    """What every decoder has: sizes, norm, gated feed-forward, vocabulary; no biases, no dropout."""
+    """Fields of every decoder: sizes, norm, gated feed-forward, vocabulary; no biases, no dropout."""
     activation = str(config.get("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
-        raise UserError(f"hidden_act {activation} of config.json is none of {', '.join(_ACTIVATIONS)}")
+        raise UserError(f"hidden_act {activation} of config.json is not one of {', '.join(_ACTIVATIONS)}")
     return {
         "num_layers": need(config, "num_hidden_layers"),
         "hidden_size": need(config, "hidden_size"),
@@ -71,9 +72,9 @@ def decoder_fields(config: HfConfig) -> Fields:
 
 
 def window_fields(config: HfConfig, by_default: Callable[[int], bool]) -> Fields:
-    """The windows of Qwen's layers, where `use_sliding_window` switches them on.
+    """Attention windows of Qwen's layers, if `use_sliding_window` enables them.
 
-    `by_default` says which layers have one where there are no `layer_types`.
+    `by_default` decides which layers have a window if the config has no `layer_types`.
     """
     if config.get("use_sliding_window") is not True or not config.get("sliding_window", 4096):
         return {}
@@ -88,9 +89,9 @@ def window_fields(config: HfConfig, by_default: Callable[[int], bool]) -> Fields
     return {"window_size": (before, 0), "window_attn_skip_freq": windowed}
 
 
-def rope_entry(config: HfConfig) -> dict[str, Any]:
-    """How positions are rotated: `rope_parameters`, or `rope_scaling` and `rope_theta` of older folders."""
-    entry: dict[str, Any] = {}
+def rope_entry(config: HfConfig) -> JsonObject:
+    """Parameters of rotary embeddings: `rope_parameters`, or `rope_scaling` and `rope_theta` of older folders."""
+    entry: JsonObject = {}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), dict):
             entry |= config[name]
@@ -109,57 +110,50 @@ def rotary_fields(config: HfConfig) -> Fields:
         "rotary_interleaved": False,
     }
     kind = entry["rope_type"]
-    if kind in ("default", "mrope"):  # text has one position on all of mrope's axes
+    if kind in ("default", "mrope"):  # text has the same position on all axes of mrope
         return fields
     if kind == "linear":
         return {**fields, "seq_len_interpolation_factor": float(entry["factor"])}
     if kind == "llama3":
-        return {**fields, "rope_scaling": True, "rope_scaling_factor": _llama3_factor(entry)}
+        fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        for name, value in fixed.items():
+            if entry.get(name, value) != value:
+                raise UserError(
+                    f"{name} {entry[name]} of config.json: Megatron's Llama 3 rotation only supports {value}"
+                )
+        return {**fields, "rope_scaling": True, "rope_scaling_factor": float(entry.get("factor", 8.0))}
     if kind == "yarn":
         return {**fields, "position_embedding_type": "yarn", **_yarn_fields(config, entry)}
-    raise UserError(f"rope_type {kind} of config.json is not one Megatron has: default, linear, llama3 or yarn")
+    raise UserError(f"rope_type {kind} of config.json is not supported by Megatron: default, linear, llama3 or yarn")
 
 
-def _llama3_factor(entry: dict[str, Any]) -> float:
-    for name, value in {
-        "low_freq_factor": 1,
-        "high_freq_factor": 4,
-        "original_max_position_embeddings": 8192,
-    }.items():
-        if entry.get(name, value) != value:
-            raise UserError(f"{name} {entry[name]} of config.json: Megatron's Llama 3 rotation has {value} fixed")
-    return float(entry.get("factor", 8.0))
-
-
-def _yarn_fields(config: HfConfig, entry: dict[str, Any]) -> Fields:
+def _yarn_fields(config: HfConfig, entry: JsonObject) -> Fields:
+    """Fields of YaRN. Rotated queries and keys are scaled by the quotient of the two mscales, 1.0 unless both are set.
+    """
     original = entry.get("original_max_position_embeddings") or need(config, "max_position_embeddings")
-    return {
+    fields: Fields = {
         "yarn_rotary_scaling_factor": float(entry["factor"]),
         "yarn_original_max_position_embeddings": original,
         "yarn_beta_fast": float(entry.get("beta_fast") or 32),
         "yarn_beta_slow": float(entry.get("beta_slow") or 1),
-        **dict(zip(("yarn_mscale", "yarn_mscale_all_dim"), _mscales(entry), strict=True)),
-        "yarn_correction_range_round_to_int": bool(entry.get("truncate", True)),
     }
-
-
-def _mscales(entry: dict[str, Any]) -> tuple[float, float]:
-    """Whose quotient rotated queries and keys are scaled by; transformers looks at them where both are given."""
     if entry.get("attention_factor") is not None:
-        raise UserError("attention_factor of config.json's rope_parameters: Megatron computes it, and no other")
-    if entry.get("mscale") and entry.get("mscale_all_dim"):
-        return float(entry["mscale"]), float(entry["mscale_all_dim"])
-    return 1.0, 0.0
+        raise UserError("attention_factor of config.json's rope_parameters: Megatron computes it and takes no other")
+    has_mscales = entry.get("mscale") and entry.get("mscale_all_dim")
+    fields["yarn_mscale"] = float(entry["mscale"]) if has_mscales else 1.0
+    fields["yarn_mscale_all_dim"] = float(entry["mscale_all_dim"]) if has_mscales else 0.0
+    fields["yarn_correction_range_round_to_int"] = bool(entry.get("truncate", True))
+    return fields
 
 
 def latent_fields(config: HfConfig) -> Fields:
-    """Multi-head latent attention, with norms on both latents."""
+    """Fields of multi-head latent attention, with norms on both latents."""
     if config.get("attention_bias") is True or config.get("rope_interleave") is False:
         raise UserError(
             "attention_bias true or rope_interleave false in config.json: Megatron's latent attention has neither, so "
             "train this model with --train-backend fsdp"
         )
-    return {
+    fields: Fields = {
         "multi_latent_attention": True,
         "num_query_groups": need(config, "num_attention_heads"),
         "q_lora_rank": config.get("q_lora_rank"),
@@ -169,28 +163,24 @@ def latent_fields(config: HfConfig) -> Fields:
         "v_head_dim": need(config, "v_head_dim"),
         "kv_channels": need(config, "qk_nope_head_dim") + need(config, "qk_rope_head_dim"),
         "qk_layernorm": True,
-        "latent_layernorm_epsilon": 1e-6,  # which transformers has fixed, whatever rms_norm_eps says
+        "latent_layernorm_epsilon": 1e-6,  # fixed in transformers, which ignores rms_norm_eps here
         "position_embedding_type": "rope",
-        **_latent_rotary(config),
     }
-
-
-def _latent_rotary(config: HfConfig) -> Fields:
     entry = rope_entry(config)
-    plain = {"rope_type": "rope", "rotary_base": entry["rope_theta"], "rotary_percent": 1.0}
+    fields |= {"rope_type": "rope", "rotary_base": entry["rope_theta"], "rotary_percent": 1.0}
     if entry["rope_type"] == "default":
-        return {**plain, "rotary_scaling_factor": 1.0}  # with which scores are not rescaled
+        return {**fields, "rotary_scaling_factor": 1.0}  # 1.0: scores are not rescaled
     if entry["rope_type"] != "yarn":
         raise UserError(
             f"rope_type {entry['rope_type']} of config.json: Megatron's latent attention has default or yarn"
         )
     scaled = {name.removeprefix("yarn_"): value for name, value in _yarn_fields(config, entry).items()}
     scaled.pop("correction_range_round_to_int")
-    return {**plain, **scaled, "rope_type": "yarn", "mscale_all_dim": float(entry.get("mscale_all_dim") or 0.0)}
+    return {**fields, **scaled, "rope_type": "yarn", "mscale_all_dim": float(entry.get("mscale_all_dim") or 0.0)}
 
 
 def moe_layers(config: HfConfig) -> tuple[int, ...]:
-    """Which layers have experts."""
+    """The layers that have experts."""
     dense = config.get("mlp_only_layers") or ()
     step, first = config.get("decoder_sparse_step") or 1, config.get("first_k_dense_replace") or 0
     kinds = config.get("mlp_layer_types")
@@ -209,7 +199,7 @@ def num_experts(config: HfConfig) -> int:
 
 
 def moe_fields(config: HfConfig) -> Fields:
-    """Experts behind a softmax over all of them, without balancing losses: those are pretraining's."""
+    """Fields of experts with a softmax router, without the load-balancing losses of pretraining."""
     sparse = set(moe_layers(config))
     return {
         "num_moe_experts": num_experts(config),
@@ -226,11 +216,11 @@ def moe_fields(config: HfConfig) -> Fields:
 
 
 def sigmoid_moe_fields(config: HfConfig) -> Fields:
-    """Experts by sigmoids with a correction bias, in groups where there are some, and experts that all tokens pass."""
+    """Fields of experts with a sigmoid router and a correction bias, with expert groups and shared experts if any."""
     topk, groups, kept = need(config, "num_experts_per_tok"), config.get("n_group") or 1, config.get("topk_group") or 1
     if config.get("norm_topk_prob") is False or topk == 1:
         raise UserError(
-            "norm_topk_prob false or num_experts_per_tok 1 in config.json: Megatron's sigmoid router has neither"
+            "norm_topk_prob false or num_experts_per_tok 1 in config.json: Megatron's sigmoid router supports neither"
         )
     if groups > 1 and topk // kept != 2:
         raise UserError(
@@ -251,7 +241,7 @@ def sigmoid_moe_fields(config: HfConfig) -> Fields:
 
 
 def layers_after_the_last(config: HfConfig) -> tuple[Ignored, ...]:
-    """Layers for predicting several tokens at once, which folders have after those that the model runs."""
+    """The multi-token prediction layers of a folder, which follow the layers that the model runs."""
     count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     first = int(need(config, "num_hidden_layers"))
     return tuple(

@@ -1,4 +1,4 @@
-"""Llama 3 and what is built like it (SmolLM2, for one)."""
+"""Llama 3 and models of the same architecture, such as SmolLM2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
 def _has_biases(config: HfConfig) -> bool:
-    """Whether all linear layers have biases: Megatron has them on all or, but for queries, keys and values, on none."""
+    """True if all linear layers have biases. Megatron has biases on all of them, or on none except queries, keys and
+    values."""
     attention, mlp = config.get("attention_bias") is True, config.get("mlp_bias") is True
     if attention != mlp:
         raise UserError(

@@ -1,4 +1,4 @@
-"""MiniMax M2: one norm over all heads of queries and one over all of keys, experts by sigmoids."""
+"""MiniMax M2: one norm over all heads of queries and one over all of keys, experts with a sigmoid router."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5, dense and with experts: biases on queries, keys and values. MiMo is the dense one with layers that
-training does not use."""
+"""Qwen2 and Qwen2.5, dense and with experts: biases on queries, keys and values. MiMo is the dense architecture with
+additional layers that training does not use."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _fields(config: HfConfig) -> Fields:
 
 
 def _moe_fields(config: HfConfig) -> Fields:
-    every_layer = {name: value for name, value in config.items() if name != "layer_types"}  # whatever these say
+    every_layer = {name: value for name, value in config.items() if name != "layer_types"}  # transformers ignores them
     return {**_attention_fields(config), **window_fields(every_layer, lambda _: True), **moe_fields(config)}
 
 

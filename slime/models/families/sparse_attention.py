@@ -18,7 +18,7 @@ _INDEXER = {
 
 
 def indexer_layers(config: HfConfig) -> tuple[int, ...]:
-    """The layers that pick tokens themselves; others take what the last of these picked."""
+    """The layers that have an indexer; each other layer uses the tokens that the last indexer before it picked."""
     layers, kinds = all_layers(config), config.get("indexer_types") or config.get("index_topk_pattern")
     if kinds is not None:
         return tuple(layer for layer, kind in zip(layers, kinds, strict=True) if kind in ("full", "F"))

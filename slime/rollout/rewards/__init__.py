@@ -1,1 +1,1 @@
-"""Rewards: one verifier per file, and the hub that picks one for a sample."""
+"""Rewards: the built-in verifiers, tournaments, and the hub that selects a verifier for each sample."""

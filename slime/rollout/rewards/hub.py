@@ -1,19 +1,20 @@
-"""`RewardHub`: finds the right verifier for a sample and returns its verdict.
+"""`RewardHub`: selects the verifier or custom function of each sample and returns its reward.
 
-Invariant: a verdict is a finite number or a dict; a verifier that cannot judge raises (`RewardError`, or whatever a
-custom function raised), and a flag that makes no sense is a `UserError`. Nothing turns into a reward of 0 here. A
-function of the user that returns something else (None, a text, a list, no finite number) is wrong for every sample: a
-`UserError` that names function and sample. A reward service that answers so fails the sample it was asked about.
-Every call ends within --reward-timeout, not counting the time it waits for others of our own making: an async function
-is cancelled, a plain one is left behind in its thread, a worker is killed.
+Invariant: a reward is a finite number or a dict. A verifier that cannot judge raises `RewardError`, a custom function
+may raise any exception, and an invalid flag is a `UserError`. No failure becomes a reward of 0 here. If a custom
+function returns anything else (None, a string, a list, a non-finite number), it is wrong for every sample: the hub
+raises a `UserError` that names the function and the sample. If a reward server returns such a value, only that sample
+fails. Every call ends within --reward-timeout, not counting the time it is queued behind other calls: an async function
+is cancelled, a plain one is abandoned in its thread, a worker is killed.
 
-Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which goes first) may be plain or async. They
-take one sample, or a list of them when their second parameter is called `samples`, when they are a class with
-`compute_reward`, or when `--group-rm` is on and the function is the flag's.
+Custom functions (`--custom-rm-path`, or a sample's own `custom_rm_path`, which has priority) may be plain or async.
+They take one sample, or a list of samples if their second parameter is called `samples`, if they are a class with
+`compute_reward`, or if `--group-rm` is on and the function is the one of the flag.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import difflib
 import inspect
@@ -52,12 +53,12 @@ _KEPT_HUBS = 8
 
 
 class RewardTimeout(RewardError):
-    """A reward function did not answer within --reward-timeout."""
+    """A reward function did not return within --reward-timeout."""
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The flags that rewards depend on; those that a namespace of the user's lacks have their defaults."""
+    """The flags that rewards depend on; flags missing in a user's namespace have their defaults."""
 
     rm_type: str | None = None
     rm_url: str | None = None
@@ -69,19 +70,25 @@ class RewardSettings:
     reward_workers: int | None = None
 
     @classmethod
-    def of(cls, args: Any) -> RewardSettings:
-        """As a config, or any other object with some of these attributes, says."""
+    def of(cls, args: object) -> RewardSettings:
+        """Read the settings from a config, or from any object with some of these attributes."""
         values: dict[str, Any] = {one.name: getattr(args, one.name, one.default) for one in fields(cls)}
         return cls(**values)
 
 
 class RewardHub:
-    """Scores samples as `--rm-type` and `--custom-rm-path` say; owns the processes its verifiers use."""
+    """Scores samples according to `--rm-type` and `--custom-rm-path`; owns the processes of its verifiers."""
 
-    def __init__(self, flags: Any, function: Callable[..., Any] | None = None, *, args: Any = None) -> None:
-        """`function` takes the place of --custom-rm-path; it comes from callers that have it as an object.
+    def __init__(
+        self,
+        flags: Config | argparse.Namespace,
+        function: Callable[..., object] | None = None,
+        *,
+        args: argparse.Namespace | None = None,
+    ) -> None:
+        """Create a hub; `function`, given as an object, replaces --custom-rm-path.
 
-        `flags` is a config or a namespace; `args` is what functions are called with, unless a call brings its own.
+        `args` is the namespace that functions are called with, unless a call passes its own.
         """
         self._flags = flags
         self.settings = settings = RewardSettings.of(flags)
@@ -90,33 +97,35 @@ class RewardHub:
             workers=settings.reward_workers or default_workers(),
             deadline_s=min(JUDGED_WITHIN_S, settings.reward_timeout),
         )
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[..., object]] = {}
         self._threads = DaemonThreads("reward")
         weakref.finalize(self, self._threads.close)
-        self._given_name = GIVEN if function is None else f"{GIVEN} {_name_of(function)}"
+        self._given_name = GIVEN
         if function is not None:
+            is_named = inspect.isroutine(function) or inspect.isclass(function)
+            self._given_name = f"{GIVEN} {function.__qualname__ if is_named else type(function).__qualname__}"
             self._functions[GIVEN] = as_reward(function, flags, self.args, GIVEN)
 
-    async def score(self, sample: Sample, args: Any = None) -> Reward:
-        """The reward of one sample."""
+    async def score(self, sample: Sample, args: argparse.Namespace | None = None) -> Reward:
+        """Compute the reward of one sample."""
         args = self.args if args is None else args
         path = self._custom_path(sample)
         if path is None:
             rm_type = self._rm_type(sample)
-            who = f"--rm-type {rm_type}"
+            source = f"--rm-type {rm_type}"
             if rm_type.removeprefix(BOXED_PREFIX) in _JUDGED_BY_WORKERS:
-                with waiting(who, "to be judged, perhaps behind others", timeout_s=None):
-                    verdict = await self._builtin(sample)  # its time begins when a worker takes it up
+                with waiting(source, "to be judged, perhaps behind others", timeout_s=None):
+                    verdict = await self._builtin(sample)  # its deadline starts when a worker receives the request
             else:
-                verdict = await self._within_deadline(self._builtin(sample), who)
-            return self._checked(verdict, who, sample, wrong=RewardError)
+                verdict = await self._within_deadline(self._builtin(sample), source)
+            return self._checked(verdict, source, sample, wrong=RewardError)
         function = self._function(path)
         if self._in_list(sample, function):
             return (await self._call_with_list(path, function, args, [sample]))[0]
         return self._checked(await self._call(path, function, args, sample), self._who(path), sample)
 
-    async def score_group(self, samples: Sequence[Sample], args: Any = None) -> list[Reward]:
-        """The rewards of several samples, in their order; all are judged before the first error, if any, is raised."""
+    async def score_group(self, samples: Sequence[Sample], args: argparse.Namespace | None = None) -> list[Reward]:
+        """Compute the rewards of several samples, in order; an error is raised after all calls have finished."""
         rewards: list[Reward] = []
         for outcome in await self.outcomes(samples, args):
             if isinstance(outcome, Exception):
@@ -124,8 +133,10 @@ class RewardHub:
             rewards.append(outcome)
         return rewards
 
-    async def outcomes(self, samples: Sequence[Sample], args: Any = None) -> list[Reward | Exception]:
-        """For each sample its reward, or why it has none; samples with one custom list function are judged together."""
+    async def outcomes(
+        self, samples: Sequence[Sample], args: argparse.Namespace | None = None
+    ) -> list[Reward | Exception]:
+        """Compute the reward or the error of each sample; samples of the same list function are scored in one call."""
         args = self.args if args is None else args
         together: dict[str, list[int]] = {}
         alone: list[int] = []
@@ -135,7 +146,11 @@ class RewardHub:
                 together.setdefault(path, []).append(position)
             else:
                 alone.append(position)
-        calls = [self._score_as_list(samples[position], args) for position in alone]
+
+        async def score_alone(sample: Sample) -> list[Reward]:
+            return [await self.score(sample, args)]
+
+        calls = [score_alone(samples[position]) for position in alone]
         calls += [
             self._call_with_list(path, self._function(path), args, [samples[position] for position in positions])
             for path, positions in together.items()
@@ -163,76 +178,91 @@ class RewardHub:
         self._verifier.close()
 
     def _custom_path(self, sample: Sample) -> str | None:
+        """Path of the custom function of a sample; None if a built-in verifier scores it."""
         if sample.custom_rm_path == BY_RM_TYPE:
             return None
         return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.settings.custom_rm_path)
 
-    def _function(self, path: str) -> Callable[..., Any]:
+    def _function(self, path: str) -> Callable[..., object]:
+        """Load the custom function of a path, once."""
         if path not in self._functions:
             self._functions[path] = as_reward(load_plugin(path, FLAG), self._flags, self.args, f"{FLAG} {path}")
         return self._functions[path]
 
-    def _in_list(self, sample: Sample, function: Callable[..., Any]) -> bool:
-        """Whether the function gets lists; --group-rm speaks of the flag's function, not of a sample's own."""
+    def _in_list(self, sample: Sample, function: Callable[..., object]) -> bool:
+        """True if the function takes lists; --group-rm applies to the function of the flag, not to a sample's own."""
         return takes_samples(function) or (self.settings.group_rm and sample.custom_rm_path is None)
 
-    async def _score_as_list(self, sample: Sample, args: Any) -> list[Reward]:
-        return [await self.score(sample, args)]
-
     async def _call_with_list(
-        self, path: str, function: Callable[..., Any], args: Any, samples: list[Sample]
+        self, path: str, function: Callable[..., object], args: argparse.Namespace, samples: list[Sample]
     ) -> list[Reward]:
+        """Call a function of lists, and check that it returns one valid reward per sample."""
         rewards = await self._call(path, function, args, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise UserError(
                 f"{self._who(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
                 f"returned {rewards!r:.80} ({type(rewards).__name__}): correct it"
             )
-        who = self._who(path)
-        return [self._checked(reward, who, sample) for reward, sample in zip(rewards, samples, strict=True)]
+        source = self._who(path)
+        return [self._checked(reward, source, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
-    async def _call(self, path: str, function: Callable[..., Any], args: Any, subject: Sample | list[Sample]) -> Any:
-        """Await an async function; run a plain one in a thread, where it may take its time.
+    async def _call(
+        self, path: str, function: Callable[..., object], args: argparse.Namespace, subject: Sample | list[Sample]
+    ) -> Any:
+        """Await an async function, or run a plain one in a thread, where it may block.
 
-        What a plain function writes into samples is taken over when it has answered: after the deadline nothing is.
+        A plain function gets copies of the samples. What it writes into them is copied back after it has returned in
+        time, so a late function cannot change samples.
         """
-        who = self._who(path)
+        source = self._who(path)
         if is_async(function):
-            return await self._within_deadline(contained(partial(function, args, subject), who), who)
+            return await self._within_deadline(contained(partial(function, args, subject), source), source)
         samples = [subject] if isinstance(subject, Sample) else subject
-        twins = [_twin(sample) for sample in samples]
+        twins = []
+        for sample in samples:
+            twin = object.__new__(type(sample))
+            vars(twin).update(vars(sample))
+            twins.append(twin)
         before = [dict(vars(twin)) for twin in twins]
         given = twins[0] if isinstance(subject, Sample) else twins
-        result = await contained(partial(self._call_plain, who, partial(function, args, given)), who)
+
+        async def in_thread() -> object:  # the deadline starts when a thread begins the call
+            returned = await self._within_deadline(
+                await self._threads.begin(partial(function, args, given), source), source
+            )
+            if inspect.isawaitable(returned):
+                return await self._within_deadline(contained(lambda: returned, source), source)
+            return returned
+
+        result = await contained(in_thread, source)
         for sample, twin, known in zip(samples, twins, before, strict=True):
             vars(sample).update({k: v for k, v in vars(twin).items() if known.get(k, known) is not v})
         return result
 
-    async def _call_plain(self, who: str, verdict: Callable[[], Any]) -> Any:
-        """What a plain function returns; its time begins when a thread takes it up."""
-        result = await self._within_deadline(await self._threads.begin(verdict, who), who)
-        return (
-            await self._within_deadline(contained(lambda: result, who), who) if inspect.isawaitable(result) else result
-        )
-
     def _who(self, path: str) -> str:
+        """Name of a custom function in messages."""
         return self._given_name if path == GIVEN else f"the reward function {path}"
 
-    async def _within_deadline(self, verdict: Awaitable[Any], who: str) -> Any:
-        limit_s = self.settings.reward_timeout
-        late = partial(_too_late, who)
-        return await wait_for(verdict, who, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
+    async def _within_deadline(self, verdict: Awaitable[Any], source: str) -> Any:
+        """Await a call under --reward-timeout."""
 
-    def _checked(self, reward: Any, who: str, sample: Sample, wrong: type[Exception] = UserError) -> Reward:
-        """The reward as a float, or as the dict it is, whose entries that flags name are numbers."""
+        def late(wait: Wait) -> RewardTimeout:
+            return RewardTimeout(f"{source} did not answer within {wait.timeout_s:g} s ({TIMEOUT_FLAG})")
+
+        limit_s = self.settings.reward_timeout
+        return await wait_for(verdict, source, "to answer", timeout_s=limit_s, flag=TIMEOUT_FLAG, failure=late)
+
+    def _checked(self, reward: object, source: str, sample: Sample, wrong: type[Exception] = UserError) -> Reward:
+        """Return the reward as a float, or as a dict after checking the entries that the reward key flags name."""
         if not isinstance(reward, dict):
-            return _finite(reward, "the reward", who, sample, wrong)
+            return _finite(reward, "the reward", source, sample, wrong)
         for key in (self.settings.reward_key, self.settings.eval_reward_key):
             if key is not None and key in reward:
-                _finite(reward[key], f"the reward's {key}", who, sample, wrong)
+                _finite(reward[key], f"the reward's {key}", source, sample, wrong)
         return reward
 
     def _rm_type(self, sample: Sample) -> str:
+        """Built-in reward type of a sample: that of its metadata, or of the flag."""
         rm_type = str(sample.metadata.get("rm_type") or self.settings.rm_type or "").strip()
         if not rm_type:
             raise UserError(
@@ -240,12 +270,16 @@ class RewardHub:
             )
         return rm_type
 
-    async def _builtin(self, sample: Sample) -> Any:
+    async def _builtin(self, sample: Sample) -> object:
+        """Score a sample with a built-in verifier."""
         rm_type = self._rm_type(sample)
         response = sample.response
         kind = rm_type.removeprefix(BOXED_PREFIX)
         if kind not in RM_TYPES:
-            raise _unknown_rm_type(rm_type)
+            near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            known = ", ".join(RM_TYPES)
+            raise UserError(f"unknown reward type {rm_type!r}{hint}; known: {known}, each also as boxed_<type>")
         if rm_type.startswith(BOXED_PREFIX):
             response = last_boxed(response) or ""
         if sample.label is None and compares_with_label(rm_type, sample.metadata):
@@ -273,16 +307,18 @@ class RewardHub:
 
 
 class HubCache:
-    """One hub for all `args` of a run that say the same about rewards, for callers that have nothing else. A namespace
-    of no run has its own: the hub keeps it alive, so an id means one namespace. Hubs beyond the few used last are
-    dropped, and end their processes when nobody uses them any more."""
+    """Hubs for callers that have only `args`: one for all namespaces of a run with the same reward settings.
+
+    A namespace that belongs to no run has its own hub, which keeps it alive, so that its id stays unique. Only the few
+    hubs used last are kept; others are dropped and end their processes when they are no longer in use.
+    """
 
     def __init__(self) -> None:
         self._hubs: dict[tuple[RewardSettings, str | int], RewardHub] = {}
         self._lock = Lock()
 
-    def get(self, args: Any) -> RewardHub:
-        """The hub for what these args say."""
+    def get(self, args: Config | argparse.Namespace) -> RewardHub:
+        """Find or create the hub for the reward settings of `args`."""
         mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
         key = (RewardSettings.of(args), id(args) if mark is None else mark)
         with self._lock:
@@ -296,45 +332,30 @@ class HubCache:
 _hubs = HubCache()
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
+async def async_rm(args: Config | argparse.Namespace, sample: Sample, **kwargs: object) -> Reward:
     """Score one sample, for plugins that have only `args`."""
     return await _hubs.get(args).score(sample, _for_plugins(args))
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
+async def batched_async_rm(
+    args: Config | argparse.Namespace, samples: Sequence[Sample], **kwargs: object
+) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
     return await _hubs.get(args).score_group(samples, _for_plugins(args))
 
 
-async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """What the reward server of `--rm-url` answers about a sample, whatever it is; asked at most so often."""
+async def remote_rm(args: argparse.Namespace, sample: Sample, max_retries: int = 10) -> object:
+    """Request a sample's reward from the server of `--rm-url`, at most `max_retries` times; return it unchecked."""
     return await RemoteReward(args.rm_url, tries=max_retries).score(sample, sample.response)
 
 
-def _for_plugins(args: Any) -> Any:
-    """What functions are called with: the writable view of a config, any other object as it is."""
+def _for_plugins(args: Config | argparse.Namespace) -> argparse.Namespace:
+    """The namespace that functions are called with: the writable view of a config, any other object unchanged."""
     return plugin_args(args) if isinstance(args, Config) else args
 
 
-def _twin(sample: Sample) -> Sample:
-    """The same sample as another object, with the same values."""
-    twin = object.__new__(type(sample))
-    vars(twin).update(vars(sample))
-    return twin
-
-
-def _too_late(who: str, wait: Wait) -> RewardTimeout:
-    return RewardTimeout(f"{who} did not answer within {wait.timeout_s:g} s ({TIMEOUT_FLAG})")
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """A function by its own name, an object by its class's."""
-    is_named = inspect.isroutine(function) or inspect.isclass(function)
-    return function.__qualname__ if is_named else type(function).__qualname__
-
-
-def _finite(value: Any, what: str, who: str, sample: Sample, wrong: type[Exception]) -> float:
-    """A number, numpy and torch scalars included, as a float; `wrong` is raised for what is none."""
+def _finite(value: Any, what: str, source: str, sample: Sample, wrong: type[Exception]) -> float:
+    """Convert a number, including numpy and torch scalars, to a float; raise `wrong` for other values."""
     number = math.nan
     is_number = hasattr(value, "__float__") and not isinstance(value, (str, bytes))
     if is_number:
@@ -345,15 +366,11 @@ def _finite(value: Any, what: str, who: str, sample: Sample, wrong: type[Excepti
     if not is_number:
         shown = "None (is a return missing?)" if value is None else f"{value!r:.80} ({type(value).__name__})"
         raise wrong(
-            f"{who}: {what} of sample {sample.index} must be a number or a dict, got {shown}: return one, or raise an "
-            "exception to fail this sample alone"
+            f"{source}: {what} of sample {sample.index} must be a number or a dict, got {shown}: return one, or raise "
+            "an exception to fail this sample alone"
         )
     if not math.isfinite(number):
-        raise UserError(f"{who}: {what} of sample {sample.index} is {number}, which is no finite number: correct it")
+        raise UserError(
+            f"{source}: {what} of sample {sample.index} is {number}, which is not a finite number: correct it"
+        )
     return number
-
-
-def _unknown_rm_type(rm_type: str) -> UserError:
-    near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return UserError(f"unknown reward type {rm_type!r}{hint}; known: {', '.join(RM_TYPES)}, each also as boxed_<type>")

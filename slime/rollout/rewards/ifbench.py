@@ -1,7 +1,12 @@
 """`--rm-type ifbench`: 1.0 for a response that follows all instructions of its prompt.
 
-The prompt's metadata has `instruction_id_list` and, aligned with it, `kwargs`: the arguments of each. Instructions of
-IFEval are checked here; those of IFBench by its own checker, which is no package: its folder must be on the path.
+The prompt's metadata has `instruction_id_list` and, aligned with it, `kwargs`: the arguments of each instruction.
+Instructions of IFEval are checked here. Those of IFBench are checked by its own checker, which is not a package: its
+folder must be on the path.
+
+Invariant: a check of IFEval is a pure function of the response and of the instruction's arguments, linear in the
+response; an argument that is missing or of the wrong type is a `ValueError`. Words given as arguments are matched
+literally, not as patterns. Sentences and words are split by our own rules, where IFEval uses NLTK.
 """
 
 from __future__ import annotations
@@ -14,14 +19,9 @@ from typing import Any
 
 from slime.errors import UserError
 from slime.rollout.rewards.worker_pool import RewardError
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# The verifiable instructions of IFEval: whether a response follows one.
-#
-# Invariant: a check is a pure function of the response and of the instruction's arguments, linear in the response, and
-# an argument that is missing or of the wrong kind is a `ValueError`. Words that come as arguments are taken as they
-# are written, not as patterns. Sentences and words are found by rules of our own, where IFEval asks NLTK.
-
-Arguments = Mapping[str, Any]
+Arguments = JsonMapping
 Check = Callable[[str, Arguments], bool]
 
 _TITLES = {"mr", "mrs", "ms", "dr", "prof", "capt", "cpt", "lt", "mt", "st", "inc", "ltd", "jr", "sr", "co"}
@@ -35,7 +35,7 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def count_sentences(text: str) -> int:
-    """Stretches that end in a full stop, exclamation or question mark; the last one may do without."""
+    """Count sentences, which end in a full stop, exclamation mark or question mark; the last may have none."""
     count, begin, text = 0, 0, text.rstrip()
     for end in _SENTENCE_END.finditer(text):
         before = text[max(begin, end.start() - _LONGEST_WORD) : end.start()].split()
@@ -80,36 +80,14 @@ def _occurrences(response: str, word: str) -> int:
     return response.lower().count(word.lower())
 
 
-def _has_keywords(response: str, arguments: Arguments) -> bool:
-    return all(_occurrences(response, word) for word in _texts(arguments, "keywords"))
-
-
-def _keyword_frequency(response: str, arguments: Arguments) -> bool:
-    return _compared(_occurrences(response, _text(arguments, "keyword")), arguments, "frequency")
-
-
-def _no_forbidden_words(response: str, arguments: Arguments) -> bool:
-    words = "|".join(re.escape(word) for word in _texts(arguments, "forbidden_words"))
-    return re.search(rf"(?<!\w)(?:{words})(?!\w)", response, re.IGNORECASE) is None
-
-
-def _letter_frequency(response: str, arguments: Arguments) -> bool:
-    letter = _text(arguments, "letter")
-    return _compared(_occurrences(response, letter), arguments, "let_frequency", "let_relation")
-
-
-def _in_language(response: str, arguments: Arguments) -> bool:
-    return detected_language(response) in (None, _text(arguments, "language"))
-
-
 def detected_language(text: str) -> str | None:
-    """The language's code; None for a text, such as one of numbers, that could be of any."""
+    """Detect the code of a text's language; None if it could be any, as for a text of numbers."""
     try:
         import langdetect
     except ImportError as error:
         raise UserError(
-            "instructions about the language of a response need the package langdetect, which is not installed: "
-            "pip install langdetect"
+            "--rm-type ifbench: instructions about the response language need the package langdetect, which is not "
+            "installed: pip install langdetect"
         ) from error
     langdetect.DetectorFactory.seed = 0
     try:
@@ -119,12 +97,8 @@ def detected_language(text: str) -> str | None:
     return found
 
 
-def _paragraphs(response: str, arguments: Arguments) -> bool:
-    return _parts_between(re.split(r"\s?\*\*\*\s?", response)) == _number(arguments, "num_paragraphs")
-
-
 def _parts_between(parts: list[str]) -> int | None:
-    """How many parts have something in them; None when one that is neither first nor last has nothing."""
+    """Count the parts that are not blank; None if one other than the first and the last is blank."""
     if not all(part.strip() for part in parts[1:-1]):
         return None
     return sum(1 for part in parts if part.strip())
@@ -139,10 +113,6 @@ def _first_word_of_paragraph(response: str, arguments: Arguments) -> bool:
     ends = [position for position, letter in enumerate(word) if letter in _PUNCTUATION]
     first = word[: ends[0]] if ends else word
     return count == _number(arguments, "num_paragraphs") and first.lower() == _text(arguments, "first_word").lower()
-
-
-def _placeholders(response: str, arguments: Arguments) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= _number(arguments, "num_placeholders")
 
 
 def _postscript(response: str, arguments: Arguments) -> bool:
@@ -161,11 +131,6 @@ def _highlights(response: str, arguments: Arguments) -> bool:
     single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", response)]
     double = [found[2:-2].strip() for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
     return sum(map(bool, [*single, *double])) >= _number(arguments, "num_highlights")
-
-
-def _sections(response: str, arguments: Arguments) -> bool:
-    splitter = re.escape(_text(arguments, "section_spliter").strip())
-    return len(re.findall(rf"{splitter}\s?\d+", response)) >= _number(arguments, "num_sections")
 
 
 def _is_json(response: str, arguments: Arguments) -> bool:
@@ -191,91 +156,91 @@ def _two_responses(response: str, arguments: Arguments) -> bool:
     return _parts_between(parts) == 2 and both[0] != both[1]
 
 
-def _repeats_prompt(response: str, arguments: Arguments) -> bool:
-    return response.strip().lower().startswith(_text(arguments, "prompt_to_repeat").strip().lower())
-
-
-def _ends_with(response: str, arguments: Arguments) -> bool:
-    return response.strip().strip('"').lower().endswith(_text(arguments, "end_phrase").strip().lower())
-
-
-def _is_quoted(response: str, arguments: Arguments) -> bool:
-    text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-def _shouted_words(response: str, arguments: Arguments) -> bool:
-    count = sum(1 for word in _SHOUTED.findall(response) if word.isupper())
-    return _compared(count, arguments, "capital_frequency", "capital_relation")
-
-
 def _english(response: str, *, upper: bool) -> bool:
     is_case = response.isupper() if upper else response.islower()
     return is_case and detected_language(response) in (None, "en")
 
 
 CHECKS: dict[str, Check] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _keyword_frequency,
-    "keywords:forbidden_words": _no_forbidden_words,
-    "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _in_language,
+    "keywords:existence": lambda text, given: all(_occurrences(text, word) for word in _texts(given, "keywords")),
+    "keywords:frequency": lambda text, given: _compared(
+        _occurrences(text, _text(given, "keyword")), given, "frequency"
+    ),
+    "keywords:forbidden_words": lambda text, given: (
+        not re.search(
+            rf"(?<!\w)(?:{'|'.join(map(re.escape, _texts(given, 'forbidden_words')))})(?!\w)", text, re.IGNORECASE
+        )
+    ),
+    "keywords:letter_frequency": lambda text, given: _compared(
+        _occurrences(text, _text(given, "letter")), given, "let_frequency", "let_relation"
+    ),
+    "language:response_language": lambda text, given: detected_language(text) in (None, _text(given, "language")),
     "length_constraints:number_sentences": lambda text, given: _compared(count_sentences(text), given, "num_sentences"),
-    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_paragraphs": lambda text, given: (
+        _parts_between(re.split(r"\s?\*\*\*\s?", text)) == _number(given, "num_paragraphs")
+    ),
     "length_constraints:number_words": lambda text, given: _compared(len(_WORD.findall(text)), given, "num_words"),
     "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
-    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:number_placeholders": lambda text, given: (
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= _number(given, "num_placeholders")
+    ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
     "detectable_format:constrained_response": lambda text, given: any(answer in text for answer in _ANSWERS),
     "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
+    "detectable_format:multiple_sections": lambda text, given: (
+        len(re.findall(rf"{re.escape(_text(given, 'section_spliter').strip())}\s?\d+", text))
+        >= _number(given, "num_sections")
+    ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _title,
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeats_prompt,
-    "startend:end_checker": _ends_with,
-    "startend:quotation": _is_quoted,
-    "change_case:capital_word_frequency": _shouted_words,
+    "combination:repeat_prompt": lambda text, given: (
+        text.strip().lower().startswith(_text(given, "prompt_to_repeat").strip().lower())
+    ),
+    "startend:end_checker": lambda text, given: (
+        text.strip().strip('"').lower().endswith(_text(given, "end_phrase").strip().lower())
+    ),
+    "startend:quotation": lambda text, given: (
+        len(text.strip()) > 1 and text.strip().startswith('"') and text.strip().endswith('"')
+    ),
+    "change_case:capital_word_frequency": lambda text, given: _compared(
+        sum(1 for word in _SHOUTED.findall(text) if word.isupper()), given, "capital_frequency", "capital_relation"
+    ),
     "change_case:english_capital": lambda text, given: _english(text, upper=True),
     "change_case:english_lowercase": lambda text, given: _english(text, upper=False),
     "punctuation:no_comma": lambda text, given: "," not in text,
 }
-"""By the name that datasets have in `instruction_id_list`."""
+"""Checks of IFEval's instructions by their names in `instruction_id_list`."""
 
 
 _REGISTRY = "instructions_registry"
 
 
-def ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """1.0 when every instruction is followed, else 0.0; a `RewardError` where the metadata says none."""
-    instructions = _instructions(metadata or {})
-    text = response or ""
-    return float(bool(text.strip()) and all(_follows(text, name, arguments) for name, arguments in instructions))
-
-
-def _instructions(metadata: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def ifbench_reward(response: str | None, label: object, metadata: JsonMapping | None = None) -> float:
+    """Score 1.0 if every instruction is followed, else 0.0; `RewardError` if the metadata has no instructions."""
+    metadata = metadata or {}
     names = _read(metadata.get("instruction_id_list"))
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise RewardError(f"ifbench: the metadata has no instruction_id_list, but {names!r:.80}")
+        raise RewardError(f"ifbench: instruction_id_list in the metadata must be a list of names, not {names!r:.80}")
     given = _read(metadata.get("kwargs"))
     given = [given] * len(names) if given is None or isinstance(given, Mapping) else given
     if not isinstance(given, list | tuple) or len(given) != len(names):
         raise RewardError(f"ifbench: kwargs must be a list of {len(names)} objects, one for each instruction")
-    return [(name.strip(), _arguments(one, name)) for name, one in zip(names, given, strict=True)]
-
-
-def _arguments(given: Any, name: str) -> dict[str, Any]:
-    """Those that are set: Parquet gives every instruction the arguments of all."""
-    given = _read(given)
-    if not isinstance(given, Mapping | None):
-        raise RewardError(f"ifbench: the kwargs of {name} must be an object, not {given!r:.80}")
-    return {key: value for key, value in (given or {}).items() if value is not None}
+    instructions = []
+    for name, one in zip(names, given, strict=True):
+        arguments = _read(one)
+        if not isinstance(arguments, Mapping | None):
+            raise RewardError(f"ifbench: the kwargs of {name} must be an object, not {arguments!r:.80}")
+        # In Parquet every instruction has the arguments of all, most of them null.
+        instructions.append((name.strip(), {key: v for key, v in (arguments or {}).items() if v is not None}))
+    text = response or ""
+    return float(bool(text.strip()) and all(_follows(text, name, arguments) for name, arguments in instructions))
 
 
 def _read(value: Any) -> Any:
-    """Lists and objects may come as JSON text."""
+    """Decode a list or an object that is given as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -284,26 +249,24 @@ def _read(value: Any) -> Any:
     return value
 
 
-def _follows(response: str, name: str, arguments: dict[str, Any]) -> bool:
+def _follows(response: str, name: str, arguments: JsonObject) -> bool:
+    """Check one instruction, here or with IFBench's checker."""
     check = CHECKS.get(name)
     try:
         if check is not None:
             return check(response, arguments)
-        instruction = _of_ifbench(name)(name)
+        try:
+            registry = importlib.import_module(_REGISTRY).INSTRUCTION_DICT
+        except ImportError as error:
+            raise UserError(
+                f"--rm-type ifbench: the instruction {name} is one of IFBench, whose checker is not installed: git "
+                "clone https://github.com/allenai/IFBench, pip install -r IFBench/requirements.txt, add its folder to "
+                "PYTHONPATH"
+            ) from error
+        if name not in registry:
+            raise RewardError(f"ifbench: there is no instruction {name}")
+        instruction = registry[name](name)
         instruction.build_description(**arguments)
         return bool(instruction.check_following(response))
     except (TypeError, ValueError, KeyError) as error:
         raise RewardError(f"ifbench: the instruction {name} cannot be checked: {error}") from error
-
-
-def _of_ifbench(name: str) -> Any:
-    try:
-        registry = importlib.import_module(_REGISTRY).INSTRUCTION_DICT
-    except ImportError as error:
-        raise UserError(
-            f"--rm-type ifbench: the instruction {name} is one of IFBench, whose checker is not installed: git clone "
-            "https://github.com/allenai/IFBench, pip install -r IFBench/requirements.txt, add its folder to PYTHONPATH"
-        ) from error
-    if name not in registry:
-        raise RewardError(f"ifbench: there is no instruction {name}")
-    return registry[name]

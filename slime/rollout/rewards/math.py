@@ -1,7 +1,16 @@
-"""`--rm-type math`: 1.0 when the response's last boxed answer means the same as the label, else 0.0.
+r"""Rewards for mathematical answers: `--rm-type math`, `dapo` and `deepscaler`, and their blocking forms.
 
-Plain numbers are compared here, exactly; everything else by math-verify in a guarded process, because a model can
-write expressions that take for ever.
+`math` gives 1.0 when the response's last boxed answer means the same as the label, else 0.0. Plain numbers are compared
+here, exactly; everything else by math-verify in a guarded process, because a model can write expressions that never
+finish.
+
+`dapo` compares the last `Answer: ...` line in the end of the response with the label, as DAPO scores it, and returns
+`{"score": +1 or -1, "acc": bool, "pred": text}`. Two answers are equal if they are the same text in Minerva's normal
+form or in ours, which removes more wrapping, or the same plain number. A strict verdict uses only the last `\boxed{}`,
+whose content must be the label.
+
+`deepscaler` gives 1.0 or 0.0 for the boxed answer after the thinking: the text after the last `</think>`, or between
+the first `###Response` and the next. A response with neither marker has not ended its thinking and has no answer.
 """
 
 from __future__ import annotations
@@ -11,29 +20,29 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 from slime.cluster.devices import cpu_cores
 from slime.data.prompt_rows import accepted, label_text
 from slime.rollout.rewards.simple import last_boxed, marked_answer, plain_number
 from slime.rollout.rewards.worker_pool import GuardedPool
+from slime.storage.json_types import JsonObject
 
 JUDGED_WITHIN_S = 10.0
 _LONGEST_ANSWER = 4096
 
 
 def default_workers() -> int:
-    """Half of the cores, from 2 to 16: engines and trainers need theirs."""
+    """Default number of workers: half of the CPU cores, from 2 to 16, because engines and trainers need the others."""
     return max(2, min(16, cpu_cores() // 2))
 
 
 class MathVerifier:
-    """Compares answers; owns the worker processes that do so."""
+    """Compares answers with labels; owns the worker processes that run math-verify."""
 
     def __init__(self, *, workers: int = 2, deadline_s: float = JUDGED_WITHIN_S) -> None:
         self.pool = GuardedPool("slime.rollout.rewards.math_worker", size=workers, deadline_s=deadline_s)
 
-    async def grade(self, response: str, label: Any) -> float:
+    async def grade(self, response: str, label: object) -> float:
         r"""Judge the last `\boxed{}` of `response`; without one there is no answer."""
         return await self.grade_answer(last_boxed(response) or "", label)
 
@@ -41,36 +50,26 @@ class MathVerifier:
         """End the worker processes."""
         self.pool.close()
 
-    async def grade_answer(self, answer: str, label: Any) -> float:
-        """Judge an answer that was extracted already. A list of labels means: any of them."""
+    async def grade_answer(self, answer: str, label: object) -> float:
+        """Judge an extracted answer; if the label is a list, any of its entries may match."""
         if not answer or len(answer) > _LONGEST_ANSWER:
             return 0.0
-        labels = accepted(label)
-        for one in labels:
-            if await self._is_equal(answer, _label_text(one)):
+        for one in accepted(label):
+            text = marked_answer(label_text(one))
+            boxed = last_boxed(text)
+            expected = text if boxed is None else boxed
+            if answer == expected:
+                return 1.0
+            number, expected_number = plain_number(answer), plain_number(expected)
+            if number is not None and expected_number is not None:
+                is_equal = number == expected_number
+            else:
+                reply = await self.pool.ask({"prediction": answer, "label": expected})
+                is_equal = bool(reply["equal"])
+            if is_equal:
                 return 1.0
         return 0.0
 
-    async def _is_equal(self, answer: str, label: str) -> bool:
-        if answer == label:
-            return True
-        number, expected = plain_number(answer), plain_number(label)
-        if number is not None and expected is not None:
-            return number == expected
-        reply = await self.pool.ask({"prediction": answer, "label": label})
-        return bool(reply["equal"])
-
-
-def _label_text(label: Any) -> str:
-    text = marked_answer(label_text(label))
-    boxed = last_boxed(text)
-    return text if boxed is None else boxed
-
-
-# `--rm-type dapo`: the last `Answer: ...` line in the end of the response against the label, as DAPO scores it:
-# `{"score": +1 or -1, "acc": bool, "pred": text}`. Equality is of texts in Minerva's normal form or in ours, which
-# leaves out more wrapping, or of plain numbers. A strict verdict goes by the last box alone, whose content must be the
-# label.
 
 NO_ANSWER = "[INVALID]"
 _TAIL_CHARACTERS = 300
@@ -105,38 +104,37 @@ _LEFT_OUT = (
     *("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}"),
     *("\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"),
 )
-"""What Minerva's evaluation takes out of answers, in its order (Lewkowycz et al. 2022, appendix D.1), and the ends of
-turns that a response may still have in its text."""
+"""Strings that Minerva's evaluation removes from answers, in its order (Lewkowycz et al. 2022, appendix D.1), and
+end-of-turn markers that may be left in the text of a response."""
 
 
 def dapo_reward(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """Score the end of one response.
+) -> JsonObject:
+    """Score the end of one response with DAPO's rule.
 
-    A strict verdict looks at the last 100 characters, or from 100 before the last of four `pause_tokens_index` on.
+    A strict verdict uses the last 100 characters, or the text from 100 characters before the last of the four entries
+    of `pause_tokens_index`.
     """
+    prediction: str | None
     if strict_box_verify:
-        correct, prediction = _strictly_boxed(solution_str, ground_truth, pause_tokens_index)
+        start = -_STRICT_TAIL_CHARACTERS
+        if pause_tokens_index is not None:
+            if len(pause_tokens_index) != 4:
+                raise ValueError(f"pause_tokens_index must have 4 entries, not {len(pause_tokens_index)}")
+            start = max(0, pause_tokens_index[-1] - _STRICT_TAIL_CHARACTERS)
+        prediction = last_boxed(solution_str[start:])
+        correct = prediction is not None and prediction in map(label_text, accepted(ground_truth))
     else:
         correct, prediction = _answered(solution_str[-_TAIL_CHARACTERS:], ground_truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
 
 
-def _strictly_boxed(solution: str, label: Any, pause_tokens_index: Sequence[int] | None) -> tuple[bool, str | None]:
-    if pause_tokens_index is None:
-        answer = last_boxed(solution[-_STRICT_TAIL_CHARACTERS:])
-    elif len(pause_tokens_index) != 4:
-        raise ValueError(f"pause_tokens_index must have 4 entries, not {len(pause_tokens_index)}")
-    else:
-        answer = last_boxed(solution[max(0, pause_tokens_index[-1] - _STRICT_TAIL_CHARACTERS) :])
-    return answer is not None and answer in map(label_text, accepted(label)), answer
-
-
-def _answered(tail: str, label: Any) -> tuple[bool, str]:
+def _answered(tail: str, label: object) -> tuple[bool, str]:
+    """Compare the last `Answer: ...` line with the label; return whether they are equal, and the answer."""
     found = _ANSWER.findall(tail)
     if not found:
         return False, NO_ANSWER
@@ -145,11 +143,18 @@ def _answered(tail: str, label: Any) -> tuple[bool, str]:
     if as_minerva and as_minerva in map(normalize_final_answer, labels):
         return True, as_minerva
     prediction = normalized(found[-1])
-    return any(_same(prediction, normalized(one)) for one in labels), prediction
+    number = plain_number(prediction)
+    for expected in map(normalized, labels):
+        if prediction == expected:
+            if expected:
+                return True, prediction
+        elif number is not None and number == plain_number(expected):
+            return True, prediction
+    return False, prediction
 
 
-def normalize_final_answer(final_answer: Any) -> str:
-    """An answer, a text or a number, in the normal form of Minerva's evaluation."""
+def normalize_final_answer(final_answer: object) -> str:
+    """Convert an answer, a text or a number, to the normal form of Minerva's evaluation."""
     text = str(final_answer).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
@@ -167,7 +172,7 @@ def normalize_final_answer(final_answer: Any) -> str:
 
 
 def normalized(answer: str) -> str:
-    """An answer without its wrapping: equation side, box, dollar signs, text commands, units, spaces, grouping."""
+    """Remove an answer's wrapping: left side of an equation, box, dollar signs, text commands, units and spaces."""
     text = answer.strip().strip("*").strip()
     text = text.rpartition("=")[2]
     boxed = last_boxed(text)
@@ -183,23 +188,12 @@ def normalized(answer: str) -> str:
     return text.replace(",", "").replace("{}", "") if number is not None else text
 
 
-def _same(prediction: str, expected: str) -> bool:
-    if prediction == expected:
-        return bool(expected)
-    left, right = plain_number(prediction), plain_number(expected)
-    return left is not None and left == right
-
-
-# `--rm-type deepscaler`: the boxed answer after the thinking, 1.0 or 0.0; a response that never ended its thinking (no
-# `</think>`, no `###Response`) has no answer. What follows the last `</think>` counts, or what stands between the
-# first `###Response` and the next.
-
 _END_OF_THINKING = "</think>"
 _RESPONSE = "###Response"
 
 
-async def deepscaler_reward(verifier: MathVerifier, response: str, label: Any) -> float:
-    """Judge the last boxed answer that follows the end of thinking."""
+async def deepscaler_reward(verifier: MathVerifier, response: str, label: object) -> float:
+    """Judge the last boxed answer after the end of the thinking."""
     if _END_OF_THINKING in response:
         solution = response.rpartition(_END_OF_THINKING)[2]
     elif _RESPONSE in response:
@@ -210,35 +204,31 @@ async def deepscaler_reward(verifier: MathVerifier, response: str, label: Any) -
     return 0.0 if answer is None or label == "" else await verifier.grade_answer(answer, label)
 
 
-# Verdicts of the math verifier for code without `await`, wherever it runs: on an event loop's thread too.
-#
-# One verifier serves all such calls of a process, so that its workers start once; they end with the process.
-
-
-def deepscaler_blocking(response: str, label: Any) -> float:
-    """1.0 when the boxed answer after the thinking is the label, else 0.0."""
+def deepscaler_blocking(response: str, label: object) -> float:
+    """Score a response with the `deepscaler` reward, blocking."""
     return _judged(lambda verifier: deepscaler_reward(verifier, response, label))
 
 
-def boxed_answer_is(solution_str: str, ground_truth: Any) -> bool:
-    r"""Whether the last `\boxed{}` of the solution means the same as the ground truth; an empty one is never met."""
+def boxed_answer_is(solution_str: str, ground_truth: object) -> bool:
+    r"""Compare the last `\boxed{}` of the solution with the ground truth, blocking; False for an empty ground truth."""
     answer = last_boxed(solution_str)
     return answer is not None and ground_truth not in (None, "") and answer_is(answer, ground_truth)
 
 
-def answer_is(given_answer: str | None, ground_truth: Any) -> bool:
-    """Whether an answer that was extracted already means the same as the ground truth."""
+def answer_is(given_answer: str | None, ground_truth: object) -> bool:
+    """Compare an extracted answer with the ground truth, blocking."""
     if given_answer is None:
         return False
     return _judged(lambda verifier: verifier.grade_answer(given_answer, ground_truth)) == 1.0
 
 
-def _judged(ask: Callable[[MathVerifier], Coroutine[Any, Any, float]]) -> float:
-    """Wait for what `ask` asks of the verifier; the calling thread does nothing else meanwhile."""
+def _judged(ask: Callable[[MathVerifier], Coroutine[object, object, float]]) -> float:
+    """Run `ask` with the shared verifier in a thread of its own and wait, also on an event loop's thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="reward-blocking") as thread:
         return thread.submit(asyncio.run, ask(_shared_verifier())).result()
 
 
 @cache
 def _shared_verifier() -> MathVerifier:
+    """The verifier of all blocking calls of this process; its workers start once and end with the process."""
     return MathVerifier()

@@ -1,8 +1,10 @@
-"""The process that compares mathematical answers, run as `python -m slime.rollout.rewards.math_worker PARENT_PID
-MEMORY_BYTES CPU_SECONDS`.
+"""Worker process that compares mathematical answers.
 
-Invariant: one JSON line in gives one JSON line out (`{"equal": ...}` or `{"error": ...}`); the process never takes more
-memory, or more CPU for one request, than it was given, and it ends with its parent, or when its input does.
+Run as `python -m slime.rollout.rewards.math_worker PARENT_PID MEMORY_BYTES CPU_SECONDS`.
+
+Invariant: each JSON line of input gives one JSON line of output (`{"equal": ...}` or `{"error": ...}`). The process
+never uses more memory, or more CPU time per request, than its limits, and it exits with its parent or at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -15,32 +17,37 @@ import re
 import resource
 import signal
 import sys
-from typing import Any
+from typing import TextIO
 
 _PR_SET_PDEATHSIG = 1
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '-][A-Za-z]{2,})*")
-_SHORTEST_SURE_WORD = 4  # "abc" may be a product of letters, "even" is none
+_SHORTEST_SURE_WORD = 4  # "abc" may be a product of letters, "even" is not
 
 
 def main() -> None:
     """Serve requests until the input ends."""
     parent_pid, memory_bytes, cpu_seconds = (int(argument) for argument in sys.argv[1:4])
-    _die_with(parent_pid)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit("the parent process has already exited")
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not end up between the answers
+    os.dup2(2, 1)  # output printed by libraries must not mix with the answers
 
     import math_verify  # noqa: F401  # loaded before "ready", so that it does not count against the first deadline
 
     _write(answers, {"ready": True})
     for line in sys.stdin:
-        _allow_cpu(cpu_seconds)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used = int(usage.ru_utime + usage.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
             request = json.loads(line)
-            answer: dict[str, Any] = {"equal": is_equal(request["prediction"], request["label"])}
+            answer: dict[str, object] = {"equal": is_equal(request["prediction"], request["label"])}
         except MemoryError:
-            # What is left of the heap cannot be trusted to serve another request.
+            # After a failed allocation this process may not be able to serve another request.
             _write(answers, {"error": f"needs more than {memory_bytes >> 20} MiB of memory", "leaving": True})
             return
         except Exception as error:  # noqa: BLE001  # the parent turns it into a RewardError
@@ -49,7 +56,7 @@ def main() -> None:
 
 
 def is_equal(prediction: str, label: str) -> bool:
-    """Whether `prediction`, the content of a box, means the same as `label`."""
+    """Compare `prediction`, the content of a box, with `label`."""
     from math_verify import verify
 
     prediction_words, label_words = _words(prediction), _words(label)
@@ -65,9 +72,8 @@ def is_equal(prediction: str, label: str) -> bool:
     return bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
 
 
-def _parsed(text: str) -> list[Any]:
-    """What math-verify reads in `text`. Letters can be taken for units ("a - b - c"), so when that leaves no
-    expression, they are read as letters."""
+def _parsed(text: str) -> list[object]:
+    """Parse `text` with math-verify; if it takes all letters for units ("a - b - c"), parse them as letters instead."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     found = parse(text, parsing_timeout=None, raise_on_error=True)
@@ -83,25 +89,12 @@ def _as_boxed(text: str) -> str:
 
 
 def _words(text: str) -> str | None:
-    """Words in lower case, without LaTeX around them; None for anything that may be mathematics."""
+    """Convert words to lower case, without LaTeX around them; None for text that may be mathematics."""
     bare = _TEXT_COMMAND.sub(r"\1", text).strip().strip("$.").strip()
     return bare.lower() if _WORDS.fullmatch(bare) else None
 
 
-def _die_with(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the parent is gone already")
-
-
-def _allow_cpu(seconds: int) -> None:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    used = int(usage.ru_utime + usage.ru_stime)
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _write(answers: Any, answer: dict[str, Any]) -> None:
+def _write(answers: TextIO, answer: dict[str, object]) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 

@@ -1,7 +1,12 @@
-"""`--rm-type remote_rm`: the reward is what a server answers to `POST {prompt, response, label}`.
+"""Scores from other servers: a reward server (`--rm-type remote_rm`) and the teacher of on-policy distillation.
 
-Invariant: a server that is away, busy or broken is asked again, with growing pauses, a bounded number of times; a
-server that refuses the request (4xx) is not. Either way the end is an answer or a `RewardError`.
+A reward server returns the reward for `POST {prompt, response, label}`. Invariant: if the server is unreachable, busy
+or returns a server error, the request is retried a limited number of times with growing pauses; if it refuses the
+request (4xx), it is not retried. The result is an answer or a `RewardError`.
+
+A teacher returns the log-probs of the tokens that the student sampled, at temperature 1 (raw logits). Invariant:
+`teacher_log_probs` has one entry per response token, each for exactly the id that was sampled. The teacher sees
+`sample.tokens`, so it must share the student's vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -21,13 +25,14 @@ from slime.engine.http.client import EngineError, EngineProtocolError
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import quote
 from slime.rollout.rewards.worker_pool import RewardError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _BUSY = {408, 425, 429}
 
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """A reward server and how patiently it is asked."""
+    """Client of a reward server, with its timeout and retries."""
 
     url: str
     tries: int = 10
@@ -35,8 +40,8 @@ class RemoteReward:
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
-    async def score(self, sample: Sample, response: str) -> Any:
-        """The server's answer for one sample, as JSON values."""
+    async def score(self, sample: Sample, response: str) -> object:
+        """Request the score of one sample; return the server's answer as a JSON value."""
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         problem = ""
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
@@ -52,7 +57,8 @@ class RemoteReward:
                     problem = f"{type(error).__name__}: {error}"
         raise RewardError(f"reward server {self.url}: gave up after {self.tries} tries ({problem})")
 
-    async def _ask(self, session: aiohttp.ClientSession, payload: dict[str, Any]) -> Any:
+    async def _ask(self, session: aiohttp.ClientSession, payload: JsonMapping) -> object:
+        """Send one request; a busy server raises an `aiohttp.ClientError`, a refusal a `RewardError`."""
         async with session.post(self.url, json=payload) as answer:
             text = await answer.text()
             if answer.status >= 500 or answer.status in _BUSY:
@@ -67,22 +73,17 @@ class RemoteReward:
             raise RewardError(f"reward server {self.url}: answered {text[:80]!r}, which is not JSON") from error
 
     def _pause(self, attempt: int) -> float:
-        """Doubling pauses, each shortened by chance, so that many waiters do not return at once."""
+        """Seconds before a retry: doubling, with random jitter, so that many callers do not retry at once."""
         longest = min(self.longest_pause_s, self.first_pause_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
 
-
-# On-policy distillation: the log-probs of a teacher for the tokens that the student sampled.
-#
-# Invariant: `teacher_log_probs` has one entry per response token, each for the very id that was sampled; the teacher
-# sees `sample.tokens`, so it must share the student's vocabulary. It scores at temperature 1 (raw logits).
 
 TRIES = 4
 FIRST_BACKOFF_S = 0.5
 
 
 class Teacher:
-    """A served model that is asked for log-probs and never updated."""
+    """A served model that returns log-probs and is never updated."""
 
     def __init__(self, pool: EnginePool, *, concurrency: int) -> None:
         self.pool = pool
@@ -90,12 +91,12 @@ class Teacher:
 
     @classmethod
     def at(cls, url: str, *, timeout_s: float, concurrency: int, api_key: str | None = None) -> Teacher:
-        """The one that is served there."""
+        """Create a client for the teacher that is served at `url`."""
         pool = EnginePool([url.rstrip("/").removesuffix("/generate")], timeout_s=timeout_s, api_key=api_key)
         return cls(pool, concurrency=concurrency)
 
     async def log_probs(self, tokens: Sequence[int], response_length: int) -> list[float]:
-        """The log-probs of the last `response_length` tokens, each given those before it."""
+        """Request the log-probs of the last `response_length` tokens, each given the tokens before it."""
         payload = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -109,7 +110,8 @@ class Teacher:
             raise EngineProtocolError(
                 " ".join(self.pool.urls),
                 "/generate",
-                f"gave no meta_info.input_token_logprobs for the {response_length} tokens asked for: {quote(answer)}",
+                f"returned no meta_info.input_token_logprobs for the {response_length} requested tokens: "
+                f"{quote(answer)}",
             )
         return found
 
@@ -117,7 +119,8 @@ class Teacher:
         """Close the connections of the running event loop."""
         await self.pool.aclose()
 
-    async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, payload: JsonObject) -> JsonObject:
+        """Send a request, retrying transient errors."""
         for attempt in range(TRIES - 1):
             try:
                 return await self.pool.generate(payload)
@@ -128,8 +131,8 @@ class Teacher:
         return await self.pool.generate(payload)
 
 
-def input_log_probs(answer: dict[str, Any], response: list[int]) -> list[float] | None:
-    """The log-probs of the last prompt tokens, or None when the answer does not hold them for these very ids."""
+def input_log_probs(answer: JsonMapping, response: list[int]) -> list[float] | None:
+    """Extract the log-probs of the last input tokens; None if the answer does not have them for exactly these ids."""
     meta_info = answer.get("meta_info")
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
     if not isinstance(entries, list) or len(entries) < len(response):

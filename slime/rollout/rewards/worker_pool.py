@@ -1,8 +1,8 @@
-"""A few persistent worker processes behind an async call.
+"""`GuardedPool`: a few persistent worker processes behind an async call.
 
-Invariant: a call ends within its deadline, in an answer or in a `RewardError`; a worker that hangs, dies or answers
-nonsense is killed and replaced, and no worker outlives the process that started it. Calls may come from any event
-loop: the waiting is done in threads that belong to the pool, not to a loop.
+Invariant: a call ends within its deadline, with an answer or a `RewardError`. A worker that hangs, dies or returns an
+invalid answer is killed and replaced, and no worker outlives the process that started it. Calls may come from any event
+loop: the pool waits in threads of its own, not of a loop.
 """
 
 from __future__ import annotations
@@ -16,26 +16,24 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from slime.cluster.child_env import module_command, without_secrets
-
-# The one way a verifier says that it could not judge: an outcome of its own, never a reward of 0.
+from slime.storage.json_types import JsonObject
 
 
 class RewardError(Exception):
-    """No reward could be found for a sample, for a reason that says nothing about the response."""
+    """A verifier failed to score a sample, for a reason unrelated to the response; never turned into a reward of 0."""
 
 
 _READ_BYTES = 1 << 16
 
 
 class WorkerFailed(Exception):
-    """A worker did not answer; its text says what happened."""
+    """A worker did not answer; the text is the reason."""
 
 
 class Worker:
-    """One process running a module, speaking one JSON object per line."""
+    """One process that runs a module and exchanges one JSON object per line."""
 
     def __init__(self, module: str, *, memory_bytes: int, call_deadline_s: float, start_deadline_s: float) -> None:
         cpu_seconds = int(call_deadline_s) + 2
@@ -67,10 +65,18 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Send one request and wait for its answer; after a `WorkerFailed` the worker is of no more use."""
+    def ask(self, request: JsonObject, deadline_s: float) -> JsonObject:
+        """Send one request and wait for its answer; after a `WorkerFailed` the worker must be discarded."""
         deadline = time.monotonic() + deadline_s
-        self._send(json.dumps(request).encode("utf-8") + b"\n", deadline)
+        unsent = memoryview(json.dumps(request).encode("utf-8") + b"\n")
+        while unsent:
+            self._wait_for(self._stdin, select.POLLOUT, deadline)
+            try:
+                unsent = unsent[os.write(self._stdin, unsent) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError as error:
+                raise WorkerFailed(self._how_it_ended()) from error
         return self._receive(deadline)
 
     def kill(self) -> None:
@@ -81,18 +87,8 @@ class Worker:
             if pipe is not None:
                 pipe.close()
 
-    def _send(self, data: bytes, deadline: float) -> None:
-        unsent = memoryview(data)
-        while unsent:
-            self._wait_for(self._stdin, select.POLLOUT, deadline)
-            try:
-                unsent = unsent[os.write(self._stdin, unsent) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError as error:
-                raise WorkerFailed(self._how_it_ended()) from error
-
-    def _receive(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> JsonObject:
+        """Read one line and decode it."""
         while b"\n" not in self._unread:
             self._wait_for(self._stdout, select.POLLIN, deadline)
             chunk = os.read(self._stdout, _READ_BYTES)
@@ -109,6 +105,7 @@ class Worker:
         return answer
 
     def _wait_for(self, descriptor: int, event: int, deadline: float) -> None:
+        """Wait until a pipe is ready; WorkerFailed at the deadline."""
         poll = select.poll()
         poll.register(descriptor, event)
         remaining_ms = max(0.0, deadline - time.monotonic()) * 1000
@@ -116,15 +113,16 @@ class Worker:
             raise WorkerFailed("did not answer within its deadline")
 
     def _how_it_ended(self) -> str:
+        """Describe the end of the process, for a `WorkerFailed`."""
         try:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "closed its pipes"
-        return f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 class GuardedPool:
-    """Up to `size` workers, started when first needed."""
+    """Pool of up to `size` workers, which start when first needed."""
 
     def __init__(
         self,
@@ -143,26 +141,43 @@ class GuardedPool:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward-guard")
         self._finalizer = weakref.finalize(self, _end, self._threads, self._idle)
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One worker's answer to `request`; a `RewardError` when there is none within the deadline."""
+    async def ask(self, request: JsonObject) -> JsonObject:
+        """Send a request to a worker and return its answer; `RewardError` if there is no answer within the deadline."""
         if not self._finalizer.alive:
-            raise RuntimeError("the reward workers were closed")
+            raise RuntimeError("the reward worker pool is closed")
         return await asyncio.wrap_future(self._threads.submit(self._ask_blocking, request))
 
     def worker_pids(self) -> list[int]:
-        """The processes that wait for work now."""
+        """Pids of the idle workers."""
         return [worker.pid for worker in self._idle]
 
     def close(self) -> None:
-        """End all workers, waiting for the calls under way."""
+        """End all workers after the calls in flight have finished."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._finalizer()
 
-    def _ask_blocking(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            worker = self._take()
-        except WorkerFailed as failure:
-            raise RewardError(f"the {self._module} worker does not start: it {failure}") from failure
+    def _ask_blocking(self, request: JsonObject) -> JsonObject:
+        """Send a request to an idle worker, or to a new one; kill the worker if it fails."""
+        worker: Worker | None = None
+        while worker is None and self._idle:
+            try:
+                idle = self._idle.pop()
+            except IndexError:
+                break
+            if idle.is_alive():
+                worker = idle
+            else:
+                idle.kill()
+        if worker is None:
+            try:
+                worker = Worker(
+                    self._module,
+                    memory_bytes=self._memory_bytes,
+                    call_deadline_s=self._deadline_s,
+                    start_deadline_s=self._start_deadline_s,
+                )
+            except WorkerFailed as failure:
+                raise RewardError(f"the {self._module} worker does not start: it {failure}") from failure
         try:
             answer = worker.ask(request, self._deadline_s)
         except WorkerFailed as failure:
@@ -178,22 +193,6 @@ class GuardedPool:
         if "error" in answer:
             raise RewardError(f"the verifier failed: {answer['error']}")
         return answer
-
-    def _take(self) -> Worker:
-        while self._idle:
-            try:
-                worker = self._idle.pop()
-            except IndexError:
-                break
-            if worker.is_alive():
-                return worker
-            worker.kill()
-        return Worker(
-            self._module,
-            memory_bytes=self._memory_bytes,
-            call_deadline_s=self._deadline_s,
-            start_deadline_s=self._start_deadline_s,
-        )
 
 
 def _end(threads: ThreadPoolExecutor, idle: deque[Worker]) -> None:

@@ -42,7 +42,7 @@ def test_claude_code() -> None:
     assert [tool["function"]["name"] for tool in got.request.tools] == ["Bash"]
     assert got.request.tools[0]["function"]["parameters"]["required"] == ["command"]
     assert (got.request.max_tokens, got.stream, got.model, got.count_only) == (32000, True, "slime-actor", False)
-    assert got.notes == ("the tool 'web_search_20250305' is run by Anthropic's service, and left out here",)
+    assert got.notes == ("the tool 'web_search_20250305' is run by Anthropic's service and is ignored here",)
 
 
 def test_the_place_of_cache_control_and_the_form_of_a_lone_text_change_nothing() -> None:
@@ -87,7 +87,7 @@ def test_codex() -> None:
     names = [tool["function"]["name"] for tool in got.request.tools]
     assert names == ["exec_command", "mcp__docs__find", "apply_patch"]
     assert got.request.tools[2]["function"]["parameters"]["required"] == ["input"]
-    assert got.notes == ("the tool 'web_search' is run by OpenAI's service, and left out here",)
+    assert got.notes == ("the tool 'web_search' is run by OpenAI's service and is ignored here",)
     assert (got.stream, got.request.max_tokens, got.request.parallel_tool_calls) == (True, None, True)
 
 

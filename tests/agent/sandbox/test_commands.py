@@ -194,7 +194,7 @@ def test_what_a_sandbox_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         SandboxLimits(memory_mb=0)
     with pytest.raises(UserError, match=r"there is no folder .*/none to start sandboxes from"):
         Snapshot(tmp_path / "none")
-    with pytest.raises(SandboxError, match="'ftp://x' is not reached from a sandbox"):
+    with pytest.raises(SandboxError, match="'ftp://x' cannot be reached from a sandbox"):
         target_of("ftp://x")
 
 

@@ -18,7 +18,9 @@ WITH_A_COMPILER = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="
 
 def test_a_machine_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"no C compiler on the PATH \(cc, gcc, clang\): install one, such as by `apt"):
+    with pytest.raises(
+        UserError, match=r"no C compiler on the PATH \(cc, gcc, clang\): install one, for example with `apt"
+    ):
         find_c_compiler()
 
 

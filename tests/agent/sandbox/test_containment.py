@@ -311,7 +311,7 @@ def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: p
     refusal.cache_clear()
     try:
         monkeypatch.setattr("sys.platform", "darwin")
-        assert refusal("unshare") == "namespaces are Linux's, and this is darwin"
+        assert refusal("unshare") == "namespaces need Linux, and this is darwin"
     finally:
         monkeypatch.undo()
         refusal.cache_clear()
@@ -373,9 +373,9 @@ def test_where_namespaces_are_forbidden_a_sandbox_is_refused_unless_none_is_aske
         auto, local, worked = inner.out.splitlines()
         assert auto == local
         assert auto.startswith("UserError this machine has no local sandbox: unshare: ")
-        assert auto.endswith("only for code that you trust, --sandbox subprocess, which is no boundary")
+        assert auto.endswith("only for code that you trust, --sandbox subprocess, which is not a security boundary")
         assert worked == "subprocess here"
-        assert inner.err.startswith("--sandbox subprocess is no boundary: what a model writes runs with the rights of")
+        assert inner.err.startswith("--sandbox subprocess is not a security boundary: code from a model runs with the")
 
     inside("unshare", use, visible=[root / "slime"], env={"PYTHONPATH": str(root)})
 

@@ -50,10 +50,10 @@ def test_only_character_devices_below_dev_are_shown(tmp_path: Path) -> None:
     assert checked_devices(["/dev/null", "/dev/../dev/null"]) == ("/dev/null",)
     (tmp_path / "file").touch()
     for path, said in (
-        (tmp_path / "file", "there is no device .*/file to show"),
+        (tmp_path / "file", "there is no device .*/file to give"),
         ("/dev/nvidia99", "there is no device /dev/nvidia99"),
         ("/dev/../etc/passwd", "there is no device /etc/passwd"),
-        ("/dev/shm", "/dev/shm is no character device"),
+        ("/dev/shm", "/dev/shm is not a character device"),
     ):
         with pytest.raises(UserError, match=said):
             make_sandbox("subprocess", devices=[path])

@@ -105,7 +105,7 @@ def test_the_calls_are_those_of_the_package(server: Server, tmp_path: Path, monk
             with pytest.raises(FileNotFoundError, match="cannot read /none in sandbox remote-1"):
                 await sandbox.read_file("/none")
             assert await sandbox.reach("https://gpu.example.org/s/") == "https://gpu.example.org/s"
-            with pytest.raises(SandboxError, match="on another machine and does not reach http://127"):
+            with pytest.raises(SandboxError, match="on another machine and cannot reach http://127"):
                 await sandbox.reach("http://127.0.0.1:1")
 
     asyncio.run(run())

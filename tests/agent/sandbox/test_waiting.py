@@ -98,5 +98,5 @@ def test_a_tag_is_no_path() -> None:
     async def run() -> None:
         await exec_and_wait(make_sandbox("subprocess"), cmd="true", time_budget_sec=1, tag="../x; rm -r /")
 
-    with pytest.raises(ValueError, match="is no tag"):
+    with pytest.raises(ValueError, match="is not a valid tag"):
         asyncio.run(run())

@@ -76,9 +76,9 @@ def boom(what: str) -> str:
         ("boom", '{"what": "exit"}', "error", "Error: SystemExit: 3"),
         ("boom", '{"what": "own"}', "error", "Error: TimeoutError: the database is slow"),
         ("boom", "{}", "bad_arguments", "Error: arguments lack 'what'"),
-        ("boom", '["x"]', "bad_arguments", "Error: the arguments of boom are no JSON object"),
-        ("add", '{"a": 1', "bad_arguments", "Error: the arguments of add are no JSON: Expecting ',' delimiter"),
-        ("add", "[" * 100_000, "bad_arguments", "Error: the arguments of add are no JSON: maximum recursion depth"),
+        ("boom", '["x"]', "bad_arguments", "Error: the arguments of boom are not a JSON object"),
+        ("add", '{"a": 1', "bad_arguments", "Error: the arguments of add are not valid JSON: Expecting ',' delimiter"),
+        ("add", "[" * 100_000, "bad_arguments", "Error: the arguments of add are not valid JSON: maximum recursion depth"),
         ("fly", "{}", "unknown_tool", "Error: there is no tool 'fly'; there are: add, boom"),
     ],
 )

@@ -131,10 +131,10 @@ def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monk
                 break
         monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
         assert outcome == "timeout"
-        assert text == f"Error: the code took longer than {timeout_s} s and the interpreter was ended"
+        assert text == f"Error: the code took longer than {timeout_s} s and the interpreter was killed"
         assert await said(box, "x") == (
             "error",
-            "Error: (the interpreter was started anew: variables are gone)\nline 1, in <module>\n"
+            "Error: (the interpreter was restarted: variables are lost)\nline 1, in <module>\n"
             "NameError: name 'x' is not defined",
         )
         assert await said(box, "1") == ("ok", "1")
@@ -144,8 +144,8 @@ def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monk
 
 def test_an_interpreter_that_dies_ends_its_call() -> None:
     assert shown("import os; os._exit(7)", "1 + 1") == [
-        ("crashed", "Error: the interpreter ended in the middle of the call (exit code 7)"),
-        ("ok", "(the interpreter was started anew: variables are gone)\n2"),
+        ("crashed", "Error: the interpreter died during the call (exit code 7)"),
+        ("ok", "(the interpreter was restarted: variables are lost)\n2"),
     ]
 
 
@@ -153,7 +153,7 @@ def test_code_that_writes_into_the_pipe_of_the_protocol_harms_only_itself() -> N
     code = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'[1]\\n')\n  except OSError: pass\n"
     [first, second] = shown(code, "2 + 2")
     assert first[0] == "crashed"
-    assert second == ("ok", "(the interpreter was started anew: variables are gone)\n4")
+    assert second == ("ok", "(the interpreter was restarted: variables are lost)\n4")
 
 
 def test_output_is_bounded_while_it_is_printed() -> None:
@@ -282,7 +282,7 @@ def test_a_fork_server_that_dies_costs_the_attempts_that_it_served() -> None:
             await asyncio.to_thread(server.wait)
             await asyncio.to_thread(wait_until, lambda: not any(worker.alive for worker in provider._pool._ready))
             assert (await box.call("python", {"code": "1"})).outcome is ToolOutcome.CRASHED
-            assert (await box.call("python", {"code": "1"})).text.endswith("variables are gone)\n1")
+            assert (await box.call("python", {"code": "1"})).text.endswith("variables are lost)\n1")
         async with environment.open() as box:
             assert (await box.call("python", {"code": "2"})).text == "2"
         await environment.aclose()
@@ -318,14 +318,14 @@ def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundar
         ):
             async with environment.open():
                 pass
-        assert "no boundary" not in caplog.text
+        assert "not a security boundary" not in caplog.text
         environment.in_run("subprocess")
         async with environment.open() as box:
             assert (await box.call("python", {"code": "6 * 7"})).text == "42"
         await environment.aclose()
 
     asyncio.run(main())
-    assert caplog.text.count("--sandbox subprocess is no boundary") == 1
+    assert caplog.text.count("--sandbox subprocess is not a security boundary") == 1
     for sandbox in ("auto", "local"):
         with pytest.raises(UserError, match="this machine has no local sandbox"):
             interpreter(sandbox=sandbox)
@@ -344,8 +344,8 @@ def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
     assert results[2][0] == results[3][0] == "error"
     assert "FileNotFoundError" in results[2][1] or "PermissionError" in results[2][1]
     assert "ConnectionRefusedError" in results[3][1]
-    assert results[4] == ("crashed", "Error: the interpreter ended in the middle of the call (exit code 3)")
-    assert results[5] == ("ok", "(the interpreter was started anew: variables are gone)\n1")
+    assert results[4] == ("crashed", "Error: the interpreter died during the call (exit code 3)")
+    assert results[5] == ("ok", "(the interpreter was restarted: variables are lost)\n1")
 
 
 def test_packages_are_found_where_they_are_asked_for() -> None:

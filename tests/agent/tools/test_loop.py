@@ -99,7 +99,7 @@ def test_the_run_ends_what_the_tools_started(play, agent_tokenizer, agent_runtim
 def test_a_prompt_that_is_rendered_already_is_refused(play, agent_tokenizer, agent_runtime) -> None:
     _, url = play([Turn.of(agent_tokenizer, "x")])
     runtime = agent_runtime(url, apply_chat_template=True)
-    with pytest.raises(UserError, match="--apply-chat-template makes a text of every prompt"):
+    with pytest.raises(UserError, match="--apply-chat-template renders every prompt to text"):
         runtime.run(run_with_tools(runtime.plugin_args, sample_of("<|im_start|>user"), PARAMS, ToolEnvironment([add])))
     given = [Message("user", "hello")]
     run = run_with_tools(runtime.plugin_args, sample_of("x"), PARAMS, ToolEnvironment([add]), messages=given)

@@ -1,6 +1,6 @@
-"""The programs between the driver and a sandbox's commands: the monitor outside, the init inside, one worker a command.
+"""The programs between the driver and a sandbox's commands: a monitor outside, an init inside, one worker per command.
 
-They are started as `python -I -S` with this package alone on the search path, and the init goes on running after its
-root folder has been exchanged: so they import the standard library only, each other relatively, and nothing after that.
-A start is mostly imports, so they do without `typing`, `dataclasses` and `shutil`.
+They start as `python -I -S` with only this package on the search path, and the init keeps running after its root folder
+has been replaced. So they import only the standard library and, relatively, each other, and import nothing later.
+Imports take most of a start, so `typing`, `dataclasses` and `shutil` are not imported.
 """

@@ -1,7 +1,7 @@
-"""What all processes of a sandbox may use together: control groups of version 1 and 2, whichever this machine has.
+"""Limits for all processes of a sandbox together, by control groups of version 1 or 2, whichever the machine has.
 
-A group is made below the one this process is in where that is allowed, so that no limit from above is escaped; in
-version 2 below the nearest one above it that hands its controllers down.
+A group is created below this process's own group where permitted, so that the limits of parent groups still apply; in
+version 2 below the nearest group, from our own upwards, that delegates its controllers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _STALE_S = 60.0
 
 
 class Groups:
-    """The groups of one sandbox, and which of its limits they hold."""
+    """The control groups of one sandbox, and the limits that they enforce."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
         self.holds: set[str] = set()
 
     def join(self) -> None:
-        """Put this process, and so all that it starts, into the groups."""
+        """Move this process into the groups; its children are then in them too."""
         for folder in self.folders:
             _write(os.path.join(folder, "cgroup.procs"), str(os.getpid()))
 
     def remove(self) -> None:
-        """Remove the groups, whose processes have ended."""
+        """Remove the groups after their processes have ended."""
         remove(self.folders)
         self.folders = []
 
 
 def remove(folders: list[str]) -> None:
-    """Remove groups; one whose last process is still on its way out is waited for."""
+    """Remove groups, waiting up to `_REMOVAL_S` for a group whose last process is still exiting."""
     for folder in folders:
         deadline = time.monotonic() + _REMOVAL_S
         while os.path.isdir(folder):
@@ -51,7 +51,7 @@ def remove(folders: list[str]) -> None:
 
 
 def remove_stale(parent: str) -> None:
-    """Remove the groups of sandboxes whose monitor and driver were killed at once. One in use is not removed."""
+    """Remove the groups of sandboxes whose monitor and driver were both killed; a group in use is not removed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):
             pid = name.removeprefix(_PREFIX)
@@ -63,10 +63,17 @@ def remove_stale(parent: str) -> None:
 
 
 def make(limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Groups:
-    """Groups of this process with the limits, as far as it may make them."""
+    """Create groups of this process for the limits that it is permitted to set.
+
+    `own` lists this process's group for each controller; that of version 2 has an empty controller name.
+    """
     name = f"{_PREFIX}{os.getpid()}"
     groups = Groups()
-    places = _own_groups(own)
+    places: dict[str, str] = {}
+    with contextlib.suppress(OSError), open(own) as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            places.update(dict.fromkeys(controllers.split(","), path))
     for limit, value in limits.items():
         controller = _CONTROLLERS[limit]
         if controller in places and os.path.isdir(os.path.join(root, controller)):
@@ -80,20 +87,8 @@ def make(limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "
     return groups
 
 
-def _own_groups(own: str) -> dict[str, str]:
-    """The group of this process by controller; that of version 2 under the empty name."""
-    found = {}
-    try:
-        with open(own) as lines:
-            for line in lines:
-                _, controllers, path = line.rstrip("\n").split(":", 2)
-                found.update(dict.fromkeys(controllers.split(","), path))
-    except OSError:
-        pass
-    return found
-
-
 def _first_version(groups: Groups, folder: str, limit: str, value: float) -> None:
+    """Create the group of one limit in version 1."""
     files = {
         MEMORY: {"memory.limit_in_bytes": int(value)},
         PROCESSES: {"pids.max": int(value)},
@@ -108,13 +103,14 @@ def _first_version(groups: Groups, folder: str, limit: str, value: float) -> Non
             os.rmdir(folder)
         return
     if limit == MEMORY:
-        with contextlib.suppress(OSError):  # kernels without swap accounting
+        with contextlib.suppress(OSError):  # the kernel may lack swap accounting
             _write(os.path.join(folder, "memory.memsw.limit_in_bytes"), str(int(value)))
     groups.folders.append(folder)
     groups.holds.add(limit)
 
 
 def _second_version(groups: Groups, root: str, own: str, name: str, limits: Mapping[str, float]) -> None:
+    """Create one group for all the limits in version 2."""
     files = {
         MEMORY: lambda value: {"memory.max": str(int(value))},
         PROCESSES: lambda value: {"pids.max": str(int(value))},
@@ -142,7 +138,7 @@ def _second_version(groups: Groups, root: str, own: str, name: str, limits: Mapp
 
 
 def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | None:
-    """A new group below the nearest one, from our own upwards, whose children get the controllers."""
+    """Create a group below the nearest one, from our own upwards, that delegates the controllers; None if none does."""
     place = own.strip("/")
     while True:
         parent = os.path.join(root, place)
@@ -160,18 +156,19 @@ def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | 
 
 
 def _hands_down(parent: str, controllers: list[str]) -> bool:
+    """Enable the controllers for the children of a group; False where that is not possible."""
     control = os.path.join(parent, "cgroup.subtree_control")
     for controller in controllers:
         if controller not in _read(control).split():
             try:
                 _write(control, f"+{controller}")
-            except OSError:  # a group with processes of its own hands nothing down
+            except OSError:  # a group with processes of its own cannot delegate controllers
                 return False
     return True
 
 
 def events(folders: list[str]) -> dict[str, int]:
-    """How often a limit was hit so far: processes killed for memory, processes that could not be started."""
+    """Count the times each limit was hit: processes killed for memory, processes that could not be started."""
     counts = {MEMORY: 0, PROCESSES: 0}
     for folder in folders:
         for file, key, limit in (

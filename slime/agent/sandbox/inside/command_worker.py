@@ -1,8 +1,8 @@
-"""One command inside the sandbox: started, watched, its output kept, its whole tree ended when its time is over.
+"""Runs one command inside the sandbox: starts it, captures its output, and kills its process tree at a limit.
 
-Invariant: the worker answers once, when the command itself has ended, and by then nothing that it had to kill is alive.
-On Linux it is a sub-reaper, so what the command left behind counts as its own as long as the worker is there; what a
-command that ended in time left running goes to the init and lives on until the sandbox ends.
+Invariant: the worker responds once, after the command itself has ended, and no process that it had to kill is alive at
+that point. On Linux the worker is a sub-reaper, so orphans of the command become its children. Processes that a command
+leaves running when it ends in time are inherited by the init and live until the sandbox ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from . import fd_messages, syscalls
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
     from types import CodeType
-    from typing import Any
+
+    from .fd_messages import JsonMapping
 
 PROGRAM: CodeType | None = None
-"""What a fork server has compiled for its sandboxes."""
+"""The program that a fork server has compiled for its sandboxes."""
 NOT_ENDED_BY_ITSELF = -1
 CANNOT_START = 127
 _CHUNK = 1 << 16
@@ -43,7 +44,7 @@ _SIGNALS = (
 
 
 class Kept:
-    """The first and the last bytes of a stream, and how many there were."""
+    """The first and last bytes of a stream, and its total length."""
 
     def __init__(self, limit: int) -> None:
         self.half = max(1, limit // 2)
@@ -60,7 +61,7 @@ class Kept:
             del self.tail[: -self.half]
 
     def result(self) -> tuple[bytes, bool]:
-        """What was kept, with a line in the place of what was not, and whether there is such a line."""
+        """Return the kept bytes, with a line in place of the omitted ones, and whether any were omitted."""
         tail = bytes(self.tail[-self.half :])
         missing = self.total - len(self.head) - len(tail)
         if not missing:
@@ -69,9 +70,9 @@ class Kept:
 
 
 class Command:
-    """A program, what it may use, and the streams it was given."""
+    """Runs a program under its limits, with the streams it was given or with captured output."""
 
-    def __init__(self, spec: Mapping[str, Any], result: socket.socket, streams: list[int]) -> None:
+    def __init__(self, spec: JsonMapping, result: socket.socket, streams: list[int]) -> None:
         self.spec = spec
         self.result = result
         self.streams = streams
@@ -82,7 +83,7 @@ class Command:
         self.cause: str | None = None
 
     def run(self) -> None:
-        """Start the command, stay until it has ended, and answer."""
+        """Start the command, watch it until it has ended, and respond."""
         if syscalls.IS_LINUX:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         wakeup, wakeup_write = os.pipe()
@@ -93,10 +94,25 @@ class Command:
         error = self._start()
         if error is None:
             self._watch(wakeup)
-        self._answer(error)
+        code = NOT_ENDED_BY_ITSELF
+        if error is not None:
+            code = NOT_ENDED_BY_ITSELF if self.cause else CANNOT_START
+        elif self.cause is None and self.status is not None:
+            code = os.waitstatus_to_exitcode(self.status)
+            code = 128 - code if code < 0 else code
+        kept = [capture.result() for capture in self.captures.values()]
+        out, err = (kept[0][0], kept[1][0]) if kept else (b"", b"")
+        if error is not None:
+            err += f"{error}\n".encode()
+        used = self.usage.ru_utime + self.usage.ru_stime if self.usage else 0.0
+        answer = {"code": code, "cause": self.cause, "cpu_s": used, "out": len(out), "err": len(err)}
+        answer["truncated"] = any(cut for _, cut in kept)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the requester has closed the socket
+            fd_messages.send(self.result, answer)
+            self.result.sendall(out + err)
 
     def _start(self) -> str | None:
-        """Fork the command; one sentence if it cannot be executed."""
+        """Fork the command; return an error message if it cannot be executed."""
         writers = []
         streams = list(self.streams)
         if not streams:
@@ -116,21 +132,22 @@ class Command:
         if not self.child:
             try:
                 self._become(streams)
-            except BaseException as error:  # noqa: BLE001 (told to the parent, and this fork ends)
+            except BaseException as error:  # noqa: BLE001 (reported to the parent, and this fork exits)
                 os.write(failed_write, str(error).encode()[:4096])
             finally:
                 os._exit(CANNOT_START)
         for descriptor in {*streams, failed_write}:
             os.close(descriptor)
         with os.fdopen(failed, "rb") as stream:
-            told = stream.read().decode(errors="replace")
-        if told:
+            error_text = stream.read().decode(errors="replace")
+        if error_text:
             os.waitpid(self.child, 0)
-        return told or None
+        return error_text or None
 
     def _become(self, streams: list[int]) -> None:
+        """Set up streams, signals, limits and folder in the fork, and execute the command."""
         os.setsid()
-        for target, descriptor in enumerate(streams):  # above the standard ones first: they may be each other's targets
+        for target, descriptor in enumerate(streams):  # move low ones up first: they may be targets of dup2
             streams[target] = os.dup(descriptor) if descriptor < 3 else descriptor
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
@@ -143,10 +160,13 @@ class Command:
         os.chdir(self.spec["cwd"])
         if self.spec.get("program"):
             run_program(self.spec["argv"], self.spec["env"])
-        argv = self.spec["argv"] or [_shell(), "-c", self.spec["shell"]]
+        argv = self.spec["argv"]
+        if not argv:
+            argv = ["/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh", "-c", self.spec["shell"]]
         os.execvpe(argv[0], argv, self.spec["env"])
 
     def _watch(self, wakeup: int) -> None:
+        """Capture output until the command has ended, reached a limit or been cancelled; then kill its tree."""
         deadline = None if self.spec["seconds"] is None else time.monotonic() + self.spec["seconds"]
         poller = select.poll()
         for descriptor in (wakeup, self.result.fileno(), *self.captures):
@@ -170,9 +190,21 @@ class Command:
                 self.cause = "output"
             elif self.status is None and deadline is not None and time.monotonic() >= deadline:
                 self.cause = "timeout"
-        if self.cause is not None:
-            self._end_tree()
-        for descriptor, kept in self.captures.items():  # what it had written before it ended
+        if (
+            self.cause is not None
+        ):  # SIGTERM to the process group and, after the grace period, SIGKILL to the whole tree
+            for signum in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.child, signum)
+            grace_end = time.monotonic() + self.spec["grace_s"]
+            while self.status is None and time.monotonic() < grace_end:
+                for descriptor, kept in self.captures.items():
+                    if data := _read(descriptor):
+                        kept.add(data)
+                self._reap()
+                time.sleep(0.01)
+            sweep(self.child, self._reap, own_processes=self.spec["own_processes"])
+        for descriptor, kept in self.captures.items():  # output written before the command ended
             while (data := _read(descriptor)) and kept.total < self.spec["output_mb"] << 21:
                 kept.add(data)
 
@@ -187,44 +219,9 @@ class Command:
             if pid == self.child:
                 self.status, self.usage = status, usage
 
-    def _end_tree(self) -> None:
-        """Ask the command's process group to end, then end all that came of it."""
-        for signum in (signal.SIGTERM, signal.SIGCONT):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child, signum)
-        deadline = time.monotonic() + self.spec["grace_s"]
-        while self.status is None and time.monotonic() < deadline:
-            self._drain()
-            self._reap()
-            time.sleep(0.01)
-        sweep(self.child, self._reap, own_processes=self.spec["own_processes"])
-
-    def _drain(self) -> None:
-        for descriptor, kept in self.captures.items():
-            if data := _read(descriptor):
-                kept.add(data)
-
-    def _answer(self, error: str | None) -> None:
-        code = NOT_ENDED_BY_ITSELF
-        if error is not None:
-            code = NOT_ENDED_BY_ITSELF if self.cause else CANNOT_START
-        elif self.cause is None and self.status is not None:
-            code = os.waitstatus_to_exitcode(self.status)
-            code = 128 - code if code < 0 else code
-        kept = [capture.result() for capture in self.captures.values()]
-        out, err = (kept[0][0], kept[1][0]) if kept else (b"", b"")
-        if error is not None:
-            err += f"{error}\n".encode()
-        used = self.usage.ru_utime + self.usage.ru_stime if self.usage else 0.0
-        answer = {"code": code, "cause": self.cause, "cpu_s": used, "out": len(out), "err": len(err)}
-        answer["truncated"] = any(cut for _, cut in kept)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the asker is gone
-            fd_messages.send(self.result, answer)
-            self.result.sendall(out + err)
-
 
 def run_program(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Be the program that the fork server has compiled, as if Python had been started for it; does not return."""
+    """Run the program that the fork server compiled, as a new Python process would; does not return."""
     assert PROGRAM is not None
     os.closerange(3, 1 << 16)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1) if syscalls.IS_LINUX else None
@@ -243,16 +240,17 @@ def run_program(argv: Sequence[str], env: Mapping[str, str]) -> None:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as error:  # noqa: BLE001 (what it says goes to its own errors)
+    except BaseException as error:  # noqa: BLE001 (written to the program's own error stream)
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
 
 
 def sweep(group: int, reap: Callable[[], None], *, own_processes: bool) -> None:
-    """SIGKILL to all descendants of this process, and to the group, until there are none.
+    """Send SIGKILL to all descendants of this process, and to the group, until none is left.
 
-    If they are forked faster than killed and the process namespace is the sandbox's own: to everything in it at once.
+    If processes fork faster than they are killed and the sandbox has its own process namespace, kill every process in
+    the namespace at once.
     """
     deadline = time.monotonic() + _SWEEP_S
     while time.monotonic() < deadline:
@@ -273,7 +271,7 @@ def sweep(group: int, reap: Callable[[], None], *, own_processes: bool) -> None:
 
 
 def descendants(root_pid: int) -> list[int]:
-    """The pids below a process as /proc shows them now; none where there is no /proc."""
+    """List the pids of all descendants of a process, from /proc; empty where there is no /proc."""
     children: dict[int, list[int]] = {}
     try:
         names = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -292,7 +290,7 @@ def descendants(root_pid: int) -> list[int]:
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
-    """The limits that every process has by itself, never above what this process may give."""
+    """Set the per-process resource limits, capped at this process's hard limits."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is None:
@@ -304,15 +302,11 @@ def set_limits(limits: Mapping[str, int]) -> None:
             resource.setrlimit(kind, (low, high))
     if syscalls.IS_LINUX:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("500")  # before the init and the workers
-
-
-def _shell() -> str:
-    return "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
+            file.write("500")  # killed before the init and the workers
 
 
 def _read(descriptor: int) -> bytes | None:
-    """What can be read now; None at the end, and b"" if there is nothing yet."""
+    """Read the available bytes: None at the end of the stream, b"" if there are none yet."""
     try:
         return os.read(descriptor, _CHUNK) or None
     except BlockingIOError:

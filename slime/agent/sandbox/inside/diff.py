@@ -1,8 +1,8 @@
-"""What a sandbox changed in the folder that it was given: which files, and a patch that `git apply` takes.
+"""Computes the changes in the folder given to a sandbox: the changed files, and a patch that `git apply` accepts.
 
-With an overlay only its upper layer is walked, which holds what was written and nothing else; with a copy both folders
-are compared byte by byte. Times and sizes are not trusted: what runs in the sandbox can set them. Nor are names and
-depths: no link is followed, and folders may be nested deeper than a path or a stack may be long.
+With an overlay, only its upper layer is walked, which holds exactly what was written; with a copy, both folders are
+compared byte by byte. File times and sizes are not trusted, because programs in the sandbox can set them. Names and
+depths are not trusted either: no link is followed, and folders may be nested deeper than a path or a stack allows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import socket
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-try:  # in every start, and hashlib takes five times as long
+try:  # imported at every start, and hashlib takes five times as long
     from _sha1 import sha1  # type: ignore[import-not-found]
 except ImportError:
     from hashlib import sha1
@@ -24,11 +24,11 @@ from . import fd_messages
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
-    from typing import Any
+    from .fd_messages import JsonMapping
 
 _LARGEST_FILE = 1 << 20
 _MOST_NAMES = 8 << 20
-"""Bytes of all paths that are told."""
+"""Limit on the total bytes of all reported paths."""
 _LINK = 0o120000
 _NO_FILE = "0" * 40
 _NO_NEWLINE = "\\ No newline at end of file\n"
@@ -38,19 +38,19 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Tree:
-    """A folder whose content is opened one name at a time, so that paths have any length and links lead nowhere.
+    """A folder tree that is opened one name at a time, so that paths may have any length and no link is followed.
 
-    The folders opened last stay open: a walk opens each of them once.
+    The folders opened last stay open, so a walk opens each folder once.
     """
 
     def __init__(self, base: int) -> None:
         self.base = base
         self.parts: list[str] = []
         self.opened: dict[int, int] = {}
-        """Descriptors by depth, the deepest ones of `parts`."""
+        """Open descriptors by depth, for the deepest folders of `parts`."""
 
     def folder(self, path: str) -> int | None:
-        """A descriptor of a folder below, which stays this object's; None if there is none."""
+        """Open a folder of the tree; this object owns the descriptor. None if there is no such folder."""
         parts = path.split("/") if path else []
         depth = 0
         for old, new in zip(self.parts, parts, strict=False):
@@ -79,7 +79,7 @@ class Tree:
         return self.folder(folder), name
 
     def names(self, path: str) -> list[str]:
-        """What is in a folder; nothing if it is none."""
+        """List the names in a folder; empty if the path is not a folder."""
         folder = self.folder(path)
         if folder is None:
             return []
@@ -93,7 +93,7 @@ class Tree:
             os.close(descriptor)
 
     def status(self, path: str) -> os.stat_result | None:
-        """Of a file, link or folder; None if it is not there."""
+        """Status of a file, link or folder; None if it does not exist."""
         folder, name = self._parent(path)
         if folder is None:
             return None
@@ -107,7 +107,7 @@ class Tree:
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     def open(self, path: str) -> int | None:
-        """A descriptor of a plain file, which is the caller's; None if it cannot be read."""
+        """Open a file; the caller owns the descriptor. None if the file cannot be opened."""
         folder, name = self._parent(path)
         if folder is None:
             return None
@@ -121,7 +121,7 @@ class Tree:
         return os.fsencode(os.readlink(name, dir_fd=folder))
 
     def files(self, path: str, *, deep: bool = True) -> Iterator[str]:
-        """The paths of all that is no folder, in a folder and, with `deep`, in those below it."""
+        """Yield the paths of all entries that are not folders, in a folder and, with `deep`, in its subfolders."""
         folders = [path]
         while folders:
             folder = folders.pop()
@@ -133,7 +133,7 @@ class Tree:
                     folders.append(below)
 
     def folders(self) -> Iterator[str]:
-        """The paths of this folder and all below it."""
+        """Yield the paths of this folder and all folders below it."""
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -143,12 +143,12 @@ class Tree:
 
 
 class Entry:
-    """A file as one of the two folders has it: its mode, and the bytes of a plain file or the target of a link."""
+    """State of a file in one of the two folders: its mode, and the bytes of a regular file or the target of a link."""
 
     def __init__(self, mode: int, content: bytes | None) -> None:
         self.mode = mode
         self.content = content
-        """None: no patch holds it, for its size or its kind."""
+        """None: the file is too large for a patch, or is neither a regular file nor a link."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Entry) and (self.mode, self.content) == (other.mode, other.content)
@@ -157,10 +157,8 @@ class Entry:
         return hash((self.mode, self.content))
 
 
-def answer(
-    spec: Mapping[str, Any], result: socket.socket, lower: int | None, present: int | None, upper: int | None
-) -> None:
-    """Answer with the changed paths and the patch."""
+def answer(spec: JsonMapping, result: socket.socket, lower: int | None, present: int | None, upper: int | None) -> None:
+    """Respond with the changed paths and the patch."""
     if lower is None:
         fd_messages.send(result, {"changes": [], "patch": 0, "truncated": False})
         return
@@ -179,7 +177,7 @@ def answer(
         if named > _MOST_NAMES:
             truncated = True
             break
-        changes.append((_kind(before, after), path))
+        changes.append(("added" if before is None else "deleted" if after is None else "modified", path))
         text = _patch(path, before, after)
         if text is None or len(patch) + len(text) > spec["most"]:
             truncated = True
@@ -190,14 +188,14 @@ def answer(
 
 
 def candidates(lower: Tree, present: Tree, upper: Tree | None) -> set[str]:
-    """The paths, files and links only, that may differ."""
+    """Collect the paths of files and links that may differ."""
     if upper is None:
         return set(lower.files("")) | set(present.files(""))
     found = set()
     for folder in upper.folders():
         for tree in (lower, present):
             found |= set(tree.files(folder, deep=False))
-        for name in lower.names(folder):  # folders that are gone, or something else now
+        for name in lower.names(folder):  # folders that were removed or replaced by another kind of file
             path = os.path.join(folder, name)
             if lower.is_folder(path) and not present.is_folder(path):
                 found |= set(lower.files(path))
@@ -221,9 +219,9 @@ def _entry(tree: Tree, path: str) -> Entry | None:
 
 
 def _same(one: Tree, other: Tree, path: str) -> bool:
-    """Whether two files that no patch holds have the same bytes; those that cannot be read count as changed."""
+    """Compare the bytes of two files that are too large for a patch; unreadable files count as changed."""
     if not stat.S_ISREG(getattr(one.status(path), "st_mode", 0)):
-        return True  # of the same kind, such as two pipes
+        return True  # both have the same mode, such as two pipes
     first, second = one.open(path), other.open(path)
     if first is None or second is None:
         for descriptor in (first, second):
@@ -239,17 +237,11 @@ def _same(one: Tree, other: Tree, path: str) -> bool:
                 return True
 
 
-def _kind(before: Entry | None, after: Entry | None) -> str:
-    if before is None:
-        return "added"
-    return "deleted" if after is None else "modified"
-
-
 def _patch(path: str, before: Entry | None, after: Entry | None) -> bytes | None:
-    """The change of one file in git's form; None if no patch can hold it."""
+    """Format the change of one file as a git patch; None if a patch cannot hold it."""
     if (before and before.content is None) or (after and after.content is None):
         return None
-    if before and after and (before.mode == _LINK) != (after.mode == _LINK):  # git takes no change of kind
+    if before and after and (before.mode == _LINK) != (after.mode == _LINK):  # git cannot turn a file into a link
         return (_patch(path, before, None) or b"") + (_patch(path, None, after) or b"")
     names = (_name(f"a/{path}"), _name(f"b/{path}"))
     lines = [f"diff --git {names[0]} {names[1]}\n"]
@@ -278,13 +270,13 @@ def _patch(path: str, before: Entry | None, after: Entry | None) -> bytes | None
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as git counts them: a line ends with a line feed, and with nothing else."""
+    """Split text into lines as git does: only a line feed ends a line."""
     *whole, last = text.split("\n")
     return [f"{line}\n" for line in whole] + ([last] if last else [])
 
 
 def _binary(before: Entry | None, after: Entry | None) -> list[str]:
-    """All of the new bytes, which git takes for a file that has the old ones."""
+    """Format a binary patch with all the new bytes, which git applies to a file with the old ones."""
 
     def number(entry: Entry | None) -> str:
         content = entry.content or b"" if entry else b""
@@ -301,7 +293,7 @@ def _binary(before: Entry | None, after: Entry | None) -> list[str]:
 
 
 def _name(path: str) -> str:
-    """A path as git writes it: quoted, with numbers for bytes, where it holds what would end it or is no text."""
+    """Format a path as git does: quoted, with octal escapes, if it has special characters or is not valid text."""
     raw = os.fsencode(path)
     try:
         text = raw.decode()
@@ -313,5 +305,5 @@ def _name(path: str) -> str:
 
 
 def _marked(name: str) -> str:
-    """With the tab that says where a name with spaces ends."""
+    """Append the tab that marks the end of a name with spaces."""
     return f"{name}\t" if " " in name else name

@@ -1,6 +1,6 @@
-"""Files of the sandbox, read and written from inside it: whatever a link points to, it points to it in here.
+"""Reads and writes files from inside the sandbox, so that symbolic links resolve inside it.
 
-Only plain files are opened, never a pipe or a device that would make the reader wait.
+Only regular files are opened, never a pipe or a device on which the reader would block.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Mapping
 
 from . import fd_messages
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
-    from typing import Any
+    from .fd_messages import JsonMapping
 
 _CHUNK = 1 << 20
 
 
-def read(spec: Mapping[str, Any], result: socket.socket) -> None:
-    """Answer with the size of a file and then its bytes."""
+def read(spec: JsonMapping, result: socket.socket) -> None:
+    """Respond with the size of a file and then its bytes."""
     descriptor = os.open(_allowed(spec), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     size = _plain(descriptor, spec["path"]).st_size
     if size > spec["most"]:
@@ -32,8 +31,8 @@ def read(spec: Mapping[str, Any], result: socket.socket) -> None:
     result.sendall(data)
 
 
-def write(spec: Mapping[str, Any], result: socket.socket, source: int) -> None:
-    """Make a file, and the folders above it, of what the descriptor `source` gives."""
+def write(spec: JsonMapping, result: socket.socket, source: int) -> None:
+    """Write a file, creating its parent folders, with the bytes read from the descriptor `source`."""
     path = _allowed(spec)
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -54,8 +53,8 @@ def write(spec: Mapping[str, Any], result: socket.socket, source: int) -> None:
     fd_messages.send(result, {"size": written})
 
 
-def _allowed(spec: Mapping[str, Any]) -> str:
-    """The absolute path; without a root folder of its own, a sandbox writes below `within` only."""
+def _allowed(spec: JsonMapping) -> str:
+    """Resolve the absolute path; a sandbox without a root folder of its own may only use paths below `within`."""
     path = os.path.join(spec["cwd"], os.path.expanduser(spec["path"]))
     if spec["within"] is not None:
         real = os.path.realpath(path)
@@ -68,14 +67,14 @@ def _plain(descriptor: int, path: str) -> os.stat_result:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise OSError(22, f"{path} is no plain file")
+        raise OSError(22, f"{path} is not a regular file")
     return status
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder and all below it, however deep and whatever its modes; what cannot be removed stays.
+    """Remove a folder tree of any depth and any modes; entries that cannot be removed stay.
 
-    Folders are moved up and emptied one after the other, so neither a stack nor a path grows with the depth.
+    Nested folders are moved up and emptied one after the other, so neither a stack nor a path grows with the depth.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError):
@@ -105,7 +104,7 @@ def remove_tree(path: str) -> None:
 
 
 def _is_file_removed(name: str, folder: int) -> bool:
-    """Remove what is no folder; a folder is made one that can be emptied and moved."""
+    """Remove an entry that is not a folder; make a folder writable, so that it can be emptied and moved."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=folder)
         return True

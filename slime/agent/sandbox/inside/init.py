@@ -1,7 +1,7 @@
-"""The first process of a sandbox: takes requests, forks a worker for each, reaps what is left behind.
+"""The first process of a sandbox: receives requests, forks a worker for each, and reaps orphaned processes.
 
-It ends when the driver's end of the control socket does. In a process namespace of its own everything ends with it; as
-a sub-reaper without one it sweeps what is below it first.
+It exits when the driver's end of the control socket closes. In a process namespace of its own, every process ends with
+it; without one it is a sub-reaper and kills its descendants first.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Mapping
 
 from . import command_worker, diff, fd_messages, files, namespaces, syscalls
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
-    from typing import Any
+    from .fd_messages import JsonMapping
 
 PARENT_DIED = signal.SIGTERM
-"""What an init gets that has to sweep when its monitor is killed; from others it means nothing."""
+"""Signal to an init that must sweep when its monitor is killed; ignored when another process sends it."""
 _FILE_WORK_S = 120
 
 
 def serve(control: socket.socket, built: namespaces.Built) -> None:
-    """Say that the sandbox is ready, and take requests until the driver is gone."""
+    """Report that the sandbox is ready and serve requests until the driver is gone."""
     fd_messages.send(control, {"ready": True, "overlay": built.upper is not None, "filtered": built.filtered})
     parent = os.getppid()
     wakeup, wakeup_write = os.pipe()
@@ -59,7 +58,7 @@ def serve(control: socket.socket, built: namespaces.Built) -> None:
 
 
 def sweep(*, own_processes: bool) -> None:
-    """End all that runs in the sandbox, workers too: one of them was killed or stopped by what it watched over."""
+    """Kill everything that runs in the sandbox, including workers: a command has killed or stopped its own worker."""
     if own_processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -69,22 +68,35 @@ def sweep(*, own_processes: bool) -> None:
 
 
 def reap() -> None:
-    """Take leave of every child that has ended."""
+    """Reap every child that has exited."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _hand_to_worker(
-    control: socket.socket, built: namespaces.Built, spec: Mapping[str, Any], descriptors: list[int]
-) -> None:
+def _hand_to_worker(control: socket.socket, built: namespaces.Built, spec: JsonMapping, descriptors: list[int]) -> None:
+    """Fork a worker that serves one request and responds on the first of the descriptors."""
     result = socket.socket(fileno=descriptors[0])
     rest = descriptors[1:]
 
     def work() -> None:
         control.close()
         try:
-            _work(spec, result, rest, built)
+            kind = spec["do"]
+            if kind == "run":
+                command_worker.Command(spec, result, rest).run()
+                return
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_FILE_WORK_S)
+            if kind == "read":
+                files.read(spec, result)
+            elif kind == "write":
+                files.write(spec, result, rest[0])
+            elif kind == "listen":
+                with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as listener:
+                    fd_messages.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
+            elif kind == "changes":
+                diff.answer(spec, result, built.lower, built.present, built.upper)
         except OSError as error:
             with contextlib.suppress(OSError):
                 fd_messages.send(result, {"error": error.strerror or str(error), "errno": error.errno})
@@ -97,21 +109,3 @@ def _hand_to_worker(
     result.close()
     for descriptor in rest:
         os.close(descriptor)
-
-
-def _work(spec: Mapping[str, Any], result: socket.socket, descriptors: list[int], built: namespaces.Built) -> None:
-    kind = spec["do"]
-    if kind == "run":
-        command_worker.Command(spec, result, descriptors).run()
-        return
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_FILE_WORK_S)
-    if kind == "read":
-        files.read(spec, result)
-    elif kind == "write":
-        files.write(spec, result, descriptors[0])
-    elif kind == "listen":
-        with socket.create_server(("127.0.0.1", spec["port"]), backlog=128) as listener:
-            fd_messages.send(result, {"port": listener.getsockname()[1]}, [listener.fileno()])
-    elif kind == "changes":
-        diff.answer(spec, result, built.lower, built.present, built.upper)

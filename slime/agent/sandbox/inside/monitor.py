@@ -1,8 +1,8 @@
-"""The process between the driver and a sandbox: starts it, carries its connections, sees that nothing is left of it.
+"""The process between the driver and a sandbox: starts the sandbox, relays its connections, and cleans up after it.
 
-Invariant: it ends only after every process of the sandbox has, and that is as soon as the driver closes its end of the
-life socket or is gone, however it died, or the sandbox's init has ended. Killed itself, it takes the init along, and
-with the init everything else.
+Invariant: the monitor exits only after every process of the sandbox has. It ends the sandbox when the driver closes its
+end of the life socket, when the driver dies for any reason, or when the sandbox's init exits. If the monitor itself is
+killed, the init dies with it, and everything else dies with the init.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 
 from . import cgroups, command_worker, fd_messages, files, init, namespaces, relay, syscalls
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
-    from typing import Any
+    from .fd_messages import JsonMapping
 
 _PARENT_POLL_S = 0.5
 
 
 class Monitor:
-    """One sandbox."""
+    """Starts one sandbox and ends all of it."""
 
     def __init__(self, life: socket.socket, control: socket.socket, driver: int) -> None:
         self.life = life
@@ -38,37 +37,49 @@ class Monitor:
         self.over = False
 
     def run(self) -> None:
-        """Start the sandbox and stay until it or the driver is gone."""
+        """Start the sandbox and serve it until the sandbox or the driver ends."""
         received = fd_messages.receive(self.life)
         if received is None:
             return
         spec = received[0]
         selector = selectors.DefaultSelector()
-        self._catch_signals(selector)
+        wakeup, wakeup_write = os.pipe()
+        for end in (wakeup, wakeup_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, lambda signum, frame: setattr(self, "over", True))
+        selector.register(wakeup, selectors.EVENT_READ, lambda events: self._reap(wakeup))
         if syscalls.IS_LINUX:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         self.groups = cgroups.make(spec["groups"])
         try:
-            self._start(spec)
-            told = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
-            fd_messages.send(self.life, told)
-            self._stay(selector)
+            jail = spec["jail"]
+            if jail is not None:
+                if jail["rootless"]:
+                    namespaces.own_user_namespace(os.getuid(), os.getgid(), jail["uid"])
+                if not jail["bwrap"]:
+                    syscalls.unshare(syscalls.CLONE_NEWPID)
+            self.init_pid = syscalls.in_fork(lambda: self._become_init(spec))
+            self.control.close()
+            status = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
+            fd_messages.send(self.life, status)
+            carrier = relay.Relay(selector)
+            selector.register(self.life, selectors.EVENT_READ, lambda events: self._told(carrier))
+            while not self.over:
+                for key, events in selector.select(_PARENT_POLL_S):
+                    key.data(events)
+                if os.getppid() != self.driver:
+                    self.over = True
         except OSError as error:
             with contextlib.suppress(OSError):
                 fd_messages.send(self.life, {"error": error.strerror or str(error)})
         finally:
             self._end(spec)
 
-    def _start(self, spec: Mapping[str, Any]) -> None:
-        if spec["jail"] is not None:
-            if spec["jail"]["rootless"]:
-                namespaces.own_user_namespace(os.getuid(), os.getgid(), spec["jail"]["uid"])
-            if not spec["jail"]["bwrap"]:
-                syscalls.unshare(syscalls.CLONE_NEWPID)
-        self.init_pid = syscalls.in_fork(lambda: self._become_init(spec))
-        self.control.close()
-
-    def _become_init(self, spec: Mapping[str, Any]) -> None:
+    def _become_init(self, spec: JsonMapping) -> None:
+        """Isolate this fork of the monitor and run the init in it."""
         self.life.close()
         try:
             built = self._shut_in(spec)
@@ -79,47 +90,40 @@ class Monitor:
         if spec["jail"] is None:
             init.sweep(own_processes=False)
 
-    def _shut_in(self, spec: Mapping[str, Any]) -> namespaces.Built:
-        walls = spec["jail"]
+    def _shut_in(self, spec: JsonMapping) -> namespaces.Built:
+        """Join the control groups, enter the namespaces and drop privileges.
+
+        With bubblewrap this does not return: bubblewrap replaces the process, creates the process and user namespaces,
+        drops privileges and executes the init (`main_inside`).
+        """
+        jail = spec["jail"]
         self.groups.join()
-        if walls is None:
+        if jail is None:
             if syscalls.IS_LINUX:
                 syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
                 syscalls.die_with_parent(init.PARENT_DIED)
             lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
             return namespaces.Built(lower)
         namespaces.isolate()
-        built = namespaces.build(walls)
-        if walls["bwrap"]:
-            self._execute_bubblewrap(walls, namespaces.hand_back_old_root(), built)
-        namespaces.enter(walls)
-        namespaces.give_up_privileges(walls)
+        built = namespaces.build(jail)
+        if jail["bwrap"]:
+            root = namespaces.hand_back_old_root()
+            descriptors = (self.control.fileno(), built.lower, built.present, built.upper)
+            for descriptor in descriptors:
+                if descriptor is not None:
+                    os.set_inheritable(descriptor, True)
+            words = [str(-1 if descriptor is None else descriptor) for descriptor in descriptors]
+            namespaces.become(jail["uid"])
+            syscalls.die_with_parent()
+            command = [*jail["bwrap"], "--dev-bind", root, "/", *jail["bwrap_end"]]
+            os.execv(command[0], [*command, *words])
+        namespaces.enter(jail)
+        namespaces.give_up_privileges(jail)
         built.filtered = syscalls.install()
         return built
 
-    def _execute_bubblewrap(self, walls: Mapping[str, Any], root: str, built: namespaces.Built) -> None:
-        """Have bubblewrap do what is left: processes, users, and the privileges."""
-        descriptors = (self.control.fileno(), built.lower, built.present, built.upper)
-        for descriptor in descriptors:
-            if descriptor is not None:
-                os.set_inheritable(descriptor, True)
-        words = [str(-1 if descriptor is None else descriptor) for descriptor in descriptors]
-        namespaces.become(walls["uid"])
-        syscalls.die_with_parent()
-        entered = [*walls["bwrap"], "--dev-bind", root, "/", *walls["bwrap_end"]]
-        os.execv(entered[0], [*entered, *words])
-
-    def _catch_signals(self, selector: selectors.BaseSelector) -> None:
-        wakeup, wakeup_write = os.pipe()
-        for end in (wakeup, wakeup_write):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, lambda signum, frame: setattr(self, "over", True))
-        selector.register(wakeup, selectors.EVENT_READ, lambda events: self._reap(wakeup))
-
     def _reap(self, wakeup: int) -> None:
+        """Reap exited children; the exit of the init ends the sandbox."""
         os.read(wakeup, 4096)
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
@@ -127,16 +131,8 @@ class Monitor:
                     self.init_pid = -1
                     self.over = True
 
-    def _stay(self, selector: selectors.BaseSelector) -> None:
-        carrier = relay.Relay(selector)
-        selector.register(self.life, selectors.EVENT_READ, lambda events: self._told(carrier))
-        while not self.over:
-            for key, events in selector.select(_PARENT_POLL_S):
-                key.data(events)
-            if os.getppid() != self.driver:
-                self.over = True
-
     def _told(self, carrier: relay.Relay) -> None:
+        """Serve a message on the life socket: a listening socket to relay, or the end of the stream."""
         try:
             received = fd_messages.receive(self.life)
         except (fd_messages.Broken, OSError):
@@ -147,11 +143,12 @@ class Monitor:
         message, descriptors = received
         carrier.serve(socket.socket(fileno=descriptors[0]), message["relay"])
 
-    def _end(self, spec: Mapping[str, Any]) -> None:
+    def _end(self, spec: JsonMapping) -> None:
+        """Kill the sandbox, reap its processes, and remove its control groups and its folder."""
         if self.init_pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init_pid, signal.SIGKILL)
-        if spec["jail"] is None or spec["jail"]["bwrap"]:  # else the kernel ends what is below the init
+        if spec["jail"] is None or spec["jail"]["bwrap"]:  # otherwise the kernel kills all processes below the init
             command_worker.sweep(0, init.reap, own_processes=False)
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -162,7 +159,7 @@ class Monitor:
 
 
 def main() -> None:
-    """`LIFE_FD CONTROL_FD DRIVER_PID`."""
+    """Run one monitor; arguments `LIFE_FD CONTROL_FD DRIVER_PID`."""
     life, control, driver = (int(word) for word in sys.argv[1:4])
     for descriptor in (life, control):
         os.set_inheritable(descriptor, False)
@@ -170,7 +167,7 @@ def main() -> None:
 
 
 def main_server() -> None:
-    """`REQUESTS_FD DRIVER_PID PROGRAM_FILE`: forks a monitor for each request, until the driver is gone."""
+    """Fork a monitor for each request until the driver is gone; arguments `REQUESTS_FD DRIVER_PID PROGRAM_FILE`."""
     requests, driver = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     os.set_inheritable(requests.fileno(), False)
     with open(sys.argv[3]) as file:
@@ -201,14 +198,14 @@ def main_server() -> None:
             os.close(errors)
             Monitor(socket.socket(fileno=life), socket.socket(fileno=control), own).run()
 
-        with contextlib.suppress(OSError):  # the sockets that are closed say it
+        with contextlib.suppress(OSError):  # closing the sockets reports the failure
             syscalls.in_fork(run)
         for descriptor in (life, control, errors):
             os.close(descriptor)
 
 
 def main_inside() -> None:
-    """`CONTROL_FD LOWER_FD PRESENT_FD UPPER_FD`: the init, executed by bubblewrap."""
+    """Run the init that bubblewrap executes; arguments `CONTROL_FD LOWER_FD PRESENT_FD UPPER_FD`."""
     control, *folders = (int(word) for word in sys.argv[1:5])
     for descriptor in (control, *folders):
         if descriptor >= 0:

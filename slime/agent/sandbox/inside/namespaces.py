@@ -1,7 +1,7 @@
-"""Namespaces, a root folder of its own and no privileges: what makes a process the first one of a sandbox.
+"""Isolates the first process of a sandbox: new namespaces, a root folder of its own, and no privileges.
 
-Nothing of it is on the host's disk: the new root is put together in a mount namespace that ends with its last process.
-Sources are looked up in the old root, which is out of sight before the first request is taken.
+Nothing is written to the host's disk: the new root is assembled in a mount namespace that ends with its last process.
+Mount sources are looked up in the old root, which is detached before the first request is served.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from . import syscalls
 
 TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
-    from typing import Any
+    from .fd_messages import JsonMapping
 
 BASE = "/tmp"
-"""Any folder that every Linux has; covered in the sandbox's mount namespace only, while the root is being built."""
+"""A folder that exists on every Linux; mounted over in the sandbox's mount namespace only, while the root is built."""
 _OLD, _NEW, _SCRATCH, _LOWER, _VIEW = "/old", "/new", "/scratch", "/lower", "/view"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -32,25 +32,25 @@ _ETC = (
     "protocols", "python3", "python3.11", "python3.12", "python3.13", "services", "ssl/certs", "ssl/openssl.cnf",
     "terminfo", "timezone", "vim",
 )  # fmt: skip
-"""What programs look for in /etc. Accounts, hosts and resolvers are the sandbox's own; nothing else is there."""
+"""Entries of the host's /etc that programs need. Accounts, hosts and resolvers are the sandbox's own."""
 _SEALED = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
 class Built:
-    """Descriptors of the snapshot's folder as it was and as it is, without what is mounted in it; and of the layer, if
-    there is one, that holds what was written over it."""
+    """Descriptors of a sandbox's snapshot: the original folder, the present folder without the mounts in it, and the
+    overlay's upper layer, if there is one."""
 
     def __init__(self, lower: int | None = None, present: int | None = None, upper: int | None = None) -> None:
         self.lower = lower
         self.present = present
         self.upper = upper
         self.filtered = False
-        """System calls are (`seccomp`)."""
+        """A seccomp filter is installed."""
 
 
 def isolate() -> None:
-    """Namespaces of its own for everything but processes and users, and a loopback interface that is up."""
+    """Enter new namespaces of all kinds except process and user, and bring up the loopback interface."""
     flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
     syscalls.unshare(flags)
     with contextlib.suppress(OSError):
@@ -61,13 +61,13 @@ def isolate() -> None:
 
 
 def loopback_up() -> None:
-    """Make 127.0.0.1 work in a new network namespace."""
+    """Bring up 127.0.0.1 in a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
-def build(spec: Mapping[str, Any]) -> Built:
-    """Put the new root together at /new, the old one being at /old."""
+def build(spec: JsonMapping) -> Built:
+    """Assemble the new root at /new, with the old root at /old."""
     syscalls.mount("tmpfs", BASE, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=16m")
     for folder in (_OLD, _NEW, _SCRATCH, _LOWER, _VIEW):
         os.mkdir(BASE + folder)
@@ -99,8 +99,8 @@ def build(spec: Mapping[str, Any]) -> Built:
     return built
 
 
-def enter(spec: Mapping[str, Any]) -> None:
-    """Make /new the root; the old one is gone afterwards."""
+def enter(spec: JsonMapping) -> None:
+    """Make /new the root and detach the old root."""
     syscalls.mount("proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
     for name in ("sys", "sysrq-trigger", "irq", "bus"):
         path = f"{_NEW}/proc/{name}"
@@ -117,21 +117,21 @@ def enter(spec: Mapping[str, Any]) -> None:
 
 
 def hand_back_old_root() -> str:
-    """The host's root is the root again, and the new one a folder in it: for bubblewrap, which enters it itself."""
+    """Restore the host's root for bubblewrap, which enters the new root itself; return the new root's path in it."""
     syscalls.pivot_root(_OLD, _OLD + BASE)
     os.chdir("/")
     return BASE + _NEW
 
 
 def become(uid: int) -> None:
-    """Another user, of no group but its own."""
+    """Switch to another user id, with its own group only."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def own_user_namespace(uid: int, gid: int, inner: int) -> None:
-    """A user namespace in which this user is `inner` and nobody else is anybody."""
+    """Enter a new user namespace that maps only this user, to the id `inner`."""
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     for file, text in (("setgroups", "deny"), ("uid_map", f"{inner} {uid} 1"), ("gid_map", f"{inner} {gid} 1")):
         with open(f"/proc/self/{file}", "w") as stream:
@@ -139,17 +139,17 @@ def own_user_namespace(uid: int, gid: int, inner: int) -> None:
 
 
 def forbid_user_namespaces() -> None:
-    """No process of this user namespace makes another, in which it would have all capabilities."""
+    """Forbid new user namespaces below this one, in which a process would have all capabilities."""
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
 
 
-def give_up_privileges(spec: Mapping[str, Any]) -> None:
-    """The last step: an ordinary user without capabilities, which nothing in the sandbox can look into."""
+def give_up_privileges(spec: JsonMapping) -> None:
+    """Become an ordinary user without capabilities, as a process that the sandbox's commands cannot inspect."""
     if not spec["rootless"]:
         become(spec["uid"])
-        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # or the files of the user namespace are root's
-        with contextlib.suppress(OSError):  # where user namespaces are forbidden there is nothing to forbid
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # otherwise root owns the files of the user namespace
+        with contextlib.suppress(OSError):  # the host may already forbid user namespaces
             own_user_namespace(spec["uid"], spec["uid"], spec["uid"])
             forbid_user_namespaces()
     else:
@@ -160,6 +160,7 @@ def give_up_privileges(spec: Mapping[str, Any]) -> None:
 
 
 def _system() -> None:
+    """Mount the host's /usr, its system folders and parts of its /etc read-only."""
     _bind_read_only(f"{_OLD}/usr", f"{_NEW}/usr")
     for name in _SYSTEM:
         source = f"{_OLD}/{name}"
@@ -179,6 +180,7 @@ def _system() -> None:
 
 
 def _devices(others: Sequence[str]) -> None:
+    """Create /dev with the standard devices, the given ones and pseudo-terminals."""
     _make_folder(f"{_NEW}/dev")
     syscalls.mount("tmpfs", f"{_NEW}/dev", "tmpfs", syscalls.MS_NOSUID, "mode=0755,size=1m")
     for path in (*_DEVICES, *others):
@@ -195,8 +197,8 @@ def _devices(others: Sequence[str]) -> None:
         os.symlink("pts/ptmx", f"{_NEW}/dev/ptmx")
 
 
-def _own_folders(spec: Mapping[str, Any], folders: Mapping[str, int]) -> None:
-    """Folders that the sandbox writes to, all within the room that it has."""
+def _own_folders(spec: JsonMapping, folders: Mapping[str, int]) -> None:
+    """Create writable folders with the given modes; all count against the sandbox's disk limit."""
     for inside, mode in folders.items():
         source = f"{_SCRATCH}/{inside.strip('/').replace('/', '-')}"
         os.mkdir(source)
@@ -206,8 +208,8 @@ def _own_folders(spec: Mapping[str, Any], folders: Mapping[str, int]) -> None:
         syscalls.mount(source, _NEW + inside, None, syscalls.MS_BIND)
 
 
-def _lay_over(spec: Mapping[str, Any], target: str) -> Built:
-    """The snapshot at `target`, writable, its files those of the sandbox's user, the original untouched."""
+def _lay_over(spec: JsonMapping, target: str) -> Built:
+    """Mount the snapshot at `target`, writable and owned by the sandbox's user; the original is not changed."""
     source = _OLD + spec["snapshot"]["path"]
     upper, work = f"{_SCRATCH}/upper", f"{_SCRATCH}/work"
     os.mkdir(work)
@@ -242,15 +244,15 @@ def _folder(path: str) -> int:
 
 
 @contextlib.contextmanager
-def _owner_map(owner: os.stat_result, uid: int) -> Any:
-    """A user namespace that says: what belongs to the owner of the snapshot belongs to the sandbox's user."""
+def _owner_map(owner: os.stat_result, uid: int) -> Iterator[int]:
+    """Hold a user namespace that maps the snapshot's owner to the sandbox's user; yield its descriptor."""
     ready, ready_write = os.pipe()
     go, go_write = os.pipe()
 
     def hold() -> None:
         os.close(go_write)
         syscalls.unshare(syscalls.CLONE_NEWUSER)
-        os.write(ready_write, os.fsencode(os.readlink(f"{_OLD}/proc/self")))  # its number in the old root's /proc
+        os.write(ready_write, os.fsencode(os.readlink(f"{_OLD}/proc/self")))  # the pid in the old root's /proc
         os.read(go, 1)
 
     pid = syscalls.in_fork(hold)
@@ -258,7 +260,7 @@ def _owner_map(owner: os.stat_result, uid: int) -> Any:
     try:
         process = f"{_OLD}/proc/{os.read(ready, 32).decode()}"
         if process.endswith("/"):
-            raise OSError(1, "no user namespace")
+            raise OSError(1, "cannot create a user namespace")
         for file, number in (("uid_map", owner.st_uid), ("gid_map", owner.st_gid)):
             with open(f"{process}/{file}", "w") as stream:
                 stream.write(f"{number} {uid} 1")
@@ -274,7 +276,7 @@ def _owner_map(owner: os.stat_result, uid: int) -> Any:
 
 
 def _copy(source: str, target: str, uid: int) -> None:
-    """Copy what is in a folder: plain files, links and folders, with their modes and times, for another owner."""
+    """Copy the regular files, links and folders in a folder, with their modes and times, to another owner."""
     for entry in os.scandir(source):
         path = os.path.join(target, entry.name)
         status = entry.stat(follow_symlinks=False)
@@ -305,7 +307,7 @@ def _bind_read_only(source: str, target: str) -> None:
 
 
 def _make_folder(path: str) -> None:
-    """A folder and those above it; none is reached through a link that a snapshot might hold."""
+    """Create a folder and its parents; links on the way, which a snapshot may contain, are removed first."""
     parts = path.strip("/").split("/")
     for count in range(1, len(parts) + 1):
         folder = "/" + "/".join(parts[:count])

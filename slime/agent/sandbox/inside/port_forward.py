@@ -1,7 +1,7 @@
-"""A port in the network namespace of another process, carried to an address outside of it: `LIFE_FD PID TARGET`.
+"""Forwards a port in another process's network namespace to an address outside it; arguments `LIFE_FD PID TARGET`.
 
-For containers, whose network is none: nothing has to be installed in their image. The program answers with the port on
-the life socket and ends when the other side of that does.
+Used for containers, which have no network: nothing has to be installed in their image. The program reports the port on
+the life socket and exits when the other end of that socket closes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import fd_messages, relay, syscalls
 
 
 def main_port_forward() -> None:
-    """Listen inside, carry outside."""
+    """Listen inside the namespace and forward connections to the target outside."""
     life = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(life.fileno(), False)
     try:
@@ -34,7 +34,7 @@ def main_port_forward() -> None:
 
 
 def listener_inside(pid: int) -> socket.socket:
-    """A listening socket on the loopback interface of a process; this one stays where it is."""
+    """Open a listening socket on another process's loopback interface; this process keeps its own namespace."""
     ours, theirs = socket.socketpair()
 
     def listen() -> None:
@@ -52,5 +52,5 @@ def listener_inside(pid: int) -> socket.socket:
         received = fd_messages.receive(ours)
     os.waitpid(child, 0)
     if received is None or "error" in received[0]:
-        raise OSError(1, "no answer" if received is None else received[0]["error"])
+        raise OSError(1, "no response" if received is None else received[0]["error"])
     return socket.socket(fileno=received[1][0])

@@ -1,4 +1,4 @@
-"""Connections to a listening socket inside the sandbox, carried to an address outside, byte by byte."""
+"""Forwards connections to a listening socket inside the sandbox to an address outside."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _MOST_WAITING = 1 << 20
 
 
 class Side:
-    """One end of a connection, and what is still to be written to it."""
+    """One end of a forwarded connection, with the bytes still to be written to it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.other: Side | None = None
         self.waiting = bytearray()
         self.ended = False
-        """The other side has sent all: shut down for writing once nothing is waiting."""
+        """The other side has finished sending: shut down for writing once nothing is waiting."""
         self.read_all = False
 
 
 class Relay:
-    """All connections of one sandbox."""
+    """Forwards all connections of one sandbox."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.selector = selector
 
     def serve(self, listener: socket.socket, target: str) -> None:
-        """Carry every connection to `target`: `host:port`, or the path of a unix socket."""
+        """Forward every connection to `target`: `host:port`, or the path of a unix socket."""
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, lambda events: self._accept(listener, target))
 
@@ -101,7 +101,7 @@ class Relay:
 
 
 def _connected(target: str) -> socket.socket:
-    """A connection to a server on this machine, where connecting does not wait."""
+    """Connect to a server on this machine, where connecting does not wait."""
     if target.startswith("/"):
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(5)

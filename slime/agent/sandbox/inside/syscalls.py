@@ -1,4 +1,4 @@
-"""The system calls that Python has no names for. Linux on x86_64 and aarch64, where the numbers used here agree."""
+"""System calls without a Python wrapper, and a seccomp filter, for Linux on x86_64 and aarch64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -62,12 +62,12 @@ def _checked(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that the flags name, for new ones."""
+    """Move this process into new namespaces of the kinds that the flags name."""
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def enter_network(pid: int) -> None:
-    """Enter the network namespace of a process, by way of its user namespace where that is another one of this user."""
+    """Enter the network namespace of a process, entering its user namespace first where that differs from ours."""
     own = os.stat("/proc/self/ns/user").st_ino
     for kind, flag in (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET)):
         descriptor = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
@@ -79,13 +79,13 @@ def enter_network(pid: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
     _checked(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
 
 def unmount(target: str) -> None:
-    """Take a mount out of sight; it ends with its last user."""
+    """Detach a mount; it is released after its last use."""
     _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
@@ -96,19 +96,22 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one argument."""
+    """Call prctl(2) with one argument."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def die_with_parent(signum: int = 9) -> None:
-    """A signal for this process when the thread that forked it ends. A change of its credentials undoes it."""
+    """Have the kernel send this process a signal when the thread that forked it ends.
+
+    A change of its credentials clears the setting.
+    """
     prctl(PR_SET_PDEATHSIG, signum)
 
 
 def drop_capabilities() -> None:
-    """No capability is left, and no program that is executed gains one."""
+    """Drop all capabilities, and prevent executed programs from gaining any."""
     for capability in range(_HIGHEST_CAPABILITY + 1):
-        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails for those this kernel does not know
+        _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails where the kernel does not know one
     header = ctypes.create_string_buffer(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0))
     nothing = ctypes.create_string_buffer(24)
     _checked(_libc.syscall(_CAPSET[os.uname().machine], header, nothing), "capset")
@@ -116,7 +119,7 @@ def drop_capabilities() -> None:
 
 
 def read_only(target: str) -> None:
-    """A mount and all below it become read-only, without set-uid programs and devices."""
+    """Make a mount and all mounts below it read-only, without set-uid programs and devices."""
     attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)
     _set_attributes(_AT_FDCWD, target, _AT_RECURSIVE, attributes)
 
@@ -149,7 +152,7 @@ def _set_attributes(folder: int, path: str, flags: int, attributes: bytes) -> No
 
 
 def in_fork(run: Callable[[], None]) -> int:
-    """The pid of a fork that runs the function and ends, whatever it raises."""
+    """Fork, run the function in the child, which then exits even if it raises, and return the child's pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -157,22 +160,23 @@ def in_fork(run: Callable[[], None]) -> int:
     try:
         run()
         code = 0
-    except Exception as error:  # noqa: BLE001 (said, and the fork ends)
+    except Exception as error:  # noqa: BLE001 (reported, and the fork exits)
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
 
 
-# A filter of system calls, for all that runs in a sandbox: what no agent needs and kernels were broken through.
+# The seccomp filter for all processes of a sandbox forbids system calls that agents do not need and that exploits of
+# the kernel have used.
 #
-# Invariant: the filter only forbids. Everything that is not named works as before, and what is named fails as on a
-# kernel that was built without it (ENOSYS) or for a user without the right (EPERM), so programs take their other way.
+# Invariant: the filter only forbids. System calls that it does not name work as before. Those that it names fail as on
+# a kernel built without them (ENOSYS) or for a user without the permission (EPERM), so programs use their fallbacks.
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 NOT_THERE = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "clone3": (435, 435),
 }  # fmt: skip
-"""Numbers on x86_64 and aarch64. The flags of `clone3` are in memory, out of a filter's sight; libraries fall back."""
+"""Numbers on x86_64 and aarch64. The flags of `clone3` are in memory that a filter cannot read; libraries fall back."""
 FORBIDDEN = {
     "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "bpf": (321, 280), "perf_event_open": (298, 241), "fanotify_init": (300, 262), "name_to_handle_at": (303, 264),
@@ -187,7 +191,7 @@ FORBIDDEN = {
 }  # fmt: skip
 SOCKET, SOCKETPAIR, CLONE, IOCTL = (41, 198), (53, 199), (56, 220), (16, 29)
 FAMILIES = (1, 2, 10, 16)
-"""Unix, IPv4, IPv6 and netlink, which the C library asks for addresses; not vsock, which no namespace holds."""
+"""Unix, IPv4, IPv6, and netlink, which the C library uses to list addresses; not vsock, which no namespace isolates."""
 NEW_NAMESPACES = 0x7E020000
 TYPE_INTO_TERMINAL = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX."""
@@ -198,15 +202,15 @@ _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 Step = tuple[int, int, str | None, str | None]
-"""Operation, value, and the labels to go on at if it holds and if not; None: with the next step."""
+"""Operation, value, and the labels to jump to if the comparison holds and if not; None: the next step."""
 
 
 def program(machine: str) -> bytes:
-    """The filter for a machine, as the kernel takes it."""
+    """Build the filter for a machine architecture as BPF instructions in the kernel's format."""
     column = tuple(ARCHITECTURES).index(machine)
     steps: list[Step | str] = [
         (_LOAD, _ARCHITECTURE, None, None),
-        (_EQUAL, ARCHITECTURES[machine], None, "not there"),  # programs of 32 bits have numbers of their own
+        (_EQUAL, ARCHITECTURES[machine], None, "not there"),  # 32-bit programs use other numbers
         (_LOAD, _NUMBER, None, None),
     ]
     if machine == "x86_64":
@@ -226,10 +230,6 @@ def program(machine: str) -> bytes:
     steps += [(_RETURN, _ALLOW, None, None)]
     steps += ["forbidden", (_RETURN, _FAIL | errno.EPERM, None, None)]
     steps += ["not there", (_RETURN, _FAIL | errno.ENOSYS, None, None)]
-    return _assembled(steps)
-
-
-def _assembled(steps: Sequence[Step | str]) -> bytes:
     places: dict[str, int] = {}
     operations: list[Step] = []
     for step in steps:
@@ -248,7 +248,7 @@ def _assembled(steps: Sequence[Step | str]) -> bytes:
 
 
 def install() -> bool:
-    """Put the filter on this process and all that it starts, for good; False where the kernel has no filters."""
+    """Install the filter permanently on this process and all its children; False where the kernel has no filters."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         return False

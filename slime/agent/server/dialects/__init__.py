@@ -1,4 +1,4 @@
-"""The languages that clients speak: each one a translator between its bodies and our words, without any I/O."""
+"""Dialects: translators between the APIs that clients use and the server's own types, without any I/O."""
 
 from collections.abc import Mapping
 
@@ -37,7 +37,7 @@ DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), OpenAIResponses(), Anthropic
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Whose words to use for a path, also where no dialect has it: Anthropic's clients send their API's version."""
+    """The dialect for a response on this path. Unknown paths are decided by the `anthropic-version` header."""
     for dialect in DIALECTS:
         if path in dialect.paths:
             return dialect

@@ -1,14 +1,14 @@
-"""Anthropic's Messages, with `count_tokens`.
+"""Anthropic's Messages API, with `count_tokens`.
 
-The turn's reference is the `signature` of its thinking block, which clients send back as it came. `cache_control` is
-dropped wherever it stands, a list of one text is that text, and a `role: system` message may stand anywhere. Usage is
-Anthropic's: `input_tokens` are those that were not held already, and all three counts together are the prompt.
+The turn's reference is the `signature` of its thinking block, which clients send back unchanged. `cache_control` is
+dropped everywhere, a list of one text equals that text, and a `role: system` message may be at any position. Usage
+follows Anthropic: `input_tokens` are the prompt tokens that were not cached; the three input counts add up to the
+prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects import request_fields, sse
@@ -16,13 +16,14 @@ from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import Answer, anthropic_error, messages_problem
 from slime.agent.server.dialects.request_fields import bad
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.storage.json_types import JsonMapping, JsonObject
 
 USED = frozenset(
     {"model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences"}
     | {"temperature", "top_p", "top_k", "output_format", "output_config", "mcp_servers"}
 )
-# Accepted and of no effect: who asks, how it is billed, cached or stored, hints about effort and thinking, and edits of
-# the context that only Anthropic's own service makes.
+# Accepted and ignored: the identity of the client, billing, caching and storage, hints about effort and thinking, and
+# edits of the context that only Anthropic's own service makes.
 NEUTRAL = frozenset(
     {"metadata", "service_tier", "thinking", "context_management", "container", "betas", "anthropic_version"}
     | {"anthropic_beta", "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
@@ -42,20 +43,35 @@ class AnthropicMessages:
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
         fields = request_fields.a_mapping(body, "the body")
         request_fields.known_only(fields, USED, NEUTRAL)
-        _refuse_other_answers(fields)
+        config = request_fields.a_mapping(fields.get("output_config") or {}, "output_config")
+        if config.get("format") or fields.get("output_format"):
+            raise bad("output_config.format", "answers are sampled freely here: leave it out")
+        if fields.get("mcp_servers"):
+            raise bad(
+                "mcp_servers", "no tools are run on this side: connect to the servers yourself and send their tools"
+            )
         counting = path.rstrip("/").endswith("/count_tokens")
         tools, notes = _tools(fields.get("tools"))
         choice, parallel = _tool_choice(fields.get("tool_choice"), tools)
         longest = request_fields.an_int(fields, "max_tokens", 1)
         if longest is None and not counting:
             raise bad("max_tokens", "must be given")
+        messages = conversation(fields.get("system"), fields.get("messages"))
+        params: JsonObject = {}
+        for name in ("temperature", "top_p"):
+            if (number := request_fields.a_number(fields, name)) is not None:
+                params[name] = number
+        if (most := request_fields.an_int(fields, "top_k", 0)) is not None:
+            params["top_k"] = most
+        if fields.get("stop_sequences") and (stop := request_fields.texts(fields["stop_sequences"], "stop_sequences")):
+            params["stop"] = stop
         request = TurnRequest(
-            messages=conversation(fields.get("system"), fields.get("messages")),
+            messages=messages,
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=parallel,
             max_tokens=longest,
-            params=_sampling_params(fields),
+            params=params,
         )
         return Asked(
             request=request,
@@ -68,9 +84,9 @@ class AnthropicMessages:
     def writer(self, asked: Asked, turn_ref: str) -> MessagesWriter:
         return MessagesWriter(asked, turn_ref)
 
-    def whole(self, asked: Asked, finished: Finished) -> dict[str, Any]:
+    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
         output = finished.output
-        blocks: list[dict[str, Any]] = []
+        blocks: list[JsonObject] = []
         if sse.worth_showing(output.reasoning):
             blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": finished.reference})
         if sse.worth_showing(output.text):
@@ -91,7 +107,7 @@ class AnthropicMessages:
             "usage": usage_body(finished.usage),
         }
 
-    def counted(self, tokens: int) -> dict[str, Any]:
+    def counted(self, tokens: int) -> JsonObject:
         return {"input_tokens": tokens}
 
     def problem(self, problem: Problem) -> Answer:
@@ -99,7 +115,7 @@ class AnthropicMessages:
 
 
 class MessagesWriter:
-    """Blocks one after the other, each begun, filled and ended; the thinking block ends with the turn's reference."""
+    """Streams content blocks one after the other; the thinking block ends with the turn's reference."""
 
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._asked = asked
@@ -113,7 +129,23 @@ class MessagesWriter:
         return sse.named({"type": "message_start", "message": {**message, "usage": usage_body(Usage(0, 0, 0))}})
 
     def event(self, event: Event) -> bytes:
-        return b"".join(self._piece(shown) for shown in self._shown.of(event))
+        blocks = b""
+        for shown in self._shown.of(event):
+            match shown:
+                case Reasoning():
+                    blocks += self._start(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
+                    blocks += self._delta({"type": "thinking_delta", "thinking": shown.text})
+                case Text():
+                    blocks += self._start(Text, {"type": "text", "text": ""})
+                    blocks += self._delta({"type": "text_delta", "text": shown.text})
+                case CallBegun():
+                    block = {"type": "tool_use", "id": shown.id, "name": shown.name, "input": {}}
+                    blocks += self._start(shown.index, block)
+                case CallArguments():
+                    blocks += self._delta({"type": "input_json_delta", "partial_json": shown.text})
+                case _:
+                    raise AssertionError(shown)
+        return blocks
 
     def keep_alive(self) -> bytes:
         return sse.named({"type": "ping"})
@@ -126,28 +158,14 @@ class MessagesWriter:
     def problem(self, problem: Problem) -> bytes:
         return sse.named(anthropic_error(problem))
 
-    def _piece(self, event: Event) -> bytes:
-        match event:
-            case Reasoning():
-                start = self._start(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
-                return start + self._delta({"type": "thinking_delta", "thinking": event.text})
-            case Text():
-                start = self._start(Text, {"type": "text", "text": ""})
-                return start + self._delta({"type": "text_delta", "text": event.text})
-            case CallBegun():
-                return self._start(event.index, {"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
-            case CallArguments():
-                return self._delta({"type": "input_json_delta", "partial_json": event.text})
-        raise AssertionError(event)
-
-    def _start(self, what: type | int, block: Mapping[str, Any]) -> bytes:
+    def _start(self, what: type | int, block: JsonMapping) -> bytes:
         if self._open == what:
             return b""
         closed = self._close()
         self._open = what
         return closed + sse.named({"type": "content_block_start", "index": self._blocks, "content_block": block})
 
-    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+    def _delta(self, delta: JsonMapping) -> bytes:
         return sse.named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
     def _close(self) -> bytes:
@@ -163,11 +181,11 @@ class MessagesWriter:
 
 
 def stop_reason(finished: Finished) -> str:
-    """A turn that was cut off is `max_tokens`, also where it had begun a call."""
+    """The stop reason; `max_tokens` for a turn that was cut off, even inside a call."""
     return _STOP.get(finished.finish_reason) or ("tool_use" if finished.output.calls else "end_turn")
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> JsonObject:
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -177,34 +195,33 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def conversation(system: object, value: object) -> tuple[Message, ...]:
-    """The system prompt and the messages, consecutive ones of the assistant as one."""
+    """The system prompt and the messages; consecutive assistant messages are merged."""
     messages: list[Message] = []
     if instructions := request_fields.content_text(system, "system", ("text",)):
         messages.append(Message("system", instructions))
     for i, entry in enumerate(request_fields.a_list(value, "messages")):
-        for message in _message(request_fields.a_mapping(entry, f"messages[{i}]"), f"messages[{i}]"):
+        fields = request_fields.a_mapping(entry, f"messages[{i}]")
+        content, place = fields.get("content"), f"messages[{i}].content"
+        match fields.get("role"):
+            case "system":
+                added = [Message("system", request_fields.content_text(content, place, ("text",)))]
+            case "assistant":
+                added = [_assistant(content, place)]
+            case "user":
+                added = _user(content, place)
+            case _:
+                raise bad(f"messages[{i}].role", "must be user, assistant or system")
+        for message in added:
             request_fields.add_message(messages, message)
     if not any(message.role != "system" for message in messages):
         raise bad("messages", "must have at least one message")
     if messages[-1].role == "assistant":
-        raise bad("messages", "must end with a message of the user: the assistant's answer cannot be begun for it")
+        raise bad("messages", "must end with a message of the user: prefilled answers are not supported")
     return tuple(messages)
 
 
-def _message(entry: Mapping[str, Any], where: str) -> list[Message]:
-    role = entry.get("role")
-    content, place = entry.get("content"), f"{where}.content"
-    if role == "system":
-        return [Message("system", request_fields.content_text(content, place, ("text",)))]
-    if role == "assistant":
-        return [_assistant(content, place)]
-    if role == "user":
-        return _user(content, place)
-    raise bad(f"{where}.role", "must be user, assistant or system")
-
-
 def _user(content: object, where: str) -> list[Message]:
-    """Results first, in the order of the blocks, and the user's own texts as one message between them."""
+    """The messages of a user entry, in the order of its blocks: tool results, and adjacent texts as one message."""
     if not isinstance(content, list):
         return [Message("user", request_fields.content_text(content, where, ("text",)))]
     messages: list[Message] = []
@@ -215,20 +232,16 @@ def _user(content: object, where: str) -> list[Message]:
             if texts:
                 messages.append(Message("user", "\n".join(texts)))
                 texts = []
-            messages.append(_tool_result(entry, place))
+            result = request_fields.result_text(entry.get("content"), f"{place}.content", ("text",))
+            if request_fields.a_flag(entry, "is_error", False) and not result.strip():
+                result = "Error: the tool failed and said nothing."
+            call_id = request_fields.a_text(entry.get("tool_use_id"), f"{place}.tool_use_id")
+            messages.append(Message("tool", result, tool_call_id=call_id))
         else:
             texts.append(request_fields.part_text(entry, place, ("text",)))
     if texts or not messages:
         messages.append(Message("user", "\n".join(texts)))
     return messages
-
-
-def _tool_result(block: Mapping[str, Any], where: str) -> Message:
-    """What the tool answered. A failure that does not say so itself is told to the model as one."""
-    text = request_fields.result_text(block.get("content"), f"{where}.content", ("text",))
-    if request_fields.a_flag(block, "is_error", False) and not text.strip():
-        text = "Error: the tool failed and said nothing."
-    return Message("tool", text, tool_call_id=request_fields.a_text(block.get("tool_use_id"), f"{where}.tool_use_id"))
 
 
 def _assistant(content: object, where: str) -> Message:
@@ -248,23 +261,17 @@ def _assistant(content: object, where: str) -> Message:
             case "redacted_thinking":
                 reference = reference or request_fields.text_or_none(block, "data", place) or None
             case "tool_use":
-                calls.append(_tool_call(block, place))
+                call_id = request_fields.a_text(block.get("id"), f"{place}.id")
+                name = request_fields.a_text(block.get("name"), f"{place}.name")
+                calls.append(ToolCall(call_id, name, request_fields.as_json_text(block.get("input"), f"{place}.input")))
             case _:
                 texts.append(request_fields.part_text(block, place, ("text",)))
     reasoning = "".join(thoughts) if thoughts else None
     return Message("assistant", "".join(texts), reasoning=reasoning, tool_calls=tuple(calls), reference=reference)
 
 
-def _tool_call(block: Mapping[str, Any], where: str) -> ToolCall:
-    return ToolCall(
-        request_fields.a_text(block.get("id"), f"{where}.id"),
-        request_fields.a_text(block.get("name"), f"{where}.name"),
-        request_fields.as_json_text(block.get("input"), f"{where}.input"),
-    )
-
-
-def _tools(value: object) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    """The tools that the client runs, and a note about each that only Anthropic's service runs."""
+def _tools(value: object) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
+    """The tools that the client runs, and a note about each ignored tool that only Anthropic's service runs."""
     tools = []
     notes = []
     for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
@@ -272,7 +279,7 @@ def _tools(value: object) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...
         tool = request_fields.a_mapping(entry, where)
         kind = tool.get("type") or "custom"
         if isinstance(kind, str) and kind.startswith(HOSTED):
-            notes.append(f"the tool {request_fields.clean(kind)!r} is run by Anthropic's service, and left out here")
+            notes.append(f"the tool {request_fields.clean(kind)!r} is run by Anthropic's service and is ignored here")
             continue
         if kind != "custom":
             raise bad(f"{where}.type", "only tools with a name and an input_schema are offered here: declare it as one")
@@ -282,7 +289,7 @@ def _tools(value: object) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...
     return tuple(tools), tuple(notes)
 
 
-def _tool_choice(value: object, tools: tuple[Mapping[str, Any], ...]) -> tuple[str, bool]:
+def _tool_choice(value: object, tools: tuple[JsonMapping, ...]) -> tuple[str, bool]:
     if value is None:
         return "auto", True
     choice = request_fields.a_mapping(value, "tool_choice")
@@ -297,27 +304,7 @@ def _tool_choice(value: object, tools: tuple[Mapping[str, Any], ...]) -> tuple[s
     raise bad("tool_choice.type", "must be auto, any, tool or none")
 
 
-def _sampling_params(fields: Mapping[str, Any]) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
-        if (number := request_fields.a_number(fields, name)) is not None:
-            params[name] = number
-    if (most := request_fields.an_int(fields, "top_k", 0)) is not None:
-        params["top_k"] = most
-    if fields.get("stop_sequences") and (stop := request_fields.texts(fields["stop_sequences"], "stop_sequences")):
-        params["stop"] = stop
-    return params
-
-
-def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
-    config = request_fields.a_mapping(fields.get("output_config") or {}, "output_config")
-    if config.get("format") or fields.get("output_format"):
-        raise bad("output_config.format", "answers are sampled freely here: leave it out")
-    if fields.get("mcp_servers"):
-        raise bad("mcp_servers", "no tools are run on this side: connect to the servers yourself and send their tools")
-
-
-def _head(asked: Asked, reference: str) -> dict[str, Any]:
+def _head(asked: Asked, reference: str) -> JsonObject:
     return {
         "id": f"msg_{reference}",
         "type": "message",

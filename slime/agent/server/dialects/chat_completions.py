@@ -1,32 +1,32 @@
-"""OpenAI's chat completions.
+"""OpenAI's chat completions, and `/v1/models` in the formats of OpenAI and of Anthropic at once.
 
-Reasoning is `reasoning_content`, in answers and in the messages that come back. Consecutive assistant messages are one
-turn: some clients send text and calls of a turn back as two. Log-probs are those of every sampled token, and come with
-the last piece of a stream.
+Reasoning is `reasoning_content`, in answers and in the messages that clients send back. Consecutive assistant messages
+are one turn: some clients send back the text and the calls of a turn as two. Log-probs cover every sampled token, and
+come with the last chunk of a stream.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, Finished, Problem, TokenLogProb, Usage
+from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import Answer, chat_problem, openai_error
 from slime.agent.server.dialects.request_fields import bad
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.storage.json_types import JsonMapping, JsonObject
 
 USED = frozenset(
     {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "stop"}
     | {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"}
     | {"frequency_penalty", "repetition_penalty", "seed", "stop_token_ids", "min_tokens", "logprobs"}
-    # refused with a sentence of their own, where they ask for anything
+    # refused with their own messages, unless they have no effect
     | {"n", "top_logprobs", "modalities", "audio", "functions", "function_call", "logit_bias", "response_format"}
 )
-# Accepted and of no effect: who asks and how it is billed or stored, and hints about effort. What the trainer decides
-# (the template's arguments, whether the model thinks) the client cannot change, and need not know.
+# Accepted and ignored: the identity of the client, billing and storage, hints about effort, and settings that the
+# trainer decides (the template's arguments, thinking).
 NEUTRAL = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity", "moderation"}
     | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "rid", "priority"}
@@ -54,11 +54,23 @@ class ChatCompletions:
         stream = request_fields.a_flag(fields, "stream", False)
         options = request_fields.a_mapping(fields.get("stream_options") or {}, "stream_options")
         longest = request_fields.an_int(fields, "max_completion_tokens", 1)
-        choice = _tool_choice(fields.get("tool_choice"), tools)
+        choice: object = fields.get("tool_choice")
+        if choice is None:
+            tool_choice = "auto"
+        elif isinstance(choice, str):
+            if choice not in ("auto", "none", "required"):
+                raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
+            tool_choice = choice
+        else:
+            named = request_fields.a_mapping(choice, "tool_choice")
+            if named.get("type") != "function":
+                raise bad("tool_choice.type", 'must be "function"')
+            function = request_fields.a_mapping(named.get("function"), "tool_choice.function")
+            tool_choice = request_fields.chosen(function.get("name"), tools)
         request = TurnRequest(
             messages=conversation(fields.get("messages")),
             tools=tools,
-            tool_choice=choice,
+            tool_choice=tool_choice,
             parallel_tool_calls=request_fields.a_flag(fields, "parallel_tool_calls", True),
             max_tokens=longest if longest is not None else request_fields.an_int(fields, "max_tokens", 1),
             params=sampling_params(fields),
@@ -69,15 +81,15 @@ class ChatCompletions:
             stream=stream,
             include_usage=not stream or request_fields.a_flag(options, "include_usage", False),
             want_log_probs=request_fields.a_flag(fields, "logprobs", False),
-            notes=request_fields.choice_notes(choice),
+            notes=request_fields.choice_notes(tool_choice),
         )
 
     def writer(self, asked: Asked, turn_ref: str) -> ChatWriter:
         return ChatWriter(asked, turn_ref)
 
-    def whole(self, asked: Asked, finished: Finished) -> dict[str, Any]:
+    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
         output = finished.output
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
         if sse.worth_showing(output.reasoning):
             message["reasoning_content"] = output.reasoning
         if sse.worth_showing(output.text):
@@ -98,7 +110,7 @@ class ChatCompletions:
             "usage": usage_body(finished.usage),
         }
 
-    def counted(self, tokens: int) -> dict[str, Any]:
+    def counted(self, tokens: int) -> JsonObject:
         return {"prompt_tokens": tokens}
 
     def problem(self, problem: Problem) -> Answer:
@@ -106,7 +118,7 @@ class ChatCompletions:
 
 
 class ChatWriter:
-    """Chunks of one choice, then its usage if asked for, then `[DONE]`."""
+    """Streams chunks of one choice, then its usage if requested, then `[DONE]`."""
 
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._usage = asked.include_usage
@@ -117,7 +129,22 @@ class ChatWriter:
         return self._chunk({"role": "assistant", "content": ""})
 
     def event(self, event: Event) -> bytes:
-        return b"".join(self._chunk(self._delta(shown)) for shown in self._shown.of(event))
+        chunks = b""
+        for shown in self._shown.of(event):
+            match shown:
+                case Reasoning():
+                    chunks += self._chunk({"reasoning_content": shown.text})
+                case Text():
+                    chunks += self._chunk({"content": shown.text})
+                case CallBegun():
+                    call = {"index": shown.index, **_call(shown.id, shown.name, "")}
+                    chunks += self._chunk({"tool_calls": [call]})
+                case CallArguments():
+                    piece = {"index": shown.index, "function": {"arguments": shown.text}}
+                    chunks += self._chunk({"tool_calls": [piece]})
+                case _:
+                    raise AssertionError(shown)
+        return chunks
 
     def keep_alive(self) -> bytes:
         return sse.COMMENT
@@ -131,34 +158,20 @@ class ChatWriter:
     def problem(self, problem: Problem) -> bytes:
         return sse.data({"error": openai_error(problem)}) + b"data: [DONE]\n\n"
 
-    def _delta(self, event: Event) -> dict[str, Any]:
-        match event:
-            case Reasoning():
-                return {"reasoning_content": event.text}
-            case Text():
-                return {"content": event.text}
-            case CallBegun():
-                return {"tool_calls": [{"index": event.index, **_call(event.id, event.name, "")}]}
-            case CallArguments():
-                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-        raise AssertionError(event)
-
-    def _chunk(
-        self, delta: Mapping[str, Any], finish: str | None = None, log_probs: Mapping[str, Any] | None = None
-    ) -> bytes:
+    def _chunk(self, delta: JsonMapping, finish: str | None = None, log_probs: JsonMapping | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
         chunk = {**self._head, "choices": [choice]}
         return sse.data({**chunk, "usage": None} if self._usage else chunk)
 
 
 def finish_reason(finished: Finished) -> str:
-    """A turn that was cut off is `length`, also where it had begun a call."""
+    """The finish reason; `length` for a turn that was cut off, even inside a call."""
     if finished.finish_reason in ("length", "abort"):
         return "length"
     return "tool_calls" if finished.output.calls else "stop"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> JsonObject:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -169,7 +182,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def conversation(value: object) -> tuple[Message, ...]:
-    """The messages, consecutive ones of the assistant as one."""
+    """The messages; consecutive assistant messages are merged."""
     messages: list[Message] = []
     for i, entry in enumerate(request_fields.a_list(value, "messages")):
         request_fields.add_message(
@@ -180,9 +193,9 @@ def conversation(value: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def sampling_params(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's sampling parameters by SGLang's names; those it left out are left out."""
-    params: dict[str, Any] = {}
+def sampling_params(fields: JsonMapping) -> JsonObject:
+    """The sampling parameters that the client has set, by SGLang's names."""
+    params: JsonObject = {}
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         if (number := request_fields.a_number(fields, name)) is not None:
             params[name] = number
@@ -198,8 +211,8 @@ def sampling_params(fields: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
-    """What would need another answer than one text with calls."""
+def _refuse_other_answers(fields: JsonMapping) -> None:
+    """Refuse requests whose answer is not one text with calls."""
     if request_fields.an_int(fields, "n", 0) not in (None, 1):
         raise bad("n", "only one choice a request is sampled here: ask again for another one")
     if request_fields.an_int(fields, "top_logprobs", 0):
@@ -218,7 +231,7 @@ def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
 
 
 def refuse_formats(value: object, where: str) -> None:
-    """Answers of a forced form are sampled from another distribution than the one that is trained."""
+    """Refuse a forced answer format: its tokens would come from a distribution other than the trained one."""
     if value is None:
         return
     kind = request_fields.a_mapping(value, where).get("type", "text")
@@ -228,7 +241,7 @@ def refuse_formats(value: object, where: str) -> None:
         )
 
 
-def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+def _tools(value: object) -> tuple[JsonMapping, ...]:
     tools = []
     for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
         where = f"tools[{i}]"
@@ -244,22 +257,7 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _tool_choice(value: object, tools: tuple[Mapping[str, Any], ...]) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, str):
-        if value not in ("auto", "none", "required"):
-            raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
-        return value
-    choice = request_fields.a_mapping(value, "tool_choice")
-    if choice.get("type") != "function":
-        raise bad("tool_choice.type", 'must be "function"')
-    return request_fields.chosen(
-        request_fields.a_mapping(choice.get("function"), "tool_choice.function").get("name"), tools
-    )
-
-
-def _message(entry: Mapping[str, Any], where: str) -> Message:
+def _message(entry: JsonMapping, where: str) -> Message:
     role = entry.get("role")
     if role in ("system", "developer", "user"):
         content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS)
@@ -277,49 +275,42 @@ def _message(entry: Mapping[str, Any], where: str) -> Message:
     reasoning = request_fields.text_or_none(entry, "reasoning_content", where)
     if reasoning is None:
         reasoning = request_fields.text_or_none(entry, "reasoning", where)
-    calls = enumerate(request_fields.a_list(entry.get("tool_calls") or [], f"{where}.tool_calls"))
-    return Message(
-        "assistant",
-        request_fields.content_text(entry.get("content"), f"{where}.content", PARTS, between=""),
-        reasoning=reasoning,
-        tool_calls=tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in calls),
-    )
+    entries = request_fields.a_list(entry.get("tool_calls") or [], f"{where}.tool_calls")
+    content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS, between="")
+    calls = []
+    for i, value in enumerate(entries):
+        place = f"{where}.tool_calls[{i}]"
+        call = request_fields.a_mapping(value, place)
+        function = request_fields.a_mapping(call.get("function"), f"{place}.function")
+        call_id = request_fields.a_text(call.get("id"), f"{place}.id")
+        name = request_fields.a_text(function.get("name"), f"{place}.function.name")
+        arguments = request_fields.as_json_text(function.get("arguments"), f"{place}.function.arguments")
+        calls.append(ToolCall(call_id, name, arguments))
+    return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls))
 
 
-def _tool_call(value: object, where: str) -> ToolCall:
-    call = request_fields.a_mapping(value, where)
-    function = request_fields.a_mapping(call.get("function"), f"{where}.function")
-    return ToolCall(
-        request_fields.a_text(call.get("id"), f"{where}.id"),
-        request_fields.a_text(function.get("name"), f"{where}.function.name"),
-        request_fields.as_json_text(function.get("arguments"), f"{where}.function.arguments"),
-    )
-
-
-def _head(asked: Asked, reference: str, kind: str) -> dict[str, Any]:
+def _head(asked: Asked, reference: str, kind: str) -> JsonObject:
     return {"id": f"chatcmpl-{reference}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+def _call(id_: str, name: str, arguments: str) -> JsonObject:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _log_probs(finished: Finished) -> dict[str, Any] | None:
+def _log_probs(finished: Finished) -> JsonObject | None:
     if finished.log_probs is None:
         return None
-    return {"content": [_log_prob(entry) for entry in finished.log_probs], "refusal": None}
+    content = [
+        {"token": entry.token, "bytes": list(entry.raw), "logprob": entry.log_prob, "top_logprobs": []}
+        for entry in finished.log_probs
+    ]
+    return {"content": content, "refusal": None}
 
-
-def _log_prob(entry: TokenLogProb) -> dict[str, Any]:
-    return {"token": entry.token, "bytes": list(entry.raw), "logprob": entry.log_prob, "top_logprobs": []}
-
-
-# `/v1/models`, in the words of OpenAI and of Anthropic at once.
 
 _BORN = 1_700_000_000
 
 
-def model_body(name: str) -> dict[str, Any]:
+def model_body(name: str) -> JsonObject:
     return {
         "id": name,
         "object": "model",
@@ -331,7 +322,7 @@ def model_body(name: str) -> dict[str, Any]:
     }
 
 
-def models_body(names: Iterable[str]) -> dict[str, Any]:
+def models_body(names: Iterable[str]) -> JsonObject:
     models = [model_body(name) for name in names]
     ends = (models[0]["id"], models[-1]["id"]) if models else (None, None)
     return {"object": "list", "data": models, "has_more": False, "first_id": ends[0], "last_id": ends[1]}

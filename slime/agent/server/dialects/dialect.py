@@ -1,7 +1,7 @@
-"""What every dialect is to the server: a pure translator, that knows neither sockets nor sessions.
+"""The interface of a dialect: a pure translator between a client's API and the server, without sockets or sessions.
 
-Invariant: whatever body a client sends, `asked` returns or raises `Problem`, never anything else; and what a stream
-tells piece by piece is what `whole` tells at once.
+Invariants: for any request body `asked` either returns or raises `Problem`, and raises nothing else. A streamed answer
+has the same content as the answer that `whole` returns at once.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.agent.messages import TurnRequest
 from slime.models.parsers.events import Event, Output
+from slime.storage.json_types import JsonObject
 
 
 class Kind(StrEnum):
-    """Why a request gets no turn."""
+    """The reasons for which a request gets no turn."""
 
-    NO_SESSION = "no_session"  # no key, or the key of no session
+    NO_SESSION = "no_session"  # no key, or a key that has no session
     CLOSED = "closed"  # the session was finished or dropped
     TURN_LIMIT = "turn_limit"
-    TOKEN_LIMIT = "token_limit"  # the session has sampled all the tokens it may
+    TOKEN_LIMIT = "token_limit"  # the session has sampled its maximum number of tokens
     DEADLINE = "deadline"
-    TOO_LONG = "too_long"  # the prompt does not fit into the context: `tokens` of at most `limit`
-    REFUSED = "refused"  # a template that cannot be continued, or a fork with --strict-tokens
+    TOO_LONG = "too_long"  # the prompt exceeds the context: `tokens` of at most `limit`
+    REFUSED = "refused"  # the template cannot be continued, or a fork with --strict-tokens
     BAD_BODY = "bad_body"
     UNKNOWN_MODEL = "unknown_model"
     NO_PATH = "no_path"
-    ENGINE_FAILED = "engine_failed"  # may go better if the client asks again
-    FULL = "full"  # nobody else can be served now: `retry_after_s` says when to ask again
+    ENGINE_FAILED = "engine_failed"  # a retry may succeed
+    FULL = "full"  # no capacity left: `retry_after_s` says when to retry
     SHUTTING_DOWN = "shutting_down"
 
 
 class Problem(Exception):
-    """One sentence for the client; `param` names the field of a bad body."""
+    """An error that is reported to the client in one sentence; `param` names the invalid field of a request body."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Problem(Exception):
         self.retry_after_s = retry_after_s
 
     def again(self) -> Problem:
-        """The same problem for another request: an exception that was raised keeps that request alive."""
+        """Copy the problem for another request: a raised exception holds references to the request that raised it."""
         return Problem(
             self.kind,
             self.message,
@@ -67,16 +68,16 @@ class Problem(Exception):
 
     @property
     def ask_again(self) -> bool:
-        """Whether the same request may be answered later. Of all others a client must not make a second one."""
+        """True if a retry of the same request may succeed. For all other kinds a client must not retry."""
         return self.kind in (Kind.ENGINE_FAILED, Kind.FULL)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A body, understood.
+    """A parsed request.
 
-    `count_only`: the client wants to know how many tokens the prompt has, and no turn: answer with `Dialect.counted`.
-    `notes` are sentences for the log, about what was left out of the request. `own` is what the dialect keeps for its
+    `count_only`: the client wants the token count of the prompt and no turn; answer with `Dialect.counted`. `notes` are
+    sentences for the log about parts of the request that were ignored. `own` is state that the dialect needs for its
     answer.
     """
 
@@ -87,12 +88,12 @@ class Asked:
     want_log_probs: bool = False
     count_only: bool = False
     notes: tuple[str, ...] = ()
-    own: Any = None
+    own: object = None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as the client is to count them; `cached` of the prompt's were held already."""
+    """Token counts that are reported to the client; `cached` prompt tokens were already in the session."""
 
     prompt: int
     cached: int
@@ -102,7 +103,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """One sampled token; `raw` are its bytes, which need not be whole characters."""
+    """One sampled token; `raw` are its bytes, which may be part of a character."""
 
     token: str
     raw: bytes
@@ -111,10 +112,10 @@ class TokenLogProb:
 
 @dataclass(frozen=True)
 class Finished:
-    """A turn that is recorded. `reference` is its id, the one that the writer of its stream was made with.
+    """A recorded turn. `reference` is its id; the stream writer of the turn was created with the same id.
 
-    `finish_reason` is "stop", "tool_calls", "length" or "abort". `log_probs` cover every sampled token, those of
-    reasoning, calls and marks too, and are None where the client did not want them.
+    `finish_reason` is "stop", "tool_calls", "length" or "abort". `log_probs` cover every sampled token, including those
+    of reasoning, calls and marks; they are None if the client did not request them.
     """
 
     reference: str
@@ -125,51 +126,51 @@ class Finished:
 
 
 class StreamWriter(Protocol):
-    """One streamed answer as bytes: `begin`, then events and keep-alives, then `end` or `problem`."""
+    """Encodes one streamed answer as bytes: `begin`, then events and keep-alives, then `end` or `problem`."""
 
     def begin(self) -> bytes: ...
 
     def event(self, event: Event) -> bytes:
-        """The bytes for what the model wrote just now; b"" where they are held back."""
+        """Encode new model output; returns b"" if the output is held back."""
         ...
 
     def keep_alive(self) -> bytes:
-        """What shows the client, at any moment, that its answer is still on the way."""
+        """Encode a keep-alive, which is valid at any point of the stream."""
         ...
 
     def end(self, finished: Finished) -> bytes: ...
 
     def problem(self, problem: Problem) -> bytes:
-        """The end of a stream that fails half-way."""
+        """Encode the end of a stream that fails after its beginning was sent."""
         ...
 
 
 class Dialect(Protocol):
-    """A client's language. Header names are looked up whatever their case."""
+    """An API that clients use. Header names are case-insensitive."""
 
     name: str
     paths: tuple[str, ...]  # of POST requests
 
     def key(self, headers: Mapping[str, str]) -> str | None:
-        """The key of the session: bearer token, `x-api-key`, `x-slime-session`, `x-session-id`: the first there is."""
+        """The session key: the first present of bearer token, `x-api-key`, `x-slime-session` and `x-session-id`."""
         ...
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        """What the client asks for (`body`: the parsed JSON, of any type). Raises `Problem`."""
+        """Translate a request; `body` is the parsed JSON, of any type. Raises `Problem`."""
         ...
 
     def writer(self, asked: Asked, turn_ref: str) -> StreamWriter:
-        """The stream of this answer, whose turn is going to be recorded under the id `turn_ref`."""
+        """A writer for the stream of this answer; its turn will be recorded under the id `turn_ref`."""
         ...
 
-    def whole(self, asked: Asked, finished: Finished) -> dict[str, Any]:
-        """The answer in one piece, as JSON values."""
+    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
+        """The complete, non-streamed answer, as JSON values."""
         ...
 
-    def counted(self, tokens: int) -> dict[str, Any]:
-        """The answer to a request that is `count_only`."""
+    def counted(self, tokens: int) -> JsonObject:
+        """The answer to a `count_only` request."""
         ...
 
-    def problem(self, problem: Problem) -> tuple[int, dict[str, str], dict[str, Any]]:
-        """Status, headers and body that end a client of this dialect at once, or have it ask again where that helps."""
+    def problem(self, problem: Problem) -> tuple[int, dict[str, str], JsonObject]:
+        """Status, headers and body of an error; they make a client stop at once, or retry if a retry may succeed."""
         ...

@@ -1,23 +1,23 @@
-"""Problems in each dialect's own shape, with the status that makes its clients do what is best.
+"""Error responses of each dialect, with HTTP statuses that make its clients retry or stop as intended.
 
-Invariant: a problem that asking again cannot solve is never 408, 409, 429 or 5xx and carries `x-should-retry: false`,
-so that an agent stops at once, and does not spend minutes of its sandbox on retries. Which status stops which client
-was tried with Claude Code and Codex, and read in the sources of mini-swe-agent and Qwen Code:
+Invariant: a problem that a retry cannot solve is never 408, 409, 429 or 5xx and carries `x-should-retry: false`, so
+that an agent stops at once and does not spend minutes of its sandbox on retries. The reaction of clients to each status
+was tested with Claude Code and Codex, and read in the sources of mini-swe-agent and Qwen Code:
 
-- Claude Code (messages) and Codex (responses) ask again after 401, Claude Code without a stream after 404: always 400.
-- mini-swe-agent (chat) asks again after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
+- Claude Code (messages) and Codex (responses) retry after 401, Claude Code without a stream after 404: always 400.
+- mini-swe-agent (chat) retries after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
   Qwen Code and, as it seems, opencode: a session that is over is "not found" there.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from slime.agent.server.dialects.dialect import Kind, Problem
 from slime.agent.session.limits import Closed, LimitReached, PromptTooLong, SessionRefusal
+from slime.storage.json_types import JsonObject
 
-Answer = tuple[int, dict[str, str], dict[str, Any]]
+Answer = tuple[int, dict[str, str], JsonObject]
 
 _CHAT_STATUS = {
     Kind.NO_SESSION: 401,
@@ -53,7 +53,7 @@ _LIMITS = {"turns": Kind.TURN_LIMIT, "tokens": Kind.TOKEN_LIMIT, "deadline": Kin
 
 
 def refusal_problem(refusal: SessionRefusal) -> Problem:
-    """What a session's refusal is to a client."""
+    """Convert a session's refusal into a problem for the client."""
     match refusal:
         case PromptTooLong():
             return Problem(Kind.TOO_LONG, str(refusal), tokens=refusal.tokens, limit=refusal.maximum)
@@ -76,14 +76,14 @@ def messages_problem(problem: Problem) -> Answer:
     return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), anthropic_error(problem)
 
 
-def openai_error(problem: Problem) -> dict[str, Any]:
+def openai_error(problem: Problem) -> JsonObject:
     kind = _OPENAI_TYPES.get(problem.kind, "invalid_request_error")
     code = _CODES.get(problem.kind, str(problem.kind))
     return {"message": openai_message(problem), "type": kind, "param": problem.param, "code": code}
 
 
 def openai_message(problem: Problem) -> str:
-    """A prompt that is too long is told of in the words by which clients know it."""
+    """The error message; a prompt that is too long gets OpenAI's wording, which clients recognise."""
     if problem.kind is not Kind.TOO_LONG or problem.tokens is None:
         return problem.message
     return (
@@ -92,7 +92,7 @@ def openai_message(problem: Problem) -> str:
     )
 
 
-def anthropic_error(problem: Problem) -> dict[str, Any]:
+def anthropic_error(problem: Problem) -> JsonObject:
     message = problem.message
     if problem.kind is Kind.TOO_LONG and problem.tokens is not None:
         message = f"prompt is too long: {problem.tokens} tokens > {problem.limit} maximum"
@@ -101,7 +101,7 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
 
 
 def stream_code(problem: Problem) -> str:
-    """The code of `response.failed`. Codex asks again after any but the last two."""
+    """The error code of `response.failed`. Codex retries after any code except the last two."""
     if problem.ask_again:
         return _CODES[problem.kind]
     return "context_length_exceeded" if problem.kind is Kind.TOO_LONG else "invalid_prompt"

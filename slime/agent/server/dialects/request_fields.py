@@ -1,7 +1,7 @@
-"""Reading what a client sent: JSON values of any type, at any place.
+"""Validates and reads the fields of request bodies, which may be JSON values of any type.
 
-Invariant: what is not what it must be becomes one `Problem` that names the place; nothing else is ever raised, and no
-text that comes out of here has half a surrogate pair, which no tokenizer takes.
+Invariants: an invalid value raises one `Problem` that names its place, and nothing else is raised. No returned text has
+half a surrogate pair, which no tokenizer accepts.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from slime.agent.messages import Message
 from slime.agent.server.dialects.dialect import Kind, Problem
+from slime.storage.json_types import JsonMapping, JsonObject
 
-DEPTH = 64  # of a tool's schema, which is walked recursively
+DEPTH = 64  # maximum nesting of a tool's schema, which is walked recursively
 
 
 def bad(where: str, why: str) -> Problem:
@@ -27,7 +27,7 @@ def no_media(where: str, kind: str) -> Problem:
 
 
 def clean(text: str) -> str:
-    """The text, with a replacement mark for each half of a surrogate pair."""
+    """Replace each half of a surrogate pair in the text by a replacement mark."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -35,13 +35,13 @@ def clean(text: str) -> str:
     return text
 
 
-def a_mapping(value: object, where: str) -> Mapping[str, Any]:
+def a_mapping(value: object, where: str) -> JsonMapping:
     if not isinstance(value, dict):
         raise bad(where, f"must be an object, not {_type_of(value)}")
     return value
 
 
-def a_list(value: object, where: str) -> list[Any]:
+def a_list(value: object, where: str) -> list[object]:
     if not isinstance(value, list):
         raise bad(where, f"must be a list, not {_type_of(value)}")
     return value
@@ -59,12 +59,12 @@ def a_name(value: object, where: str) -> str:
     return clean(str(value))
 
 
-def text_or_none(values: Mapping[str, Any], name: str, where: str) -> str | None:
+def text_or_none(values: JsonMapping, name: str, where: str) -> str | None:
     value = values.get(name)
     return None if value is None else a_text(value, f"{where}.{name}" if where else name)
 
 
-def a_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+def a_flag(body: JsonMapping, name: str, default: bool) -> bool:
     value = body.get(name)
     if value is None:
         return default
@@ -73,7 +73,7 @@ def a_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def a_number(body: Mapping[str, Any], name: str) -> float | None:
+def a_number(body: JsonMapping, name: str) -> float | None:
     value = body.get(name)
     if value is None:
         return None
@@ -88,7 +88,7 @@ def a_number(body: Mapping[str, Any], name: str) -> float | None:
     return number
 
 
-def an_int(body: Mapping[str, Any], name: str, least: int) -> int | None:
+def an_int(body: JsonMapping, name: str, least: int) -> int | None:
     if a_number(body, name) is None:
         return None
     value = body[name]
@@ -104,15 +104,15 @@ def texts(value: object, where: str) -> list[str]:
     return [a_text(entry, f"{where}[{i}]") for i, entry in enumerate(a_list(value, where))]
 
 
-def known_only(body: Mapping[str, Any], used: Collection[str], neutral: Collection[str]) -> None:
-    """Fields that nobody here knows are refused, unless they are null or empty and so ask for nothing."""
+def known_only(body: JsonMapping, used: Collection[str], neutral: Collection[str]) -> None:
+    """Refuse unknown fields, unless they are null, false or empty and so have no effect."""
     for name, value in body.items():
         if name not in used and name not in neutral and value not in (None, [], {}, "", False):
             raise bad(clean(str(name)), "this field is not known here: leave it out of the request")
 
 
 def part_text(part: object, where: str, kinds: Collection[str]) -> str:
-    """The text of one content part, whose type is one of `kinds`."""
+    """The text of one content part; its type must be one of `kinds`."""
     if isinstance(part, str):
         return clean(part)
     fields = a_mapping(part, where)
@@ -124,7 +124,7 @@ def part_text(part: object, where: str, kinds: Collection[str]) -> str:
 
 
 def content_text(content: object, where: str, kinds: Collection[str], between: str = "\n") -> str:
-    """Content as one text: a string, nothing, or a list of text parts. A lone part is the same as its text."""
+    """Content as one text: a string, null, or a list of text parts. A single part equals its text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -134,7 +134,7 @@ def content_text(content: object, where: str, kinds: Collection[str], between: s
 
 
 def result_text(content: object, where: str, kinds: Collection[str]) -> str:
-    """What a tool answered, as one text. Its pictures are named and left out: the agent did not choose to get them."""
+    """The result of a tool call as one text. Pictures are replaced by a note: the agent did not choose to get them."""
     if not isinstance(content, list):
         return content_text(content, where, kinds)
     texts = []
@@ -148,27 +148,26 @@ def result_text(content: object, where: str, kinds: Collection[str]) -> str:
 
 
 def add_message(messages: list[Message], message: Message) -> None:
-    """Consecutive messages of the assistant are one turn, unless their references tell them apart."""
+    """Append a message; consecutive assistant messages become one turn, unless their references differ."""
     last = messages[-1] if messages else None
-    if last is None or not last.role == message.role == "assistant" or _other_turn(last, message):
+    if last is None or not last.role == message.role == "assistant":
         messages.append(message)
-    else:
-        thoughts = [thought for thought in (last.reasoning, message.reasoning) if thought is not None]
-        messages[-1] = replace(
-            last,
-            content=last.content + message.content,
-            reasoning="".join(thoughts) if thoughts else None,
-            tool_calls=last.tool_calls + message.tool_calls,
-            reference=last.reference or message.reference,
-        )
+        return
+    if last.reference and message.reference and last.reference != message.reference:
+        messages.append(message)
+        return
+    thoughts = [thought for thought in (last.reasoning, message.reasoning) if thought is not None]
+    messages[-1] = replace(
+        last,
+        content=last.content + message.content,
+        reasoning="".join(thoughts) if thoughts else None,
+        tool_calls=last.tool_calls + message.tool_calls,
+        reference=last.reference or message.reference,
+    )
 
 
-def _other_turn(first: Message, second: Message) -> bool:
-    return bool(first.reference and second.reference and first.reference != second.reference)
-
-
-def parsed_arguments(arguments: str) -> dict[str, Any]:
-    """The arguments as a value; those of a call that was cut off are none."""
+def parsed_arguments(arguments: str) -> JsonObject:
+    """The parsed arguments of a call; an empty object if they are not a complete JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -177,14 +176,14 @@ def parsed_arguments(arguments: str) -> dict[str, Any]:
 
 
 def as_json_text(value: object, where: str) -> str:
-    """Arguments of a call: JSON text stays as it came, a value becomes text."""
+    """The arguments of a call as JSON text: text stays unchanged, a value is encoded."""
     if value is None or value == "":
         return "{}"
     return clean(value) if isinstance(value, str) else json.dumps(plain(value, where), ensure_ascii=False)
 
 
-def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A JSON value with clean texts and finite numbers, as deep as a schema may be."""
+def plain(value: object, where: str, depth: int = 0) -> object:
+    """Copy a JSON value with clean texts; refuses non-finite numbers and more than `DEPTH` levels."""
     if depth > DEPTH:
         raise bad(where, f"is nested more than {DEPTH} deep")
     if isinstance(value, str):
@@ -198,9 +197,9 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     return value
 
 
-def function_tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
-    """A tool in the one form that templates read."""
-    function: dict[str, Any] = {"name": a_name(name, f"{where}.name")}
+def function_tool(name: object, description: object, parameters: object, where: str) -> JsonObject:
+    """A tool in the form that chat templates read."""
+    function: JsonObject = {"name": a_name(name, f"{where}.name")}
     if description is not None:
         function["description"] = a_text(description, f"{where}.description")
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
@@ -208,12 +207,12 @@ def function_tool(name: object, description: object, parameters: object, where: 
     return {"type": "function", "function": function}
 
 
-def names_of(tools: Collection[Mapping[str, Any]]) -> set[str]:
+def names_of(tools: Collection[JsonMapping]) -> set[str]:
     return {tool["function"]["name"] for tool in tools}
 
 
-def chosen(name: object, tools: Collection[Mapping[str, Any]]) -> str:
-    """A tool choice that names a tool."""
+def chosen(name: object, tools: Collection[JsonMapping]) -> str:
+    """The name in a tool choice; it must be the name of one of `tools`."""
     text = a_name(name, "tool_choice")
     if text not in names_of(tools):
         raise bad("tool_choice", f"there is no tool {text!r} in this request")
@@ -221,14 +220,14 @@ def chosen(name: object, tools: Collection[Mapping[str, Any]]) -> str:
 
 
 def choice_notes(choice: str) -> tuple[str, ...]:
-    """What is to be known about a choice that is not the model's: forced tokens are not sampled ones."""
+    """Notes about a tool choice that is not applied, because forced tokens would not be sampled tokens."""
     if choice in ("auto", "none"):
         return ()
     return (f"tool_choice {choice!r} is not forced on the model: what is trained on is sampled freely",)
 
 
 def session_key(headers: Mapping[str, str]) -> str | None:
-    """The key that the client sent, wherever it sent it."""
+    """The session key, from any of the headers that may carry it."""
     lower = {name.lower(): value.strip() for name, value in headers.items()}
     scheme, _, token = lower.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():

@@ -1,7 +1,7 @@
-"""The answers of OpenAI's Responses: the items of an output, the response around them, and the stream of both.
+"""Builds answers of OpenAI's Responses API: output items, the response object, and the stream of both.
 
-The id of every item carries the turn's reference and the item's place, and a reasoning item has the reference as its
-`encrypted_content` too: whichever of them a client sends back, its turn is known.
+The id of every item contains the turn's reference and the item's index, and a reasoning item also has the reference as
+its `encrypted_content`: whichever of them a client sends back, its turn is identified.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from slime.agent.server.dialects import request_fields, sse
 from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
 from slime.agent.server.dialects.errors import openai_message, stream_code
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)\.\d+", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ToolForms:
-    """How the tools that the model knows by one name each are called towards the client."""
+    """Maps the function names that the model sees to the forms in which the client declared its tools."""
 
-    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # the model's name: namespace, name there
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # the model's name: namespace and name in it
     custom: frozenset[str] = frozenset()  # the model's names of tools whose input is free text
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a request leaves to its answer: the forms of its tools, and fields that are said again in the response."""
+    """State of a request that its answer needs: the forms of its tools, and fields that the response repeats."""
 
     forms: ToolForms
-    echo: Mapping[str, Any]
+    echo: JsonMapping
 
 
 def reference_in(item_id: str | None) -> str | None:
-    """The reference of a turn, if this is the id of one of its items."""
+    """The reference of the turn that an item id belongs to; None for ids from elsewhere."""
     found = _OWN_ID.fullmatch(item_id or "")
     return found[1] if found else None
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> JsonObject:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -52,7 +52,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-def whole_response(asked: Asked, finished: Finished) -> dict[str, Any]:
+def whole_response(asked: Asked, finished: Finished) -> JsonObject:
     items = _Items(asked, finished.reference)
     output = finished.output
     if sse.worth_showing(output.reasoning):
@@ -69,7 +69,7 @@ def whole_response(asked: Asked, finished: Finished) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """The stream of one response, its events numbered from 0."""
+    """Streams one response; its events are numbered from 0."""
 
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._asked = asked
@@ -86,7 +86,33 @@ class ResponseWriter:
         )
 
     def event(self, event: Event) -> bytes:
-        return b"".join(self._piece(shown) for shown in self._shown.of(event))
+        encoded = b""
+        for shown in self._shown.of(event):
+            if isinstance(shown, CallArguments):
+                self._items.add(shown.text)
+                if not self._items.is_custom:
+                    name = "response.function_call_arguments.delta"
+                    encoded += self._event(name, delta=shown.text, **self._items.place)
+                continue
+            what = shown.index if isinstance(shown, CallBegun) else type(shown)
+            if self._open != what:
+                encoded += self._close()
+                item = self._items.begin(shown)
+                encoded += self._event("response.output_item.added", output_index=self._items.index, item=item)
+                if not isinstance(shown, CallBegun):
+                    part, place = _part(item["type"], ""), self._items.place
+                    encoded += self._event("response.content_part.added", part=part, content_index=0, **place)
+            self._open = what
+            if isinstance(shown, CallBegun):
+                continue
+            text = shown.text if isinstance(shown, Reasoning | Text) else ""
+            self._items.add(text)
+            place = {**self._items.place, "content_index": 0}
+            if isinstance(shown, Reasoning):
+                encoded += self._event("response.reasoning_text.delta", delta=text, **place)
+            else:
+                encoded += self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+        return encoded
 
     def keep_alive(self) -> bytes:
         return sse.COMMENT
@@ -100,32 +126,6 @@ class ResponseWriter:
         error = {"code": stream_code(problem), "message": openai_message(problem)}
         response = _response(self._asked, self._reference, "failed", self._items.done)
         return self._event("response.failed", response={**response, "error": error})
-
-    def _piece(self, event: Event) -> bytes:
-        if isinstance(event, CallArguments):
-            self._items.add(event.text)
-            if self._items.is_custom:
-                return b""
-            return self._event("response.function_call_arguments.delta", delta=event.text, **self._items.place)
-        what = event.index if isinstance(event, CallBegun) else type(event)
-        begun = b"" if self._open == what else self._close() + self._begin(event)
-        self._open = what
-        if isinstance(event, CallBegun):
-            return begun
-        text = event.text if isinstance(event, Reasoning | Text) else ""
-        self._items.add(text)
-        place = {**self._items.place, "content_index": 0}
-        if isinstance(event, Reasoning):
-            return begun + self._event("response.reasoning_text.delta", delta=text, **place)
-        return begun + self._event("response.output_text.delta", delta=text, logprobs=[], **place)
-
-    def _begin(self, event: Event) -> bytes:
-        item = self._items.begin(event)
-        added = self._event("response.output_item.added", output_index=self._items.index, item=item)
-        if isinstance(event, CallBegun):
-            return added
-        part = _part(item["type"], "")
-        return added + self._event("response.content_part.added", part=part, content_index=0, **self._items.place)
 
     def _close(self) -> bytes:
         if self._open is None:
@@ -144,25 +144,25 @@ class ResponseWriter:
             case kind:
                 part = item["content"][0]
                 name = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
-                more: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+                more: JsonObject = {} if kind == "reasoning" else {"logprobs": []}
                 said = self._event(name, text=part["text"], content_index=0, **place, **more)
                 said += self._event("response.content_part.done", part=part, content_index=0, **place)
         return said + self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: object) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return sse.named(event)
 
 
 class _Items:
-    """The output, item by item: begun, filled, finished."""
+    """Builds the output items one after the other: `begin`, `add` text, `finish`."""
 
     def __init__(self, asked: Asked, reference: str) -> None:
-        self.done: list[dict[str, Any]] = []
+        self.done: list[JsonObject] = []
         self._forms = asked.own.forms if isinstance(asked.own, Own) else ToolForms()
         self._reference = reference
-        self._item: dict[str, Any] | None = None
+        self._item: JsonObject | None = None
         self._texts: list[str] = []
 
     @property
@@ -170,7 +170,7 @@ class _Items:
         return len(self.done)
 
     @property
-    def place(self) -> dict[str, Any]:
+    def place(self) -> JsonObject:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": self.index}
 
@@ -178,7 +178,7 @@ class _Items:
     def is_custom(self) -> bool:
         return self._item is not None and self._item["type"] == "custom_tool_call"
 
-    def begin(self, event: Event) -> dict[str, Any]:
+    def begin(self, event: Event) -> JsonObject:
         self.finish()
         match event:
             case Reasoning():
@@ -187,7 +187,15 @@ class _Items:
             case Text():
                 self._item = {"type": "message", "id": self._id("msg"), "role": "assistant", "content": []}
             case CallBegun():
-                self._item = self._call(event)
+                space, name = self._forms.spaces.get(event.name, (None, event.name))
+                if event.name in self._forms.custom:
+                    self._item = {"type": "custom_tool_call", "id": self._id("ctc"), "call_id": event.id, "name": name}
+                    self._item["input"] = ""
+                else:
+                    self._item = {"type": "function_call", "id": self._id("fc"), "call_id": event.id, "name": name}
+                    self._item["arguments"] = ""
+                if space is not None:
+                    self._item["namespace"] = space
             case _:
                 raise AssertionError(event)
         self._item["status"] = "in_progress"
@@ -196,8 +204,8 @@ class _Items:
     def add(self, text: str) -> None:
         self._texts.append(text)
 
-    def finish(self) -> dict[str, Any]:
-        """The item that was begun, whole; nothing where there is none."""
+    def finish(self) -> JsonObject:
+        """Complete the open item and return it; {} if no item is open."""
         if self._item is None:
             return {}
         item, text = {**self._item, "status": "completed"}, "".join(self._texts)
@@ -213,26 +221,18 @@ class _Items:
         self._item, self._texts = None, []
         return item
 
-    def _call(self, event: CallBegun) -> dict[str, Any]:
-        space, name = self._forms.spaces.get(event.name, (None, event.name))
-        if event.name in self._forms.custom:
-            item = {"type": "custom_tool_call", "id": self._id("ctc"), "call_id": event.id, "name": name, "input": ""}
-        else:
-            item = {"type": "function_call", "id": self._id("fc"), "call_id": event.id, "name": name, "arguments": ""}
-        return item if space is None else {**item, "namespace": space}
-
     def _id(self, prefix: str) -> str:
         return f"{prefix}_{self._reference}.{self.index}"
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _finished_response(asked: Asked, finished: Finished, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A turn that was cut off is incomplete, and so is its last item."""
+def _finished_response(asked: Asked, finished: Finished, items: list[JsonObject]) -> JsonObject:
+    """The response of a finished turn; a turn that was cut off is incomplete, and so is its last item."""
     cut = finished.finish_reason in ("length", "abort")
     if cut and items:
         items = [*items[:-1], {**items[-1], "status": "incomplete"}]
@@ -243,7 +243,7 @@ def _finished_response(asked: Asked, finished: Finished, items: list[dict[str, A
     return response
 
 
-def _response(asked: Asked, reference: str, status: str, items: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def _response(asked: Asked, reference: str, status: str, items: list[JsonObject] | None = None) -> JsonObject:
     echo = asked.own.echo if isinstance(asked.own, Own) else {}
     return {
         "id": f"resp_{reference}",

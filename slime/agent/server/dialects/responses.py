@@ -1,15 +1,14 @@
-"""OpenAI's Responses, as a stateless service: every request brings its whole conversation.
+"""OpenAI's Responses API as a stateless service: every request has its whole conversation.
 
-Items of the assistant that follow each other (reasoning, text, calls) are one message of the conversation. Tools in
-namespaces and tools with free text as their input are shown to the model as functions, and their calls are given back
-in the form that the client declared; tools that only OpenAI's service runs are left out, with a note.
+Consecutive items of the assistant (reasoning, text, calls) are one message of the conversation. Tools in namespaces and
+tools with free-text input are shown to the model as functions, and their calls are returned in the form that the client
+declared. Tools that only OpenAI's service runs are ignored, with a note.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects import request_fields
@@ -18,14 +17,15 @@ from slime.agent.server.dialects.dialect import Asked, Finished, Problem
 from slime.agent.server.dialects.errors import Answer, responses_problem
 from slime.agent.server.dialects.request_fields import bad
 from slime.agent.server.dialects.response_items import Own, ResponseWriter, ToolForms, reference_in, whole_response
+from slime.storage.json_types import JsonMapping, JsonObject
 
 USED = frozenset(
     {"model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "stream", "max_output_tokens"}
     | {"temperature", "top_p", "top_k", "text", "include", "metadata", "previous_response_id", "conversation", "prompt"}
     | {"background", "top_logprobs"}
 )
-# Accepted and of no effect: who asks, how it is billed, cached or stored (nothing is stored here, whatever `store`
-# says), hints about effort, and limits on tools that only OpenAI's service runs.
+# Accepted and ignored: the identity of the client, billing, caching and storage (nothing is stored here, for any value
+# of `store`), hints about effort, and limits on tools that only OpenAI's service runs.
 NEUTRAL = frozenset(
     {
         "store",
@@ -43,6 +43,7 @@ NEUTRAL = frozenset(
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "computer", "tool_search")
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _NOT_KEPT = "nothing is kept on this side: send the whole conversation as input"
+_THOUGHTS = frozenset({"reasoning_text", "summary_text", "text"})
 
 
 class OpenAIResponses:
@@ -62,27 +63,36 @@ class OpenAIResponses:
         request = TurnRequest(
             messages=_conversation(fields.get("instructions"), fields.get("input")),
             tools=tuple(tools.functions),
-            tool_choice=_tool_choice(fields.get("tool_choice"), tools),
+            tool_choice=tools.choice(fields.get("tool_choice")),
             parallel_tool_calls=request_fields.a_flag(fields, "parallel_tool_calls", True),
             max_tokens=request_fields.an_int(fields, "max_output_tokens", 1),
             params=sampling_params({name: fields.get(name) for name in ("temperature", "top_p", "top_k")}),
         )
+        model = request_fields.a_name(fields.get("model"), "model")
+        stream = request_fields.a_flag(fields, "stream", False)
+        echo: JsonObject = {}
+        if fields.get("metadata") is not None:
+            metadata = request_fields.a_mapping(fields["metadata"], "metadata")
+            echo["metadata"] = request_fields.plain(dict(metadata), "metadata")
+        for name in ("temperature", "top_p"):
+            if (number := request_fields.a_number(fields, name)) is not None:
+                echo[name] = number
         return Asked(
             request=request,
-            model=request_fields.a_name(fields.get("model"), "model"),
-            stream=request_fields.a_flag(fields, "stream", False) and not counting,
+            model=model,
+            stream=stream and not counting,
             count_only=counting,
             notes=(*tools.notes, *request_fields.choice_notes(request.tool_choice)),
-            own=Own(forms, _echo(fields)),
+            own=Own(forms, echo),
         )
 
     def writer(self, asked: Asked, turn_ref: str) -> ResponseWriter:
         return ResponseWriter(asked, turn_ref)
 
-    def whole(self, asked: Asked, finished: Finished) -> dict[str, Any]:
+    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
         return whole_response(asked, finished)
 
-    def counted(self, tokens: int) -> dict[str, Any]:
+    def counted(self, tokens: int) -> JsonObject:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def problem(self, problem: Problem) -> Answer:
@@ -90,10 +100,10 @@ class OpenAIResponses:
 
 
 class _Tools:
-    """The tools of a request, each as a function under one name."""
+    """The tools of a request, each converted to a function with one name."""
 
     def __init__(self, value: object) -> None:
-        self.functions: list[Mapping[str, Any]] = []
+        self.functions: list[JsonMapping] = []
         self.spaces: dict[str, tuple[str, str]] = {}
         self.custom: set[str] = set()
         self.notes: list[str] = []
@@ -101,20 +111,30 @@ class _Tools:
             where = f"tools[{i}]"
             tool = request_fields.a_mapping(entry, where)
             if tool.get("type") == "namespace":
-                self._namespace(tool, where)
+                space = request_fields.a_name(tool.get("name"), f"{where}.name")
+                for k, inner in enumerate(request_fields.a_list(tool.get("tools") or [], f"{where}.tools")):
+                    place = f"{where}.tools[{k}]"
+                    self._tool(request_fields.a_mapping(inner, place), place, space)
             else:
                 self._tool(tool, where, None)
 
-    def _namespace(self, space: Mapping[str, Any], where: str) -> None:
-        name = request_fields.a_name(space.get("name"), f"{where}.name")
-        for i, entry in enumerate(request_fields.a_list(space.get("tools") or [], f"{where}.tools")):
-            place = f"{where}.tools[{i}]"
-            self._tool(request_fields.a_mapping(entry, place), place, name)
+    def choice(self, value: object) -> str:
+        """The tool choice of the request: "auto", "none", "required" or the name of a tool."""
+        if value is None:
+            return "auto"
+        if isinstance(value, str):
+            if value not in ("auto", "none", "required"):
+                raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
+            return value
+        choice = request_fields.a_mapping(value, "tool_choice")
+        if choice.get("type") not in ("function", "custom"):
+            raise bad("tool_choice.type", 'must be "function" or "custom"')
+        return request_fields.chosen(choice.get("name"), self.functions)
 
-    def _tool(self, tool: Mapping[str, Any], where: str, space: str | None) -> None:
+    def _tool(self, tool: JsonMapping, where: str, space: str | None) -> None:
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(HOSTED):
-            self.notes.append(f"the tool {request_fields.clean(kind)!r} is run by OpenAI's service, and left out here")
+            self.notes.append(f"the tool {request_fields.clean(kind)!r} is run by OpenAI's service and is ignored here")
             return
         if kind not in ("function", "custom"):
             raise bad(f"{where}.type", "only function, custom and namespace tools are offered here")
@@ -129,23 +149,10 @@ class _Tools:
 
 
 def flat_name(space: str | None, name: str) -> str:
-    """The name by which the model knows a tool of a namespace."""
+    """The function name that the model sees for a tool of a namespace."""
     if not space:
         return name
     return space + name if space.endswith("__") else f"{space}__{name}"
-
-
-def _tool_choice(value: object, tools: _Tools) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, str):
-        if value not in ("auto", "none", "required"):
-            raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
-        return value
-    choice = request_fields.a_mapping(value, "tool_choice")
-    if choice.get("type") not in ("function", "custom"):
-        raise bad("tool_choice.type", 'must be "function" or "custom"')
-    return request_fields.chosen(choice.get("name"), tools.functions)
 
 
 def _conversation(instructions: object, value: object) -> tuple[Message, ...]:
@@ -165,16 +172,40 @@ def _conversation(instructions: object, value: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _item(item: Mapping[str, Any], where: str) -> Message | None:
-    """One item as a message, or as a part of one. What only OpenAI's service does has no place in a conversation."""
+def _item(item: JsonMapping, where: str) -> Message | None:
+    """Convert one item to a message or a part of one; None for items that only OpenAI's service produces."""
     kind = item.get("type") or "message"
     match kind:
         case "message":
-            return _message(item, where)
+            role, content, place = item.get("role"), item.get("content"), f"{where}.content"
+            if role == "assistant":
+                reference = reference_in(request_fields.text_or_none(item, "id", where))
+                text = request_fields.content_text(content, place, PARTS, between="")
+                return Message("assistant", text, reference=reference)
+            if role not in ("system", "developer", "user"):
+                raise bad(f"{where}.role", "must be system, developer, user or assistant")
+            return Message("user" if role == "user" else "system", request_fields.content_text(content, place, PARTS))
         case "reasoning":
-            return _reasoning(item, where)
+            texts = [
+                request_fields.content_text(item.get(name), f"{where}.{name}", _THOUGHTS)
+                for name in ("content", "summary")
+            ]
+            # clients that keep only `encrypted_content` keep the turn's reference with it
+            reference = request_fields.text_or_none(item, "encrypted_content", where) or reference_in(
+                request_fields.text_or_none(item, "id", where)
+            )
+            return Message("assistant", reasoning=texts[0] or texts[1] or None, reference=reference)
         case "function_call" | "custom_tool_call":
-            return _call(item, where)
+            space = request_fields.text_or_none(item, "namespace", where)
+            name = flat_name(space, request_fields.a_text(item.get("name"), f"{where}.name"))
+            if kind == "custom_tool_call":
+                given = request_fields.a_text(item.get("input"), f"{where}.input")
+                arguments = json.dumps({"input": given}, ensure_ascii=False)
+            else:
+                arguments = request_fields.as_json_text(item.get("arguments"), f"{where}.arguments")
+            call = ToolCall(request_fields.a_text(item.get("call_id"), f"{where}.call_id"), name, arguments)
+            reference = reference_in(request_fields.text_or_none(item, "id", where))
+            return Message("assistant", tool_calls=(call,), reference=reference)
         case "function_call_output" | "custom_tool_call_output":
             text = request_fields.result_text(item.get("output"), f"{where}.output", PARTS)
             return Message("tool", text, tool_call_id=request_fields.a_text(item.get("call_id"), f"{where}.call_id"))
@@ -185,48 +216,7 @@ def _item(item: Mapping[str, Any], where: str) -> Message | None:
     raise bad(f"{where}.type", "only messages, reasoning, calls and their outputs are read here")
 
 
-def _message(item: Mapping[str, Any], where: str) -> Message:
-    role = item.get("role")
-    content, place = item.get("content"), f"{where}.content"
-    if role == "assistant":
-        reference = reference_in(request_fields.text_or_none(item, "id", where))
-        return Message("assistant", request_fields.content_text(content, place, PARTS, between=""), reference=reference)
-    if role not in ("system", "developer", "user"):
-        raise bad(f"{where}.role", "must be system, developer, user or assistant")
-    return Message("user" if role == "user" else "system", request_fields.content_text(content, place, PARTS))
-
-
-def _reasoning(item: Mapping[str, Any], where: str) -> Message:
-    """What the model thought. Clients that keep only `encrypted_content` keep the turn's reference."""
-    texts = [
-        request_fields.content_text(item.get(name), f"{where}.{name}", _THOUGHTS) for name in ("content", "summary")
-    ]
-    reference = request_fields.text_or_none(item, "encrypted_content", where) or reference_in(
-        request_fields.text_or_none(item, "id", where)
-    )
-    return Message("assistant", reasoning=texts[0] or texts[1] or None, reference=reference)
-
-
-_THOUGHTS = frozenset({"reasoning_text", "summary_text", "text"})
-
-
-def _call(item: Mapping[str, Any], where: str) -> Message:
-    name = flat_name(
-        request_fields.text_or_none(item, "namespace", where), request_fields.a_text(item.get("name"), f"{where}.name")
-    )
-    if item["type"] == "custom_tool_call":
-        arguments = json.dumps(
-            {"input": request_fields.a_text(item.get("input"), f"{where}.input")}, ensure_ascii=False
-        )
-    else:
-        arguments = request_fields.as_json_text(item.get("arguments"), f"{where}.arguments")
-    call = ToolCall(request_fields.a_text(item.get("call_id"), f"{where}.call_id"), name, arguments)
-    return Message(
-        "assistant", tool_calls=(call,), reference=reference_in(request_fields.text_or_none(item, "id", where))
-    )
-
-
-def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
+def _refuse_other_answers(fields: JsonMapping) -> None:
     for name in ("previous_response_id", "conversation"):
         if fields.get(name):
             raise bad(name, _NOT_KEPT)
@@ -236,18 +226,5 @@ def _refuse_other_answers(fields: Mapping[str, Any]) -> None:
         raise bad("background", "answers come with their request: leave it out")
     wanted = request_fields.a_list(fields.get("include") or [], "include")
     if "message.output_text.logprobs" in wanted or request_fields.an_int(fields, "top_logprobs", 0):
-        raise bad("include", "log-probs are told by chat completions only")
+        raise bad("include", "only chat completions return log-probs: leave it out")
     refuse_formats(request_fields.a_mapping(fields.get("text") or {}, "text").get("format"), "text.format")
-
-
-def _echo(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the response says again of its request."""
-    echo: dict[str, Any] = {}
-    if fields.get("metadata") is not None:
-        echo["metadata"] = request_fields.plain(
-            dict(request_fields.a_mapping(fields["metadata"], "metadata")), "metadata"
-        )
-    for name in ("temperature", "top_p"):
-        if (number := request_fields.a_number(fields, name)) is not None:
-            echo[name] = number
-    return echo

@@ -1,16 +1,15 @@
-"""Server-sent events, and what of the model's events a client is to see.
+"""Server-sent events, and a filter of the model's events for streams.
 
-Invariant: words are shown as they are sampled, a call when it has ended: one that breaks off or cannot be read becomes
-text, and a client that had seen its beginning would run it, or send back a call that its session does not hold. White
-space alone is never a block of its own: it waits for the text it belongs to, and where none follows before the next
-thing, it is left out. No client keeps a message of white space; several refuse one.
+Invariants: text is sent as it is sampled, a call only when it has ended. A call that breaks off or cannot be parsed
+becomes text; a client that had seen its beginning would run it, or send back a call that its session does not hold.
+White space alone is never a block of its own: it is held back until text of the same kind follows, and dropped if none
+follows before the next block. No client keeps a message of white space; several refuse one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from slime.models.parsers.events import (
     CallArguments,
@@ -21,26 +20,27 @@ from slime.models.parsers.events import (
     Reasoning,
     Text,
 )
+from slime.storage.json_types import JsonMapping
 
 COMMENT = b": waiting\n\n"
 
 
-def dumped(value: Any) -> str:
-    """JSON in ASCII: no client takes a character of the text for the end of a line."""
+def dumped(value: object) -> str:
+    """Encode JSON in ASCII, so that no client takes a character of the text for the end of a line."""
     return json.dumps(value, separators=(",", ":"))
 
 
-def data(value: Mapping[str, Any]) -> bytes:
+def data(value: JsonMapping) -> bytes:
     return f"data: {dumped(value)}\n\n".encode()
 
 
-def named(value: Mapping[str, Any]) -> bytes:
-    """An event whose name is its type, as the Responses and the Messages API have them."""
+def named(value: JsonMapping) -> bytes:
+    """Encode an event whose name is its type, as in the Responses and the Messages API."""
     return f"event: {value['type']}\ndata: {dumped(value)}\n\n".encode()
 
 
 class Shown:
-    """The events that a client sees of those that the model makes: calls that ended, and words."""
+    """Filters the model's events for a client: passes on text, and calls once they have ended."""
 
     def __init__(self) -> None:
         self._inside: type | None = None
@@ -52,7 +52,20 @@ class Shown:
     def of(self, event: Event) -> Iterator[Event]:
         match event:
             case Reasoning() | Text():
-                yield from self._words(event)
+                kind = type(event)
+                if self._inside is kind:
+                    if event.text:
+                        yield event
+                    return
+                if self._waiting_for is not kind:
+                    self._blank = ""
+                self._waiting_for = kind
+                text = self._blank + event.text
+                if not text.strip():
+                    self._blank = text
+                    return
+                self._inside, self._blank = kind, ""
+                yield kind(text)
             case CallBegun():
                 self._begun[event.index], self._arguments[event.index] = event, []
             case CallArguments():
@@ -62,25 +75,9 @@ class Shown:
                 yield self._begun[event.index]
                 yield CallArguments(event.index, "".join(self._arguments[event.index]))
             case IllFormed():
-                pass  # what the model wrote follows as text
-
-    def _words(self, event: Reasoning | Text) -> Iterator[Event]:
-        kind = type(event)
-        if self._inside is kind:
-            if event.text:
-                yield event
-            return
-        if self._waiting_for is not kind:
-            self._blank = ""
-        self._waiting_for = kind
-        text = self._blank + event.text
-        if not text.strip():
-            self._blank = text
-            return
-        self._inside, self._blank = kind, ""
-        yield kind(text)
+                pass  # the call follows as text
 
 
 def worth_showing(text: str | None) -> bool:
-    """Whether a whole answer has this text: the counterpart of `Shown`."""
+    """True if a non-streamed answer includes this text: the counterpart of `Shown`."""
     return bool(text and text.strip())

@@ -1,7 +1,7 @@
-"""Upstream slime's adapters: endpoints for agents in the process that generates, over sessions that hold the tokens.
+"""Upstream slime's adapters: agent endpoints in the generating process, with sessions that store the tokens.
 
-New code opens its sessions with `slime.agent.remote_session.open_session`: these do not wait at the gate of a run, and end with
-the process they are in.
+New code opens its sessions with `slime.agent.remote_session.open_session`. The sessions here do not wait at the
+dispatch gate of a run, and end with their process.
 """
 
 from slime.agent.adapters.anthropic import AnthropicAdapter

@@ -14,7 +14,7 @@ from slime.agent.server.dialects.dialect import Dialect
 
 
 class AnthropicAdapter(BaseAdapter):
-    """The session is that of the bearer token, then of `x-api-key`, then "default"."""
+    """Anthropic's endpoints; the session id is the bearer token, else `x-api-key`, else "default"."""
 
     dialects: tuple[Dialect, ...] = (AnthropicMessages(),)
 

@@ -1,7 +1,7 @@
 """Upstream slime's `BaseAdapter`: an aiohttp application in front of one engine or router, with sessions by id.
 
-Invariant: sessions are touched in the event loop of the application only, from whichever thread or loop they are opened
-and finished; and a turn's tokens are those that were sampled, as behind `slime.agent.server`, whose parts these are.
+Invariant: sessions are accessed only in the application's event loop, from whichever thread or loop they are opened and
+finished. A turn's tokens are the sampled ones, as in `slime.agent.server`, whose components are used here.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from slime.models.parsers.formats import Formats
 
 MODEL = "slime-actor"
 MOST_UNKNOWN = 1024
-"""Requests whose session is not known yet."""
+"""Limit of requests whose session is not known yet."""
 REMEMBERED = 16384
 NEW_TOKENS = 4096
-"""Of a turn that neither the session nor the client bounds: engines would stop after 128."""
+"""New tokens of a turn that neither the session nor the client limits: engines would stop after 128."""
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
 class BaseAdapter:
-    """Endpoints of the APIs in `dialects`; a session answers to requests under its id from `open_session` on.
+    """Endpoints of the APIs in `dialects`; a session accepts requests under its id after `open_session`.
 
-    `tool_parser` and `reasoning_parser` are SGLang's names; without them the chat template says. The sampling
-    parameters of a session win over its client's. `fork_threshold_tokens` decides nothing: no sampled turn is ever
-    written over. `debug_callback` is called with a dict for each turn that was recorded. A session is touched by its id
-    alone, so ids should not be guessable where agents are not to reach each other's. Requests whose headers have the id
-    of no open session share the limits of one until their bodies are read.
+    `tool_parser` and `reasoning_parser` are SGLang's names; without them the chat template decides. The sampling
+    parameters of a session override its client's. `fork_threshold_tokens` has no effect: no sampled turn is ever
+    overwritten. `debug_callback` is called with a dict for each recorded turn. A session's id is its only protection,
+    so ids should not be guessable if agents must not reach each other's sessions. Requests whose headers do not name an
+    open session share the limits of one session until their bodies are read.
     """
 
     dialects: tuple[Dialect, ...] = ()
@@ -76,7 +76,7 @@ class BaseAdapter:
         self.closed: OrderedDict[str, None] = OrderedDict()
         self.manager = Trajectories(self)
         self._model = ChatModel(tokenizer, formats=Formats(tool_parser, reasoning_parser))
-        self._model.template({})  # probed now, and not under the first request
+        self._model.template({})  # probed now, not during the first request
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: EnginePool | None = None
         self._sessions: Sessions | None = None
@@ -93,9 +93,9 @@ class BaseAdapter:
     def open_session(
         self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
     ) -> None:
-        """Answer to requests under this id from now on; a `ValueError` if the id is or was in use."""
+        """Accept requests under this id from now on; raises `ValueError` if the id is or was in use."""
         if sid in self.store or sid in self.closed:
-            raise ValueError(f"session {sid!r} is known already")
+            raise ValueError(f"session {sid!r} is already known")
         self.store[sid] = Session(sid, dict(sampling_defaults or {}), max_context_tokens)
 
     async def finish_session(
@@ -107,21 +107,21 @@ class BaseAdapter:
         extra_metadata: Mapping[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """End a session and have its turns as samples; none where it had no turn, and none the second time."""
+        """End a session and return its turns as samples; empty without turns, and on a second call."""
         held = await self._in_app(self._ended(sid, wait_timeout))
         if held is None:
             return []
         return held.session.samples(base_sample, reward, extra_metadata)
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """Take no further request under this id, and wait for those that are being answered.
+        """Accept no further requests under this id, and wait for those in flight.
 
-        What they sampled is kept: `finish_session` has it.
+        Their sampled turns are kept for `finish_session`.
         """
         await self._in_app(self._quiet(sid, wait_timeout))
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
-        """End a session and forget what was sampled."""
+        """End a session and discard its turns."""
         await self._in_app(self._ended(sid, wait_timeout))
 
     # hooks of subclasses
@@ -135,26 +135,26 @@ class BaseAdapter:
         self.app.router.add_route("*", "/{rest:.*}", self._no_path)
 
     def _session_id(self, request: web.Request, body: Mapping[str, Any]) -> str:
-        """The id of the session that a request belongs to."""
+        """Return the session id of a request."""
         raise NotImplementedError
 
     def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body as it is to be understood."""
+        """Return the body to parse, perhaps changed."""
         return body
 
     def _translate(self, dialect: Dialect, request: web.Request, body: Mapping[str, Any]) -> Asked:
-        """What the client asks for; raises `Problem`."""
+        """Parse the client's request; raises `Problem`."""
         return dialect.asked(request.path, body, request.headers)
 
     def _build_reply(self, dialect: Dialect, problem: Problem) -> web.Response:
-        """The answer where there is no turn."""
+        """Build the error response of a request without a turn."""
         status, headers, body = dialect.problem(problem)
         return json_response(body, status, headers)
 
     async def _respond(
         self, request: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
     ) -> web.StreamResponse:
-        """Take a turn and answer with it."""
+        """Sample a turn and respond with it."""
         if asked.count_only:
             return json_response(dialect.counted(await held.count_tokens(asked.request)))
         if asked.stream:
@@ -171,13 +171,13 @@ class BaseAdapter:
                 is_small = len(raw) <= INLINE_BODY_BYTES
                 body = self._preprocess_body(await intake.run(partial(_object_of, raw), inline=is_small))
                 sid = self._session_id(request, body)
-                if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # an id that everybody knows
+                if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # a publicly known id
                     raise Problem(Kind.NO_SESSION, found.message)
                 intake = self._session_of(sid).intake
                 room.move_to(intake)
                 understood = partial(self._understood, dialect, request, body, intake.context)
                 asked = await intake.run(understood, inline=is_small)
-                held = self._session_of(sid)  # it may have ended meanwhile
+                held = self._session_of(sid)  # the session may have ended since
                 with _Answering(self, sid):
                     return await self._respond(request, held, dialect, asked)
         except SessionRefusal as refusal:
@@ -188,7 +188,7 @@ class BaseAdapter:
             return self._build_reply(dialect, problem)
 
     def _intake_of(self, key: str | None) -> Intake:
-        """What limits a request whose headers show this key, before its body says whose it is."""
+        """Return the limits of a request by the key in its headers, before its body names the session."""
         if self._unknown is None:
             raise Problem(Kind.SHUTTING_DOWN, "the endpoints are shutting down")
         if key is None or key not in self.store or key in self.closed:
@@ -198,14 +198,14 @@ class BaseAdapter:
     def _understood(
         self, dialect: Dialect, request: web.Request, body: Mapping[str, Any], context: int | None
     ) -> Asked:
-        """What a body asks for, which may have a prompt that fits; raises `Problem`."""
+        """Parse a body and check that its prompt can fit; raises `Problem`."""
         asked = self._translate(dialect, request, body)
         if self._sessions is not None and not asked.count_only:
             self._sessions.check_length(asked.request, context)
         return asked
 
     def _session_of(self, sid: str) -> OpenSession:
-        """The session of an id, which begins with its first request."""
+        """Return the session of an id, creating it on its first request."""
         if sid in self.closed:
             raise Problem(Kind.CLOSED, "this session is over")
         if sid not in self.store:
@@ -262,14 +262,14 @@ class BaseAdapter:
         return held
 
     async def _in_app(self, coro: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns in the application's loop, awaited from any."""
+        """Run a coroutine in the application's loop and await it from any loop."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
             return await coro
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coro, self._loop))
 
     async def _start(self, app: web.Application) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = RoutedPool([self.sglang_url], self.sglang_url, router_only=True)  # keys go along for a router
+        self._pool = RoutedPool([self.sglang_url], self.sglang_url, router_only=True)  # a router forwards the keys
         self._sessions = Sessions(self._model, self._pool, fault_tolerant=False, version=None)
         self._unknown = self._sessions.common_intake(None, MOST_UNKNOWN, "sessions that no header names")
 
@@ -282,23 +282,23 @@ class BaseAdapter:
 
 
 class Trajectories:
-    """The turns of an adapter's sessions, by upstream's questions."""
+    """The turns of an adapter's sessions, under upstream's method names."""
 
     def __init__(self, adapter: BaseAdapter) -> None:
         self._adapter = adapter
 
     def has_session(self, sid: str) -> bool:
-        """Whether a turn was recorded under this id."""
+        """Return True if a turn was recorded under this id."""
         return self.turn_count(sid) > 0
 
     def turn_count(self, sid: str) -> int:
-        """How many turns were recorded under this id."""
+        """Return the number of turns recorded under this id."""
         held = self._adapter._held.get(sid)
         return 0 if held is None else len(held.session.tree.turns)
 
 
 class _Answering:
-    """While a request is being answered: it counts, and whoever waits for the last one hears of its end."""
+    """Counts a request as in flight while the body runs; notifies the waiter when the last one of a session ends."""
 
     def __init__(self, adapter: BaseAdapter, sid: str) -> None:
         self._adapter, self._sid = adapter, sid
@@ -319,7 +319,7 @@ class _Answering:
 
 
 def _object_of(raw: bytes) -> dict[str, Any]:
-    """The object that a body is, or a `Problem`."""
+    """Parse a body as a JSON object; raises `Problem`."""
     try:
         body = parse_json(raw)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What upstream slime's adapters share, under its names: who a request belongs to, and small translations."""
+"""Helpers shared by upstream slime's adapters, under its names: session ids of requests, and small conversions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FINISH |= {"length": "length", "max_tokens": "length", "abort": "abort"}
 
 @dataclass
 class Session:
-    """What a session was opened with."""
+    """The parameters that a session was opened with."""
 
     sid: str
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
@@ -47,20 +47,20 @@ class Session:
 
 @dataclass(frozen=True)
 class Reply:
-    """A turn as it is answered: the body, in the words of the client's API."""
+    """The response to a turn: the body in the format of the client's API."""
 
     body: Mapping[str, Any]
     finish_reason: str
 
 
 def sid_from_bearer(request: web.Request) -> str | None:
-    """The bearer token of a request."""
+    """Return the bearer token of a request."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def sid_from_body(body: Mapping[str, Any]) -> str | None:
-    """`metadata.session_id` of a body, or its `user`."""
+    """Return `metadata.session_id` of a body, else its `user`."""
     metadata = body.get("metadata")
     given = metadata.get("session_id") if isinstance(metadata, Mapping) else None
     found = given or body.get("user")
@@ -68,7 +68,7 @@ def sid_from_body(body: Mapping[str, Any]) -> str | None:
 
 
 def flatten_content(content: Any) -> str:
-    """Content as text: strings as they are, texts of a list one below the other, pictures as a remark."""
+    """Convert content to text: strings unchanged, texts of a list joined by newlines, other parts as a note."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -89,7 +89,7 @@ def flatten_content(content: Any) -> str:
 
 
 def tool_call_dict(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
-    """A call as chat templates take it: its arguments are a mapping."""
+    """Build a tool call for chat templates: its arguments are a mapping."""
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": dict(arguments or {})}}
@@ -97,7 +97,7 @@ def tool_call_dict(name: str, arguments: Any, call_id: str | None = None) -> dic
 
 
 def manager_finish_reason(reason: Any) -> str:
-    """SGLang's or an API's reason for the end of a turn as one of `stop`, `tool_calls`, `length`, `abort`."""
+    """Map SGLang's or an API's finish reason to one of `stop`, `tool_calls`, `length`, `abort`."""
     if isinstance(reason, Mapping):
         reason = reason.get("type")
     return _FINISH.get(str(reason), "stop")
@@ -111,7 +111,7 @@ async def call_sglang_generate(
     sid: str = DEFAULT_SID,
     timeout_s: float = 900.0,
 ) -> dict[str, Any]:
-    """One request to an engine or router, as SGLang answers it; whoever cancels it aborts it there."""
+    """Send one request to an engine or router and return SGLang's answer; a cancellation aborts it there."""
     rid = uuid.uuid4().hex
     params = {**sampling_params, "no_stop_trim": True, "skip_special_tokens": False}
     payload = {"rid": rid, "input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
@@ -119,7 +119,7 @@ async def call_sglang_generate(
     try:
         return await client.generate(payload, headers={"X-SMG-Routing-Key": sid})
     except asyncio.CancelledError:
-        with suppress(EngineError):  # it is gone, and so is the request
+        with suppress(EngineError):  # the engine is gone, and the request with it
             await asyncio.shield(client.abort(rid=rid, timeout_s=ABORT_TIMEOUT_S))
         raise
     finally:

@@ -15,7 +15,7 @@ from slime.agent.server.dialects.responses import OpenAIResponses
 
 
 class OpenAIAdapter(BaseAdapter):
-    """The session is that of the bearer token, then of `metadata.session_id`, then of `user`, then "default"."""
+    """OpenAI's endpoints; the session id is the bearer token, `metadata.session_id`, `user` or "default"."""
 
     dialects: tuple[Dialect, ...] = (ChatCompletions(), OpenAIResponses())
 

@@ -1,6 +1,6 @@
-"""Context parallelism as custom losses see it: one rank holds every sequence whole, so parts are wholes.
+"""Context parallelism for custom losses; its size is always 1 here, so each rank has whole sequences.
 
-The layout for several ranks is in `slime.algorithms.context_parallel`; rank and size are the two numbers below.
+The layout for several ranks is in `slime.algorithms.context_parallel`; rank and size are the two constants below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values = TypeVar("Values", Tensor, list[float])
 def get_logits_and_tokens_offset_with_cp(
     total_length: int, response_length: int, qkv_format: str = "thd", max_seq_len: int | None = None
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """(length of a chunk, this rank's two chunks, their logits of the response, the tokens those predict)."""
+    """Return (chunk length, this rank's two chunks, the spans of their response logits, the tokens those predict)."""
     _packed(qkv_format)
     length, chunks = layout.chunk_spans(total_length, rank=CP_RANK, size=CP_SIZE)
     logits = layout.logit_spans(total_length, response_length, rank=CP_RANK, size=CP_SIZE)
@@ -39,10 +39,10 @@ def get_sum_of_sample_mean(
     qkv_format: str = "thd",
     max_seq_lens: Sequence[int] | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """A function of one value for each response token: the sum over samples of masked means, or the masked sum.
+    """Return a reducer of one value per response token: the sum over samples of masked means, or the masked sum.
 
-    `sample_denoms` (a batch's `rollout_mask_sums`) are the denominators where the samples of one rollout share theirs.
-    A bool in their place is `calculate_per_token_loss`, which stood there in upstream's releases before fan-out.
+    `sample_denoms` (a batch's `rollout_mask_sums`) are the denominators if the samples of one rollout share theirs. A
+    bool instead of them is `calculate_per_token_loss`, which had this position in upstream's releases before fan-out.
     """
     _packed(qkv_format)
     denoms = None if isinstance(sample_denoms, bool) else sample_denoms
@@ -58,7 +58,7 @@ def get_sum_of_sample_mean(
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """The values of the whole response from this rank's part of them: with one rank, nothing is to be summed."""
+    """Return the values of the whole response from this rank's part; with one rank there is nothing to gather."""
     return layout.whole_response(tensor, total_length, response_length, rank=CP_RANK, size=CP_SIZE)
 
 
@@ -68,7 +68,7 @@ def slice_with_cp(
     qkv_format: str = "thd",
     max_seq_len: int | None = None,
 ) -> Tensor:
-    """This rank's part of a whole sequence."""
+    """Return this rank's part of a whole sequence."""
     _packed(qkv_format)
     return layout.own_chunks(tokens, pad_value, rank=CP_RANK, size=CP_SIZE)
 
@@ -80,7 +80,7 @@ def slice_log_prob_with_cp(
     qkv_format: str = "thd",
     max_token_len: int | None = None,
 ) -> Values:
-    """This rank's part of one value for each response token."""
+    """Return this rank's part of one value per response token."""
     _packed(qkv_format)
     if len(log_prob) != response_length:
         raise UserError(f"slice_log_prob_with_cp: {len(log_prob)} values for a response of {response_length} tokens")

@@ -1,4 +1,4 @@
-"""Micro-batches of a rank's data under the path that slime plugins import them from."""
+"""Micro-batches of a rank's data, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["DataIterator", "PackedSeqParams", "get_batch"]
 def get_batch(
     data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int = 128, qkv_format: str = "thd"
 ) -> dict[str, Any]:
-    """The next micro-batch as a packed row: these columns, `unconcat_tokens`, `packed_seq_params` and, where the keys
-    hold masks and lengths, `full_loss_masks`."""
+    """Return the next micro-batch as a packed row.
+
+    It has the columns `keys`, `unconcat_tokens`, `packed_seq_params` and, if the keys include masks and lengths,
+    `full_loss_masks`.
+    """
     if "tokens" not in keys:
         raise UserError("get_batch: a row is made of tokens: name 'tokens' among the keys")
     if qkv_format != "thd":

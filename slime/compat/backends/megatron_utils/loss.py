@@ -1,6 +1,6 @@
-"""The losses and their parts under the path that custom losses import them from.
+"""The losses and their parts, under the import path of custom losses.
 
-`logits` is what a custom loss gets: [1, T, V] of a packed row, in float32, before the temperature.
+`logits` is the argument of a custom loss: [1, T, V] of a packed row, in float32, before the temperature.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = Sequence[Tensor]
 
 
 class NonLossOutput(tuple[Tensor, dict[str, list[Tensor]]]):
-    """(an empty tensor in the place of a loss, the lists by name); the lists also by `output["log_probs"]`."""
+    """(an empty tensor instead of a loss, lists by name); `output["log_probs"]` also returns a list."""
 
     def __getitem__(self, key: Any) -> Any:
         _, lists = self
@@ -38,7 +38,7 @@ def get_responses(
     response_lengths: Sequence[int],
     max_seq_lens: Sequence[int] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [R, V] at the rollout temperature, tokens [R]) of each response."""
+    """Yield (logits [R, V] at the rollout temperature, tokens [R]) of each response."""
     for rows, tokens in response_rows(logits, unconcat_tokens, total_lengths, response_lengths):
         yield rows / args.rollout_temperature, tokens
 
@@ -54,7 +54,7 @@ def get_log_probs_and_entropy(
     non_loss_data: bool = True,
     max_seq_lens: Sequence[int] | None = None,
 ) -> NonLossOutput:
-    """`log_probs`, and `entropy` when asked for: a tensor [R] for each sample."""
+    """Return `log_probs`, and with `with_entropy` also `entropy`: a tensor [R] for each sample."""
     found = [
         log_probs_of_logits(rows, tokens, chunk_rows=args.log_probs_chunk_size, with_entropy=with_entropy)
         for rows, tokens in get_responses(
@@ -82,30 +82,30 @@ def get_values(
     non_loss_data: bool = True,
     max_seq_lens: Sequence[int] | None = None,
 ) -> NonLossOutput:
-    """`values` of a critic's outputs [1, T, 1]: a tensor [R] for each sample; no temperature belongs to them."""
+    """Return `values` of a critic's outputs [1, T, 1]: a tensor [R] for each sample, without temperature."""
     rows = response_rows(logits, unconcat_tokens, total_lengths, response_lengths)
     return NonLossOutput((logits.new_empty(0), {"values": [part.squeeze(-1) for part, _ in rows]}))
 
 
 def compute_advantages_and_returns(args: Any, rollout_data: RolloutData) -> None:
-    """Set `advantages` and `returns` by the chosen estimator, whitened over all training ranks if asked for."""
+    """Set `advantages` and `returns` with the configured estimator, whitened over all training ranks if configured."""
     set_advantages(args, rollout_data, ProcessRanks())
 
 
 def policy_loss_function(
     args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, Metrics]:
-    """(loss, metrics) of `--loss-type policy_loss`."""
+    """Return (loss, metrics) of `--loss-type policy_loss`."""
     return policy_loss(args, batch, logits, sum_of_sample_mean)
 
 
 def sft_loss_function(args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> tuple[Tensor, Metrics]:
-    """(loss, metrics) of `--loss-type sft_loss`."""
+    """Return (loss, metrics) of `--loss-type sft_loss`."""
     return sft_loss(args, batch, logits, sum_of_sample_mean)
 
 
 def value_loss_function(args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> tuple[Tensor, Metrics]:
-    """(loss, metrics) of a critic's outputs [1, T, 1]."""
+    """Return (loss, metrics) of a critic's outputs [1, T, 1]."""
     return critic_loss(args, batch, logits, sum_of_sample_mean)
 
 
@@ -118,7 +118,7 @@ def vanilla_tis_function(
     loss_masks: Tensors,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensors, Metrics]:
-    """Each token's loss times its ratio, bounded by `--tis-clip-low` and `--tis-clip`."""
+    """Weight each token's loss with its ratio, clipped to `--tis-clip-low` and `--tis-clip`."""
     return _weighed(args, "clip", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 
@@ -131,7 +131,7 @@ def icepop_function(
     loss_masks: Tensors,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensors, Metrics]:
-    """Each token's loss times its ratio, and times 0 where that is out of bounds."""
+    """Weight each token's loss with its ratio, or with 0 if the ratio is out of bounds."""
     return _weighed(args, "mask", pg_loss, train_log_probs, rollout_log_probs, loss_masks)
 
 

@@ -1,4 +1,4 @@
-"""What a dynamic sampling filter answers, under the path that slime plugins import it from."""
+"""Return types of dynamic sampling filters, under the import path of slime plugins."""
 
 from slime.rollout.filters import (
     DynamicFilterOutput,

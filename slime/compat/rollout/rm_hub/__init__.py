@@ -1,4 +1,4 @@
-"""Rewards under the path that slime plugins import them from."""
+"""Reward functions, under the import path of slime plugins."""
 
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score

@@ -1,4 +1,4 @@
-"""DeepScaleR's verdict under the path that slime plugins import it from."""
+"""DeepScaleR's reward, under the import path of slime plugins."""
 
 from slime.rollout.rewards.math import deepscaler_blocking as get_deepscaler_rule_based_reward
 

@@ -1,4 +1,4 @@
-"""Word overlap under the path that slime plugins import it from."""
+"""Word-overlap F1 reward, under the import path of slime plugins."""
 
 from slime.rollout.rewards.simple import f1_score
 from slime.rollout.rewards.simple import normalized as normalize_answer

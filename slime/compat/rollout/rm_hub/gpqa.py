@@ -1,4 +1,4 @@
-"""Multiple choice under the path that slime plugins import it from."""
+"""Multiple-choice reward (GPQA), under the import path of slime plugins."""
 
 from slime.rollout.rewards.simple import gpqa_reward as compute_gpqa_reward
 

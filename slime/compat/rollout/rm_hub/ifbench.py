@@ -1,4 +1,4 @@
-"""Instruction following under the path that slime plugins import it from."""
+"""Instruction-following reward (IFBench), under the import path of slime plugins."""
 
 from slime.rollout.rewards.ifbench import ifbench_reward as compute_ifbench_reward
 

@@ -1,4 +1,4 @@
-"""DAPO's verdict under the path that slime plugins import it from."""
+"""DAPO's reward, under the import path of slime plugins."""
 
 from slime.rollout.rewards.math import dapo_reward as compute_score
 from slime.rollout.rewards.math import normalize_final_answer

@@ -1,4 +1,4 @@
-"""Mathematical answers under the path that slime plugins import them from."""
+"""Comparison of mathematical answers, under the import path of slime plugins."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _ENDS = "()[]"
 
 
 def extract_answer(passage: str) -> str | None:
-    r"""The content of the last `\boxed{}`; None without one."""
+    r"""Return the content of the last `\boxed{}`, or None."""
     return last_boxed(passage)
 
 
 def extract_boxed_answer(solution: str) -> str | None:
-    r"""The content of the last `\boxed{}`; None without one."""
+    r"""Return the content of the last `\boxed{}`, or None."""
     return last_boxed(solution)
 
 
 def grade_answer_sympy(given_answer: Any, ground_truth: Any) -> bool:
-    """Whether an answer is the ground truth in the form that is asked for.
+    """Compare an answer with the ground truth, in the ground truth's form.
 
-    A fraction must be in the terms of the ground truth's, a whole number is met by a whole number alone, and tuples and
-    intervals have the same ends. What is left is equal when math-verify says so.
+    A fraction must have the same terms, an integer equals only an integer, and tuples and intervals must have the same
+    brackets. Everything else is compared by math-verify.
     """
     if given_answer is None or ground_truth is None:
         return False
@@ -55,7 +55,7 @@ def grade_answer_sympy(given_answer: Any, ground_truth: Any) -> bool:
 
 
 def _bare(answer: str) -> str:
-    """An answer without units, currency, LaTeX around words, fractions and brackets, spaces and cases."""
+    """Normalise an answer: remove units, currency, spaces, case, and LaTeX around words, fractions and brackets."""
     text = _WORDS.sub(r"\1", _SPACES.sub(" ", _DELIMITERS.sub("", answer)))
     text = re.sub(r"^\\text\{(.+?)\}$", r"\1", text.strip())
     text = re.sub(r"\\?[$%]|\^ *\{?\\circ\}?", "", text).replace(" or ", ",").replace(" and ", ",")
@@ -71,7 +71,7 @@ def _bare(answer: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """The elements of a tuple or interval; anything else is one."""
+    """Split a tuple or interval into its elements; any other text is one element."""
     inner = text[1:-1]
     if len(text) > 2 and text[0] in _ENDS and text[-1] in _ENDS and not set(inner) & set(_ENDS):
         return [str(_bare(one)) for one in inner.split(",")]

@@ -1,6 +1,7 @@
-"""What launch scripts call, under the path that they import it from.
+"""Helpers of launch scripts, under upstream's import path.
 
-There is no Ray to start and nothing to kill: `execute_train` is one `python train.py ...`, the model's flags in front.
+Ray is not started and no process is killed: `execute_train` runs one `python train.py ...`, with the model's flags
+first.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from slime.cluster.command_line import model_args, parsed_env, shown, words_of
 from slime.errors import UserError
 
 repo_base_dir = Path(__file__).resolve().parents[4]
-"""The checkout that train.py, scripts/ and tools/ are in."""
+"""The checkout that contains train.py, scripts/ and tools/."""
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Whether a variable of the environment says true, 1, yes or on."""
+    """Return True if an environment variable is true, 1, yes or on."""
     return os.environ.get(name, default).strip().lower() in ("true", "1", "yes", "on")
 
 
 @dataclass
 class ExecuteTrainConfig:
-    """What a launch script lets its user choose."""
+    """The options that a launch script offers its user."""
 
     cuda_core_dump: bool = False
     num_nodes: int = field(default_factory=lambda: int(os.environ.get("SLIME_SCRIPT_NUM_NODES", "1")))
@@ -48,10 +49,10 @@ def execute_train(
     extra_env_vars: Mapping[str, Any] | None = None,
     config: ExecuteTrainConfig | None = None,
 ) -> None:
-    """Run a training script to its end; a `subprocess.CalledProcessError` if it fails.
+    """Run a training script to its end; raises `subprocess.CalledProcessError` if it fails.
 
-    `train_args` is a command line and read as a shell would read it, but by no shell. `megatron_model_type` names the
-    file of scripts/models/ whose MODEL_ARGS come first. How many GPUs there are is looked up, not taken from here.
+    `train_args` is a command line, parsed like a shell but without one. `megatron_model_type` names the file of
+    scripts/models/ whose MODEL_ARGS come first. The number of GPUs is detected, not taken from the argument.
     """
     config = config or ExecuteTrainConfig()
     if config.num_nodes > 1:
@@ -76,7 +77,7 @@ _CORE_DUMP = {
 
 
 def _script(name: str) -> Path:
-    """A path of the user's, else a script of the checkout."""
+    """Resolve a user's path, else a script of the checkout."""
     for path in (Path(name), repo_base_dir / name):
         if path.is_file():
             return path.resolve()
@@ -84,7 +85,7 @@ def _script(name: str) -> Path:
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run a command line of bash to its end; what it printed, if that is captured."""
+    """Run a bash command line to its end; return its output if captured."""
     print(f"EXEC: {cmd}", flush=True)
     done = subprocess.run(
         ["bash", "-c", cmd], check=True, stdout=subprocess.PIPE if capture_output else None, text=True
@@ -101,14 +102,14 @@ def convert_checkpoint(
     dir_dst: str = "/root/models",
     hf_checkpoint: str | None = None,
 ) -> None:
-    """Let `<dir_dst>/<model_name>_torch_dist` be the model: a link to its folder, which runs read as it is."""
+    """Make `<dir_dst>/<model_name>_torch_dist` a link to the model's folder, which runs read without conversion."""
     source = Path(hf_checkpoint or f"/root/models/{model_name}")
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if target.exists():
         print(f"convert_checkpoint: {target} is there already", flush=True)
         return
     if not (source / "config.json").is_file():
-        raise UserError(f"convert_checkpoint: {source} is no Hugging Face folder (it has no config.json): name one")
+        raise UserError(f"convert_checkpoint: {source} is not a Hugging Face folder (it has no config.json): name one")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.symlink_to(source.resolve(), target_is_directory=True)
     print(f"convert_checkpoint: nothing has to be converted; {target} is a link to {source}", flush=True)
@@ -122,7 +123,7 @@ def hf_download_dataset(full_name: str, data_dir: str = "/root/datasets") -> Non
 
 
 def rsync_simple(path_src: str, path_dst: str) -> None:
-    """Copy what is in one folder into another; where rsync is installed, only what differs."""
+    """Copy the contents of one folder into another; with rsync, only differing files."""
     Path(path_dst).mkdir(parents=True, exist_ok=True)
     if shutil.which("rsync") is not None:
         subprocess.run(["rsync", "-a", f"{path_src}/", f"{path_dst}/"], check=True)
@@ -131,7 +132,7 @@ def rsync_simple(path_src: str, path_dst: str) -> None:
 
 
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
-    """Flags that report to W&B under the script's name, where WANDB_API_KEY is set; the run finds the key there."""
+    """Return flags that report to W&B under the script's name if WANDB_API_KEY is set; the run reads the key there."""
     if not os.environ.get("WANDB_API_KEY"):
         print("WANDB_API_KEY is not set: nothing is reported to W&B", flush=True)
         return ""
@@ -143,13 +144,13 @@ def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, r
 
 
 def create_run_id() -> str:
-    """The time in UTC, and three digits against two starts in one second: 250131-235959-042."""
+    """Return the UTC time with three random digits, for several starts in one second: 250131-235959-042."""
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%y%m%d-%H%M%S}-{random.randint(0, 999):03d}"
 
 
 def save_to_temp_file(text: str, ext: str) -> str:
-    """The path of a new file with this text, which nobody removes."""
+    """Write a new file with this text and return its path; the file is not removed."""
     with tempfile.NamedTemporaryFile("w", prefix="slime_", suffix=f".{ext}", delete=False, encoding="utf-8") as file:
         file.write(text)
     return file.name

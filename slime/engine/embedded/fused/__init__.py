@@ -1,1 +1,1 @@
-"""Decoder blocks from our own kernels: the families whose step is a few large kernels instead of many small ones."""
+"""Decoder blocks computed by our own kernels: a step is a few large kernels instead of many small ones."""

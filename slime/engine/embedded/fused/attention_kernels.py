@@ -1,10 +1,10 @@
-"""Attention of a decode step and what comes before it, in one kernel: norm and rotate q and k, keep k and v, attend.
+"""Decode attention in one kernel: normalise and rotate q and k, store k and v in the cache, attend.
 
-Every program reads the keys of one kv head for all query heads that share it. With few sequences the context is cut
-into parts, as many as its length is worth; the part that ends last adds them up. `keep` is the same beginning for
-prompt tokens, whose attention is a kernel of its own.
+Every program reads the keys of one kv head for all query heads that share it. With few sequences the context is split
+into parts, depending on its length; the program that finishes last combines the parts. `keep` does the work before
+attention for prompt tokens, whose attention is a separate kernel (`model/prefill_kernels`).
 Invariant: the new token's key and value are in their slot when the kernel ends, and the result does not depend on how
-the context is cut, beyond floating-point rounding.
+the context is split, beyond floating-point rounding.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import triton.language as tl
 
 from slime.engine.embedded.model.triton_launch import early, gdc_launch_dependents, gdc_wait, launch, power
 
-MOST_PARTS = 32
-LEAST_KEYS = 32  # in a part
-_PROGRAMS = 1024  # that keep a large GPU busy
+MOST_PARTS = 32  # parts of one context
+LEAST_KEYS = 32  # keys per part
+_PROGRAMS = 1024  # enough programs to keep a large GPU busy
 
 
 @triton.jit
 def _load(P, d, D: tl.constexpr, DP: tl.constexpr):
-    """What is at the pointers, zero behind the head's end; no mask where none is needed."""
+    """Load a head, with zeros beyond its end; without a mask where the head fills the block."""
     if D == DP:
         return tl.load(P)
     else:
@@ -44,7 +44,7 @@ def _store(P, x, d, D: tl.constexpr, DP: tl.constexpr):
 def _rotated(
     P, W, ok, COS, SIN, eps, D: tl.constexpr, DP: tl.constexpr, NORMED: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Heads at the pointers `P` [R, 1], normed and rotated by the angles of one position: [R, DP] in `dtype`."""
+    """Load the heads at `P` [R, 1], apply RMSNorm and the rotation of one position; returns [R, DP] in `dtype`."""
     d = tl.arange(0, DP)[None, :]
     other = tl.where(d < D // 2, d + D // 2, d - D // 2)
     here = ok & (d < D)
@@ -91,9 +91,10 @@ def _decode_kernel(
     N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, NORMED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The new token starts the running softmax of part 0, so that the loop reads only what earlier steps kept.
+    """Attend for one sequence, one kv head and one part of the context.
 
-    `scale2` is the softmax scale times log2(e). MOST 1: nothing is cut.
+    The new token starts the running softmax of part 0, so the loop reads only keys that earlier steps stored.
+    `scale2` is the softmax scale times log2(e). MOST 1: the context is not split.
     """
     b, kv, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     G: tl.constexpr = HEADS // KV
@@ -136,7 +137,7 @@ def _decode_kernel(
     for s in range(low, high, N):
         i = s + tl.arange(0, N)
         seen = i < high
-        slot = tl.load(TABLE + row + tl.minimum(i, past - 1)).to(tl.int64)  # always an address that may be read
+        slot = tl.load(TABLE + row + tl.minimum(i, past - 1)).to(tl.int64)  # always a readable address
         at = kv * sk_h + slot[:, None] * sk_s + d[None, :]
         x = tl.dot(q, tl.trans(_load(K + at, d[None, :], D, DP)), input_precision=PRECISION) * scale2
         x = tl.where(seen[None, :], x, -float("inf"))
@@ -157,7 +158,7 @@ def _decode_kernel(
         tl.store(PARTS + at[:, None] * DP + d[None, :], acc, mask=g[:, None] < G)
         tl.store(STATS + at * 2, m, mask=g < G)
         tl.store(STATS + at * 2 + 1, l, mask=g < G)
-        tl.debug_barrier()  # every thread's share is written before the part is counted
+        tl.debug_barrier()  # every thread has written its share before the part is counted
         if tl.atomic_add(COUNTS + b * KV + kv, 1, sem="acq_rel") == parts - 1:
             tl.debug_barrier()
             tl.store(COUNTS + b * KV + kv, 0)
@@ -193,7 +194,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How one program goes through its keys: so many at once, with so many warps, so many loads under way."""
+    """Launch parameters of one program: keys per iteration, warps, pipeline stages (loads in flight)."""
 
     keys: int
     warps: int
@@ -201,7 +202,10 @@ class Tuning:
 
 
 class DecodeScratch:
-    """Where parts of contexts meet. Zeros in `counts` are what every step finds and leaves."""
+    """Buffers in which the parts of a context are combined.
+
+    Invariant: `counts` is zero before and after every step.
+    """
 
     def __init__(self, shape: Heads, most: int, positions: int, device: torch.device) -> None:
         counts = ((b, parts_for(b, shape, positions)) for b in range(1, most + 1))
@@ -212,7 +216,7 @@ class DecodeScratch:
 
 
 def parts_for(batch: int, shape: Heads, positions: int) -> int:
-    """How many parts contexts of up to `positions` are cut into at most, so that few sequences fill a GPU too."""
+    """Maximum number of parts for contexts of up to `positions` tokens, so that few sequences also fill a GPU."""
     wanted = min(_PROGRAMS // (batch * shape.kv_heads), positions // LEAST_KEYS, MOST_PARTS)
     return max(1, power(wanted + 1) // 2)
 
@@ -237,10 +241,11 @@ def decode(
     least: int = LEAST_KEYS,
     tuning: Tuning | None = None,
 ) -> None:
-    """`out [b, heads * dim]` of `qkv [b, (heads + 2 kv_heads) * dim]`, straight from the projection.
+    """Compute `out [b, heads * dim]` from `qkv [b, (heads + 2 kv_heads) * dim]`, the output of the projection.
 
-    The cache is `[kv_heads, slots, dim]`, `table [rows, context]` says where each position lies; `lens` count the new
-    token, whose slot the table has. Contexts are cut into `parts` of `least` keys or more; window 0: none.
+    The cache is `[kv_heads, slots, dim]`; `table [rows, context]` has the slot of each position. `lens` include the new
+    token, whose slot is in the table. Contexts are split into up to `parts` of `least` keys or more; window 0: no
+    window.
     """
     batch, full = qkv.shape[0], qkv.dtype == torch.float32
     group = max(16, power(shape.heads // shape.kv_heads))
@@ -271,7 +276,10 @@ def keep(
     angles: tuple[torch.Tensor, torch.Tensor],
     shape: Heads,
 ) -> None:
-    """Prompt tokens: `queries [T, heads, dim]` normed and rotated, keys (likewise) and values into their slots."""
+    """Normalise and rotate the queries and keys of prompt tokens, and store keys and values in their slots.
+
+    Writes `queries [T, heads, dim]`.
+    """
     cos, sin = angles
     launch(
         _keep_kernel, (qkv.shape[0], shape.kv_heads),

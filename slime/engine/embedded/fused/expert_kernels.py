@@ -1,8 +1,9 @@
-"""Experts of a sparse layer: which ones a token goes to, the order in which all pairs are multiplied, and their sum.
+"""Routing of a mixture-of-experts layer: top-k selection, sorting of pairs by expert, and the weighted sum.
 
-The products themselves are `model/expert_kernels`. `route` counts how many tokens each expert gets while it chooses,
-`lay_out` sorts by expert from these counts, `combine` adds up and leaves the counts at zero for the next layer.
-Invariant: what a token gets does not depend on the order of the pairs of one expert, which is not the same every time.
+The products themselves are in `model/expert_kernels`. The route kernel counts the tokens of each expert while it
+selects, the layout kernel sorts the pairs of a token and an expert by these counts, and `combine` adds the products up
+and resets the counts to zero for the next layer.
+Invariant: the result of a token does not depend on the order of the pairs of one expert, which varies between runs.
 """
 
 from __future__ import annotations
@@ -82,19 +83,22 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class Routed:
-    """Where T tokens go: pairs of a token and one of its experts, sorted by expert, in tiles of one expert each."""
+    """Routing of T tokens: pairs of a token and one of its experts, sorted by expert, in tiles of one expert each."""
 
     index: torch.Tensor  # int32 [T, topk]
-    weights: torch.Tensor  # [T, topk], of the model's dtype
-    order: torch.Tensor  # int32 [T * topk] the pairs
-    ends: torch.Tensor  # int32 [E] where each expert's pairs end in `order`
-    tile_ends: torch.Tensor  # int32 [E] where each expert's tiles end
-    tile_expert: torch.Tensor  # int32, the expert of each tile; E: the tile is not needed
-    rows: int  # of a tile
+    weights: torch.Tensor  # [T, topk], in the model's dtype
+    order: torch.Tensor  # int32 [T * topk], the pairs
+    ends: torch.Tensor  # int32 [E], end of each expert's pairs in `order`
+    tile_ends: torch.Tensor  # int32 [E], end of each expert's tiles
+    tile_expert: torch.Tensor  # int32, the expert of each tile; E: unused tile
+    rows: int  # pairs per tile
 
 
 def route(logits: torch.Tensor, counts: torch.Tensor, topk: int, *, normalised: bool) -> Routed:
-    """The experts of T tokens from the router's logits `[T, E]`; `counts [E]` are zero before and not after."""
+    """Route T tokens by the router's logits `[T, E]`.
+
+    `counts [E]` must be zero before the call; `combine` resets them.
+    """
     tokens, experts = logits.shape
     pairs = tokens * topk
     rows = 16 if pairs <= 16 * experts else 64
@@ -128,7 +132,10 @@ def combine(
     counts: torch.Tensor,
     eps: float,
 ) -> None:
-    """`stream [T, N]`, float32, plus the weighted sum of `products [T * topk, N]`; `out = norm(stream)`."""
+    """Add the weighted sum of `products [T * topk, N]` to `stream [T, N]` (float32); `out = norm(stream)`.
+
+    Resets `counts` to zero.
+    """
     tokens, n = stream.shape
     launch(
         _combine_kernel, (tokens,), products, weights, stream, norm, out, counts, eps,

@@ -1,7 +1,9 @@
-"""Products of a weight with one or two tokens: each weight is read once, with the norm, the gate or the sum around it.
+"""Matrix-vector products with fused norm, gate and residual sum, SwiGLU, RMSNorm, and the embedding of decode tokens.
 
-A row of the weight is read whole, in two pieces of a power of two each, so that all of it is under way before the
-first number of the input is there.
+`gemv` multiplies one or two tokens and reads each weight once. It loads a row of the weight as a whole, in two pieces
+of a power of two each, so that all loads are in flight before the input is available.
+Invariant: the residual stream is float32. In half precision its rounding, layer after layer, would be most of the
+difference between the log-probs of a sample and those that a trainer computes.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.model.triton_launch import early, gdc_launch_dependents, gdc_wait, launch, power
-
-# The gate of a SwiGLU block: silu(gate) * up, of the two halves of one product.
 
 _BLOCK = 1024
 
@@ -36,18 +36,18 @@ def _swiglu_kernel(X, Y, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 
 
 def swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
-    """`out [T, I]` of `gate_up [T, 2 I]`."""
+    """Compute `out [T, I]` = silu(gate) * up from `gate_up [T, 2 I]`, the output of one product."""
     tokens, width = out.shape
     grid = (tokens, triton.cdiv(width, _BLOCK))
     launch(_swiglu_kernel, grid, gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))
 
 
-_WIDE, _WIDEST = 2048, 32768  # numbers in a row
+_WIDE, _WIDEST = 2048, 32768  # row lengths: up to which two tokens use `gemv`, and up to which any does
 
 
 @triton.jit
 def _piece(W, n, rows, k, K: tl.constexpr):
-    """Numbers `k` of the rows `n`."""
+    """Load columns `k` of rows `n`, zero outside the matrix."""
     ok = (n[:, None] < rows) & (k[None, :] < K)
     return tl.load(W + n[:, None].to(tl.int64) * K + k[None, :], mask=ok, other=0.0)
 
@@ -113,14 +113,14 @@ def _gemv_kernel(
 
 
 def most_tokens(hidden: int, intermediate: int) -> int:
-    """Up to how many tokens this is faster than cuBLAS, for a model of these sizes."""
+    """Number of tokens up to which `gemv` is faster than cuBLAS, for a model of these sizes."""
     if max(hidden, intermediate) > _WIDEST:
         return 0
     return 2 if hidden <= _WIDE else 1
 
 
 def pieces(k: int) -> tuple[int, int]:
-    """A row of `k` numbers as two pieces, powers of two; one where that wastes little."""
+    """Split a row of `k` elements into two pieces, each a power of two; into one (and 0) where that wastes little."""
     whole = power(k)
     if whole == k or whole < 512:
         return whole, 0
@@ -128,7 +128,7 @@ def pieces(k: int) -> tuple[int, int]:
 
 
 def tile_for(k: int, gate: bool) -> tuple[int, int]:
-    """Rows of one program and its warps, by what was fastest on an H200; no thread holds more than 160 numbers."""
+    """Rows and warps of one program, the fastest on an H200; a thread holds at most 160 elements."""
     if k <= 1024:
         return (2, 1) if gate else (4, 1)
     warps = 4 if k <= 4096 else 8 if k <= 16384 else 16
@@ -151,10 +151,10 @@ def gemv(
     pdl: bool = False,
     tile: tuple[int, int] | None = None,
 ) -> None:
-    """`out [m, rows] = norm(x [m, K]) weight^T (+ bias)`, each part where asked for.
+    """Compute `out [m, rows] = norm(x [m, K]) weight^T (+ bias)`; norm and bias are optional.
 
-    gate: `weight` has gate and up one behind the other, out is silu(gate) * up. add: `out` is added to. `tile`: rows of
-    a program and its warps, which are found if not given.
+    gate: `weight` is gate and up concatenated, and out is silu(gate) * up. add: the result is added to `out`. `tile`:
+    rows and warps of one program; None: `tile_for` chooses.
     """
     k, rows = weight.shape[1], weight.shape[0] // (2 if gate else 1)
     first, second = pieces(k)
@@ -167,15 +167,9 @@ def gemv(
     )  # fmt: skip
 
 
-# RMSNorm with the residual stream: one pass adds what a layer computed, keeps the sum and norms it.
-#
-# Invariant: the stream is float32. In half precision its rounding, layer after layer, would be most of what separates
-# the log-probs of a sample from those that a trainer computes.
-
-
 @triton.jit
 def normed(x, w, eps, N: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm over the last axis of fp32 `x` [R, NP], rounded where transformers rounds; lanes behind N are zero."""
+    """RMSNorm over the last axis of fp32 `x` [R, NP], rounded where transformers rounds; lanes beyond N are zero."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     return ((x * scale[:, None]).to(dtype).to(tl.float32) * w).to(dtype)
 
@@ -206,16 +200,13 @@ def add_norm(
     *,
     pdl: bool = False,
 ) -> None:
-    """`stream += x`, unless there is none; `out = norm(stream)`. All `[T, N]`, the stream in float32."""
+    """Compute `stream += x` (unless x is None), then `out = norm(stream)`. All `[T, N]`, the stream in float32."""
     tokens, n = stream.shape
     launch(
         _add_norm_kernel, (tokens,),
         stream if x is None else x, stream, weight, out, eps,
         N=n, NP=power(n), ADD=x is not None, num_warps=4, **early(pdl),
     )  # fmt: skip
-
-
-# The beginning of a decode step: which token each sequence goes on from, where it is kept, and what it looks like.
 
 
 @triton.jit
@@ -256,9 +247,10 @@ def begin(
     *,
     pdl: bool = False,
 ) -> None:
-    """Each new token's slot into the table, its embedding into `stream [b, N]`, float32, and, normed, into `out`.
+    """Start a decode step: write each new token's slot into the table and its embedding into `stream [b, N]` (float32).
 
-    The token is `known[i]`, or `tokens[row]` where that is negative: a step before left it there, and nobody read it.
+    With `out`, also write the normed embedding there. The token is `known[i]`, or `tokens[row]` where that is negative:
+    an earlier step wrote it there and the host has not read it yet.
     """
     n = stream.shape[1]
     launch(

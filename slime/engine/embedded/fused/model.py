@@ -1,9 +1,13 @@
-"""A model's step from a few large kernels and cuBLAS: fused products, norms with the residual stream, one attention.
+"""Computes a model's steps with a few large kernels and cuBLAS, and compiles these kernels ahead of time.
 
-Up to two sequences decode through our own products, which read each weight once and compute the norm, the gate and the
-sum around it; more go through cuBLAS. Prompt tokens take cuBLAS and the attention kernel for prompts.
-Invariant: `decode` reads and writes fixed addresses only, so that it can be captured. What it computes of a sequence
-does not depend on the others, beyond floating-point rounding.
+Up to two sequences decode with our own products, which read each weight once and include the norm, the gate and the
+residual sum. More sequences use cuBLAS. Prompt tokens use cuBLAS and the prefill attention kernel.
+Invariant: `decode` reads and writes fixed addresses only, so it can be captured. The result of a sequence does not
+depend on the others in the batch, beyond floating-point rounding.
+
+`compile_kernels` runs the steps on `meta` tensors before the weights are loaded. It compiles the kernels of different
+steps in different threads. Triton also keeps them in its cache folder for the next start. Invariant: a failure there
+never fails a start; a missing kernel is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,13 +35,13 @@ from slime.engine.embedded.model.prefill_kernels import ExtendTiles, extend_atte
 
 if TYPE_CHECKING:
     from slime.engine.embedded.model.experts import RoutedExperts
-    from slime.engine.embedded.model.interface import DecodeBatch
 
 
 class FusedBody:
-    """`context` has the KV slots and the table; at most `most` sequences of `positions` tokens decode at once.
+    """The fused model of a CUDA decoder (`interface.Body`).
 
-    `routed` is told which experts tokens go to.
+    `context` has the KV slots and the table. At most `most` sequences of up to `positions` tokens decode at once.
+    `routed` records the experts of each token.
     """
 
     fewest_rows = 1
@@ -75,7 +79,7 @@ class FusedBody:
         self._logits = room(block.vocab, torch.float32)
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """fp32 logits `[b, V]`, until the next call."""
+        """Return fp32 logits `[b, V]`, valid until the next call."""
         b = batch.rows.shape[0]
         few, weights = b <= self._few, self._weights
         self._context.slots = batch.slots
@@ -109,8 +113,16 @@ class FusedBody:
         b, eps = batch.rows.shape[0], self._block.eps
         stream, inner = self._stream[:b], self._inner[:b]
 
-        def product(x: torch.Tensor, by: Product, out: torch.Tensor, **how: Any) -> None:
-            mlp_kernels.gemv(x, by.weight, out, bias=by.bias, eps=eps, pdl=pdl, **how)
+        def product(
+            x: torch.Tensor,
+            by: Product,
+            out: torch.Tensor,
+            *,
+            norm: torch.Tensor | None = None,
+            gate: bool = False,
+            add: bool = False,
+        ) -> None:
+            mlp_kernels.gemv(x, by.weight, out, bias=by.bias, norm=norm, eps=eps, gate=gate, add=add, pdl=pdl)
 
         product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
         product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True)
@@ -132,7 +144,7 @@ class FusedBody:
         add_norm(delta, stream, self._norm_behind(index), normed, eps)
 
     def _experts(self, index: int, mlp: Sparse, stream: torch.Tensor, normed: torch.Tensor) -> None:
-        """What the experts make of `normed` goes into `stream`, and that through the norm behind it into `normed`."""
+        """Add the experts' output for `normed` to `stream`, then write the next norm of `stream` into `normed`."""
         facts = self._block.experts
         assert facts is not None
         found = route(mlp.router(normed), self._counts, facts.topk, normalised=facts.normalised)
@@ -146,14 +158,17 @@ class FusedBody:
         combine(products, found.weights, stream, self._norm_behind(index), normed, self._counts, self._block.eps)
 
     def _norm_behind(self, index: int) -> torch.Tensor:
-        """The norm that comes after a layer."""
+        """Weight of the norm that follows a layer."""
         layers = self._weights.layers
         return layers[index + 1].norm if index + 1 < len(layers) else self._weights.norm
 
     def extend(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, tiles: ExtendTiles
     ) -> torch.Tensor:
-        """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
+        """Return the last hidden states `[T, H]`, after the final norm.
+
+        The table must have the slots of all visible tokens.
+        """
         context, eps, shape = self._context, self._block.eps, self._shape
         context.slots = slots
         normed, tokens = self._weights.embedding.index_select(0, ids), len(ids)
@@ -177,13 +192,13 @@ class FusedBody:
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 `[T, V]` of last hidden states."""
+        """Return fp32 logits `[T, V]` of last hidden states."""
         out = torch.empty(len(hidden), self._block.vocab, dtype=torch.float32, device=hidden.device)
         return _project(hidden, self._weights.head, out)
 
 
 def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """CUDA accumulates half-precision products in fp32 and hands that out unrounded."""
+    """Write fp32 logits into `out`; CUDA accumulates half-precision products in fp32 and returns them unrounded."""
     if hidden.dtype == torch.float32 or hidden.is_meta:
         return Product(head)(hidden, out)
     if hidden.is_cuda:
@@ -191,53 +206,48 @@ def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> tor
     return out.copy_(hidden @ head.t())
 
 
-# Compiling the kernels of a model before its weights are there: a body of `meta` tensors goes through its steps.
-#
-# Kernels of different steps are compiled in different threads. Triton keeps them in its cache folder, too, where the
-# next start finds them. Invariant: nothing here can fail a start; a kernel that is missing is compiled when it is
-# used.
-
 log = logging.getLogger(__name__)
 
 _META = torch.device("meta")
-_TOKENS = 128  # of a prompt; kernels are the same for any number, but that of attention
-_TILES = (4, 512)  # few and many are shared out differently
+_TOKENS = 128  # prompt tokens; only the attention kernel depends on their number
+_TILES = (4, 512)  # attention tiles: few and many are distributed differently
 
 
 @collector_at_rest()
 def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> None:
-    """Compile what decoding 1 and `most` sequences takes, and prompts; `positions`: columns of the table of slots."""
+    """Compile the kernels of decode steps of 1, 2 and `most` sequences and of extend steps.
+
+    `positions` is the number of columns of the slot table.
+    """
     began = time.perf_counter()
     body = meta_body(block, dtype, most=most, positions=positions)
     ids, positions_there, slots = torch.empty(3, _TOKENS, dtype=torch.int64, device=_META).unbind(0)
     tiles = [ExtendTiles(*torch.empty(4, count, dtype=torch.int32, device=_META).unbind(0)) for count in _TILES]
+
+    def decode_batch(size: int) -> DecodeBatch:
+        rows, lens, slots, known = torch.empty(4, size, dtype=torch.int64, device=_META).unbind(0)
+        return DecodeBatch(rows, lens, slots, known, torch.empty(most + 1, dtype=torch.int64, device=_META))
+
+    def extends() -> None:  # in one thread: kernels that both share are compiled once
+        for some in tiles:
+            body.extend(ids, positions_there, slots, some)
+
     steps: list[Callable[[], object]] = [
-        partial(body.decode, _batch(size, most)) for size in sorted({1, min(2, most), most})
+        partial(body.decode, decode_batch(size)) for size in sorted({1, min(2, most), most})
     ]
-    steps.append(partial(_each, [partial(body.extend, ids, positions_there, slots, some) for some in tiles]))
+    steps.append(extends)
     with ThreadPoolExecutor(len(steps)) as pool:
         for future in [pool.submit(torch.inference_mode()(step)) for step in steps]:
             future.result()
     log.info("compiled kernels in %.1f s", time.perf_counter() - began)
 
 
-def _each(steps: list[partial[torch.Tensor]]) -> None:
-    """One after the other: what they share is compiled once."""
-    for step in steps:
-        step()
-
-
 def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> FusedBody:
-    """A body without memory."""
+    """Make a body of `meta` tensors, which use no memory."""
     tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
     context = AttentionContext(_META)
     for layer in range(block.layers):
-        kept = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
-        context.keys[layer] = context.values[layer] = kept
+        cache = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
+        context.keys[layer] = context.values[layer] = cache
     context.table = torch.empty(most + 1, positions, dtype=torch.int32, device=_META)
     return FusedBody(block, tensors, context, most=most, positions=positions)
-
-
-def _batch(size: int, most: int) -> DecodeBatch:
-    rows, lens, slots, known = torch.empty(4, size, dtype=torch.int64, device=_META).unbind(0)
-    return DecodeBatch(rows, lens, slots, known, torch.empty(most + 1, dtype=torch.int64, device=_META))

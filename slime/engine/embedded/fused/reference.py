@@ -1,6 +1,6 @@
-"""The same block in plain operations of torch: what the fused kernels are held to when a model is loaded.
+"""Reference forward of a fused model in plain torch, against which the kernels are checked when a model is loaded.
 
-It rounds where transformers' eager code rounds, keeps nothing between calls and is in no hurry.
+It rounds where transformers' eager code rounds, keeps no state between calls and is not optimised for speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.engine.embedded.fused.supported_models import (
 
 
 class PlainModel:
-    """Logits of whole sequences, from the tensors of a model folder; these need not lie together."""
+    """Computes logits of whole sequences from the tensors of a model folder, which need not be contiguous."""
 
     def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
         self._block = block
@@ -28,13 +28,18 @@ class PlainModel:
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """fp32 `[B, T, V]` of `ids [B, T]`."""
+        """Return fp32 logits `[B, T, V]` of `ids [B, T]`."""
         block, tensors = self._block, self._tensors
         x = F.embedding(ids, tensors[EMBEDDING])
         angles = block.rope.tables(block.head_dim, ids.shape[1], x.dtype, x.device)
         for layer in range(block.layers):
             x = x + self._attention(layer, self._norm(x, layer_names(layer, "norm")[0]), angles)
-            x = x + self._mlp(layer, self._norm(x, layer_names(layer, "mlp_norm")[0]))
+            y = self._norm(x, layer_names(layer, "mlp_norm")[0])
+            if block.sparse[layer]:
+                x = x + self._experts(layer, y.flatten(0, 1)).view(y.shape)
+            else:
+                gate, up = self._products(layer, "gate_up", y)
+                x = x + self._products(layer, "down", F.silu(gate) * up)[0]
         return (self._norm(x, FINAL_NORM) @ tensors[block.head_name].t()).float()
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -61,17 +66,11 @@ class PlainModel:
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(x.dtype)
         return self._products(layer, "out", (weights @ v).transpose(1, 2).flatten(2))[0]
 
-    def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        if self._block.sparse[layer]:
-            return self._experts(layer, x.flatten(0, 1)).view(x.shape)
-        gate, up = self._products(layer, "gate_up", x)
-        return self._products(layer, "down", F.silu(gate) * up)[0]
-
     def _experts(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         facts = self._block.experts
         assert facts is not None
-        chances = (x @ self._tensors[layer_names(layer, "router")[0]].t()).softmax(-1, dtype=torch.float32)
-        weights, index = chances.topk(facts.topk, -1)
+        probs = (x @ self._tensors[layer_names(layer, "router")[0]].t()).softmax(-1, dtype=torch.float32)
+        weights, index = probs.topk(facts.topk, -1)
         if facts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
@@ -87,7 +86,7 @@ class PlainModel:
 
 
 def _rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x `[B, T, heads, dim]`; the halves of a head are the two coordinates of its planes."""
+    """Rotate x `[B, T, heads, dim]`; the two halves of a head are the coordinates of its rotation planes."""
     cos, sin = (torch.cat([table, table], -1)[:, None] for table in angles)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin

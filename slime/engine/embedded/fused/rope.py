@@ -1,27 +1,29 @@
-"""Rotary frequencies, from the facts of a config.json.
+"""Rotary position embeddings: frequencies and cos/sin tables from the fields of a config.json.
 
-Invariant: the tables are those of transformers, rounded where it rounds them. A kind of scaling that is not here is
+Invariant: the tables equal those of transformers, rounded where it rounds them. An unsupported kind of scaling is
 refused (`NotFused`), never guessed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from slime.storage.json_types import JsonMapping
 
 _DEFAULT_THETA = 10_000.0
 
 
 class NotFused(ValueError):
-    """A model that the fused kernels do not compute; says what about it."""
+    """Raised for a model that the fused kernels do not support; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Rope:
+    """Rotary embedding settings of a model."""
+
     kind: str
     theta: float
     factor: float = 1.0
@@ -31,18 +33,18 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float = 1.0  # cos and sin are multiplied by it
+    attention_factor: float = 1.0  # factor of cos and sin
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> Rope:
-        """What a config says about rotary embeddings, in transformers' older words or its newer ones."""
+    def from_facts(cls, facts: JsonMapping) -> Rope:
+        """Read the settings from a config, in transformers' older or newer field names."""
         given = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
         kind = given.get("rope_type") or given.get("type") or "default"
         theta = float(given.get("rope_theta") or facts.get("rope_theta") or _DEFAULT_THETA)
         if any(isinstance(value, dict) for value in given.values()):
-            raise NotFused("its layers have rotary frequencies of their own")
+            raise NotFused("its layers have different rotary frequencies")
         if float(given.get("partial_rotary_factor") or facts.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise NotFused("it rotates only a part of each head")
+            raise NotFused("it rotates only a part of each head (partial_rotary_factor is not 1)")
         if kind == "default":
             return cls(kind, theta)
         if kind == "linear":
@@ -54,10 +56,10 @@ class Rope:
             return cls(kind, theta, float(given["factor"]), low, high, original)
         if kind == "yarn":
             return cls._yarn(facts, given, theta, original)
-        raise NotFused(f"its rotary frequencies are scaled as {kind!r}")
+        raise NotFused(f"its rope_type {kind!r} is not supported")
 
     @classmethod
-    def _yarn(cls, facts: Mapping[str, Any], given: Mapping[str, Any], theta: float, original: int) -> Rope:
+    def _yarn(cls, facts: JsonMapping, given: JsonMapping, theta: float, original: int) -> Rope:
         factor = float(given.get("factor") or facts["max_position_embeddings"] / original)
         attention = given.get("attention_factor")
         if attention is None:
@@ -77,32 +79,29 @@ class Rope:
         )
 
     def frequencies(self, dim: int) -> torch.Tensor:
-        """`[dim / 2]`, fp32."""
+        """Return the rotary frequencies `[dim / 2]`, fp32."""
         steps = self.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
         if self.kind == "linear":
             return 1.0 / steps / self.factor
-        if self.kind == "llama3":
-            return self._llama3(1.0 / steps)
+        if self.kind == "llama3":  # long waves are stretched, short ones stay, those between are interpolated
+            plain = 1.0 / steps
+            longest, shortest = (self.original_positions / f for f in (self.low_freq_factor, self.high_freq_factor))
+            wave = 2 * math.pi / plain
+            scaled = torch.where(wave > longest, plain / self.factor, plain)
+            smooth = (self.original_positions / wave - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            mixed = (1 - smooth) * scaled / self.factor + smooth * scaled
+            return torch.where(~(wave < shortest) & ~(wave > longest), mixed, scaled)
         if self.kind == "yarn":
             low, high = self._yarn_range(dim)
             ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-            kept = 1 - ramp
-            return 1.0 / (self.factor * steps) * (1 - kept) + 1.0 / steps * kept
+            unscaled = 1 - ramp
+            return 1.0 / (self.factor * steps) * (1 - unscaled) + 1.0 / steps * unscaled
         return 1.0 / steps
 
-    def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
-        """Long waves are stretched, short ones stay, those between are a mixture."""
-        longest, shortest = (self.original_positions / f for f in (self.low_freq_factor, self.high_freq_factor))
-        wave = 2 * math.pi / plain
-        scaled = torch.where(wave > longest, plain / self.factor, plain)
-        smooth = (self.original_positions / wave - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        mixed = (1 - smooth) * scaled / self.factor + smooth * scaled
-        return torch.where(~(wave < shortest) & ~(wave > longest), mixed, scaled)
-
     def _yarn_range(self, dim: int) -> tuple[float, float]:
-        """The frequencies, by number, between which scaling sets in."""
+        """Return the indices of the frequencies between which the scaling ramps up."""
 
         def at(rotations: float) -> float:
             return dim * math.log(self.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -116,7 +115,7 @@ class Rope:
     def tables(
         self, dim: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[positions, dim / 2]` in the model's dtype; on `meta` room for them."""
+        """Return cos and sin `[positions, dim / 2]` in the model's dtype; on `meta`, empty tensors."""
         if device.type == "meta":
             cos, sin = torch.empty(2, positions, dim // 2, dtype=dtype, device=device).unbind(0)
             return cos, sin

@@ -1,4 +1,9 @@
-"""The slots of a model that has weights and no code."""
+"""Runner and weights of a fused model, whose weights have no transformers model code.
+
+Invariant: no weight is copied. One product that uses several tensors of the folder reads a view over them, so these
+must be contiguous in memory (`supported_models.together`), and in-place updates of a tensor of the folder change the
+product.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from slime.models.heads import OutputHead
 
 
 class FusedRunner(ModelRunner):
-    """Steps of it go through a `CudaDecoder` with a `FusedBody`; it is no decoder itself."""
+    """Owns the KV slots of a fused model; its steps run in a `CudaDecoder` with a `FusedBody`, not here."""
 
     def __init__(self, weights: nn.Module, block: Block, table: np.ndarray) -> None:
         self._hold(weights, table)
@@ -39,20 +44,18 @@ class FusedRunner(ModelRunner):
         self._projection.weight = weights.get_parameter(block.head_name)
 
 
-# The weights of a fused model, found under the names of its folder.
-#
-# Invariant: nothing is copied. A product of several of the folder's tensors reads one matrix that is a view over them,
-# which is why they must lie one behind the other (`families.together`); whoever writes to a tensor of the folder
-# changes what is multiplied.
-
-
 @dataclass(frozen=True)
 class Product:
+    """A linear product."""
+
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight.T + bias; of `meta` tensors room for it: torch would import sympy, seconds, to find its shape."""
+        """Return x @ weight.T + bias.
+
+        Of `meta` tensors, return an empty tensor: torch would import sympy, which takes seconds, to find the shape.
+        """
         if x.is_meta:
             return x.new_empty(len(x), len(self.weight)) if out is None else out
         if self.bias is None:
@@ -62,12 +65,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Dense:
+    """Weights of a dense SwiGLU layer."""
+
     gate_up: Product
     down: Product
 
 
 @dataclass(frozen=True)
 class Sparse:
+    """Weights of a mixture-of-experts layer."""
+
     router: Product  # [E, H]
     gate_up: torch.Tensor  # [E, 2 * width, H]
     down: torch.Tensor  # [E, H, width]
@@ -75,6 +82,8 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Layer:
+    """Weights of one decoder layer; window 0: full attention."""
+
     norm: torch.Tensor
     qkv: Product
     q_norm: torch.Tensor | None
@@ -86,6 +95,8 @@ class Layer:
 
 
 class FusedWeights:
+    """All weights of a fused model, from the tensors of its folder."""
+
     def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
         self.embedding = tensors[EMBEDDING]
         self.norm = tensors[FINAL_NORM]
@@ -124,13 +135,13 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
 
 
 def one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them as one tensor, one behind the other along the first axis."""
+    """Return one view over contiguous tensors, concatenated along the first axis; ValueError if they are not."""
     first, after = tensors[0], tensors[0].data_ptr()
     rows = sum(tensor.shape[0] for tensor in tensors)
     if first.is_meta:
         return torch.empty(rows, *first.shape[1:], dtype=first.dtype, device="meta")
     for tensor in tensors:
         if tensor.data_ptr() != after or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
-            raise ValueError("weights that are multiplied in one product do not lie one behind the other")
+            raise ValueError("weights of one fused product are not contiguous in memory")
         after += tensor.nbytes
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())

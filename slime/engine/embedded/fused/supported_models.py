@@ -1,31 +1,32 @@
-"""Which models the fused kernels compute, and what their blocks are made of: facts of config.json, no model code.
+"""Models that the fused kernels support, described by the fields of config.json; no model code.
 
-All of them are the same block, x + attention(norm(x)) and then x + swiglu(norm(x)), and differ in parts: a norm of each
-head of queries and keys, biases, a window, the scaling of rotary frequencies, a head that is the embedding.
-Invariant: a config with something about it that the kernels do not compute is refused (`NotFused`) with the reason, and
-its model takes the general path.
+All of them use the same block, x + attention(norm(x)) and then x + swiglu(norm(x)). They differ in options: a norm of
+each query and key head, biases, a window, the scaling of rotary frequencies, experts, a tied output head.
+Invariant: a config with a feature that the kernels do not support is refused (`NotFused`) with the reason, and its
+model runs through transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from slime.engine.embedded.fused.rope import NotFused, Rope
 from slime.models.folder import SAME_CODE
+from slime.storage.json_types import JsonMapping
 
 
 @dataclass(frozen=True)
 class _Family:
+    """Options of a model family, and the config fields that it reads."""
+
     qk_norm: bool = False
-    qkv_bias: bool = False  # whatever the config says
-    has_attention_bias: bool = False  # where the config says so: of q, k, v and the output
-    has_mlp_bias: bool = False
-    default_head_dim: int | None = None  # None: the hidden size over the heads
-    default_window: int | None = None  # where the config says nothing
-    has_window_switch: bool = False  # windows only with `use_sliding_window`, in the layers behind `max_window_layers`
-    has_experts: bool = False  # in the layers that the config does not say are dense; windows then are in all layers
+    qkv_bias: bool = False  # always, independent of the config
+    has_attention_bias: bool = False  # reads `attention_bias`: of q, k, v and the output
+    has_mlp_bias: bool = False  # reads `mlp_bias`
+    default_head_dim: int | None = None  # None: the hidden size divided by the heads
+    default_window: int | None = None  # without `sliding_window` in the config
+    has_window_switch: bool = False  # windows only with `use_sliding_window`, in the layers from `max_window_layers` on
+    has_experts: bool = False  # in the layers that the config does not make dense; windows are then in all layers
 
 
 _FAMILIES = {
@@ -39,17 +40,17 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Of the layers whose `Block.sparse` says so: each token goes to `topk` of `count`, each a SwiGLU of `width`."""
+    """Experts of the layers marked in `Block.sparse`: each token uses `topk` of `count`, each a SwiGLU of `width`."""
 
     count: int
     topk: int
     width: int
-    normalised: bool  # the weights of a token's experts add up to one
+    normalised: bool  # the weights of a token's experts sum to one
 
 
 @dataclass(frozen=True)
 class Block:
-    """What there is to know of a fused model beside its weights."""
+    """Configuration of a fused model: sizes, options, windows, rotary embedding."""
 
     model_type: str
     hidden: int
@@ -65,7 +66,7 @@ class Block:
     out_bias: bool
     mlp_bias: bool
     tied: bool
-    windows: tuple[int, ...]  # by layer; 0: none
+    windows: tuple[int, ...]  # by layer; 0: full attention
     rope: Rope
     experts: Experts | None = None
     sparse: tuple[bool, ...] = ()  # by layer
@@ -84,7 +85,7 @@ FINAL_NORM = "model.norm.weight"
 
 
 def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
-    """The folder's names of what one fused product of a layer multiplies with, in the order they lie in memory."""
+    """Names, in the model folder, of the tensors that one fused product of a layer reads, in memory order."""
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "out": ("self_attn.o_proj",),
@@ -100,26 +101,26 @@ def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
 
 
 def expert_names(layer: int, count: int, projection: str) -> list[str]:
-    """The same for the experts of a layer: all of one expert before the next."""
+    """Names of the expert tensors of a layer, in memory order: all of one expert before the next."""
     parts = ("gate_proj", "up_proj") if projection == "gate_up" else ("down_proj",)
     return [f"model.layers.{layer}.mlp.experts.{e}.{part}.weight" for e in range(count) for part in parts]
 
 
-def block_of(facts: Mapping[str, Any]) -> Block:
-    """The block of a model whose (text) config has these facts; raises NotFused."""
+def block_of(facts: JsonMapping) -> Block:
+    """Return the configuration of a fused model from the fields of its (text) config; raises NotFused."""
     model_type = str(facts.get("model_type"))
     family = _FAMILIES.get(SAME_CODE.get(model_type, model_type))
     if family is None:
-        raise NotFused(f"there are no fused kernels for {model_type} models")
+        raise NotFused(f"no fused kernels for {model_type} models")
     if facts.get("hidden_act", "silu") != "silu":
-        raise NotFused(f"its activation is {facts['hidden_act']!r}")
+        raise NotFused(f"its activation {facts['hidden_act']!r} is not supported")
     layers, heads, hidden = (int(facts[name]) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = int(facts.get("head_dim") or family.default_head_dim or hidden // heads)
     kv_heads = int(facts.get("num_key_value_heads") or heads)
     if heads % kv_heads or head_dim % 2 or head_dim > 256:
-        raise NotFused(f"{heads} query and {kv_heads} key heads of {head_dim} numbers are no shape that it has")
+        raise NotFused(f"{heads} query heads and {kv_heads} key heads of dimension {head_dim} are not supported")
     attention_bias = family.has_attention_bias and bool(facts.get("attention_bias"))
-    return Block(
+    block = Block(
         model_type=model_type,
         hidden=hidden,
         intermediate=int(facts["intermediate_size"]),
@@ -136,25 +137,20 @@ def block_of(facts: Mapping[str, Any]) -> Block:
         tied=bool(facts.get("tie_word_embeddings", False)),
         windows=_windows(family, facts, layers),
         rope=Rope.from_facts(facts),
-        experts=_experts(facts) if family.has_experts else None,
-        sparse=_sparse(family, facts, layers),
+        sparse=(False,) * layers,
     )
-
-
-def _experts(facts: Mapping[str, Any]) -> Experts:
+    if not family.has_experts:
+        return block
     count = facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]
     topk, width = int(facts["num_experts_per_tok"]), int(facts["moe_intermediate_size"])
-    return Experts(int(count), topk, width, bool(facts.get("norm_topk_prob", False)))
-
-
-def _sparse(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    if not family.has_experts:
-        return (False,) * layers
+    experts = Experts(int(count), topk, width, bool(facts.get("norm_topk_prob", False)))
     dense, step = facts.get("mlp_only_layers") or [], int(facts.get("decoder_sparse_step", 1))
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    return replace(block, experts=experts, sparse=sparse)
 
 
-def _windows(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _windows(family: _Family, facts: JsonMapping, layers: int) -> tuple[int, ...]:
+    """Return the window of each layer; 0: full attention."""
     window = facts.get("sliding_window", family.default_window)
     if family.has_window_switch:
         if not facts.get("use_sliding_window"):
@@ -170,7 +166,7 @@ def _windows(family: _Family, facts: Mapping[str, Any], layers: int) -> tuple[in
 
 
 def together(block: Block) -> list[list[str]]:
-    """Tensors of the folder that must lie one behind the other, so that one product can read them all."""
+    """Groups of tensor names that must be contiguous in memory, so that one product can read them."""
     groups = []
     for layer in range(block.layers):
         groups.append(layer_names(layer, "qkv"))
@@ -186,7 +182,7 @@ def together(block: Block) -> list[list[str]]:
 
 
 def tensor_shapes(block: Block) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a folder of this model has, by name."""
+    """Shapes of all tensors in a folder of this model, by name."""
     hidden, inner, dim = block.hidden, block.intermediate, block.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (block.vocab, hidden), FINAL_NORM: (hidden,)}
     shapes[block.head_name] = (block.vocab, hidden)

@@ -1,1 +1,1 @@
-"""From a batch of scheduled tokens to sampled ones: attention, kernels, layers, sampler."""
+"""Computes a scheduled batch: attention, kernels, layers, and sampling of the next tokens."""

@@ -1,8 +1,12 @@
-"""Attention over the KV slots, in the place that transformers' attention interface leaves for it.
+"""Attention over the KV slots, registered in transformers' attention interface.
 
-Every layer's keys and values live in tensors `[kv_heads, slots, head_dim]`. A forward pass carries tokens of many
-sequences in one row; the context says which slots each token may see. Invariant: a query at position p of its
-sequence sees exactly the positions <= p (or the last `window` of them), whatever else is in the batch.
+Every layer's keys and values are in tensors `[kv_heads, slots, head_dim]`. A forward pass has the tokens of many
+sequences in one row; `AttentionContext` has the slots that each token sees. Invariant: a query at position p of its
+sequence sees exactly the positions <= p (or the last `window` of them), independent of the rest of the batch.
+
+Indexers of sparse attention (DeepSeek V3.2, GLM-5) are replaced (`replace_indexers`). An indexer scores every earlier
+token and selects the best `index_topk`. In a sequence of at most `index_topk` tokens it selects all of them, and the
+engine limits its context to that length, so scores are not computed and the indexer's keys are not stored.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +24,17 @@ from torch import nn
 
 from slime.models.windows import WindowMasks, window_of
 
+if TYPE_CHECKING:
+    from slime.engine.embedded.model.prefill_kernels import ExtendTiles
+
 _names = itertools.count()
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Makes a tensor of the cache."""
+"""Allocates a zeroed cache tensor of a shape and a dtype."""
 
 
 class Rules(NamedTuple):
-    """How a layer weighs what it sees: softmax(cap(scale q k)) over a window, with an optional sink logit per head."""
+    """Attention parameters of a layer: softmax(cap(scale q k)) over a window, with an optional sink logit per head."""
 
     scale: float
     window: int | None = None
@@ -37,6 +44,8 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
+    """KV cache shape of a layer."""
+
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -44,10 +53,10 @@ class LayerShape:
 
 @dataclass
 class SpanGroup:
-    """Sequences with the same number of query tokens, keys padded to the longest: one attention call."""
+    """Sequences computed in one attention call: same number of query tokens, keys padded to the longest."""
 
-    query_index: torch.Tensor  # [b * m] positions in the row of tokens
-    slots: torch.Tensor  # [b * n] slots of the keys, padded with slot 0
+    query_index: torch.Tensor  # [b * m], positions in the row of tokens
+    slots: torch.Tensor  # [b * n], slots of the keys, padded with slot 0
     b: int
     m: int
     n: int
@@ -56,7 +65,7 @@ class SpanGroup:
     _biases: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
     def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mask as what is added to the scores, made once for all layers: torch would make it in each."""
+        """Return the mask as a bias added to the scores, made once for all layers; torch would make it in each."""
         if window not in self._biases:
             mask = self.mask(window)
             self._biases[window] = (
@@ -65,26 +74,25 @@ class SpanGroup:
         return self._biases[window]
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """`[b, 1, m, n]`, True where a key is visible; None when every key is."""
-        if window not in self._masks:
-            self._masks[window] = self._build_mask(window)
-        return self._masks[window]
-
-    def _build_mask(self, window: int | None) -> torch.Tensor | None:
-        if window is None and self.m == 1 and bool((self.key_len == self.n).all()):
-            return None
-        key = torch.arange(self.n)
-        query = (self.key_len - self.m)[:, None] + torch.arange(self.m)  # [b, m] position of each query
-        seen = key <= query[:, :, None]
-        if window is not None:
-            seen &= key > query[:, :, None] - window
-        return seen[:, None]
+        """Return `[b, 1, m, n]`, True where a key is visible; None when every key is."""
+        if window in self._masks:
+            return self._masks[window]
+        mask = None
+        if window is not None or self.m != 1 or not bool((self.key_len == self.n).all()):
+            key = torch.arange(self.n)
+            query = (self.key_len - self.m)[:, None] + torch.arange(self.m)  # [b, m], position of each query
+            seen = key <= query[:, :, None]
+            if window is not None:
+                seen &= key > query[:, :, None] - window
+            mask = seen[:, None]
+        self._masks[window] = mask
+        return mask
 
 
 class GatheredGroup:
-    """Keys and values of one group, copied out of the slots once and grown by a token a step, for every layer.
+    """Keys and values of one group in every layer, copied out of the slots once and extended by one token per step.
 
-    A sequence that leaves gives its place to the last one: what stays is not copied again.
+    When a sequence leaves, the last one moves to its index, so the remaining data is not copied again.
     """
 
     def __init__(self, rows: list[int], span: SpanGroup, room: int) -> None:
@@ -93,7 +101,7 @@ class GatheredGroup:
         self._room = span.n + room
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, room, KV, D]
         self._first = torch.arange(span.b) * self._room
-        self._newest = self._first + (span.key_len - 1)  # place of each member's newest token in a store
+        self._newest = self._first + (span.key_len - 1)  # index of each member's newest token in a store
         self._in_order = _counts_up(span.query_index.tolist())
 
     @property
@@ -101,7 +109,7 @@ class GatheredGroup:
         return self.span.n >= self._room
 
     def leave(self, gone: Collection[int]) -> None:
-        """Close the places of the table rows that are `gone`."""
+        """Remove the sequences in the table rows `gone`."""
         place, key_len = list(range(len(self.rows))), self.span.key_len.clone()
         for i in reversed(place.copy()):
             if self.rows[i] in gone:
@@ -118,24 +126,24 @@ class GatheredGroup:
         self.span = SpanGroup(old.query_index[:b], old.slots, b, 1, int(key_len[:b].max()), key_len[:b])
 
     def grow(self, query_index: list[int]) -> None:
-        """Every sequence got one token longer; `query_index` says where they stand in the batch now."""
+        """Extend every sequence by one token; `query_index` is their new position in the batch."""
         old = self.span
         self._in_order = _counts_up(query_index)
         self.span = SpanGroup(torch.tensor(query_index), old.slots, old.b, 1, old.n + 1, old.key_len + 1)
         self._newest = self._first + old.key_len
 
     def pick(self, batch: torch.Tensor) -> torch.Tensor:
-        """The members' part `[X, b, D]` of what the batch has, `[X, T, D]`."""
+        """Select the members' part `[X, b, D]` of a batch tensor `[X, T, D]`."""
         return batch if self.is_whole(batch.shape[1]) else batch.index_select(1, self.span.query_index)
 
     def is_whole(self, count: int) -> bool:
-        """Whether the members are a batch of `count`, in its order."""
+        """True when the group is the whole batch of `count` sequences, in batch order."""
         return self._in_order and self.span.b == count
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new tokens' k and v `[KV, T, D]`; returns `[b, KV, n, D]` views of what the group has."""
+        """Append the new tokens' k and v `[KV, T, D]`; returns views `[b, KV, n, D]` of the group's keys and values."""
         if layer not in self._stores:
             self._stores[layer] = (self._gather(keys), self._gather(values))
         b, n = self.span.b, self.span.n
@@ -144,12 +152,12 @@ class GatheredGroup:
         key_store, value_store = self._stores[layer]
         return key_store[:b, :n].transpose(1, 2), value_store[:b, :n].transpose(1, 2)
 
-    def _gather(self, kept: torch.Tensor) -> torch.Tensor:
+    def _gather(self, cache: torch.Tensor) -> torch.Tensor:
         span = self.span
-        store = kept.new_empty(span.b, self._room, kept.shape[0], kept.shape[2])
-        store[:, span.n :] = 0.0  # masked, but what is not a number would spread all the same
+        store = cache.new_empty(span.b, self._room, cache.shape[0], cache.shape[2])
+        store[:, span.n :] = 0.0  # these are masked, but NaN would spread even so
         store[:, : span.n] = (
-            kept.index_select(1, span.slots).view(kept.shape[0], span.b, span.n, -1).permute(1, 2, 0, 3)
+            cache.index_select(1, span.slots).view(cache.shape[0], span.b, span.n, -1).permute(1, 2, 0, 3)
         )
         return store
 
@@ -159,39 +167,38 @@ def _counts_up(numbers: list[int]) -> bool:
 
 
 class DecodeWindow:
-    """What a CPU decode step reads, kept from step to step while the same sequences run.
+    """Gathered keys and values for CPU decode steps, reused between steps while the same sequences run.
 
-    Without it every step would copy all keys and values out of their slots again.
+    Without it every step would copy all keys and values out of their slots.
     """
 
-    ROOM = 64  # tokens that a window grows by before it is laid out anew
+    ROOM = 64  # tokens that a group can grow by before it is gathered again
 
     def __init__(self) -> None:
         self._lens: dict[int, int] = {}  # by table row
         self.groups: list[GatheredGroup] = []
 
     def advance(self, rows: Sequence[int], lens: Sequence[int], table: np.ndarray) -> None:
-        """Make the window fit sequences in `rows` of `lens` tokens, the newest of which comes with this step.
+        """Update the groups for sequences in `rows` of `lens` tokens, the newest of which is computed in this step.
 
-        Sequences that came, or a group that is full, cost a new layout; sequences that left do not.
+        New sequences or a full group require a new layout; sequences that left do not.
         """
         length, place = dict(zip(rows, lens, strict=True)), {row: i for i, row in enumerate(rows)}
         if any(self._lens.get(row, -1) + 1 != n for row, n in length.items()):
             self.groups = self._lay_out(rows, length, place, table)
         else:
-            self.groups = [part for group in self.groups for part in self._advanced(group, length, place, table)]
+            groups = []
+            for group in self.groups:
+                gone = {row for row in group.rows if row not in place}
+                if group.full or len(gone) == len(group.rows):
+                    groups += self._lay_out([row for row in group.rows if row not in gone], length, place, table)
+                    continue
+                if gone:
+                    group.leave(gone)
+                group.grow([place[row] for row in group.rows])
+                groups.append(group)
+            self.groups = groups
         self._lens = length
-
-    def _advanced(
-        self, group: GatheredGroup, length: dict[int, int], place: dict[int, int], table: np.ndarray
-    ) -> list[GatheredGroup]:
-        gone = {row for row in group.rows if row not in place}
-        if group.full or len(gone) == len(group.rows):
-            return self._lay_out([row for row in group.rows if row not in gone], length, place, table)
-        if gone:
-            group.leave(gone)
-        group.grow([place[row] for row in group.rows])
-        return [group]
 
     def _lay_out(
         self, rows: Sequence[int], length: dict[int, int], place: dict[int, int], table: np.ndarray
@@ -208,46 +215,37 @@ class DecodeWindow:
 
 
 class Slack(NamedTuple):
-    """How much longer than the shortest the longest sequence of a group may be: a factor and some tokens."""
+    """Limit on the longest sequence of a group, relative to the shortest: a factor plus a number of tokens."""
 
     factor: float
     tokens: int
 
 
-# Prefill copies and multiplies what it pads. A decode step is short: another call costs more than some padding.
+# Prefill copies and multiplies its padding. A decode step is short: another call costs more than some padding.
 PREFILL_SLACK, DECODE_SLACK = Slack(1.25, 16), Slack(2.0, 256)
 
 
 def group_spans(
     query_lens: Sequence[int], key_slots: Sequence[np.ndarray], slack: Slack, max_cells: int = 1 << 24
 ) -> list[SpanGroup]:
-    """Batch sequences of equal query length and similar key length; one group of all keeps the order they came in."""
+    """Group sequences of equal query length and similar key length; a single group keeps the given order."""
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i], len(key_slots[i])))
     groups: list[list[int]] = []
     for i in order:
-        last = groups[-1] if groups else None
-        if last is not None and _fits(last, i, query_lens, key_slots, slack, max_cells):
-            last.append(i)
+        m, longest = query_lens[i], len(key_slots[i])
+        if (
+            groups
+            and query_lens[groups[-1][0]] == m
+            and longest <= slack.factor * len(key_slots[groups[-1][0]]) + slack.tokens
+            and (len(groups[-1]) + 1) * m * longest <= max_cells
+        ):
+            groups[-1].append(i)
         else:
             groups.append([i])
     if len(groups) == 1:
         groups[0].sort()
     return [_make_group(members, starts, query_lens, key_slots) for members in groups]
-
-
-def _fits(
-    members: list[int],
-    i: int,
-    query_lens: Sequence[int],
-    key_slots: Sequence[np.ndarray],
-    slack: Slack,
-    max_cells: int,
-) -> bool:
-    m, shortest, longest = query_lens[i], len(key_slots[members[0]]), len(key_slots[i])
-    same = query_lens[members[0]] == m
-    close = longest <= slack.factor * shortest + slack.tokens
-    return same and close and (len(members) + 1) * m * longest <= max_cells
 
 
 def _make_group(
@@ -266,7 +264,7 @@ def _make_group(
 
 
 class AttentionContext:
-    """What the attention of one engine needs to know about the batch in flight. One per model runner."""
+    """Attention state of the batch in flight: KV cache, slots, and how to attend. One per model runner."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -275,18 +273,18 @@ class AttentionContext:
         self.keys: dict[int, torch.Tensor] = {}  # by layer
         self.values: dict[int, torch.Tensor] = {}
         self.attend: Callable[..., torch.Tensor] = self._probe
-        self.is_probed = True  # until the shape and window of every layer are known
-        self.opaque: Callable[..., torch.Tensor] | None = None  # CUDA: `attend` as one op to a compiler
-        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # where each new token is kept
+        self.is_probed = True  # during the first pass, until the shape and window of every layer are known
+        self.opaque: Callable[..., torch.Tensor] | None = None  # CUDA: `attend` as one op for torch.compile
+        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # slot of each new token
         self.groups: list[SpanGroup] = []  # CPU, prefill
         self.window = DecodeWindow()  # CPU, decode
-        self.tiles: Any = None  # CUDA, prefill: see ExtendTiles
-        self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slots by [row, position]
+        self.tiles: ExtendTiles  # CUDA, prefill; set by every extend step
+        self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slot by [row, position]
         self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
-        self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence with its new token
+        self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence, new token included
 
     def allocate(self, slots: int, dtype: torch.dtype, zeros: Zeros) -> None:
-        """Room for `slots` tokens (and the padding slot 0) in every layer."""
+        """Allocate `slots` token slots, plus the padding slot 0, in every layer."""
         for layer, shape in self.shapes.items():
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
                 store[layer] = zeros((shape.kv_heads, slots + 1, dim), dtype)
@@ -296,7 +294,7 @@ class AttentionContext:
         self.window.forget()
 
     def _probe(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        """Learn the shapes of each layer from one forward pass."""
+        """Record the shapes of each layer in the first forward pass."""
         self.shapes[layer] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
         return q.new_zeros(q.shape[2], q.shape[1], v.shape[3])
 
@@ -307,7 +305,7 @@ class AttentionContext:
         return keys, values
 
     def decode_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        """One query per sequence, over the window."""
+        """Attend with one query per sequence, over the gathered keys and values."""
         keys, values = self._keep(layer, k, v)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         for group in self.window.groups:
@@ -320,7 +318,7 @@ class AttentionContext:
         return out
 
     def extend_cpu(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-        """q `[1, H, T, D]`, k and v `[1, KV, T, D]`; returns `[T, H, Dv]`."""
+        """Attend for prompt tokens: q `[1, H, T, D]`, k and v `[1, KV, T, D]`; returns `[T, H, Dv]`."""
         keys, values = self._keep(layer, k, v)
         out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         heads, kv_heads = q.shape[1], keys.shape[0]
@@ -334,7 +332,7 @@ class AttentionContext:
 
 
 def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros; on the CPU their memory is taken page by page when it is first written to, and costs no time before."""
+    """Return zeros; on the CPU their memory is allocated lazily, page by page at the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -355,7 +353,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: SpanGrou
 def _attention_spelled_out(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
-    """The same in plain operations, for what the fused one cannot do; a sink takes probability and gives nothing."""
+    """Attention in plain operations, with soft caps and sinks; a sink takes probability and contributes no value."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.matmul(q, k.transpose(2, 3)).float() * rules.scale
@@ -372,10 +370,10 @@ def _attention_spelled_out(
 
 
 def register_attention(context: AttentionContext, mask: torch.Tensor | None = None) -> str:
-    """Make `context` reachable from transformers' model code; returns the name of the implementation.
+    """Register attention over `context` with transformers; returns the name of the implementation.
 
-    The first pass learns each layer's window from its mask (`WindowMasks`), and no mask is read after it; `mask` is for
-    model code that wants to hold one.
+    The first pass reads each layer's window from its mask (`WindowMasks`); later passes read no mask. `mask` is passed
+    to model code that requires one.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -392,7 +390,7 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[torch.Tensor, None]:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         layer: int = module.layer_idx  # type: ignore[assignment]
@@ -404,8 +402,8 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
             mixed = context.attend(layer, query, key, value, Rules(scale, context.windows[layer], softcap, s_aux))
         return mixed[None], None
 
-    def paged_mask(*arguments: Any, **keywords: Any) -> torch.Tensor | None:
-        return windows(*arguments, **keywords) if context.is_probed and mask is None else mask
+    def paged_mask(*_: object, local_size: int | None = None, **__: object) -> torch.Tensor | None:
+        return windows(local_size=local_size) if context.is_probed and mask is None else mask
 
     name = f"slime_paged_{next(_names)}"
     AttentionInterface.register(name, paged_attention)
@@ -413,14 +411,8 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
     return name
 
 
-# Attention to the tokens that an indexer picks (DeepSeek V3.2, GLM-5), where it picks all of them.
-#
-# An indexer scores every earlier token and keeps the best `index_topk`. In a sequence of no more tokens than that its
-# scores change nothing, and the engine's context ends there: so they are not computed, and no keys are kept for them.
-
-
 class SeesAll(nn.Module):
-    """In the place of an indexer, with its parameters under their names."""
+    """Replaces an indexer that would select every token; has its parameters under their names."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
@@ -429,13 +421,13 @@ class SeesAll(nn.Module):
         for name, child in plain.named_children():
             self.add_module(name, child)
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """No index is read: attention over slots sees every token of its sequence."""
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Return a dummy index, which is not read: attention over slots sees every token of its sequence."""
         return hidden_states.new_zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
 
 
 def replace_indexers(model: nn.Module) -> bool:
-    """Whether there were any."""
+    """Replace the indexers of a model by `SeesAll`; returns True when there were any."""
     found = False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Rewards by rank: the answers to one prompt are compared in pairs, and the order that comes of it is the reward.
+"""Rewards by rank: the answers to one prompt are compared in pairs, and the resulting order gives their rewards.
 
 from slime.rollout.rewards.tournament import ServedJudge, Tournament
 

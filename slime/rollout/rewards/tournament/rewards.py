@@ -1,7 +1,12 @@
-"""`Tournament`: the rewards of a group by rank, for `--group-rm`."""
+"""`Tournament`: rewards a group's answers by rank, for `--group-rm`, with a judge that compares pairs.
+
+Invariant: a match has a score or none. If a judge raises an exception or returns an invalid verdict, it is called again
+a limited number of times, and then the match has no score; only a `UserError` and a cancellation are re-raised.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import difflib
 import inspect
@@ -21,29 +26,24 @@ from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import UserError
 from slime.rollout.event_loop import DaemonThreads
 from slime.rollout.outcomes import FailureLog, contained
-from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Pair, Played, Score, play, rank_rewards
+from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Pair, Score, play, rank_rewards
 from slime.rollout.rewards.worker_pool import RewardError
-
-# Judges of two answers, and how patiently they are asked.
-#
-# Invariant: a match has a score or none. What a judge raises, or answers beside the point, is asked about again and
-# then is a match without a score; only a `UserError` and cancellation pass.
 
 
 class JudgeFailed(RewardError):
-    """A judge gave no verdict, for a reason that says nothing about the answers."""
+    """A judge returned no valid verdict, for a reason unrelated to the answers."""
 
 
 class Judge(Protocol):
     """Compares two answers to one prompt; may be a plain function, which is called in a thread."""
 
-    def __call__(self, args: Any, first: Sample, second: Sample) -> float | Awaitable[float]:
-        """1 if the first is better, 0 if the second is, 1/2 for neither; raises where it cannot say."""
+    def __call__(self, args: argparse.Namespace, first: Sample, second: Sample) -> float | Awaitable[float]:
+        """Return 1 if the first is better, 0 if the second is, 1/2 for neither; raise if it cannot decide."""
 
 
 @dataclass
 class Calls:
-    """How a judge was asked: calls (those again included) and those that failed."""
+    """Counts of a judge's calls, including retries, and of the calls that failed."""
 
     made: int = 0
     failed: int = 0
@@ -51,10 +51,10 @@ class Calls:
 
 @dataclass
 class Match:
-    """One judge and how it is asked.
+    """Scores matches with one judge, with retries and a concurrency limit.
 
-    With `swap` a match is two calls, with the answers in both orders, and the score is their mean: a judge that prefers
-    a place whatever stands there says 1 and then 0, which is a tie.
+    With `swap`, a match is two calls with the answers in both orders, and the score is their mean. A judge that always
+    prefers the same position returns 1 and then 0, which gives a tie.
     """
 
     judge: Judge
@@ -67,70 +67,70 @@ class Match:
     def __post_init__(self) -> None:
         if self.tries < 1 or self.concurrency < 1:
             raise UserError(
-                f"a judge must be asked at least once, by at least one at a time: tries is {self.tries}, "
-                f"concurrency {self.concurrency}"
+                f"the tries and concurrency of a Match must be at least 1: tries is {self.tries}, concurrency is "
+                f"{self.concurrency}"
             )
         self._seats = asyncio.Semaphore(self.concurrency)
         self._threads = DaemonThreads("judge", self.concurrency)
         weakref.finalize(self, self._threads.close)
 
-    async def score(self, args: Any, first: Sample, second: Sample, calls: Calls) -> float | None:
-        """The first one's share of the point, or None where the judge gave no verdict in one of the orders."""
+    async def score(self, args: argparse.Namespace, first: Sample, second: Sample, calls: Calls) -> float | None:
+        """Share of the point for the first answer; None if the judge gave no verdict in one of the orders."""
         orders = [self._asked(args, first, second, calls)]
         if self.swap:
             orders.append(self._asked(args, second, first, calls))
-        said = await asyncio.gather(*orders)
-        if None in said:
+        verdicts = await asyncio.gather(*orders)
+        if None in verdicts:
             return None
-        shares = [share if place == 0 else 1 - share for place, share in enumerate(said) if share is not None]
+        shares = [share if place == 0 else 1 - share for place, share in enumerate(verdicts) if share is not None]
         return sum(shares) / len(shares)
 
-    async def _asked(self, args: Any, first: Sample, second: Sample, calls: Calls) -> float | None:
+    async def _asked(self, args: argparse.Namespace, first: Sample, second: Sample, calls: Calls) -> float | None:
+        """Call the judge, with retries; an async judge is awaited here, a plain one runs in a thread."""
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.first_pause_s * 2 ** (attempt - 1))
             calls.made += 1
             try:
                 async with self._seats:
-                    return _share(await self._verdict(args, first, second))
+                    call = partial(self.judge, args, first, second)
+                    return _share(
+                        await contained(call if is_async(self.judge) else partial(self._result_of, call), "the judge")
+                    )
             except UserError:
                 raise
             except EngineRejected as error:  # the same request would be refused again
                 calls.failed += 1
                 self.failures.record("judge", error)
                 return None
-            except Exception as error:  # noqa: BLE001 - whatever a judge raises is the outcome of this match
+            except Exception as error:  # noqa: BLE001 - any exception of a judge is the outcome of this match
                 calls.failed += 1
                 self.failures.record("judge", error)
         return None
 
-    async def _verdict(self, args: Any, first: Sample, second: Sample) -> Any:
-        """What the judge returns: an async one is awaited here, a plain one runs in a thread."""
-        call = partial(self.judge, args, first, second)
-        return await contained(call if is_async(self.judge) else partial(self._result_of, call), "the judge")
-
-    async def _result_of(self, call: Callable[[], Any]) -> Any:
+    async def _result_of(self, call: Callable[[], object]) -> object:
+        """Run a plain judge in a thread, and await its result if that is awaitable."""
         result = await (await self._threads.begin(call, "the judge"))
         return await result if inspect.isawaitable(result) else result
 
 
 def _share(verdict: Any) -> float:
-    """A verdict as a number of [0, 1]."""
+    """Convert a verdict to a number in [0, 1]."""
     if isinstance(verdict, str | bytes) or not hasattr(verdict, "__float__"):
-        raise JudgeFailed(f"a judge must say 1, 0 or 1/2, not {verdict!r:.80}")
+        raise JudgeFailed(f"a judge must return 1, 0 or 1/2, not {verdict!r:.80}")
     share = float(verdict)
     if not (math.isfinite(share) and 0 <= share <= 1):
-        raise JudgeFailed(f"a judge must say 1, 0 or 1/2, not {share}")
+        raise JudgeFailed(f"a judge must return 1, 0 or 1/2, not {share}")
     return share
 
 
 NOTED = "tournament"
-"""Where a group's first sample carries what was played, which `rollout/tournament_*` are the sums of."""
+"""Metadata key of a group's first sample for the tournament's counts, which `rollout/tournament_*` sum up."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a group's tournament took."""
+    """Counts of a group's tournament, for metrics."""
 
     matches: int
     judge_calls: int
@@ -140,15 +140,15 @@ class Account:
 
 
 class Tournament:
-    """Compares the answers of each group in pairs and rewards them by rank, 0 for the last to 1 for the best.
+    """Compares the answers of each group in pairs and rewards them by rank, from 0 for the last to 1 for the best.
 
-    A player is a rollout: samples that one attempt was split into play as one, by the last of them, and share its
-    reward. Failed samples do not play. A player whose matches all stayed undecided is given up as a failure, as the
-    judge said nothing about it; if that is everybody the group fails. The draw depends on the group's index alone.
+    A player is a rollout: the samples that one attempt was split into play as one, represented by the last of them, and
+    share its reward. Failed samples do not play. A player without any decided match is marked as failed, because the
+    judge did not rank it; if no match is decided, the group fails. The draw depends only on the group's index.
     """
 
     def __init__(self, judge: Judge, topology: str = "seeded_single_elimination", **how: Any) -> None:
-        """`how` goes to `Match`: swap, tries, first_pause_s, concurrency."""
+        """Create a tournament; `how` is passed to `Match`: swap, tries, first_pause_s, concurrency."""
         if topology not in TOPOLOGIES:
             near = difflib.get_close_matches(topology, TOPOLOGIES, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -156,27 +156,16 @@ class Tournament:
         self.topology = topology
         self._match = Match(judge, **how)
 
-    async def rewards(self, args: Any, samples: Sequence[Sample]) -> list[float]:
-        """One reward for each sample, in their order; those of samples that are given up do not count."""
-        rollouts: dict[Any, list[Sample]] = {}
+    async def rewards(self, args: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
+        """Reward each sample, in order; samples without a decided match are marked as failed."""
+        rollouts: dict[object, list[Sample]] = {}
         for position, sample in enumerate(samples):
             if sample.status is not Sample.Status.FAILED:
                 own = ("alone", position) if sample.rollout_id is None else sample.rollout_id
                 rollouts.setdefault(own, []).append(sample)
         if not rollouts:
             return [0.0] * len(samples)
-        played, calls = await self._played(args, [members[-1] for members in rollouts.values()])
-        earned: dict[int, float] = {}
-        for members, reward in zip(rollouts.values(), rank_rewards(played.levels), strict=True):
-            for sample in members:
-                earned[id(sample)] = _settled(sample, reward)
-        first = next(iter(rollouts.values()))[0]
-        first.metadata[NOTED] = asdict(
-            Account(len(played.matches), calls.made, calls.failed, played.ties, played.undecided)
-        )
-        return [earned.get(id(sample), 0.0) for sample in samples]
-
-    async def _played(self, args: Any, players: Sequence[Sample]) -> tuple[Played, Calls]:
+        players = [members[-1] for members in rollouts.values()]
         calls = Calls()
 
         async def score_round(pairs: list[Pair]) -> Sequence[Score]:
@@ -189,18 +178,19 @@ class Tournament:
             raise RewardError(
                 f"the judge decided none of {len(played.matches)} matches ({calls.failed} of {calls.made} calls failed)"
             )
-        return played, calls
+        earned: dict[int, float] = {}
+        for members, reward in zip(rollouts.values(), rank_rewards(played.levels), strict=True):
+            for sample in members:
+                if reward is None:
+                    sample.status = Sample.Status.FAILED
+                    sample.failure = "reward: the judge decided none of its matches"
+                earned[id(sample)] = 0.0 if reward is None else reward
+        first = next(iter(rollouts.values()))[0]
+        first.metadata[NOTED] = asdict(
+            Account(len(played.matches), calls.made, calls.failed, played.ties, played.undecided)
+        )
+        return [earned.get(id(sample), 0.0) for sample in samples]
 
-
-def _settled(sample: Sample, reward: float | None) -> float:
-    """The reward of a sample; without one it is given up."""
-    if reward is None:
-        sample.status, sample.failure = Sample.Status.FAILED, "reward: the judge decided none of its matches"
-        return 0.0
-    return reward
-
-
-# A judge that is a model behind a chat endpoint: of the run's engines, of a frozen model beside it, or any other.
 
 PROMPT = """You compare two answers to the same request.
 
@@ -215,7 +205,7 @@ PROMPT = """You compare two answers to the same request.
 
 Which answer serves the request better? Do not let their order or their length sway you. Think it over shortly, then \
 end with [[A]], [[B]], or [[C]] if neither is better."""
-"""A judge prompt for models of a real size; a task usually has one of its own."""
+"""Default prompt of a judge, for large models; most tasks define their own."""
 
 _SHARES = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}
 _MARKED = re.compile(r"\[\[\s*(A|B|C|tie)\s*\]\]", re.IGNORECASE)
@@ -223,9 +213,9 @@ _BARE = re.compile(r"\s*(A|B|C|tie)\s*\.?\s*", re.IGNORECASE)
 
 
 def verdict_of(text: str) -> float:
-    """What a judge wrote as the first answer's share: by the last [[A]], [[B]] or [[C]], or by a letter alone.
+    """Parse a judge's text into the first answer's share: by the last [[A]], [[B]] or [[C]], or by a letter alone.
 
-    Anything else raises `JudgeFailed`: a text without a verdict is no tie.
+    Other text raises `JudgeFailed`: an answer without a verdict is not a tie.
     """
     marked = _MARKED.findall(text)
     bare = _BARE.fullmatch(text)
@@ -237,13 +227,13 @@ def verdict_of(text: str) -> float:
 
 
 def said_in_the_end(sample: Sample) -> str:
-    """What the judge is shown of an attempt: its last answer (`metadata["answer"]`, with tools), or all of it."""
+    """The part of an attempt that the judge sees: its last answer (`metadata["answer"]`, with tools), or all of it."""
     answer = sample.metadata.get("answer")
     return answer if isinstance(answer, str) else sample.response
 
 
 def asked_for(sample: Sample) -> str:
-    """The request: the prompt, of a conversation the last message that the user wrote."""
+    """The request that the judge sees: the prompt, or the last user message of a conversation."""
     if not isinstance(sample.prompt, list):
         return prompt_text(sample.prompt)
     return next((str(one["content"]) for one in reversed(sample.prompt) if one.get("role") == "user"), "")
@@ -251,12 +241,12 @@ def asked_for(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class ServedJudge:
-    """Asks `POST url/v1/chat/completions`, once for each call.
+    """A judge that is a model behind a chat endpoint: sends one `POST url/v1/chat/completions` for each call.
 
-    `url` is a base URL; without one it is the engines of the run, the policy as it is now, or with `model` the frozen
-    model of that name beside it (`--sglang-config`). `prompt` has the fields {question}, {first} and {second};
-    `question_of` and `answer_of` say what is put there, and `read` makes a share of what comes back. Greedy, unless
-    `temperature` says otherwise.
+    `url` is a base URL. Without it, the requests go to the run's engines, so the judge is the current policy, or with
+    `model` the frozen model of that name (`--sglang-config`). `prompt` has the fields {question}, {first} and {second},
+    which `question_of` and `answer_of` fill in. `read` parses the model's text into a share. Sampling is greedy unless
+    `temperature` is set.
     """
 
     url: str | None = None
@@ -277,13 +267,13 @@ class ServedJudge:
         except (LookupError, ValueError) as error:
             raise UserError(
                 f"the judge's prompt cannot be filled in ({error!r}): its fields are {{question}}, {{first}} and "
-                "{second}, and other braces are written twice"
+                "{second}; write other braces twice"
             ) from error
         if "<first>" not in filled or "<second>" not in filled:
-            raise UserError("the judge's prompt must have the fields {first} and {second}: it is shown two answers")
+            raise UserError("the judge's prompt must have the fields {first} and {second} for the two answers")
 
-    async def __call__(self, args: Any, first: Sample, second: Sample) -> float:
-        """1 if the model prefers the first, 0 for the second, 1/2 for neither; raises where there is no verdict."""
+    async def __call__(self, args: argparse.Namespace, first: Sample, second: Sample) -> float:
+        """Return 1 if the model prefers the first, 0 for the second, 1/2 for neither; raise if there is no verdict."""
         content = self.prompt.format(
             question=self.question_of(first), first=self.answer_of(first), second=self.answer_of(second)
         )
@@ -299,7 +289,8 @@ class ServedJudge:
         async with EngineClient(self._address(args), timeout_s=self.timeout_s, api_key=self.api_key) as engine:
             return self.read(await engine.chat(payload))
 
-    def _address(self, args: Any) -> str:
+    def _address(self, args: argparse.Namespace) -> str:
+        """Base URL of the judge's server."""
         if self.url is not None:
             return self.url.rstrip("/").removesuffix("/v1")
         if self.model is None:
@@ -308,7 +299,7 @@ class ServedJudge:
         if self.model not in served:
             there = ", ".join(served) or "none"
             raise UserError(
-                f"no model {self.model!r} is served for the judge (there is: {there}); name it in --sglang-config, or "
+                f"no model {self.model!r} is served for the judge (there is: {there}): add it to --sglang-config or "
                 "give ServedJudge a url"
             )
         host, port = served[self.model]

@@ -1,19 +1,19 @@
-"""Who plays whom, and what order comes of it: tournaments as pure generators.
+"""Tournament topologies as pure generators: the pairs of each round, and the resulting order of the players.
 
-A topology of n players (0 ... n-1, the best seed first) yields rounds, lists of pairs whose matches do not depend on
-one another, is sent the scores of each round, and returns the level of every player. A score is the first player's
-share of the point: 1, 0, or 1/2 for a tie; None is a match that nobody could decide.
+A topology of n players (0 ... n-1, the best seed first) yields rounds, which are lists of pairs whose matches do not
+depend on one another, receives the scores of each round, and returns the level of every player. A score is the first
+player's share of the point: 1, 0, or 1/2 for a tie; None is a match that the judge could not decide.
 
 | topology | matches of n players | an undecided match |
 |---|---|---|
 | `round_robin` | n (n-1) / 2 | does not count |
 | `swiss` | floor(n/2) ceil(log2 n) | half a point each |
-| `double_elimination` | 2n - 2, and one more if the unbeaten one loses the final | as a tie |
-| `seeded_single_elimination` | 2n - 2: all against one, which makes the seeds, then n - 1 | as a tie |
+| `double_elimination` | 2n - 2, and one more if the unbeaten player loses the final | as a tie |
+| `seeded_single_elimination` | 2n - 2: all against one, which determines the seeds, then n - 1 | as a tie |
 | `single_elimination` | n - 1 | as a tie |
 
-In an elimination one has to leave: after a tie the worse seed, which then ends where the other one ends. So equal
-answers get equal ranks wherever the draw put them. A player of whom no match was decided has no level.
+In an elimination, one player of each pair is out. After a tie this is the worse seed, which then gets the same level as
+the other player. So equal answers get equal ranks independent of the draw. A player with no decided match has no level.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 
-# From levels to rewards.
-
 Level = tuple[float, ...]
-"""How far a player came, to be compared with others of the same tournament: the greater, the better."""
+"""Result of a player, comparable within one tournament: greater is better."""
 
 
 def rank_rewards(levels: Sequence[Level | None]) -> list[float | None]:
-    """For each player the share of the others that it is ahead of, a tie counting half: 1 for the best, 0 for the last.
+    """Reward each player with the share of the others that it beats: 1 for the best, 0 for the last; a tie counts half.
 
-    With n players in order p = 0 (last) ... n-1 (best) the reward is p / (n - 1); equal levels share the mean of their
-    places, so the mean over all is 1/2 whatever was tied. A player alone has 1/2; one without a level (None) has none,
-    and the others are ranked as if it had not been there.
+    With n players in order p = 0 (last) ... n-1 (best), the reward is p / (n - 1). Equal levels share the mean of their
+    places, so the mean over all players is always 1/2. A single player gets 1/2. A player without a level (None) gets
+    None, and the others are ranked without it.
     """
     known = sorted(level for level in levels if level is not None)
     if len(known) < 2:
@@ -56,19 +54,19 @@ BYE = 1.0
 
 @dataclass(frozen=True)
 class Played:
-    """A tournament that was played: levels in the order of the players, and every match with its score."""
+    """Result of a tournament: levels in the order of the players, and every match with its score."""
 
     levels: list[Level | None]
     matches: list[tuple[Pair, Score]]
 
     @property
     def undecided(self) -> int:
-        """Matches without a score."""
+        """Number of matches without a score."""
         return sum(score is None for _, score in self.matches)
 
     @property
     def ties(self) -> int:
-        """Matches that went to nobody."""
+        """Number of tied matches."""
         return sum(score == TIE for _, score in self.matches)
 
 
@@ -77,7 +75,7 @@ async def play(
 ) -> Played:
     """Play `topology` among the players in `seeds`, the best first; `score_round` scores the matches of a round.
 
-    `seeds` is a permutation of 0 ... n-1; pairs and levels are in terms of its members.
+    `seeds` is a permutation of 0 ... n-1; pairs and levels refer to its members.
     """
     rounds, matches = topology(len(seeds)), list[tuple[Pair, Score]]()
     try:
@@ -98,7 +96,7 @@ async def play(
 
 
 def round_robin(n: int) -> Rounds:
-    """All against all; the level is the mean score over the matches that were decided."""
+    """Play all against all; the level is the mean score over the decided matches."""
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     scores = yield pairs
     points: list[list[float]] = [[] for _ in range(n)]
@@ -110,10 +108,10 @@ def round_robin(n: int) -> Rounds:
 
 
 def swiss(n: int) -> Rounds:
-    """ceil(log2 n) rounds among those with equal points, nobody twice against the same one where that can be.
+    """Play ceil(log2 n) rounds among players with similar points, avoiding repeated pairs where possible.
 
-    Of an odd number the last without a bye yet has one, which is a point. The level is the points, then those of the
-    opponents (Buchholz).
+    If n is odd, the lowest player without a bye so far gets one, which counts as a point. The level is the player's
+    points, then the sum of its opponents' points (Buchholz).
     """
     points, met = [0.0] * n, [set[int]() for _ in range(n)]
     had_bye: set[int] = set()
@@ -137,9 +135,9 @@ def swiss(n: int) -> Rounds:
 
 
 def single_elimination(n: int) -> Rounds:
-    """Who loses is out; the best seeds pass over the first round where n is no power of two.
+    """Play a knockout; the best seeds skip the first round if n is not a power of two.
 
-    The best seed left meets the worst one in every round. The level is the round in which one fell.
+    In every round the best remaining seed meets the worst one. The level is the round in which a player lost.
     """
     alive, level, shares = list(range(n)), [0] * n, dict[int, int]()
     rounds = math.ceil(math.log2(n)) if n > 1 else 0
@@ -155,9 +153,9 @@ def single_elimination(n: int) -> Rounds:
 
 
 def seeded_single_elimination(n: int) -> Rounds:
-    """All others against the first one, then a single elimination among seeds by how that went.
+    """Play all others against the first player, then a single elimination seeded by these scores.
 
-    The level is the round in which one fell, then the score against the first one.
+    The level is the round in which a player lost, then its score against the first player.
     """
     pairs = [(player, 0) for player in range(1, n)]
     scores = yield pairs
@@ -174,10 +172,11 @@ def seeded_single_elimination(n: int) -> Rounds:
 
 
 def double_elimination(n: int) -> Rounds:
-    """Who loses twice is out; the last unbeaten one meets the last one beaten once, twice if it loses the first time.
+    """Play a knockout in which a player is out after two losses.
 
-    The unbeaten play each other, and so do those beaten once; of an odd number the best seed rests. The level is the
-    step at which one was out.
+    The unbeaten players play each other, and so do the players with one loss; if their number is odd, the best seed
+    rests. In the final, the last unbeaten player meets the last one with one loss, and again if it loses. The level is
+    the step at which a player was out.
     """
     unbeaten, beaten = list(range(n)), list[int]()
     level, shares, step = [0] * n, dict[int, int](), 0
@@ -212,7 +211,7 @@ TOPOLOGIES: dict[str, Topology] = {
 
 
 def expected_matches(name: str, n: int) -> int:
-    """How many matches a topology has among n players (of double elimination: without the second final)."""
+    """Number of matches of a topology among n players (for double elimination without the second final)."""
     rounds = math.ceil(math.log2(n)) if n > 1 else 0
     return {
         "round_robin": n * (n - 1) // 2,
@@ -224,12 +223,12 @@ def expected_matches(name: str, n: int) -> int:
 
 
 def _folded(players: Sequence[int]) -> list[Pair]:
-    """The best seed against the worst, the second against the last but one, ..."""
+    """Pair the best seed with the worst, the second with the last but one, ..."""
     return [(players[i], players[-1 - i]) for i in range(len(players) // 2)]
 
 
 def _losers(pairs: Sequence[Pair], scores: Sequence[Score], shares: dict[int, int]) -> set[int]:
-    """Who leaves each match; after a tie the worse seed, of whom `shares` notes with whom it shares its place."""
+    """The loser of each match; after a tie the worse seed, and `shares` maps it to the player that it tied with."""
     losers = set()
     for (a, b), score in zip(pairs, scores, strict=True):
         better, worse = min(a, b), max(a, b)
@@ -242,17 +241,17 @@ def _losers(pairs: Sequence[Pair], scores: Sequence[Score], shares: dict[int, in
 
 
 def _with_shares(level: Sequence[int], shares: dict[int, int]) -> list[Level]:
-    """The levels, where one that fell in a tie has that of the player it tied with in the end."""
+    """Build the levels; a player that lost by a tie gets the final level of the player that it tied with."""
     found: list[Level] = []
     for player in range(len(level)):
-        while player in shares:  # towards better seeds: it ends
+        while player in shares:  # leads to better seeds, so the loop ends
             player = shares[player]
         found.append((float(level[player]),))
     return found
 
 
 def _not_yet_met(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
-    """Neighbours in `order` as pairs; those who have met are kept apart as far as swapping can do it."""
+    """Pair neighbours in `order`, avoiding players that have met as far as swaps allow."""
     left, pairs = list(order), list[Pair]()
     while left:
         first = left.pop(0)
@@ -267,8 +266,8 @@ def _not_yet_met(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
 
 
 def _swapped(a: int, b: int, pairs: Sequence[Pair], met: Sequence[set[int]]) -> tuple[int, Pair, Pair] | None:
-    """The latest pair that a and b, who have met, can exchange partners with, and the two pairs that come of it."""
-    for at in range(len(pairs) - 1, 0, -1):  # not the first: those two play for the lead
+    """Find the latest pair with which a and b, who have met, can exchange partners; return it and the two new pairs."""
+    for at in range(len(pairs) - 1, 0, -1):  # the first pair, which plays for the lead, is never changed
         c, d = pairs[at]
         for one, two in (((c, a), (d, b)), ((c, b), (d, a))):
             if one[1] not in met[one[0]] and two[1] not in met[two[0]]:
