@@ -5,8 +5,8 @@
     python benchmarks/training_memory.py --device cuda --shape qwen3-0.6b --ranks 1 --tokens 8192
 
 Each rank is a process of its own with a real `Trainer` that makes rollout steps of `--micro-batches` micro-batches;
-what counts is a step that finds Adam's moments there. The plan's number is `slime.driver.plan.memory.trainer_memory` of the
-same flags. "allocated" is what torch's allocator gave out at most: on a GPU its own statistics, on the CPU the sum of
+what counts is a step that finds Adam's moments there. The plan's number is `slime.driver.plan.memory.trainer_memory` of
+the same flags. "allocated" is what torch's allocator gave out at most: on a GPU its own statistics, on the CPU the sum of
 the allocations that torch's profiler saw, of the rank with the least: the ranks have equal work, and what threads of
 gloo set free is not seen. "resident" is what the system had to give for it: on a GPU what the allocator reserved, on
 the CPU the high-water mark of anonymous memory, over that of the process after it trained a tiny model; freed memory

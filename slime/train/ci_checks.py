@@ -1,9 +1,9 @@
-"""`--ci-test`: numbers that hold in every correct run, whatever the model and the data.
+"""Checks numbers that hold in every correct run, for any model and data (`--ci-test`).
 
-Invariants checked: before a rollout's first update the policy is the one its old log-probs come from, which are
-computed in a pass of their own for this (unless an engine or older weights are to give them); before the run's
-first update it is its own reference; and trainer and engine agree on the log-probs of what was sampled by the weights
-that are trained on.
+Invariants checked: before a rollout's first update the policy equals the one that computed its old log-probs, which
+have a pass of their own for this check (unless an engine or older weights provide them); before the run's first update
+the policy equals its reference; trainer and engine agree on the log-probs of tokens sampled with the weights that are
+trained on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}
 
 
 class SelfCheckFailed(RunFailed):
-    """A number that cannot be right."""
+    """Raised when a checked number is out of its bounds."""
 
 
 def check_numbers(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
-    """Raise SelfCheckFailed on the first wrong number in the metrics of a rollout's optimizer steps."""
+    """Raise SelfCheckFailed at the first wrong number in the metrics of a rollout's optimizer steps."""
     for name, value, bound in _bounded(config, steps):
         if not abs(value) <= bound:
             raise SelfCheckFailed(
@@ -37,17 +37,18 @@ def check_numbers(config: Config, rollout_id: int, steps: Sequence[Mapping[str, 
 
 
 def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
+    """Yield (description, value, bound) of each check that applies to the run."""
     first = steps[0]
     of_older_weights = config.keep_old_actor and versions_behind(config) > 0
     checks_kl = not config.ci_disable_kl_checker
     if checks_kl and "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
     is_first = "train/kl_loss" in first and first["train/step"] == 0
-    fresh = config.lora_load is None  # else the policy starts with an adapter that its reference does not have
+    fresh = config.lora_load is None  # a loaded adapter makes the policy differ from its reference
     if checks_kl and is_first and fresh and find_start(config) == find_reference(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
     if may_be_older(config):
-        return  # what older weights sampled is not what these would
+        return  # older weights may have sampled the tokens, with other log-probs
     for step in steps:
         gap = step.get("train/train_rollout_logprob_abs_diff")
         if gap is not None:
@@ -55,7 +56,7 @@ def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[t
 
 
 def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
-    """Write the gradient norms of a rollout's steps, or compare them with those that another run has written."""
+    """Write the gradient norms of a rollout's steps, or compare them with those of another run."""
     for index, step in enumerate(steps):
         for role, name in GRAD_NORMS.items():
             if name not in step:
@@ -70,7 +71,7 @@ def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[st
 
 
 def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step: int) -> Path | None:
-    """Where a norm belongs; None for one that a name without its placeholder has no place for."""
+    """Return the file of a norm; None if the template lacks a placeholder that the norm needs."""
     if template is None or (rollout_id and "{rollout_id" not in template) or (step and "{step_id" not in template):
         return None
     if role != "actor" and "{role" not in template:
@@ -78,10 +79,11 @@ def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step
     try:
         return Path(template.format(role=role, rollout_id=rollout_id, step_id=step))
     except (KeyError, IndexError, ValueError) as error:
-        raise UserError(f"{flag} {template} may hold only {{role}}, {{rollout_id}} and {{step_id}}") from error
+        raise UserError(f"{flag} {template} may contain only {{role}}, {{rollout_id}} and {{step_id}}") from error
 
 
 def _compare(file: Path, what: str, norm: float) -> None:
+    """Raise SelfCheckFailed if a norm differs from the one in the file."""
     try:
         expected = float(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

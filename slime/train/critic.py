@@ -1,4 +1,4 @@
-"""The value model of PPO: its own weights, optimizer, learning rate and checkpoints, on the policy's devices."""
+"""The value model of PPO, with its own weights, optimizer, learning rate and checkpoints, on the policy's devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime.train.step import SKIPPED, NotFinite, train_step
 
 
 class Critic:
-    """Predicts the return before each response token, and learns from the returns that came."""
+    """Predicts the return before each response token, and is trained on the observed returns."""
 
     def __init__(self, config: Config, builder: Builder) -> None:
         self.config = critic_flags(config)
@@ -36,18 +36,18 @@ class Critic:
             self.state = CheckpointFolder(start.checkpoint).load(self.backend, self.config)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Tensor]]:
-        """(sample, its values) for all samples of the micro-batches."""
+        """Compute (sample, its values) for all samples of the micro-batches."""
         scores = self.backend.forward(micro_batches)
         return [part for micro, found in zip(micro_batches, scores, strict=True) for part in micro.give(found.values)]
 
     def train(
         self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]], *, warnings: list[str]
     ) -> list[dict[str, float]]:
-        """One update for each step; metrics under the names that a critic's have."""
+        """Run one update per step; return metrics under the critic's names."""
         return [self._step(rollout_id, data, step, step_id, warnings) for step_id, step in enumerate(steps)]
 
     def draft(self, rollout_id: int, folder: Path) -> Draft:
-        """A checkpoint that is not written yet."""
+        """Prepare a checkpoint; nothing is written yet."""
         self.state.next_rollout_id = rollout_id + 1
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config)
 
@@ -65,7 +65,7 @@ class Critic:
         try:
             metrics = train_step(self.backend, micro_batches, self._objective, rates)
         except NotFinite as found:
-            values = self.values(micro_batches)  # the same forward once more; all ranks take part
+            values = self.values(micro_batches)  # repeats the forward; all ranks take part
             names = blamed(
                 data, values, "values", self.backend.topology.world, rollout_id, self.config.output_dir or "."
             )

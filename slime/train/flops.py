@@ -4,8 +4,8 @@
 
 A forward pass costs 2 FLOPs for each weight that a token uses (projections, its own experts and their router, LM head)
 and, in an attention layer, for each number of the scores and of the weighted values of a query-key pair. The backward
-pass costs twice the forward pass. Causal attention has `L (L + 1) / 2` pairs; a sliding window has at most `window` keys
-per query; linear attention keeps a state of fixed size and has no pairs. Norms, activations, biases and embeddings are
+pass costs twice the forward pass. Causal attention has `L (L + 1) / 2` pairs; a sliding window limits keys per query to
+`window`; linear attention keeps a state of fixed size and has no pairs. Norms, activations, biases and embeddings are
 not counted, nor is recomputation, which scales all terms equally.
 """
 

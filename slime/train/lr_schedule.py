@@ -1,7 +1,7 @@
-"""The learning rate and the weight decay of each update.
+"""Computes the learning rate and the weight decay of each update.
 
 Invariant: both are pure functions of the number of finished updates of the model, so a resumed run continues with the
-same ones, and steps that only a critic made use nothing of the policy's warm-up. They are those of Megatron's scheduler
+same values, and critic-only steps do not advance the policy's warm-up. The values equal those of Megatron's scheduler
 after as many steps of `--global-batch-size` rollouts: the first update of a warm-up has `--lr-warmup-init`.
 """
 
@@ -16,7 +16,7 @@ from slime.errors import UserError
 
 
 class Rates(NamedTuple):
-    """What an update is made with."""
+    """Learning rate and weight decay of an update."""
 
     learning_rate: float
     weight_decay: float
@@ -24,9 +24,9 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up from `first` over `warmup` updates, then `style` from `peak` to `floor` until `horizon`.
+    """Linear warm-up from `first` over `warmup` updates, then a decay of `style` from `peak` to `floor` at `horizon`.
 
-    `anneal` is the length of the decay at the end of a WSD schedule, `anneal_style` its shape.
+    `anneal` is the number of updates of the decay at the end of a WSD schedule, `anneal_style` its shape.
     """
 
     peak: float
@@ -41,12 +41,12 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.style != "constant" and self.horizon is None:
             raise UserError(
-                f"--lr-decay-style {self.style} needs an end: give --lr-decay-iters, or --num-rollout to derive it from"
+                f"--lr-decay-style {self.style} needs an end: set --lr-decay-iters, or --num-rollout to derive it"
             )
 
     @classmethod
     def from_config(cls, config: Config, *, without: int = 0) -> LearningRate:
-        """The horizon is that of the run, less the rollouts at its begin in which this model is not updated."""
+        """Take the flags' values; the default horizon is the run without its `without` initial critic-only rollouts."""
         batch = config.global_batch_size or 1
         horizon: float | None = config.lr_decay_iters
         if config.lr_decay_samples is not None:
@@ -56,7 +56,7 @@ class LearningRate:
         warmup = config.lr_warmup_iters + config.lr_warmup_samples / batch
         if config.lr_warmup_fraction is not None:
             if horizon is None:
-                raise UserError("--lr-warmup-fraction is a part of --lr-decay-iters: give it, or --num-rollout")
+                raise UserError("--lr-warmup-fraction needs --lr-decay-iters or --num-rollout: set one of them")
             warmup = config.lr_warmup_fraction * horizon
         return cls(
             config.lr,
@@ -70,7 +70,7 @@ class LearningRate:
         )
 
     def at(self, step: int) -> float:
-        """The rate of the update that follows `step` finished ones."""
+        """Return the learning rate of the update after `step` finished updates."""
         if self.warmup > 0 and step <= self.warmup:
             return self.first + (self.peak - self.first) * step / self.warmup
         if self.style == "constant" or self.horizon is None:
@@ -79,19 +79,17 @@ class LearningRate:
             return self.floor
         if self.style == "inverse-square-root":
             return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
-        return self.floor + (self.peak - self.floor) * self._remaining(step, self.horizon)
-
-    def _remaining(self, step: int, horizon: float) -> float:
-        """The part of the way from floor to peak that is left after `step` updates."""
-        if self.style != "WSD":
-            return _decayed(self.style, _part(step - self.warmup, horizon - self.warmup))
-        begin = horizon - self.anneal
-        return 1.0 if step <= begin else _decayed(self.anneal_style, _part(step - begin, self.anneal))
+        if self.style == "WSD":
+            begin = self.horizon - self.anneal
+            remaining = 1.0 if step <= begin else _decayed(self.anneal_style, _part(step - begin, self.anneal))
+        else:
+            remaining = _decayed(self.style, _part(step - self.warmup, self.horizon - self.warmup))
+        return self.floor + (self.peak - self.floor) * remaining
 
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `first` to `last` over the updates of the run."""
+    """Weight decay that changes from `first` to `last` over the updates of the run."""
 
     first: float
     last: float
@@ -104,11 +102,11 @@ class WeightDecay:
         last = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
         horizon = _updates(config, without=without)
         if horizon is None and config.weight_decay_incr_style != "constant":
-            raise UserError(f"--weight-decay-incr-style {config.weight_decay_incr_style} needs an end: --num-rollout")
+            raise UserError(f"--weight-decay-incr-style {config.weight_decay_incr_style} needs --num-rollout: set it")
         return cls(first, last, config.weight_decay_incr_style, horizon)
 
     def at(self, step: int) -> float:
-        """The decay of the update that follows `step` finished ones."""
+        """Return the weight decay of the update after `step` finished updates."""
         if self.style == "constant" or self.horizon is None or step > self.horizon:
             return self.last
         return self.first + (self.last - self.first) * (1.0 - _decayed(self.style, _part(step, self.horizon)))
@@ -116,7 +114,7 @@ class WeightDecay:
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """Both together, for one model."""
+    """The schedules of the learning rate and the weight decay of one model."""
 
     learning_rate: LearningRate
     weight_decay: WeightDecay
@@ -130,18 +128,19 @@ class RateSchedule:
 
 
 def _updates(config: Config, *, without: int) -> float | None:
-    """Updates of the whole run, or None when only the length of the data can tell."""
+    """Count the updates of the whole run; None when it depends on the length of the data."""
     if config.num_rollout is None:
         return None
     return max(config.num_rollout - without, 0) * (config.num_steps_per_rollout or 1)
 
 
 def _part(done: float, whole: float) -> float:
+    """Return the finished fraction, at most 1."""
     return min(done / whole, 1.0) if whole > 0 else 1.0
 
 
 def _decayed(style: str, part: float) -> float:
-    """What is left of 1 after `part` of a decay to 0."""
+    """Return the remaining value after the fraction `part` of a decay from 1 to 0."""
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * part))
     if style == "exponential":

@@ -34,8 +34,8 @@ class NotFinite(Exception):
         """Format a warning for the user that lists the samples."""
         causes = f": {'; '.join(names)}" if names else ""
         return (
-            f"{where}: no update, the loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{causes}; check the "
-            f"tokens, log-probs and rewards, or lower {rate}"
+            f"{where}: no update, the loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{causes}; check "
+            f"the tokens, log-probs and rewards, or lower {rate}"
         )
 
 

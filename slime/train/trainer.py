@@ -1,6 +1,6 @@
-"""One training rank: the model, its optimizer, and what the driver may ask of it.
+"""One training rank: its models, their optimizers, and the methods that the driver calls.
 
-Invariant: all ranks call each method together with the same arguments apart from the data; the metrics returned are
+Invariant: all ranks call each method together with the same arguments, except for the data; the returned metrics are
 those of the whole batch, equal on every rank.
 """
 
@@ -27,6 +27,7 @@ from slime.config.plugins.view import plugin_args, tell_plugins
 from slime.errors import UserError
 from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
+from slime.storage.json_types import JsonObject
 from slime.train.actor import Actor
 from slime.train.backends.attention import prepare_attention
 from slime.train.backends.protocol import Builder
@@ -35,7 +36,7 @@ from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
 from slime.train.offload import Sleeper
 from slime.train.samples.batch import TrainBatch
-from slime.train.samples.dp_shards import open_share
+from slime.train.samples.dp_shards import Share, open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.nan_check import check_columns_finite
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
@@ -45,11 +46,9 @@ from slime.train.topology import Ranks
 from slime.train.weight_export.files import save_hf
 from slime.train.weight_export.sender import WeightSender, export_adapter
 
-# The backend that the flags ask for; the one place that knows all of them.
-
 
 def make_builder(config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> Builder:
-    """Forms the groups of ranks; all ranks call it together."""
+    """Choose the backend that the flags select and form its groups of ranks; all ranks call it together."""
     if uses_megatron(config):
         from slime.train.backends.megatron.builder import MegatronBuilder
 
@@ -64,8 +63,10 @@ POSTPROCESS = "--rollout-data-postprocess-path"
 
 
 class Trainer:
-    """Lives in a worker process; `init` first, then any of the others. `names` are those of model folders on the
-    driver's machine, by what they are called here; only those stand in checkpoints."""
+    """The state of one rank in its worker process; `init` must be called before the other methods.
+
+    `names` maps paths of model folders on this node to those on the driver's machine, which checkpoints contain.
+    """
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Trainer:
         names: Mapping[str, str] | None = None,
     ) -> None:
         if config.hf_checkpoint is None:
-            raise UserError("training needs --hf-checkpoint: the path of a Hugging Face model folder")
+            raise UserError("--hf-checkpoint: training needs the path of a Hugging Face model folder")
         self.config = config
         self.names = dict(names or {})
         self.progress = progress or Progress()
@@ -87,7 +88,7 @@ class Trainer:
         self.rollout_dtype = DTYPES[resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, parameters)]
 
     def init(self, ranks: Ranks) -> dict[str, int]:
-        """Load the models, resume where `--load` says; the first rollout id to train on, and whose samples it gets."""
+        """Load the models, resume from `--load`; return the first rollout id and the data-parallel rank and size."""
         config = self.config
         self.ranks = ranks
         local_rank = ranks.rank % (config.actor_num_gpus_per_node or 1)
@@ -96,7 +97,10 @@ class Trainer:
         self.topology = builder.topology
         self.timers = Timers(self.ranks.device)
         self.sender = WeightSender(config, dtype=self.rollout_dtype, device=self.device_name)
-        _seed_everything(config.seed + self.ranks.rank)
+        seed = config.seed + self.ranks.rank
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         prepare_attention(ranks.device, self.dtype)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)
@@ -107,20 +111,20 @@ class Trainer:
         begin = self.actor.state.next_rollout_id
         if self.critic is not None and self.critic.state.next_rollout_id != begin:
             raise UserError(
-                f"the policy resumes at rollout {begin} and the critic at {self.critic.state.next_rollout_id}: give "
-                "--load and --critic-load checkpoints of the same rollout"
+                f"--load, --critic-load: the policy resumes at rollout {begin} and the critic at "
+                f"{self.critic.state.next_rollout_id}; give checkpoints of the same rollout"
             )
         first = begin if config.start_rollout_id is None else config.start_rollout_id
         return {"begin": first, "data_rank": self.topology.data.rank, "data_size": self.topology.data.size}
 
-    def train(self, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
-        """All optimizer steps of one rollout; `data` is this rank's part as `rank_shares` cut it, or its file."""
+    def train(self, rollout_id: int, data: Share) -> JsonObject:
+        """Run all optimizer steps of one rollout; `data` is this rank's part from `rank_shares`, or its location."""
         self.timers.clear()
         if self.sleeper is not None:
             self.sleeper.wake()
             self.sleeper.changed()
         self.progress.begin("preparing the samples")
-        logged: list[tuple[dict[str, Any], str]] = []
+        logged: list[tuple[JsonObject, str]] = []
         with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
             with self.timers.measure("data_preprocess"):
                 data = open_share(data)
@@ -142,7 +146,7 @@ class Trainer:
         if self.sleeper is not None:
             self.sleeper.begin()
         rollout_metrics |= self.timers.metrics(data["num_tokens"])
-        answer: dict[str, Any] = {
+        answer: JsonObject = {
             "metrics": metrics,
             "rollout_metrics": rollout_metrics,
             "logged": logged,
@@ -154,20 +158,20 @@ class Trainer:
         return answer
 
     def sleep(self) -> None:
-        """Give the device's memory to the engines (`--offload-train`); nothing to do on a CPU."""
+        """Offload the models to the host to free device memory for the engines (`--offload-train`); no-op on a CPU."""
         if self.sleeper is not None:
             self.progress.begin("moving the model to the host")
             self.sleeper.sleep()
 
     def wake(self) -> None:
-        """Take it again."""
+        """Bring the models back to the device."""
         if self.sleeper is not None:
             self.progress.begin("moving the model to the device")
             self.sleeper.wake()
 
     @contextmanager
     def awake(self, *, whole: bool) -> Iterator[None]:
-        """Within, the model is on the device, the `whole` of it or without the optimizer; it goes on sleeping after."""
+        """Keep the model on the device during the context, with the optimizer if `whole`; then offload it again."""
         sleeper = self.sleeper
         if sleeper is None:
             yield
@@ -183,13 +187,13 @@ class Trainer:
                 sleeper.sleep()
 
     def save(self, rollout_id: int, folder: str | None = None, in_background: bool = False) -> str:
-        """A checkpoint under `--save`, or under another folder; its path, or a `NotWritten`.
+        """Write a checkpoint under `--save` or another folder and return its path; raises `NotWritten`.
 
-        With `in_background` it is only begun: `finish_save` says when it is whole.
+        With `in_background` it is only started: `finish_save` returns it when it is complete.
         """
         root, critic_root = folder or self.config.save, self.config.critic_save
         if root is None:
-            raise UserError("saving a checkpoint needs --save: the folder to write it to")
+            raise UserError("--save: a checkpoint needs a folder; set the flag")
         self.progress.begin("writing a checkpoint: tensor")
         drafts = [self.actor.draft(rollout_id, Path(root))]
         if self.critic is not None:
@@ -208,7 +212,7 @@ class Trainer:
         return str(drafts[-1].target)
 
     def finish_save(self, patient: bool) -> str | None:
-        """The checkpoint that was begun, when it is whole, once; None while it is not, or there is none."""
+        """Return the checkpoint in progress, once, when it is complete; None if it is not complete or there is none."""
         if self.background is None:
             return None
         self.progress.begin("writing a checkpoint: tensor")
@@ -216,62 +220,63 @@ class Trainer:
         return None if saved is None else str(saved)
 
     def export_weights(self, out_dir: str, version: int) -> list[str]:
-        """HF-named safetensors files for the engines: those that this rank wrote."""
+        """Write safetensors files with Hugging Face names for the engines; return the files of this rank."""
         self.actor.remember_exported(version)
         return [str(path) for path in self.sender.export(self.actor.backend, Path(out_dir), version=version)]
 
-    def export_delta(self, out_dir: str, version: int, base_version: int) -> dict[str, Any]:
-        """This rank's share of what changed since `base_version`, as a file of blobs."""
+    def export_delta(self, out_dir: str, version: int, base_version: int) -> JsonObject:
+        """Write this rank's share of the changes since `base_version` as a file of blobs."""
         self.actor.remember_exported(version)
         return self.sender.export_delta(self.actor.backend, Path(out_dir), version=version, base_version=base_version)
 
-    def weight_buckets(self) -> list[list[dict[str, Any]]]:
-        """Name, dtype and shape of each tensor in each bucket that `broadcast_weights` sends."""
+    def weight_buckets(self) -> list[list[JsonObject]]:
+        """Return name, dtype and shape of each tensor in each bucket that `broadcast_weights` sends."""
         return self.sender.buckets(self.actor.backend)
 
     def join_engines(self, **meeting_point: Any) -> None:
-        """Rank 0 waits for the engines in a process group; the other ranks have nothing to do with them."""
+        """Join a process group with the engines on rank 0; the other ranks are not members."""
         if self.ranks.rank == 0:
             self.sender.join(**meeting_point)
 
     def broadcast_weights(self, version: int) -> None:
-        """Send all buckets to the engines that joined."""
+        """Send all buckets to the engines in the group."""
         self.actor.remember_exported(version)
         self.sender.broadcast(self.actor.backend)
 
     def export_adapter(self, out_dir: str, version: int) -> list[str]:
-        """The files of the LoRA adapter, written by rank 0 (the others return nothing)."""
+        """Write the files of the LoRA adapter on rank 0 (the others return an empty list)."""
         self.actor.remember_exported(version)
         return [str(path) for path in export_adapter(self.actor.backend, Path(out_dir), version=version)]
 
-    def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-        """The adapter's facts, and name, dtype and shape of each tensor in each bucket of its broadcast."""
+    def adapter_buckets(self) -> tuple[JsonObject, list[list[JsonObject]]]:
+        """Return the adapter's config, and name, dtype and shape of each tensor in each bucket of its broadcast."""
         return self.sender.adapter_buckets(self.actor.backend)
 
     def broadcast_adapter(self, version: int) -> None:
-        """Send the adapter to the engines that joined."""
+        """Send the adapter to the engines in the group."""
         self.actor.remember_exported(version)
         self.sender.broadcast_adapter(self.actor.backend)
 
-    def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
-        """Weights in memory that engines open (`slime.train.weight_export.ipc`)."""
+    def share_bucket(self, number: int, version: int, region: str | None) -> JsonObject:
+        """Put a bucket of weights into memory that engines open (`slime.train.weight_export.ipc`)."""
         if number == 1:
             self.actor.remember_exported(version)
         return self.sender.shared.share(self.actor.backend, number, region)
 
     def stop_sharing(self) -> None:
-        """The engines have all buckets."""
+        """End the update; the engines have copied all buckets."""
         self.sender.shared.stop()
 
     def leave_engines(self) -> None:
+        """Leave the engines' process group."""
         self.sender.leave()
 
     def weight_checksums(self) -> dict[str, str]:
-        """The xxh3-128 of every tensor that this rank owns, as the engines should have it."""
+        """Compute the xxh3-128 of every tensor that this rank owns, as the engines should have it."""
         return self.sender.checksums(self.actor.backend)
 
     def save_hf(self, path: str) -> str:
-        """A Hugging Face folder; its path, or a `NotWritten`."""
+        """Write a Hugging Face folder and return its path; raises `NotWritten`."""
         source, backend = self.config.hf_checkpoint, self.actor.backend
         assert source is not None
         adapter = dict(backend.full_adapter())
@@ -286,7 +291,8 @@ class Trainer:
         save_hf(backend, source, path, dtype=self.dtype, buffer_size=size, beside=beside)
         return path
 
-    def _micro_batches(self, batch: TrainBatch, plans: list[dict[str, Any]]) -> list[list[MicroBatch]]:
+    def _micro_batches(self, batch: TrainBatch, plans: list[JsonObject]) -> list[list[MicroBatch]]:
+        """Pack the micro-batches of each step."""
         aggregation = self.config.loss_aggregation
         total_rollouts = sum(plan["num_rollouts"] for plan in plans)
         steps = []
@@ -314,9 +320,9 @@ class Trainer:
         return steps
 
     def _prepare(self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]]) -> list[str]:
-        """Everything that is known before the first update: log-probs, values, advantages.
+        """Compute log-probs, values and advantages before the first update.
 
-        Returns why the rollout cannot be trained on, where the models' numbers for it are not finite.
+        Returns the reasons not to train on the rollout, if the models' numbers for it are not finite.
         """
         config, flat = self.config, [micro for step in steps for micro in step]
         self.actor.score(data, flat, num_steps=len(steps), timers=self.timers)
@@ -325,7 +331,7 @@ class Trainer:
                 collect(data, "values", self.critic.values(flat))
         run_dir = config.output_dir or "."
         if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
-            return [f"rollout {rollout_id}: no update: {'; '.join(names)}; look at the tokens, or lower --lr"]
+            return [f"rollout {rollout_id}: no update: {'; '.join(names)}; check the tokens, or lower --lr"]
         if not config.disable_compute_advantages_and_returns:
             set_advantages(config, data, self.topology.data)
         path = config.rollout_data_postprocess_path
@@ -335,8 +341,8 @@ class Trainer:
             )
         if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
             raise UserError(
-                f"rollout {rollout_id}: {'; '.join(names)}; nothing was updated: look at the rewards and at the "
-                "functions that change advantages"
+                f"rollout {rollout_id}: {'; '.join(names)}; no update was made: check the rewards and the functions "
+                "that change advantages"
             )
         distribute(data, flat)
         return []
@@ -349,6 +355,7 @@ class Trainer:
         num_rollouts: list[int],
         warnings: list[str],
     ) -> list[dict[str, float]]:
+        """Update the critic and the policy; return the metrics of each step."""
         merged: list[dict[str, float]] = [{} for _ in steps]
         if self.critic is not None:
             with self.timers.measure("critic_train"):
@@ -367,7 +374,7 @@ class Trainer:
         ]
 
     def _rollout_metrics(self, data: RolloutData, micro_batches: list[MicroBatch]) -> dict[str, float]:
-        """Means over the rollout of what is known for each token."""
+        """Average the per-token columns over the rollout."""
         if self.config.loss_type == "sft_loss":
             return {}
         sums: dict[str, Tensor] = {}
@@ -378,15 +385,9 @@ class Trainer:
             for name, column in columns.items():
                 part = weighted_sum(column, micro.metric_weights)
                 sums[name] = sums[name] + part if name in sums else part
-        names = sorted(self.topology.world.union(sums))  # stages before the last have no log-probs of their own
+        names = sorted(self.topology.world.union(sums))  # only the last pipeline stage has log-probs
         if not names:
             return {}
         zero = torch.zeros((), device=self.ranks.device)
         total = self.topology.total(torch.stack([sums.get(name, zero) for name in names])).tolist()
         return {f"rollout/{name}": value for name, value in zip(names, total, strict=True)}
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -41,7 +41,7 @@ class Worker:
         self.trainer: Trainer | None = None
 
     def handle(self, method: str, params: JsonObject) -> object:
-        """Call the trainer; verbs other than those in `asleep_too` find the model on the device."""
+        """Call a method of the trainer; those outside `asleep_too` run with the model on the device."""
         if method == "init":
             config, device = Config.from_dict(params["config"]), params["device"]
             self.progress.begin("joining the other ranks")
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="one trainer rank; started by the driver")
     add_channel_flags(parser)
     args = parser.parse_args(argv)
-    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # the driver sends it when a wait times out
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)  # logs all stacks, for the watchdog
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     if "OMP_NUM_THREADS" in os.environ:

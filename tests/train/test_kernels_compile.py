@@ -9,10 +9,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from slime.algorithms import fused_head, logprobs
-from slime.algorithms import fused_head as head_kernels
 from slime.algorithms.logit_transform import LogitTransform
 from slime.train.backends.fsdp.fused import kernels, matmul_kernels
-from slime.train.backends.fsdp.fused import kernels as copy_kernels
 from tests.gpu_compiler import compile_launches
 from tests.rows import long
 from tests.train.test_shared_prompts import make_row
@@ -61,8 +59,8 @@ def test_copies(compiled: list[str]) -> None:
     shared = make_row(share=True).shared
     assert shared is not None
     for dtype in (torch.bfloat16, torch.float32):
-        total = copy_kernels.add_copies(torch.zeros(65, 3, 16, dtype=dtype), shared.copies, shared.starts)
-        copy_kernels.put_first(total, shared.place, shared.first)
+        total = kernels.add_copies(torch.zeros(65, 3, 16, dtype=dtype), shared.copies, shared.starts)
+        kernels.put_first(total, shared.place, shared.first)
     assert compiled == ["_add_copies", "_put_first"] * 2
 
 
@@ -73,10 +71,10 @@ def test_statistics_of_logits(softcap: float | None, with_entropy: bool, has_bia
     raw, targets = torch.zeros(3, 100), torch.zeros(3, dtype=torch.int64)
     bias = raw[0] if has_bias else None
     transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)
-    normaliser, _, entropy = head_kernels.softmax_stats(raw, bias, targets, transform, with_entropy=with_entropy)
+    normaliser, _, entropy = fused_head.softmax_stats(raw, bias, targets, transform, with_entropy=with_entropy)
     toward = None if entropy is None else (normaliser, entropy)
     out = torch.empty(3, 100, dtype=torch.bfloat16)
-    head_kernels.logits_gradient(raw, bias, targets, normaliser, normaliser, toward, transform, out=out)
+    fused_head.logits_gradient(raw, bias, targets, normaliser, normaliser, toward, transform, out=out)
     assert compiled == ["_stats", "_gradient"]
 
 
@@ -104,7 +102,7 @@ def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vo
     assert fused_head.COLUMNS == logprobs.FUSED_SHARE, "so many rows take the memory of one row of logits"
 
 
-@pytest.mark.parametrize("module", [kernels, head_kernels, fused_head, copy_kernels, matmul_kernels, matmul_kernels])
+@pytest.mark.parametrize("module", [kernels, fused_head, matmul_kernels])
 def test_no_kernel_is_compiled_again_for_another_number_of_rows(module: ModuleType) -> None:
     made = [kernel for kernel in vars(module).values() if isinstance(kernel, JITFunction)]
     assert made

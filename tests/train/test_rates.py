@@ -100,7 +100,7 @@ def test_lengths_may_be_given_in_rollouts() -> None:
 def test_a_decay_or_fraction_without_an_end_is_refused() -> None:
     with pytest.raises(UserError, match="--lr-decay-style cosine needs an end"):
         LearningRate.from_config(Config(lr_decay_style="cosine"))
-    with pytest.raises(UserError, match="--lr-warmup-fraction is a part of --lr-decay-iters"):
+    with pytest.raises(UserError, match="--lr-warmup-fraction needs --lr-decay-iters or --num-rollout"):
         LearningRate.from_config(Config(lr_warmup_fraction=0.1))
 
 

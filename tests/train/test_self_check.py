@@ -73,7 +73,7 @@ def test_gradient_norms_of_two_runs_are_compared(tmp_path: Path) -> None:
         check_grad_norms(compares, 1, [{**steps[0], "train/critic-grad_norm": 7.2}])
     with pytest.raises(UserError, match=r"actor-0-0\.pt has no gradient norm .* write it with --ci-save-grad-norm"):
         check_grad_norms(compares, 0, steps)
-    with pytest.raises(UserError, match="may hold only"):
+    with pytest.raises(UserError, match="may contain only"):
         check_grad_norms(CONFIG.replace(ci_save_grad_norm="{other}"), 0, steps)
 
 

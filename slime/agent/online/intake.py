@@ -72,7 +72,8 @@ class Door:
 
     def is_for(self, key: str | None) -> bool:
         """True if a request has the service's key."""
-        return key is not None and hmac.compare_digest(key.encode(errors="surrogateescape"), self._settings.key.encode())
+        given = (key or "").encode(errors="surrogateescape")
+        return key is not None and hmac.compare_digest(given, self._settings.key.encode())
 
     def intake(self, headers: Mapping[str, str]) -> Intake:
         """The limits for a request; its conversation need not be open yet. Raises `Problem`."""

@@ -257,7 +257,7 @@ class _Attempt:
         output: str = answer["output"]
         if outcome is ToolOutcome.OK:
             return output.removesuffix("\n")
-        reason = {
+        reason: str = {
             ToolOutcome.TIMEOUT: self._late("and was interrupted"),
             ToolOutcome.TOO_MUCH_OUTPUT: f"the code printed more than {self._max_output} characters",
         }.get(outcome, answer["error"])

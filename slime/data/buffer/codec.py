@@ -85,7 +85,7 @@ def _plain(value: object, where: str) -> object:
                     f"{where}: a key of type {type(key).__name__} cannot be kept in the journal; use text as keys"
                 )
             plain_key = _plain(key, where)
-            plain[plain_key] = _plain(item, f"{where}.{key}")
+            plain[plain_key] = _plain(item, f"{where}.{key}")  # type: ignore[str-bytes-safe]
         return plain
     if isinstance(value, tuple):
         return _extension(TUPLE, [_plain(item, where) for item in value])

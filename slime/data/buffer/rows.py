@@ -214,7 +214,13 @@ class RowCodec:
         if type(reward) is float and not math.isnan(reward):
             rest.pop("reward", None)
             return reward
-        value = reward.get(self._reward_key) if isinstance(reward, dict) else reward
+        value = (
+            reward
+            if not isinstance(reward, dict)
+            else None
+            if self._reward_key is None
+            else reward.get(self._reward_key)
+        )
         try:
             return None if value is None else float(value)
         except (TypeError, ValueError, OverflowError):

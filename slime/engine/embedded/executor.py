@@ -1,7 +1,7 @@
-"""Steps of the model over the sequences of a scheduler, and what becomes of their tokens.
+"""Runs the model's steps over the sequences of a scheduler and appends the tokens they sample.
 
-Invariant: a step that raises is done once more for each of its sequences alone, and who raises again fails alone. An
-error that belongs to no sequence fails all of them (`start_over`) and leaves an empty engine that can go on.
+Invariant: a step that raises is repeated for each of its sequences alone; a sequence that raises again fails alone. An
+error that belongs to no sequence fails all of them (`start_over`) and leaves an empty engine that can continue.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +18,17 @@ import torch
 from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.model.runner import Decoder, ModelRunner, Sampled
 from slime.engine.embedded.scheduler import Extend, Scheduler, Sequence, Turns
+from slime.storage.json_types import JsonObject
 
 log = logging.getLogger(__name__)
 
-_STEPS_PER_CAPTURE = 64  # an engine that is never idle prepares the sizes it lacks all the same
+_STEPS_PER_CAPTURE = 64  # so that an engine that is never idle also captures the missing sizes
 
 
 @dataclass
 class Counters:
+    """Totals of an engine since its start."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -37,30 +39,31 @@ class Counters:
 
     @property
     def computed(self) -> int:
-        """Grows with every step that came to its end."""
+        """Computed tokens; grows with every finished step."""
         return self.prefilled_tokens + self.generated_tokens
 
 
 @dataclass
 class Flight:
-    """A step that was launched and not read yet: one token for each of `sequences`.
+    """A step that was launched and not read yet; it samples one token for each of `sequences`.
 
-    They are those that decode, with `slots` for their last tokens, or those whose prompts end with one of `extends`.
+    In a decode step these are the decoding sequences, with `slots` for their last tokens; in an extend step the
+    sequences whose prompts end with one of `extends`.
     """
 
     sequences: list[Sequence]
-    launched: Any
+    launched: object
     slots: np.ndarray | None = None
     extends: list[Extend] = field(default_factory=list)
 
 
 class Steps:
-    """What is launched next, in the order in which the decoder computes it; `version` is that of the weights.
+    """Launches the steps and reads them in the order in which the decoder computes them; `version`: of the weights.
 
-    A decoder that looks ahead always has the next step before the last one is read. Who ends with a step that is not
-    read yet is left out of the next where that can be known; who met a stop token has one token too many, which is
-    forgotten. Leaving costs little on that way: whoever waits is told first, what is done for the prefix cache
-    (`settle`) comes when the device has its next step.
+    A decoder that looks ahead always has the next step before the last one is read. A sequence that is known to end
+    with an unread step is left out of the next step; one that meets a stop token computes one extra token, which is
+    discarded. Finishing a sequence takes little time between two launches: its waiter is notified first, and the work
+    for the prefix cache is deferred (`settle`) until the device has its next step.
     """
 
     def __init__(
@@ -84,15 +87,17 @@ class Steps:
         scheduler.before_release = self._keep_experts
 
     def step(self) -> None:
-        """Launch a step, prompt tokens or one token for everybody who decodes, and read the one before it."""
+        """Launch a step (prompt tokens, or one token for each decoding sequence) and read the one before it."""
         if self._launch():
             self.settle()
         elif self.flights:
             self._land()
-        elif self.scheduler.prefilling:  # half-computed prompts block one another: the youngest makes room
+        elif self.scheduler.prefilling:  # half-computed prompts block one another: retract the youngest
             self.scheduler.retract(self.scheduler.prefilling[-1])
         else:
-            raise RuntimeError(f"{len(self.scheduler.waiting)} sequences wait, none runs and none finds room")
+            raise RuntimeError(
+                f"{len(self.scheduler.waiting)} sequences wait and none runs, but there are no free KV slots for any"
+            )
         while len(self.flights) > self.decoder.looks_ahead:
             self._land()
         if not self.decoder.looks_ahead:
@@ -101,12 +106,12 @@ class Steps:
             self.decoder.capture_next()
 
     def quiesce(self) -> None:
-        """Read all that was launched, and leave nothing undone."""
+        """Read every step in flight and do the deferred work."""
         self.land()
         self.settle()
 
     def land(self) -> None:
-        """Read all that was launched."""
+        """Read every step in flight."""
         while self.flights:
             self._land()
 
@@ -115,7 +120,7 @@ class Steps:
         return bool(self._chores)
 
     def settle(self) -> None:
-        """Do what was put off for those who came and went."""
+        """Do the deferred work: share computed prompts and release the slots of finished sequences."""
         chores, self._chores = self._chores, []
         for chore in chores:
             chore()
@@ -123,11 +128,11 @@ class Steps:
     # launching
 
     def _launch(self) -> bool:
-        """False when there is nothing to launch before something is read or makes room."""
+        """Launch the next step; False if nothing can be launched before a step is read or slots are freed."""
         members = [seq for seq in self.scheduler.running if seq.wants_more]
         budget = self._turns.prompt_tokens(self.scheduler, len(members), mixes=self.decoder.looks_ahead)
         if budget:
-            self.settle()  # prefixes of those who left, and their rows
+            self.settle()  # makes the prefixes and rows of finished sequences available
             extends = self.scheduler.next_extends(self.version, budget)
             self._turns.extended(sum(e.end - e.start for e in extends))
             if extends:
@@ -138,25 +143,22 @@ class Steps:
     def _launch_extend(self, extends: list[Extend]) -> None:
         self.counters.steps += 1
         try:
-            self._take_off(extends)
+            launched = self.decoder.launch_extend(extends)
+            sampled = [e.sequence for e in extends if e.is_sampled]
+            for seq in sampled:
+                seq.ahead += 1
+                self.scheduler.prefilled(seq)
+            self.flights.append(Flight(sampled, launched, extends=extends))
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self.quiesce()
             self._extend_apart(extends, error)
-
-    def _take_off(self, extends: list[Extend]) -> None:
-        launched = self.decoder.launch_extend(extends)
-        sampled = [e.sequence for e in extends if e.is_sampled]
-        for seq in sampled:
-            seq.ahead += 1
-            self.scheduler.prefilled(seq)
-        self.flights.append(Flight(sampled, launched, extends=extends))
 
     def _launch_decode(self, members: list[Sequence]) -> bool:
         s = self.scheduler
         if any(seq.ahead and not seq.plain and not self.decoder.foresees(seq) for seq in members):
             self.quiesce()
         slots = s.slots_for(len(members)) if self.flights else None
-        if slots is None:  # nobody gives slots back while a step is in flight
+        if slots is None:  # slots are freed only while no step is in flight
             self.quiesce()
             slots, members = s.next_decode(), list(s.running)
         if slots is None:
@@ -174,17 +176,23 @@ class Steps:
         self.flights.append(Flight(members, launched, slots))
         return True
 
-    # landing
+    # reading
 
     def _land(self) -> None:
-        """Read the oldest step. If it failed, it is done once more, and what was launched on top of it is void."""
+        """Read the oldest step; if it failed, repeat it sequence by sequence and undo the steps launched after it."""
         flight = self.flights[0]
         try:
             sampled = self.decoder.collect(flight.launched)
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self.settle()
             while len(self.flights) > 1:
-                self._void(self.flights.pop())
+                later = self.flights.pop()
+                self._undo(later)
+                if later.slots is not None:  # a sequence that left the batch has released its own slots itself
+                    self.scheduler.cache.release(later.slots)
+                for e in reversed(later.extends):
+                    if e.sequence.finish is None:
+                        self.scheduler.not_extended(e)
             self.flights.clear()
             self._undo(flight)
             if flight.slots is None:
@@ -201,7 +209,7 @@ class Steps:
             self._take_step(flight.sequences, flight.slots, sampled)
 
     def _undo(self, flight: Flight) -> None:
-        """As if it had not been launched; its slots stay taken."""
+        """Undo the launch of a step for its sequences; its slots stay allocated."""
         for seq in flight.sequences:
             seq.ahead -= 1
             del seq.output_top[len(seq.output_ids) :]
@@ -210,14 +218,6 @@ class Steps:
             if e.is_sampled and e.sequence.finish is None:
                 self.scheduler.not_prefilled(e.sequence)
 
-    def _void(self, flight: Flight) -> None:
-        """What was computed on top of a step that failed; a sequence that left has given its slots back itself."""
-        self._undo(flight)
-        if flight.slots is not None:
-            self.scheduler.cache.release(flight.slots)
-        for e in reversed(flight.extends):
-            if e.sequence.finish is None:
-                self.scheduler.not_extended(e)
 
     def _take_extends(self, extends: list[Extend], sampled: Sampled) -> None:
         self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)
@@ -233,7 +233,7 @@ class Steps:
         self._take_tokens([(seq, *drawn[seq]) for seq in complete if seq in drawn])
 
     def _extend_apart(self, extends: list[Extend], error: Exception) -> None:
-        """An extend step that raised, one sequence at a time: who raises again fails alone."""
+        """Repeat an extend step that raised, one sequence at a time; a sequence that raises again fails alone."""
         log.error("an extend step of %d sequences failed", len(extends), exc_info=error)
         self._check_device()
         for e in extends:
@@ -252,7 +252,7 @@ class Steps:
         self.settle()
 
     def _decode_apart(self, running: list[Sequence], slots: np.ndarray, error: Exception) -> None:
-        """A decode step that raised, one sequence at a time: who raises again fails alone."""
+        """Repeat a decode step that raised, one sequence at a time; a sequence that raises again fails alone."""
         log.error("a decode step of %d sequences failed", len(running), exc_info=error)
         self._check_device()
         for at, seq in enumerate(running):
@@ -296,23 +296,23 @@ class Steps:
     # leaving
 
     def _keep_experts(self, seq: Sequence, slots: np.ndarray) -> None:
-        """Before a sequence loses its slots: which experts computed them, if it asked and something came out of them.
+        """Record which experts computed a sequence's slots, before it loses them, if its request asks for them.
 
-        What is computed a second time, after the slots were taken away, keeps the experts that its tokens came from.
+        Positions that are computed again after a retraction keep the experts that its tokens were sampled with.
         """
         if seq.routed_from is not None and (seq.output_ids or seq.finish is not None):
             known = sum(len(rows) for rows in seq.routed)
             seq.routed.append(self.runner.experts.of(slots[known:]))
 
     def leave(self, seq: Sequence) -> None:
-        """A finished sequence is out of the batch and answered; what its slots hold is settled later."""
+        """Remove a finished sequence from the batch and notify its waiter; its slots are freed later (`settle`)."""
         if any(e.sequence is seq for flight in self.flights for e in flight.extends):
-            seq.kv_version = None  # it is not known yet whether its slots hold what they should
+            seq.kv_version = None  # the step that fills its slots is not read yet and may fail
         self._turns.made_room()
         self.scheduler.leave(seq)
         if seq.routed_from is None:
             self._chores.append(partial(self.scheduler.drop, seq, version=self.version))
-        else:  # the answer tells what is known of its slots
+        else:  # its answer has the experts of its slots, so they are released first
             self.settle()
             self.scheduler.drop(seq, version=self.version)
         self._tell(seq)
@@ -320,35 +320,35 @@ class Steps:
     def _tell(self, seq: Sequence) -> None:
         try:
             seq.notify(seq)
-        except Exception as error:  # whoever waits for this sequence cannot be told, which is nobody else's concern
-            log.error("nobody can be told of request %s", seq.rid, exc_info=error)
+        except Exception as error:  # affects only the waiter of this sequence
+            log.error("cannot notify the waiter of request %s", seq.rid, exc_info=error)
 
     def _fail(self, seq: Sequence, error: Exception) -> None:
-        """This sequence cannot be computed; the others go on, and what it computed is shared with nobody."""
+        """Fail a sequence that cannot be computed; the others continue, and its prefix is not shared."""
         log.error("request %s failed", seq.rid, exc_info=error)
         seq.end(_failure(error))
         seq.kv_version = None
         self.leave(seq)
 
     def start_over(self, error: Exception) -> None:
-        """The last resort: all requests fail, and the engine goes on with nothing in it."""
-        log.error("a step failed: all requests in the engine fail with it", exc_info=error)
+        """Fail all requests and continue with an empty engine; the last resort."""
+        log.error("a step failed: all requests in the engine fail", exc_info=error)
         self._check_device()
         self.flights.clear()
         self._chores.clear()
-        everyone = self.scheduler.all()
+        sequences = self.scheduler.all()
         self.scheduler.reset(self._fresh_cache())
-        for seq in everyone:
+        for seq in sequences:
             seq.end(_failure(error))
             self._tell(seq)
 
     def _check_device(self) -> None:
-        """Raise when the device computes no more: after such an error CUDA answers every call with it."""
+        """Raise if the device is unusable: after such an error CUDA returns it for every call."""
         if self.runner.cuda:
             torch.cuda.synchronize()
         self.runner.context.window.forget()
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception) -> JsonObject:
     message = f"this request failed in the engine ({type(error).__name__}: {error})"
     return {"type": "abort", "message": message, "status_code": 500}

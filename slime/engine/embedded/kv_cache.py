@@ -1,8 +1,8 @@
-"""KV slots and the prefixes they can share.
+"""KV slots, and a prefix tree that lets sequences share them.
 
-A slot holds the keys and values of one token in every layer; a page is one slot, so that prefixes are shared to the
-token. Invariant: `users[slot]` counts the running sequences that use the slot, `kept[slot]` says whether the prefix
-tree holds it; a slot is in the free list exactly when neither does. Slot 0 is never handed out: padding writes there.
+A slot holds the keys and values of one token in every layer. A page is one slot, so prefixes are shared to the token.
+Invariant: `users[slot]` counts the running sequences that use the slot, `kept[slot]` is true if the prefix tree holds
+it; a slot is in the free list exactly when neither does. Slot 0 is never allocated: padding writes to it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 SlotArray = np.ndarray
 
-# An eviction walks all leaves, so it frees at least this share of the pool at once.
+# An eviction walks all leaves, so it frees at least 1 / 32 of the pool at once.
 _EVICTION_SHARE = 32
 
 
 class SlotPool:
-    """Slots, who uses them, and a stack of free ones; `in_use` counts those that any sequence uses."""
+    """The slots with their reference counts, and a stack of free ones; `in_use` counts slots that sequences use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -35,9 +35,9 @@ class SlotPool:
         return self._top
 
     def take(self, count: int) -> SlotArray:
-        """`count` slots with one user each; the caller has made sure that they are free."""
+        """Allocate `count` slots with one user each; the caller ensures that enough are free."""
         if count > self._top:
-            raise RuntimeError(f"{count} KV slots wanted, {self._top} free")
+            raise RuntimeError(f"{count} KV slots requested, {self._top} free")
         self._top -= count
         slots = self._free[self._top : self._top + count].copy()
         self.users[slots] = 1
@@ -45,12 +45,12 @@ class SlotPool:
         return slots
 
     def share(self, slots: SlotArray) -> None:
-        """One more sequence uses the slots."""
+        """Add a user to each slot."""
         self.in_use += int((self.users[slots] == 0).sum())
         self.users[slots] += 1
 
     def release(self, slots: SlotArray) -> None:
-        """One sequence less uses each of the (distinct) slots."""
+        """Remove a user from each of the (distinct) slots."""
         left = self.users[slots] - 1
         self.users[slots] = left
         unused = slots[left == 0]
@@ -58,11 +58,11 @@ class SlotPool:
         self._put_back(unused[~self.kept[unused]])
 
     def keep(self, slots: SlotArray) -> None:
-        """The prefix tree holds the slots from now on."""
+        """Mark the slots as held by the prefix tree."""
         self.kept[slots] = True
 
     def forget(self, slots: SlotArray) -> None:
-        """The prefix tree holds them no longer."""
+        """Mark the slots as not held by the prefix tree any more."""
         self.kept[slots] = False
         self._put_back(slots[self.users[slots] == 0])
 
@@ -94,10 +94,10 @@ class PrefixTree:
         return _Node(np.empty(0, np.int64), np.empty(0, np.int64), None, 0)
 
     def match(self, tokens: np.ndarray, *, cut: bool = False) -> SlotArray:
-        """Slots of the longest known prefix of `tokens`, without taking references.
+        """Return the slots of the longest known prefix of `tokens`, without adding a user.
 
-        With `cut`, the node in which the prefix ends is cut there: what lies behind can be evicted while the prefix is
-        in use.
+        With `cut`, the node in which the prefix ends is split there, so that its rest can be evicted while the prefix
+        is in use.
         """
         self._clock += 1
         node, found, at = self._root, [], 0
@@ -117,7 +117,7 @@ class PrefixTree:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def insert(self, tokens: np.ndarray, slots: SlotArray) -> None:
-        """Remember the prefix; the tree takes a reference of each slot that it did not know a token for."""
+        """Add a prefix; the tree then holds the slots of the tokens that it did not have yet."""
         self._clock += 1
         node, at = self._root, 0
         while at < len(tokens):
@@ -135,7 +135,7 @@ class PrefixTree:
             node, at = child, at + same
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cut `node` after `at` tokens; return the upper half, which keeps the place in the parent."""
+        """Split `node` after `at` tokens; returns the upper half, which replaces it in the parent."""
         assert node.parent is not None
         upper = _Node(node.tokens[:at], node.slots[:at], node.parent, node.last_used, {int(node.tokens[at]): node})
         node.parent.children[int(upper.tokens[0])] = upper
@@ -143,37 +143,30 @@ class PrefixTree:
         return upper
 
     def evict(self, wanted: int) -> None:
-        """Forget least recently used leaves until `wanted` slots became free, or nothing unused is left."""
+        """Drop the least recently used leaves until `wanted` slots became free, or no unused leaf is left."""
         target = self._pool.free + wanted
-        heap = [(n.last_used, id(n), n) for n in self._leaves()]
-        heapq.heapify(heap)
-        while heap and self._pool.free < target:
-            _, _, node = heapq.heappop(heap)
-            if self._pool.users[node.slots].any():
-                continue
-            parent = self._forget(node)
-            if parent is not self._root and not parent.children:
-                heapq.heappush(heap, (parent.last_used, id(parent), parent))
-
-    def _forget(self, node: _Node) -> _Node:
-        assert node.parent is not None
-        self._pool.forget(node.slots)
-        self.held -= len(node.slots)
-        del node.parent.children[int(node.tokens[0])]
-        return node.parent
-
-    def _leaves(self) -> list[_Node]:
-        stack, leaves = list(self._root.children.values()), []
+        stack, heap = list(self._root.children.values()), []
         while stack:
             node = stack.pop()
             if node.children:
                 stack.extend(node.children.values())
             else:
-                leaves.append(node)
-        return leaves
+                heap.append((node.last_used, id(node), node))
+        heapq.heapify(heap)
+        while heap and self._pool.free < target:
+            _, _, node = heapq.heappop(heap)
+            if self._pool.users[node.slots].any():
+                continue
+            parent = node.parent
+            assert parent is not None
+            self._pool.forget(node.slots)
+            self.held -= len(node.slots)
+            del parent.children[int(node.tokens[0])]
+            if parent is not self._root and not parent.children:
+                heapq.heappush(heap, (parent.last_used, id(parent), parent))
 
     def clear(self) -> None:
-        """Forget everything; slots that running sequences use stay theirs."""
+        """Drop all prefixes; running sequences keep the slots that they use."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -184,14 +177,14 @@ class PrefixTree:
 
 
 def _common(known: np.ndarray, wanted: np.ndarray) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     n = min(len(known), len(wanted))
     different = np.flatnonzero(known[:n] != wanted[:n])
     return int(different[0]) if len(different) else n
 
 
 class KVCache:
-    """The pool and the tree together: what a scheduler asks for."""
+    """The slot pool and the prefix tree behind one interface for the scheduler."""
 
     def __init__(self, capacity: int, *, share_prefixes: bool = True) -> None:
         self.pool = SlotPool(capacity)
@@ -200,11 +193,11 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """What `take` can give: free slots and those that only the tree holds."""
+        """The number of slots that `take` can allocate: free slots and those that only the tree holds."""
         return self.pool.capacity - self.pool.in_use
 
     def reuse(self, tokens: Sequence[int] | np.ndarray) -> SlotArray:
-        """Referenced slots of the longest cached prefix that leaves at least one token to compute."""
+        """Share the slots of the longest cached prefix that leaves at least one token to compute."""
         if not self.shares:
             return np.empty(0, np.int64)
         slots = self.tree.match(np.asarray(tokens[:-1], dtype=np.int64), cut=True)

@@ -32,8 +32,8 @@ class Load:
 class EngineStates:
     """Polls the states of the engines at `urls()`, which may change.
 
-    `why_ended(i)` describes how a process ended (None: it runs); `away()` has the engines that get no requests now, with
-    the reason ("restarting").
+    `why_ended(i)` describes how a process ended (None: it runs). `away()` has the engines that get no requests now,
+    with the reason ("restarting").
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""SGLang servers and sglang-router as released, started as processes of their own.
+"""Released SGLang servers and sglang-router, started as separate processes.
 
-Nothing here imports sglang: the interpreter that has it may be another one (`--sglang-python`), and is asked.
+Nothing here imports sglang: it may be installed in another interpreter (`--sglang-python`), which is queried.
 """

@@ -1,7 +1,8 @@
-"""What an installed SGLang or sglang-router says of itself: its version, and the options its command line takes.
+"""Version and command-line options of an installed SGLang or sglang-router.
 
-The package may live in another interpreter, so that interpreter is asked. The version is asked every time, which is
-quick; the options need the package imported, so the answer is kept per version in the user's cache folder.
+The package may be installed in another interpreter, which is therefore queried in a subprocess. The version is queried
+every time, which is fast; reading the options imports the package, so they are cached per version in the user's cache
+folder.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _VERSION_TIMEOUT_S = 60.0
 _OPTIONS_TIMEOUT_S = 300.0
@@ -42,7 +43,7 @@ print(json.dumps({{
 
 @dataclass(frozen=True)
 class Package:
-    """A package with a command line, and where that is declared."""
+    """A package with a command line, and the module and class that declare its options."""
 
     name: str
     module: str
@@ -63,20 +64,20 @@ class Option:
 
 @dataclass(frozen=True)
 class Installed:
-    """A package in the interpreter that has it."""
+    """An installed package, its interpreter, version and options."""
 
     package: Package
     python: str
     version: str
     options: Mapping[str, Option] = field(repr=False)
-    """By name, without the dashes in front."""
+    """Options by name, without leading dashes."""
 
     def __str__(self) -> str:
         return f"{self.package.name} {self.version}"
 
 
 def installed_version(package: Package, python: str | None = None) -> str | None:
-    """The version of the package in `python` (None: this interpreter), or None where it is not installed."""
+    """Version of the package in `python` (None: this interpreter); None if it is not installed."""
     if python is not None and not os.access(python, os.X_OK):
         raise UserError(
             f"{python} is not a Python interpreter that can be run: give the path of one that has {package.name}"
@@ -86,54 +87,48 @@ def installed_version(package: Package, python: str | None = None) -> str | None
 
 
 def find_installed(package: Package, python: str | None = None) -> Installed | None:
-    """The package in `python` with all its options, or None where it is not installed."""
+    """The package in `python` with all its options; None if it is not installed."""
     version = installed_version(package, python)
     if version is None:
         return None
-    kept = _cache_folder() / f"{package.name}-{version}-options.json"
-    options = _read_kept(kept)
-    if options is None:
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime"
+    cache_file = cache_folder / f"{package.name}-{version}-options.json"
+    cached = _read_kept(cache_file)
+    if cached is None:
         script = _OPTIONS.format(module=package.module, name=package.arguments)
-        options = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
-        _keep(kept, options)
-    return Installed(
-        package, python or sys.executable, version, {name: _option(entry) for name, entry in options.items()}
-    )
+        cached = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
+        _keep(cache_file, cached)
+    options = {
+        name: Option(entry["is_switch"], None if entry["choices"] is None else tuple(entry["choices"]))
+        for name, entry in cached.items()
+    }
+    return Installed(package, python or sys.executable, version, options)
 
 
 def _ask(python: str | None, script: str, timeout_s: float) -> str:
     interpreter = python or sys.executable
     try:
-        asked = subprocess.run(
+        completed = subprocess.run(
             [interpreter, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except subprocess.CalledProcessError as failed:
         last = (failed.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"{interpreter} could not be asked about its packages, it said: {last}") from failed
+        raise UserError(f"{interpreter} failed to list its packages; its last line: {last}") from failed
     except (OSError, subprocess.TimeoutExpired) as failed:
-        raise UserError(f"{interpreter} could not be asked about its packages ({failed})") from failed
-    return asked.stdout
+        raise UserError(f"{interpreter} failed to list its packages ({failed})") from failed
+    return completed.stdout
 
 
-def _option(entry: Mapping[str, Any]) -> Option:
-    choices = entry["choices"]
-    return Option(entry["is_switch"], None if choices is None else tuple(choices))
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime"
-
-
-def _read_kept(path: Path) -> dict[str, Any] | None:
+def _read_kept(path: Path) -> JsonObject | None:
     try:
-        kept = json.loads(path.read_text())
+        cached = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return kept if isinstance(kept, dict) else None
+    return cached if isinstance(cached, dict) else None
 
 
-def _keep(path: Path, options: dict[str, Any]) -> None:
-    """Best effort: without a cache the next run asks again."""
+def _keep(path: Path, options: JsonObject) -> None:
+    """Write the cache; an error is ignored, and the next run queries the options again."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

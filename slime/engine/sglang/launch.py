@@ -1,7 +1,10 @@
-"""The command lines of SGLang servers: `python -m sglang.launch_server` with what the run decides.
+"""Command lines of SGLang servers: `python -m sglang.launch_server` with the options of the run.
 
-Later sources beat earlier ones: defaults for the device, what the run's flags say, the user's `--sglang-*`, and a
-group's overrides. Nothing is guessed about the version: every option that is written is one the installed version has.
+Later sources override earlier ones: defaults for the device, the run's flags, the user's `--sglang-*` flags, and a
+group's overrides. Nothing is assumed about the version.
+
+`check_flags` checks `--sglang-*` and `--router-*` flags. Invariant: the installed version has every option that is
+written, and an option that a flag of the run decides is refused, so that no two flags contradict each other.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from slime.cluster.node import OWN_PYTHON, Command
 from slime.config import Config
@@ -26,17 +28,13 @@ from slime.engine.launch import (
     engine_url,
     rollout_dtype,
 )
-from slime.engine.sglang.installed import Installed, Option
+from slime.engine.sglang.installed import Installed
 from slime.engine.sglang.topology import ServedModel, ServerGroup
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# `--sglang-*` and `--router-*` flags: checked against the installed version, and written as its command line.
-#
-# Invariant: what leaves `check_flags` is a set of options that the installed version has; an option that a flag of the
-# run decides is refused, so that no two flags ever say different things.
-
-Flags = dict[str, Any]
-"""Options without the dashes in front, and their values; True and False for switches."""
+Flags = JsonObject
+"""Option names without leading dashes, and their values; True and False for switches."""
 
 OF_THE_RUN: dict[str, str] = {
     "model-path": "--hf-checkpoint",
@@ -73,7 +71,7 @@ OF_THE_ROUTER: dict[str, str] = {
 
 
 def server_flags(config: Config) -> Flags:
-    """The `--sglang-*` flags that are meant for SGLang's server."""
+    """The `--sglang-*` flags for SGLang's server."""
     return {
         name.removeprefix("sglang_").replace("_", "-"): value
         for name, value in config.carried.items()
@@ -82,7 +80,7 @@ def server_flags(config: Config) -> Flags:
 
 
 def router_flags(config: Config) -> Flags:
-    """The `--router-*` flags, and those of the router that are called `--sglang-router-*`."""
+    """The `--router-*` flags, and the router's request timeout from `--sglang-router-request-timeout-secs`."""
     flags = {
         name.removeprefix("router_").replace("_", "-"): value
         for name, value in config.carried.items()
@@ -92,8 +90,8 @@ def router_flags(config: Config) -> Flags:
     return flags if timeout is None else {"request-timeout-secs": timeout, **flags}
 
 
-def check_flags(flags: Mapping[str, Any], installed: Installed, *, prefix: str, taken: Mapping[str, str]) -> None:
-    """Refuse what the installed version does not have, and what another flag decides."""
+def check_flags(flags: JsonMapping, installed: Installed, *, prefix: str, taken: Mapping[str, str]) -> None:
+    """Refuse options that the installed version does not have, and options that another flag decides (`taken`)."""
     for name, value in flags.items():
         if name in taken:
             raise UserError(f"--{prefix}-{name} is decided by {taken[name]}: drop it")
@@ -101,20 +99,17 @@ def check_flags(flags: Mapping[str, Any], installed: Installed, *, prefix: str, 
         if option is None:
             hint = did_you_mean(name, installed.options, prefix=f"--{prefix}-") or " (its --help lists all)"
             raise UserError(f"--{prefix}-{name}: {installed} has no option --{name}{hint}")
-        _check_value(name, value, option, installed, prefix)
+        choices = option.choices
+        if option.is_switch and not isinstance(value, bool):
+            raise UserError(f"--{prefix}-{name} is a switch of {installed} and takes no value, not {value!r}")
+        if not option.is_switch and value is True and "true" not in (choices or ("true",)):
+            raise UserError(f"--{prefix}-{name} needs a value: one of {', '.join(choices or ())}")
+        if choices is not None and isinstance(value, str) and value not in choices:
+            raise UserError(f"--{prefix}-{name} must be one of {', '.join(choices)} in {installed}, not {value!r}")
 
 
-def _check_value(name: str, value: Any, option: Option, installed: Installed, prefix: str) -> None:
-    if option.is_switch and not isinstance(value, bool):
-        raise UserError(f"--{prefix}-{name} is a switch of {installed} and takes no value, not {value!r}")
-    if not option.is_switch and value is True and "true" not in (option.choices or ("true",)):
-        raise UserError(f"--{prefix}-{name} needs a value: one of {', '.join(option.choices or ())}")
-    if option.choices is not None and isinstance(value, str) and value not in option.choices:
-        raise UserError(f"--{prefix}-{name} must be one of {', '.join(option.choices)} in {installed}, not {value!r}")
-
-
-def write_flags(flags: Mapping[str, Any], installed: Installed) -> list[str]:
-    """The words of a command line; options that are off or None are left out."""
+def write_flags(flags: JsonMapping, installed: Installed) -> list[str]:
+    """Convert options to command-line arguments; options that are off or None are left out."""
     words: list[str] = []
     for name, value in flags.items():
         option = installed.options[name]
@@ -123,11 +118,11 @@ def write_flags(flags: Mapping[str, Any], installed: Installed) -> list[str]:
         elif isinstance(value, list | tuple):
             words += [f"--{name}", *(_word(item) for item in value)]
         elif value is not None:
-            words += [f"--{name}={_word(value)}"]  # in one word: a value may begin with a dash
+            words += [f"--{name}={_word(value)}"]  # one argument, since a value may begin with a dash
     return words
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
@@ -142,9 +137,9 @@ _WITH_KEY = (
 
 
 def keyed_words(python: str, module: str, words: Sequence[str]) -> tuple[str, ...]:
-    """The command line that runs a module with the key in the environment as its `--api-key`. Modules of SGLang take a
-    key in no other way, and a process's real command line is read by everybody on its machine. They also write their
-    options to their log, which is this user's alone therefore."""
+    """Command line that runs a module with the environment's key as its `--api-key`. SGLang's modules accept a key only
+    as an option, but every user of a machine can read a process's real command line. The modules also write their
+    options to their log, so the log is made readable for this user only."""
     return (python, "-c", _WITH_KEY, module, *words)
 
 
@@ -156,7 +151,8 @@ ON_A_CPU: Flags = {
     "sleep-on-idle": True,
     "disable-overlap-schedule": True,
 }
-"""Without these a server finds no attention kernel, takes most of the memory, or keeps a core busy when idle."""
+"""Defaults for CPUs: without them a server has no attention kernel, uses most of the memory, or keeps a core busy while
+idle."""
 ROUTED_EXPERTS = "enable-return-routed-experts"
 PORTS_PER_ENGINE = 3
 """HTTP, the rendezvous of its ranks, and the bootstrap of a prefill server."""
@@ -167,7 +163,16 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
     check_flags(server_flags(config), installed, prefix="sglang", taken=OF_THE_RUN)
     pp_size = _pipeline_stages(config)
     if config.use_rollout_routing_replay:
-        _check_routing(models, installed)
+        if ROUTED_EXPERTS not in installed.options:
+            raise UserError(
+                f"--use-rollout-routing-replay needs servers with --{ROUTED_EXPERTS}, which {installed} has not: use a "
+                "newer version"
+            )
+        if any(model.is_disaggregated and model.update_weights for model in models):
+            raise UserError(
+                "--use-rollout-routing-replay does not go with prefill and decode servers: none of them has the "
+                "experts of all tokens of a response"
+            )
     for model in models:
         for group in model.groups:
             for name in group.overrides:
@@ -180,19 +185,6 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
                 raise UserError(
                     f"--sglang-pp-size {pp_size} does not divide the {group.num_gpus_per_engine} GPUs of an engine"
                 )
-
-
-def _check_routing(models: Sequence[ServedModel], installed: Installed) -> None:
-    if ROUTED_EXPERTS not in installed.options:
-        raise UserError(
-            f"--use-rollout-routing-replay needs servers with --{ROUTED_EXPERTS}, which {installed} has not: use a "
-            "newer version"
-        )
-    if any(model.is_disaggregated and model.update_weights for model in models):
-        raise UserError(
-            "--use-rollout-routing-replay does not go with prefill and decode servers: no one of them knows which "
-            "experts all tokens of an answer went to"
-        )
 
 
 def sglang_launch(
@@ -209,8 +201,9 @@ def sglang_launch(
     http_port: int | None = None,
     key: str,
 ) -> Launch:
-    """A server of a model, by its group and its first GPU among those of the rollout, or one on each node of its seat.
-    All of its routes ask for the key: with one for control routes alone, `/server_info` would tell it to everybody."""
+    """Launch of an SGLang engine of a model: one server, or one on each node of its seat. `place` is its group and its
+    first GPU among those of the rollout. All of its routes require the key: if only control routes did, `/server_info`
+    would disclose the key to anyone."""
     (group, first_gpu), node = place, seat[0].node
     http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
     http = http if http_port is None else http_port
@@ -223,7 +216,12 @@ def sglang_launch(
         own |= where | {"model-path": slots[0].node.path(model.model_path)}
         defaults = ON_A_CPU if device == "cpu" else {}
         flags = defaults | own | server_flags(config) | dict(group.overrides)
-        command = _command(config, name, rank, write_flags(flags, installed), installed)
+        python = OWN_PYTHON if config.sglang_python is None else installed.python
+        command = Command(
+            name if rank == 0 else f"{name}-node-{rank}",
+            keyed_words(python, "sglang.launch_server", write_flags(flags, installed)),
+            pass_env=tuple(config.pass_env or ()),
+        )
         env = engine_env(device, slots, seats=seats) | {KEY_VARIABLE: key}
         env |= {"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}
         also = (engine_url(node.address, http),) if rank == 0 else ()
@@ -239,23 +237,23 @@ def sglang_launch(
 
 
 def places(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
-    """Each engine's group and its first GPU among those of the rollout."""
+    """Yield each engine's group and its first GPU among those of the rollout."""
     for group in model.groups:
         for number in range(group.num_engines):
             yield group, group.first_gpu + number * group.num_gpus_per_engine
 
 
 def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int) -> Iterator[tuple[Seat, Flags]]:
-    """The slots of an engine on each of its nodes, and what the server there must know of the others.
+    """Yield the slots of an engine on each of its nodes, and the server's options for the other nodes.
 
-    The first answers; SGLang has a server on each of the others too, which says that it is there and nothing else.
+    The first server answers requests; the servers that SGLang runs on the other nodes only report that they are alive.
     """
     first = parts[0][0].node
     if len({len(slots) for slots in parts}) > 1:
         here = ", ".join(f"{len(slots)} on {slots[0].node.name}" for slots in parts)
         raise UserError(
-            f"--rollout-num-gpus-per-engine {sum(map(len, parts))}: SGLang wants as many GPUs of an engine on each of "
-            f"its nodes, and there are {here}"
+            f"--rollout-num-gpus-per-engine {sum(map(len, parts))}: SGLang needs the same number of GPUs on each node "
+            f"of an engine, but there are {here}"
         )
     for rank, slots in enumerate(parts):
         node = slots[0].node
@@ -264,24 +262,15 @@ def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int)
         if len(parts) == 1:
             yield slots, {**where, "nccl-port": rendezvous}
         else:
-            meeting = engine_url(first.address, rendezvous).removeprefix("http://")
-            yield slots, {**where, "nnodes": len(parts), "node-rank": rank, "dist-init-addr": meeting}
-
-
-def _command(config: Config, name: str, rank: int, words: Sequence[str], installed: Installed) -> Command:
-    python = OWN_PYTHON if config.sglang_python is None else installed.python
-    return Command(
-        name if rank == 0 else f"{name}-node-{rank}",
-        keyed_words(python, "sglang.launch_server", words),
-        pass_env=tuple(config.pass_env or ()),
-    )
+            address = engine_url(first.address, rendezvous).removeprefix("http://")
+            yield slots, {**where, "nnodes": len(parts), "node-rank": rank, "dist-init-addr": address}
 
 
 _STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
 
 
 def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed) -> Flags:
-    flags: dict[str, Any] = {
+    flags: Flags = {
         "device": device,
         "dtype": rollout_dtype(config, device),
         "tp-size": group.num_gpus_per_engine // _pipeline_stages(config),

@@ -1,15 +1,15 @@
 """sglang-router in front of SGLang servers: a guarded child process, and the pool that sends requests through it.
 
-It forwards generation and nothing else, so weight updates, aborts and pauses go to the servers themselves. Invariant:
-after `start` every server is a worker of the router and counts as healthy there. A router that somebody else runs
-(`--sglang-router-ip`, `--sglang-router-port`) gets the servers as workers and is left running.
+It forwards only generation; weight updates, aborts and pauses go directly to the servers. Invariant: after `start`
+every server is a healthy worker of the router. An external router (`--sglang-router-ip`, `--sglang-router-port`) gets
+the servers as workers and is left running.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from slime.engine.sglang.launch import (
     write_flags,
 )
 from slime.errors import RunFailed, UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 FORWARDED_FIELDS = frozenset(
     {
@@ -79,16 +80,16 @@ FORWARDED_PARAMS = frozenset(
         "spaces_between_special_tokens",
     }
 )
-"""The router writes each request anew and silently leaves out fields it does not know (found with 0.3.2: logit_bias,
-custom_params, stop_regex, return_routed_experts). Of these it leaves out only spaces_between_special_tokens, which
-changes the text of slow tokenizers and no token."""
+"""Sampling parameters that the router forwards. It rebuilds each request and silently drops unknown fields (found with
+0.3.2: logit_bias, custom_params, stop_regex, return_routed_experts). Of this list it drops only
+spaces_between_special_tokens, which changes the text of slow tokenizers but no token."""
 _POLL_S = 0.2
 _LOG_LEVELS = {"warning": "warn", "info": "warn", "debug": "info", "error": "error"}
-"""Each of its levels says about as much as our next lower one: at info it writes several lines for each request."""
+"""The router's log level for each of ours. Its info level writes several lines per request, like our debug level."""
 
 
 def external_router(config: Config) -> str | None:
-    """The URL of a router that somebody else runs."""
+    """URL of an external router; None without `--sglang-router-ip`."""
     host, port = (config.carried.get(name) for name in ("sglang_router_ip", "sglang_router_port"))
     if host is None:
         return None
@@ -98,12 +99,12 @@ def external_router(config: Config) -> str | None:
 
 
 def find_router(config: Config) -> Installed | None:
-    """sglang-router with its options, where it is installed."""
+    """sglang-router with its options; None if it is not installed."""
     return find_installed(ROUTER, _router_python(config))
 
 
 def installed_router(config: Config) -> Installed:
-    """sglang-router, for a run that uses it; its flags are checked."""
+    """sglang-router for a run that uses it; raises if it is not installed or a `--router-*` flag is invalid."""
     installed = find_router(config)
     if installed is None:
         raise UserError(router_not_installed(config))
@@ -112,11 +113,12 @@ def installed_router(config: Config) -> Installed:
 
 
 class RouterDied(RunFailed):
-    """The router ended although nobody stopped it."""
+    """The router process ended unexpectedly."""
 
 
 class SglangRouter:
-    """The router of one model; it shows the engines their `key`, and asks for the same: it takes workers as well."""
+    """The router of one model. It sends `key` to the engines and requires the same key, since it also accepts
+    workers."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class SglangRouter:
         self._name = name
         self._log_path = Path(run_dir) / "logs" / f"{name}.log"
         self._disaggregated = disaggregated
-        self._is_first = is_first  # `--sglang-router-ip` and `--sglang-router-port` are about the first model's
+        self._is_first = is_first  # `--sglang-router-ip` and `--sglang-router-port` apply to the first model's router
         self._external = external_router(config) if is_first else None
         self._installed = None if self._external else installed_router(config)
         self._process: ChildProcess | None = None
@@ -149,8 +151,11 @@ class SglangRouter:
             self._wait(lambda: ask("GET", f"{self.url}/liveness")[0] == 200, "answer /liveness")
             for engine in engines:
                 self.add_worker(engine.url, engine.worker_type, engine.bootstrap_port)
-            wanted = {engine.url for engine in engines}
-            self._wait(lambda: wanted <= self._healthy(), f"take its {len(wanted)} workers")
+            expected = {engine.url for engine in engines}
+            self._wait(
+                lambda: expected <= {worker["url"] for worker in self.workers() if worker["is_healthy"]},
+                f"accept its {len(expected)} workers",
+            )
             self._wait(lambda: ask("GET", f"{self.url}/readiness")[0] == 200, "answer /readiness")
         except BaseException:
             self.stop()
@@ -158,8 +163,8 @@ class SglangRouter:
         return self.url
 
     def add_worker(self, url: str, worker_type: str = "regular", bootstrap_port: int | None = None) -> None:
-        """Have the router use one more engine; it checks the engine's health by itself before it does."""
-        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+        """Add an engine to the router, which checks the engine's health before it uses it."""
+        body: JsonObject = {"url": url, "worker_type": worker_type}
         if bootstrap_port is not None:
             body["bootstrap_port"] = bootstrap_port
         body["api_key"] = self.key
@@ -167,14 +172,14 @@ class SglangRouter:
         self._added.append(url)
 
     def remove_worker(self, url: str) -> None:
-        """Have the router forget an engine; nothing happens where it does not know it."""
+        """Remove an engine from the router; does nothing if the router does not know it."""
         for worker in self.workers():
             if worker["url"] == url:
                 self._command("DELETE", f"/workers/{worker['id']}", None)
         self._added = [added for added in self._added if added != url]
 
-    def workers(self) -> list[dict[str, Any]]:
-        """The workers as the router describes them."""
+    def workers(self) -> list[JsonObject]:
+        """The workers, as the router lists them."""
         return list(self._command("GET", "/workers", None)["workers"])
 
     def check(self) -> None:
@@ -188,7 +193,7 @@ class SglangRouter:
         return [] if self._process is None else self._process.pids()
 
     def stop(self) -> None:
-        """Stop the router, or take our engines out of one that somebody else runs. Safe to call again."""
+        """Stop the router, or remove our engines from an external one. Idempotent."""
         if self._process is not None:
             self._process.stop()
         elif self._added:
@@ -196,13 +201,13 @@ class SglangRouter:
                 self.remove_worker(url)
 
     def _start_process(self, installed: Installed) -> None:
-        """Its circuit breaker stays off unless `--router-cb-*` sets it up: the run watches its engines itself, and on
-        a busy machine ten broken-off connections would have every request refused for a minute."""
+        """Start the router process. Its circuit breaker is off unless `--router-cb-*` configures it: the run monitors
+        its engines itself, and on a busy machine ten aborted connections would refuse all requests for a minute."""
         config = self._config
         port, metrics_port = free_ports(2, config.host)
-        asked = config.carried.get("sglang_router_port") if self._is_first else None
-        if asked is not None:
-            port = require_free_port(int(asked), config.host, flag="--sglang-router-port")
+        requested = config.carried.get("sglang_router_port") if self._is_first else None
+        if requested is not None:
+            port = require_free_port(int(requested), config.host, flag="--sglang-router-port")
         flags: Flags = {
             "host": config.host,
             "port": port,
@@ -224,10 +229,7 @@ class SglangRouter:
             self._name, argv, env={KEY_VARIABLE: self.key}, pass_env=config.pass_env or (), log_path=self._log_path
         ).start()
 
-    def _healthy(self) -> set[str]:
-        return {worker["url"] for worker in self.workers() if worker["is_healthy"]}
-
-    def _command(self, method: str, path: str, body: Any) -> Any:
+    def _command(self, method: str, path: str, body: JsonObject | None) -> Any:
         try:
             status, answer = ask(method, self.url + path, body, api_key=self.key)
         except NoAnswer as error:
@@ -237,7 +239,7 @@ class SglangRouter:
             raise RunFailed(f"{self._name} at {self.url} refused {method} {path} with status {status}: {answer}")
         return answer
 
-    def _wait(self, condition: Any, what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._config.engine_start_timeout
         while True:
             self.check()
@@ -256,12 +258,12 @@ class SglangRouter:
 
 
 class RoutedPool(EnginePool):
-    """Engines behind a router: what generates goes to the router, everything else to the engines.
+    """Pool of engines behind a router: sends generation requests to the router, all other calls to the engines.
 
-    A key goes along as a header, for the policies of the router that heed it. Two kinds of requests go to the engines
-    directly: those of a fault-tolerant run (`generate_kept`), since behind the router nobody could say which engine
-    broke an answer off; and those with fields that the router would drop, unless only it can serve them (`router_only`:
-    prefill and decode servers).
+    The affinity key is sent as a header, for router policies that use it. Two kinds of generation requests go directly
+    to the engines: those of a fault-tolerant run (`generate_kept`), because the router hides which engine failed; and
+    those with fields that the router would drop, unless only the router can serve them (`router_only`: prefill and
+    decode servers).
     """
 
     def __init__(
@@ -279,24 +281,24 @@ class RoutedPool(EnginePool):
 
     @property
     def router(self) -> EngineClient:
-        """The client of the router."""
+        """Client of the router."""
         return self._front.clients[0]
 
     async def generate(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         if self._goes_past(payload):
             return await super().generate(payload, affinity_key, headers=headers, timeout_s=timeout_s)
         return await self._front.generate(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
 
     async def generate_result(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
@@ -306,8 +308,8 @@ class RoutedPool(EnginePool):
             return await super().generate_result(payload, affinity_key, headers=headers, timeout_s=timeout_s)
         return await self._front.generate_result(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
 
-    def _goes_past(self, payload: Mapping[str, Any]) -> bool:
-        """Whether the router would drop a part of this request, which engines can serve without it."""
+    def _goes_past(self, payload: JsonMapping) -> bool:
+        """Return true if the router would drop a part of this request and the engines can serve it directly."""
         return not self._router_only and not forwards_whole(payload)
 
     @asynccontextmanager
@@ -325,7 +327,7 @@ class RoutedPool(EnginePool):
 
     async def generate_kept(
         self,
-        payload: dict[str, Any],
+        payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
@@ -340,8 +342,8 @@ class RoutedPool(EnginePool):
         await super().aclose()
 
 
-def forwards_whole(payload: Mapping[str, Any]) -> bool:
-    """Whether sglang-router passes on every field of a request that changes its answer."""
+def forwards_whole(payload: JsonMapping) -> bool:
+    """Return true if sglang-router forwards every field of a request that affects its response."""
     params = payload.get("sampling_params") or {}
     each = params if isinstance(params, list) else [params]
     return payload.keys() <= FORWARDED_FIELDS and all(one.keys() <= FORWARDED_PARAMS for one in each)
@@ -356,9 +358,9 @@ def _router_python(config: Config) -> str | None:
 
 
 def router_not_installed(config: Config) -> str:
-    """What to tell a user whose run needs sglang-router."""
+    """Error message for a run that needs sglang-router without having it."""
     where = _router_python(config) or "this interpreter"
     return (
-        f"--rollout-router sglang: sglang-router is not installed in {where}; pip install sglang-router there, name an "
-        "interpreter that has it with --sglang-router-python, or use --rollout-router builtin"
+        f"--rollout-router sglang: sglang-router is not installed in {where}; pip install sglang-router there, name "
+        "an interpreter that has it with --sglang-router-python, or use --rollout-router builtin"
     )

@@ -1,23 +1,23 @@
-"""Which models are served by which groups of SGLang servers: `--sglang-config`, `--prefill-num-servers`, or neither.
+"""Models and groups of SGLang servers of a run, from `--sglang-config`, `--prefill-num-servers` or the defaults.
 
 Invariants: every GPU of `--rollout-num-gpus` belongs to exactly one group, in the order of the file; exactly one model
-is updated in training, the first one that says so; prefill and decode servers come together or not at all.
+is updated in training, the first one with `update_weights`; prefill and decode servers are used only together.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
 from slime.config import Config
 from slime.config.fields import did_you_mean
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 DEFAULT_MODEL = "default"
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
@@ -29,18 +29,18 @@ _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Servers alike: so many GPUs from the slot `first_gpu` of the rollout's GPUs on, so many each."""
+    """Identical servers on `num_gpus` of the rollout's GPUs from `first_gpu` on, with `num_gpus_per_engine` each."""
 
     worker_type: str
     num_gpus: int
     num_gpus_per_engine: int
     first_gpu: int
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """SGLang options, by their name with dashes, that beat everything else."""
+    overrides: JsonMapping = field(default_factory=dict)
+    """SGLang options, by their name with dashes, that override all other sources."""
 
     @property
     def num_engines(self) -> int:
-        """A placeholder holds GPUs and has no engine."""
+        """Number of engines; 0 for a placeholder, which only reserves GPUs."""
         return 0 if self.worker_type == "placeholder" else self.num_gpus // self.num_gpus_per_engine
 
 
@@ -59,7 +59,7 @@ class ServedModel:
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether some servers only prefill and the others only decode."""
+        """Return true if some servers only prefill and the others only decode."""
         return any(group.worker_type == "prefill" for group in self.groups)
 
 
@@ -72,26 +72,27 @@ def read_topology(config: Config) -> tuple[ServedModel, ...]:
         ("--rollout-external-engine-addrs", config.rollout_external_engine_addrs),
     ):
         if value is not None:
-            raise UserError(f"--sglang-config and {flag} both say where servers are: keep one")
+            raise UserError(f"--sglang-config and {flag} both define servers: keep one of them")
     return _Reader(config, config.sglang_config).models()
 
 
 def simple_model(config: Config, model_path: str, name: str = DEFAULT_MODEL) -> ServedModel:
-    """One model on all GPUs of the rollout; `--prefill-num-servers` of its engines only prefill."""
+    """One model on all GPUs of the rollout, of whose engines `--prefill-num-servers` only prefill."""
     gpus, each = config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     prefill = (config.prefill_num_servers or 0) * each
     if not prefill:
         return ServedModel(name, model_path, True, (ServerGroup("regular", gpus, each, 0),))
     if prefill >= gpus:
         raise UserError(
-            f"--prefill-num-servers {config.prefill_num_servers} leaves no engine to decode: there are {gpus // each}"
+            f"--prefill-num-servers {config.prefill_num_servers} leaves no engine to decode: there are {gpus // each} "
+            "engines"
         )
     groups = (ServerGroup("prefill", prefill, each, 0), ServerGroup("decode", gpus - prefill, each, prefill))
     return ServedModel(name, model_path, True, groups)
 
 
 class _Reader:
-    """Reads one file; hands out GPU slots as it goes."""
+    """Reads a `--sglang-config` file and assigns GPU slots in its order."""
 
     def __init__(self, config: Config, path: str) -> None:
         self._config = config
@@ -105,21 +106,20 @@ class _Reader:
         for name in names:
             if names.count(name) > 1:
                 self._refuse(f"there are two models of the name {name!r}")
-        used, there = self._next_gpu, self._config.rollout_num_gpus
-        if used != there:
+        used, available = self._next_gpu, self._config.rollout_num_gpus
+        if used != available:
             self._refuse(
-                f"the groups use {used} GPUs in all, but --rollout-num-gpus is {there}: "
-                "make them equal (a group of worker_type placeholder can hold GPUs that nobody uses)"
+                f"the groups use {used} GPUs in all, but --rollout-num-gpus is {available}: "
+                "make them equal (a group of worker_type placeholder can reserve unused GPUs)"
             )
         updated = next((model for model in models if model.update_weights), None)
         if updated is None:
             self._refuse(
                 "there is no model with update_weights: true, so nothing would sample from the trained weights"
             )
-        frozen = [_frozen(model) for model in models if model is not updated]
-        return (updated, *frozen)
+        return (updated, *(replace(model, update_weights=False) for model in models if model is not updated))
 
-    def _entries(self) -> list[Any]:
+    def _entries(self) -> list[object]:
         try:
             content = yaml.safe_load(Path(self._path).read_text())
         except OSError as error:
@@ -129,12 +129,12 @@ class _Reader:
         if not isinstance(content, dict) or not isinstance(content.get("sglang"), list) or not content["sglang"]:
             self._refuse("the file needs the key sglang with a list of models")
         self._check_keys(content, ("sglang",), "the file")
-        entries: list[Any] = content["sglang"]
+        entries: list[object] = content["sglang"]
         return entries
 
-    def _model(self, entry: Any, number: int) -> ServedModel:
+    def _model(self, value: object, number: int) -> ServedModel:
         where = f"model {number}"
-        self._check_keys(entry, _MODEL_KEYS, where)
+        entry = self._check_keys(value, _MODEL_KEYS, where)
         name = entry.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OTHER_LOGS:
             self._refuse(f"{where} needs a name of letters, digits, dots and dashes for its logs, not {name!r}")
@@ -151,11 +151,17 @@ class _Reader:
             self._refuse(f"{where}: update_weights must be true or false, not {update!r}")
         each = entry.get("num_gpus_per_engine", self._config.rollout_num_gpus_per_engine)
         read = tuple(self._group(group, f"{where}, group {index}", each) for index, group in enumerate(groups, 1))
-        self._check_roles({group.worker_type for group in read}, where)
+        kinds = {group.worker_type for group in read} - {"placeholder"}
+        if not kinds:
+            self._refuse(f"{where} has placeholders only: give it a group that serves it")
+        if kinds & {"prefill", "decode"} and kinds != {"prefill", "decode"}:
+            self._refuse(
+                f"{where} has {' and '.join(sorted(kinds))} servers: use regular alone, or prefill with decode"
+            )
         return ServedModel(name, path, update, read)
 
-    def _group(self, entry: Any, where: str, gpus_per_engine: Any) -> ServerGroup:
-        self._check_keys(entry, _GROUP_KEYS, where)
+    def _group(self, value: object, where: str, gpus_per_engine: object) -> ServerGroup:
+        entry = self._check_keys(value, _GROUP_KEYS, where)
         kind = entry.get("worker_type", "regular")
         if kind == "encoder":
             self._refuse(f"{where}: encoder servers are for images, and this version trains on text")
@@ -171,31 +177,20 @@ class _Reader:
         first, self._next_gpu = self._next_gpu, self._next_gpu + gpus
         return ServerGroup(kind, gpus, each, first, {str(k).replace("_", "-"): v for k, v in overrides.items()})
 
-    def _count(self, value: Any, what: str) -> int:
+    def _count(self, value: object, what: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self._refuse(f"{what} must be a whole number of at least 1, not {value!r}")
         return int(value)
 
-    def _check_roles(self, kinds: set[str], where: str) -> None:
-        kinds = kinds - {"placeholder"}
-        if not kinds:
-            self._refuse(f"{where} has placeholders only: give it a group that serves it")
-        if kinds & {"prefill", "decode"} and kinds != {"prefill", "decode"}:
-            self._refuse(
-                f"{where} has {' and '.join(sorted(kinds))} servers: use regular alone, or prefill with decode"
-            )
-
-    def _check_keys(self, entry: Any, known: tuple[str, ...], where: str) -> None:
+    def _check_keys(self, entry: object, known: tuple[str, ...], where: str) -> JsonObject:
+        """Return an entry of the file after checking that it is a mapping with known keys."""
         if not isinstance(entry, dict):
             self._refuse(f"{where} must be a mapping, not {entry!r}")
         for key in entry:
             if key not in known:
                 hint = did_you_mean(str(key), known) or f": known are {', '.join(known)}"
                 self._refuse(f"{where} has the unknown key {key}{hint}")
+        return entry
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"--sglang-config {self._path}: {what}")
-
-
-def _frozen(model: ServedModel) -> ServedModel:
-    return ServedModel(model.name, model.model_path, False, model.groups)

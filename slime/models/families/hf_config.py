@@ -128,8 +128,7 @@ def rotary_fields(config: HfConfig) -> Fields:
 
 
 def _yarn_fields(config: HfConfig, entry: JsonObject) -> Fields:
-    """Fields of YaRN. Rotated queries and keys are scaled by the quotient of the two mscales, 1.0 unless both are set.
-    """
+    """Fields of YaRN; the mscales, whose quotient scales rotated queries and keys, count only if both are set."""
     original = entry.get("original_max_position_embeddings") or need(config, "max_position_embeddings")
     fields: Fields = {
         "yarn_rotary_scaling_factor": float(entry["factor"]),

@@ -58,6 +58,6 @@ MINIMAX_M2 = Family(
     tool_format="minimax-m2",
     reasoning_format="minimax",
     stop_tokens=("[e~[",),
-    support=Support(megatron="MiniMax M2 norms all heads of a token as one, which Megatron-Core has no layer for"),
+    support=Support(megatron="MiniMax M2 normalises all heads of a token together; Megatron-Core has no such layer"),
     ignored=lambda config: (Ignored("mtp.", "it predicts a token beyond the next, which training does not use"),),
 )

@@ -1,13 +1,12 @@
-"""A model folder of a known family: what its tensors are for, and where their numbers come from.
+"""A model folder of a supported family: its Megatron parameters and the sources of their tensors.
 
-Invariant: every Megatron parameter of the model finds its tensors in the folder, and every tensor of the folder is some
-parameter's or is left alone for a reason that is said. Embedding and output layer are one where config.json says so and
-the folder has not two that differ.
+Invariant: the folder has the tensors of every Megatron parameter, and every tensor of the folder belongs to a parameter
+or is ignored for a reported reason. Embedding and output layer are tied if config.json says so, unless the folder has
+both tensors and they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +32,10 @@ from slime.models.tensor_sources import Source, same_numbers
 class FamilyFolder:
     path: Path
     config: HfConfig
-    """config.json with the part about text folded in."""
+    """config.json, merged with its text config."""
     family: Family
     entries: dict[str, Entry]
-    """By the global Megatron name."""
+    """By global Megatron name."""
     sources: dict[str, Source]
     """By the folder's own name."""
 
@@ -45,53 +44,55 @@ class FamilyFolder:
         return self.family.fields(self.config)
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:
-        """What one rank holds of a parameter."""
+        """The part of a parameter that one rank holds."""
         return entry.form.shard([self.sources[name].shape for name in entry.hf], rank, size)
 
     def left_alone(self) -> dict[str, str]:
-        """Tensors of the folder that no parameter is made of, and why."""
+        """Tensors of the folder that no parameter uses, each with the reason; UserError for one that has no reason."""
         used = {name for entry in self.entries.values() for name in entry.hf}
         return {name: _reason(name, self) for name in self.sources if name not in used}
 
     def left_alone_in_words(self) -> list[str]:
-        """A sentence for each reason."""
+        """One sentence for each reason why tensors of the folder are not used."""
         by_reason: dict[str, list[str]] = {}
         for name, why in self.left_alone().items():
             by_reason.setdefault(why, []).append(name)
         return [
-            f"{len(names)} tensors of {self.path} ({names[0]}, say) are neither trained nor written: {why}"
+            f"{len(names)} tensors of {self.path} (such as {names[0]}) are neither trained nor written: {why}"
             for why, names in by_reason.items()
         ]
 
 
 def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> FamilyFolder:
-    """Read nothing but config.json and the headers of the weight files; UserError for what does not fit together."""
+    """Open a folder by config.json and the headers of its weight files; UserError if they do not fit together.
+
+    Weights are read only to compare two tensors that config.json ties: as in transformers, two that differ are not
+    tied.
+    """
     config = read_text_config(folder)
     family = family_of(config)
     sources = plain_sources(Path(folder))
-    if is_tied(config) and not _is_one(sources, "embed_tokens.weight", "lm_head.weight"):
-        config = {**config, "tie_word_embeddings": False}
+    if is_tied(config):
+        tied = [
+            source
+            for name in ("embed_tokens.weight", "lm_head.weight")
+            for own, source in sources.items()
+            if own.endswith(f".{name}") or own == name
+        ]
+        if len(tied) >= 2 and not same_numbers(*tied):
+            config = {**config, "tie_word_embeddings": False}
     rules = with_vocab_divisor(as_in_folder(family.rules(config), sources), vocab_divisor)
     opened = FamilyFolder(Path(folder), config, family, entries_by_name(rules), sources)
-    _refuse_missing(opened, (name for entry in opened.entries.values() for name in entry.hf))
+    missing = [name for entry in opened.entries.values() for name in entry.hf if name not in sources]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"the weights in {opened.path} lack {missing[0]}{more}: download the model folder again")
     opened.left_alone()
     return opened
 
 
-def _is_one(sources: dict[str, Source], *names: str) -> bool:
-    """Whether the folder has not both of two tied tensors, or has the same numbers in both: as transformers sees it."""
-    found = [source for name in names for own, source in sources.items() if own.endswith(f".{name}") or own == name]
-    return len(found) < 2 or same_numbers(*found)
-
-
-def _refuse_missing(folder: FamilyFolder, wanted: Iterable[str]) -> None:
-    missing = [name for name in wanted if name not in folder.sources]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"the weights in {folder.path} lack {missing[0]}{more}: download the model folder again")
-
-
 def _reason(name: str, folder: FamilyFolder) -> str:
+    """The reason why no parameter uses a tensor; UserError if there is none."""
     for ignored in folder.family.ignored(folder.config):
         if name.startswith(ignored.prefix):
             return ignored.why
@@ -100,6 +101,6 @@ def _reason(name: str, folder: FamilyFolder) -> str:
     if name.endswith("lm_head.weight"):
         return "the output layer is the embedding, by tie_word_embeddings"
     raise UserError(
-        f"{name} in {folder.path} is no weight that a {folder.family.name} model has, and would be lost: the folder is "
-        "another model's"
+        f"{name} in {folder.path} is not a weight of a {folder.family.name} model and would be lost: the folder holds "
+        "another model"
     )

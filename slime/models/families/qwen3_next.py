@@ -1,4 +1,4 @@
-"""Qwen3-Next, 3.5 and 3.6: gated delta nets interleaved with gated attention, zero-centred norms."""
+"""Qwen3-Next, 3.5 and 3.6: gated delta nets interleaved with gated attention, zero-centered norms."""
 
 from __future__ import annotations
 

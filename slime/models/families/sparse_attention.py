@@ -46,7 +46,7 @@ def _rules(config: HfConfig) -> tuple[Rule, ...]:
     return (*latent_moe_rules(config), *indexer)
 
 
-_OTHER_TURN = "its indexers turn positions in halves, and only those of GLM-5, which turn neighbours, are built"
+_OTHER_TURN = "its indexers rotate the two halves of a head; only GLM-5's rotation of neighbouring pairs is implemented"
 GLM5 = Family(
     name="GLM-5",
     model_types=("glm_moe_dsa",),

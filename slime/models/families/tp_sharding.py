@@ -1,7 +1,7 @@
-"""How one Megatron parameter lies in the tensors of a model folder, for any tensor-parallel size.
+"""Sharding forms: the regions of a model folder's tensors that form a Megatron parameter, for any tensor-parallel size.
 
-Invariant: `join` of the shares that a shard names is a rank's parameter, and `split` of that gives the shares back, bit
-for bit. Over all ranks the shares that are no copies cover every tensor of the folder exactly once; padding belongs to
+Invariant: `join` of the shares of a shard is the rank's parameter, and `split` of the parameter returns the shares, bit
+for bit. Over all ranks the shares that are not copies cover every tensor of the folder exactly once. Padding belongs to
 no tensor: it is zero after `join`, and `split` drops it.
 """
 
@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Parts of tensors, as where they begin and end; known without torch.
-
 Region = tuple[slice, ...]
-"""A part of a tensor: begin and end along each dimension, both numbers and within its shape."""
+"""A part of a tensor: start and stop along each dimension, both set and within its shape."""
 
 
 def whole_region(shape: Iterable[int]) -> Region:
@@ -31,13 +29,13 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """What two parts of one tensor have in common; None if nothing."""
+    """The intersection of two regions of one tensor; None if it is empty."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return None if any(part.start >= part.stop for part in common) else common
 
 
 def within(region: Region, outer: Region) -> Region:
-    """The same part, counted from where another one begins."""
+    """The same region, relative to the start of `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
@@ -46,45 +44,47 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A region of one of a rule's tensors, which `source` counts from 0."""
+    """A region of tensor number `source`, from 0, of a rule's tensors."""
 
     source: int
     region: Region
 
 
 class Shard(Protocol):
-    """What one rank holds of a parameter."""
+    """The part of a parameter that one rank holds."""
 
     @property
     def shape(self) -> Shape:
-        """Of the parameter on this rank."""
+        """The shape of the parameter on this rank."""
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """What of the folder's tensors it is made of; regions may be empty."""
+        """The regions of the folder's tensors that form the parameter; regions may be empty."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether rank 0 holds the same numbers, so that only that one writes them."""
+        """True if rank 0 holds the same numbers; then only rank 0 writes them."""
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parameter, of the tensors that lie in `shares`."""
+        """Assemble the parameter from the tensors of `shares`."""
 
     def split(self, local: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of `shares`, which may be views of the parameter and not contiguous."""
+        """Split the parameter into the tensors of `shares`, which may be views and not contiguous."""
 
 
 class Form(Protocol):
+    """A way to shard a parameter over tensor-parallel ranks."""
+
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
-        """What rank `rank` of `size` holds, given the whole shapes of the folder's tensors."""
+        """The part that rank `rank` of `size` holds, given the whole shapes of the folder's tensors."""
 
     def of_expert(self, expert: int) -> Form:
-        """The form for one expert, where a tensor of the folder holds all experts of a layer."""
+        """The form for one expert, if a tensor of the folder holds all experts of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Rows (or columns) of one tensor of the folder that stay together; of none (-1) they are padding."""
+    """A range of rows (or columns) of tensor number `source` of the folder; padding if `source` is -1."""
 
     source: int
     begin: int
@@ -97,12 +97,12 @@ class Stretch:
 
 PADDING = -1
 Lane = list[Stretch]
-"""Stretches in Megatron's order; each rank holds an equal interval of a lane, and one of every lane."""
+"""Spans in Megatron's order; each rank holds an equal interval of every lane."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StretchShard:
-    """A parameter that is stretches of the folder's tensors, one after the other along `dim`."""
+    """A parameter that is a concatenation of spans of the folder's tensors along `dim`."""
 
     dim: int
     shapes: tuple[Shape, ...]
@@ -117,7 +117,13 @@ class StretchShard:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        return tuple(self._share(part) for part in self._parts())
+        shares = []
+        for part in self._parts():
+            region = list(whole_region(self.shapes[part.source]))
+            if region:
+                region[self.dim] = slice(part.begin, part.end)
+            shares.append(Share(part.source, tuple(region)))
+        return tuple(shares)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         if len(self.shapes) == len(self.stretches) == 1 and self.stretches[0].source != PADDING:
@@ -130,11 +136,11 @@ class StretchShard:
     def split(self, local: Tensor) -> tuple[Tensor, ...]:
         if len(self.shapes) == len(self.stretches) == 1 and self.stretches[0].source != PADDING:
             return (local,)
-        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in self._parts()]
+        found: list[list[tuple[int, Tensor]]] = [[] for _ in self._parts()]
         for where, part, inner in self._places():
-            pieces[part].append((inner.begin, local.narrow(self.dim, where, inner.length)))
+            found[part].append((inner.begin, local.narrow(self.dim, where, inner.length)))
         return tuple(
-            self._together([piece for _, piece in sorted(found, key=lambda one: one[0])], local) for found in pieces
+            self._together([piece for _, piece in sorted(pieces, key=lambda one: one[0])], local) for pieces in found
         )
 
     def _together(self, pieces: list[Tensor], local: Tensor) -> Tensor:
@@ -142,18 +148,12 @@ class StretchShard:
             return local.narrow(self.dim, 0, 0)
         if len(pieces) == 1:
             return pieces[0]
-        import torch  # plans read families too, and answer without it
+        import torch  # here, because plans read families without importing torch
 
         return torch.cat(pieces, self.dim)
 
-    def _share(self, part: Stretch) -> Share:
-        region = list(whole_region(self.shapes[part.source]))
-        if region:
-            region[self.dim] = slice(part.begin, part.end)
-        return Share(part.source, tuple(region))
-
     def _parts(self) -> list[Stretch]:
-        """Stretches side by side in the folder are one part; a tensor of which nothing is held has an empty one."""
+        """The spans, with neighbours in the folder merged; a tensor of which nothing is held has an empty part."""
         parts: list[Stretch] = []
         for source in range(len(self.shapes)):
             own = sorted((s for s in self.stretches if s.source == source), key=lambda one: one.begin)
@@ -167,7 +167,7 @@ class StretchShard:
         return parts
 
     def _places(self) -> Iterator[tuple[int, int, Stretch]]:
-        """Where each stretch begins in the parameter, which part it belongs to, and from where to where in that."""
+        """For each span: its start in the parameter, the index of its part, and its range within that part."""
         parts, where = self._parts(), 0
         for stretch in self.stretches:
             for index, part in enumerate(parts):
@@ -179,7 +179,7 @@ class StretchShard:
 
 
 def interval(lane: Lane, rank: int, size: int) -> Lane:
-    """What of a lane one rank holds."""
+    """The interval of a lane that one rank holds."""
     length = sum(stretch.length for stretch in lane)
     if length % size:
         raise ValueError(f"{length} rows cannot be shared evenly by {size} tensor-parallel ranks")
@@ -193,7 +193,7 @@ def interval(lane: Lane, rank: int, size: int) -> Lane:
 
 
 class Laned:
-    """A form that is lanes along one dimension."""
+    """Base of forms that consist of lanes along one dimension."""
 
     dim = 0
 
@@ -210,7 +210,7 @@ class Laned:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The same on every rank: norms, routers, biases of row-parallel layers, scalars."""
+    """Replicated on every rank: norms, routers, biases of row-parallel layers, scalars."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         rows = shapes[0][0] if shapes[0] else 1
@@ -222,7 +222,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Columns(Laned):
-    """A column-parallel layer: its output, the first dimension, is shared; weights and biases."""
+    """A column-parallel layer: its output, the first dimension, is sharded; weights and biases."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         return [[Stretch(0, 0, shapes[0][0])]]
@@ -230,7 +230,7 @@ class Columns(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Laned):
-    """A row-parallel layer: its input, the second dimension, is shared."""
+    """A row-parallel layer: its input, the second dimension, is sharded."""
 
     dim = 1
 
@@ -240,7 +240,7 @@ class Rows(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class Vocab(Laned):
-    """Rows of tokens, padded so that they can be shared (see padded_vocab)."""
+    """Vocabulary rows, padded so that they can be sharded evenly (see padded_vocab)."""
 
     divisible_by: int = 128
 
@@ -257,7 +257,7 @@ def padded_vocab(rows: int, divisible_by: int, size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GateUp(Laned):
-    """Gate and up projection as one: the rank's rows of the gate, then its rows of the other."""
+    """Gate and up projections in one parameter: the rank's rows of the gate, then its rows of the up projection."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         return [[Stretch(source, 0, shapes[source][0])] for source in (0, 1)]
@@ -265,7 +265,7 @@ class GateUp(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class FusedGateUp(Laned):
-    """The same where the folder has one tensor, the gate's rows before the others."""
+    """`GateUp` for a folder with one tensor, in which the gate's rows come first."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         half = shapes[0][0] // 2
@@ -277,7 +277,7 @@ class Qkv(Laned):
     """Queries, keys and values, or their biases, group by group: the queries of a group, its key, its value.
 
     With an output gate each head's rows in the query projection of the folder are its query and its gate; Megatron has
-    the queries of a group before its gates. With more ranks than groups Megatron cuts within groups, and so does this.
+    the queries of a group before its gates. With more ranks than groups, groups are split across ranks, as in Megatron.
     """
 
     groups: int
@@ -301,7 +301,7 @@ class Qkv(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedGateUp:
-    """Gate and up projection where the rows of one tensor belong to them by turns; gpt-oss has it so."""
+    """Gate and up projections with interleaved rows in one tensor, as in gpt-oss."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         ((rows, *rest),) = shapes
@@ -314,6 +314,8 @@ class InterleavedGateUp:
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedShard:
+    """A rank's rows of interleaved gate and up projections."""
+
     begin: int
     shape: Shape
     is_copy: bool = False
@@ -336,7 +338,7 @@ class Stacked:
 
     inner: Form
     is_transposed: bool = False
-    """Whether the folder has inputs before outputs."""
+    """The folder has inputs before outputs."""
     expert: int = 0
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
@@ -349,6 +351,8 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class StackedShard:
+    """A rank's part of one expert in tensors of all experts."""
+
     inner: Shard
     is_transposed: bool
     expert: int
@@ -380,7 +384,7 @@ class StackedShard:
 
 @dataclasses.dataclass(frozen=True)
 class Segments(Laned):
-    """One tensor whose rows are segments of these sizes, each of them shared by all ranks."""
+    """One tensor whose rows are segments of these sizes, each of them sharded over all ranks."""
 
     sizes: tuple[int, ...]
 
@@ -390,7 +394,7 @@ class Segments(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaInput(Laned):
-    """All inputs of a gated delta net as one: queries, keys, values, gates z, then b and a.
+    """All input projections of a gated delta net in one parameter: queries, keys, values, gates z, then b and a.
 
     The folder has queries, keys and values in one tensor (`key` rows, `key` rows and the rest) and one tensor for each
     of the others.
@@ -405,7 +409,7 @@ class DeltaInput(Laned):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDeltaInput(Laned):
-    """The same where the folder has two tensors, both by key heads: query, key, values and gates; b and a."""
+    """`DeltaInput` for a folder with two tensors, both grouped by key head: query, key, values and gates; b and a."""
 
     key_heads: int
     key_head: int

@@ -1,8 +1,9 @@
-"""Which tensors of a model folder a Megatron parameter is made of.
+"""Rules that map the tensors of a model folder to Megatron parameters, and the description of a model family.
 
 Invariant: names on Megatron's side are global: layers count over pipeline stages, experts over expert-parallel ranks.
 Names on the other side are those of the folder. A rule with `is_copy` is read and never written: another rule owns the
-same tensors.
+same tensors. Everything that a family says about a model is computed from its config.json, so that no size is written
+down twice.
 """
 
 from __future__ import annotations
@@ -10,37 +11,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from slime.models.families.tp_sharding import Form, Vocab
+from slime.storage.json_types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter."""
+    """One Megatron parameter and the folder's tensors that form it."""
 
     megatron: str
     hf: tuple[str, ...]
     form: Form
     is_expert: bool = False
-    """Whether expert-tensor-parallel ranks share it, and expert-parallel ranks have different ones."""
+    """Sharded over expert-tensor-parallel ranks; expert-parallel ranks hold different experts."""
     is_copy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter of some layers; templates have places for {layer} and {expert}."""
+    """A template of one Megatron parameter in some layers, with the placeholders {layer} and {expert}."""
 
     megatron: str
     hf: tuple[str, ...]
     form: Form
     layers: tuple[int, ...] | None = None
-    """Which layers have it; None for what is in no layer."""
+    """The layers that have it; None for a parameter outside the layers."""
     experts: int = 0
-    """How many experts each layer has of it; 0 for what is no expert's."""
+    """Number of experts of each layer that have it; 0 for a parameter that does not belong to experts."""
     is_copy: bool = False
     stacked: tuple[str, Form] | None = None
-    """The tensor that holds all experts of a layer, in folders that have one, and its form."""
+    """For folders with one tensor for all experts of a layer: its name and its form."""
 
     def entries(self) -> Iterator[Entry]:
         for layer in (0,) if self.layers is None else self.layers:
@@ -55,12 +56,12 @@ class Rule:
 
 
 def entries_by_name(rules: Iterable[Rule]) -> dict[str, Entry]:
-    """Every parameter of a model under its global Megatron name."""
+    """All parameters of a model, by global Megatron name."""
     return {entry.megatron: entry for rule in rules for entry in rule.entries()}
 
 
 def with_vocab_divisor(rules: Iterable[Rule], divisible_by: int) -> tuple[Rule, ...]:
-    """The rules under another --make-vocab-size-divisible-by than Megatron's default of 128."""
+    """Return the rules for another --make-vocab-size-divisible-by than Megatron's default of 128."""
     return tuple(
         dataclasses.replace(rule, form=Vocab(divisible_by)) if isinstance(rule.form, Vocab) else rule for rule in rules
     )
@@ -70,8 +71,8 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 def as_in_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, ...]:
-    """The rules in a folder's own names: those of a multimodal model have the text under another prefix, and some keep
-    the experts of a layer in one tensor."""
+    """Return the rules with the names of a folder: folders of multimodal models have another prefix for text, and some
+    folders have all experts of a layer in one tensor."""
     found = []
     for rule in rules:
         first = next(rule.entries(), None)
@@ -83,6 +84,7 @@ def as_in_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, .
 
 
 def _others(rule: Rule) -> Iterator[Rule]:
+    """The rule with stacked experts and with other prefixes for text."""
     variants = [rule]
     if rule.stacked is not None:
         name, form = rule.stacked
@@ -90,30 +92,27 @@ def _others(rule: Rule) -> Iterator[Rule]:
     for variant in variants:
         yield variant
         for prefix in _TEXT_PREFIXES:
-            yield dataclasses.replace(variant, hf=tuple(_moved(name, prefix) for name in variant.hf))
+            moved = (
+                prefix + name.removeprefix("model.")
+                if name.startswith("model.")
+                else prefix.removesuffix("model.") + name
+                for name in variant.hf
+            )
+            yield dataclasses.replace(variant, hf=tuple(moved))
 
 
-def _moved(name: str, prefix: str) -> str:
-    if name.startswith("model."):
-        return prefix + name.removeprefix("model.")
-    return prefix.removesuffix("model.") + name
+HfConfig = JsonObject
+"""config.json, merged with its text config."""
 
-
-# What the project knows about a model family.
-#
-# Invariant: everything a family says about a model is computed from its config.json, so that no size is written twice.
-
-HfConfig = dict[str, Any]
-"""config.json with the part about text folded in."""
-
-Fields = dict[str, Any]
+Fields = JsonObject
 """Megatron's names and values: fields of TransformerConfig and arguments of GPTModel, as plain values. Functions are
-names (`activation_func: "silu"`), layer lists hold one number a layer. `vocab_size` is that of the folder, unpadded."""
+names (`activation_func: "silu"`), layer lists hold one number per layer. `vocab_size` is that of the folder, unpadded.
+"""
 
 
 @dataclass(frozen=True)
 class Support:
-    """What runs a family: None where it works, else the sentence why not."""
+    """Support of a family by engine and backends: None if it works, else the reason why it does not."""
 
     engine: str | None = None
     fsdp: str | None = None
@@ -122,7 +121,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Tensors of a folder that no parameter is made of, by the beginning of their names, and why."""
+    """Tensors of a folder that no parameter uses, by the prefix of their names, and the reason."""
 
     prefix: str
     why: str
@@ -135,9 +134,9 @@ class Family:
     fields: Callable[[HfConfig], Fields]
     rules: Callable[[HfConfig], tuple[Rule, ...]]
     tool_format: str | None
-    """SGLang's name of the tool-call parser; None where there is none for the family."""
+    """SGLang's name of the tool-call parser; None if the family has none."""
     reasoning_format: str | None
-    """SGLang's name of the reasoning parser; None where the family does not think aloud."""
+    """SGLang's name of the reasoning parser; None if the family writes no reasoning."""
     stop_tokens: tuple[str, ...]
     """The tokens that end a turn."""
     support: Support = field(default_factory=Support)

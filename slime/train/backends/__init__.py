@@ -1,1 +1,1 @@
-"""Ways to spread a policy over processes, behind one small protocol."""
+"""Training backends that spread a model over processes, behind one protocol."""

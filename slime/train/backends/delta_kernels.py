@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets: those of a package where it is installed and tensors are on a GPU, else torch's.
+"""Kernels of gated delta nets: a package's on a GPU if it is installed, else plain torch.
 
 `--qwen-gdn-backend` names the package; without it flash-linear-attention is used where it is installed.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,19 +22,19 @@ INSTALL = {"fla": "pip install flash-linear-attention", "flashqla": "install Fla
 
 
 class DeltaKernels(Protocol):
-    """Of one row of sequences; states are [T, ...]."""
+    """Kernels for one packed row of sequences; states are [T, ...]."""
 
     def conv(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution [T, C] with `weight` [C, K], and its activation."""
+        """Compute the causal convolution of [T, C] with `weight` [C, K], and its activation."""
         ...
 
     def rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """As `slime.algorithms.delta_rule.gated_delta_rule`."""
+        """Compute the same as `slime.algorithms.delta_rule.gated_delta_rule`."""
         ...
 
 
 def check_delta_kernels(asked: str | None) -> None:
-    """Refuses kernels that were asked for by name and cannot run here."""
+    """Raise UserError if the requested kernels cannot run here."""
     if asked is None:
         return
     if importlib.util.find_spec(PACKAGES[asked][0]) is None:
@@ -47,7 +47,7 @@ def check_delta_kernels(asked: str | None) -> None:
 
 
 def delta_kernels(asked: str | None, lengths: Sequence[int], device: torch.device) -> DeltaKernels:
-    """For rows with sequences of these lengths."""
+    """Choose the kernels for a row with sequences of these lengths."""
     name = asked or "fla"
     if device.type != "cuda" or importlib.util.find_spec(PACKAGES[name][0]) is None:
         return TorchKernels(lengths, device)
@@ -55,6 +55,8 @@ def delta_kernels(asked: str | None, lengths: Sequence[int], device: torch.devic
 
 
 class TorchKernels:
+    """Gated delta nets in plain torch."""
+
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._chunks = Chunks.of(lengths, device)
 
@@ -66,10 +68,11 @@ class TorchKernels:
 
 
 class PackageKernels:
-    """`chunk_gated_delta_rule` of flash-linear-attention, or FlashQLA's, which is called alike."""
+    """`chunk_gated_delta_rule` of flash-linear-attention, or FlashQLA's, which has the same signature."""
 
     def __init__(self, name: str, lengths: Sequence[int], device: torch.device) -> None:
-        self._rule: Any = importlib.import_module(PACKAGES[name][1]).chunk_gated_delta_rule
+        package = importlib.import_module(PACKAGES[name][1])
+        self._rule: Callable[..., tuple[Tensor, object]] = package.chunk_gated_delta_rule
         ends = torch.tensor([0, *lengths]).cumsum(0)
         self._bounds = ends.to(device)
         self._position = torch.cat([torch.arange(length) for length in lengths]).to(device)
@@ -81,6 +84,5 @@ class PackageKernels:
         repeats = value.shape[1] // key.shape[1]
         query, key = (states.repeat_interleave(repeats, dim=1) for states in (query, key))
         states = [tensor[None].contiguous() for tensor in (query, key, value, decay, beta)]
-        output: Tensor
         output, _ = self._rule(*states, use_qk_l2norm_in_kernel=True, cu_seqlens=self._bounds)
         return output[0]

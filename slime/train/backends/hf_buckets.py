@@ -1,6 +1,6 @@
-"""Weights that leave a backend: tensors as in a Hugging Face folder, in buckets that each have one owner.
+"""Buckets of exported weights: tensors as in a Hugging Face folder, each bucket whole on one owner rank.
 
-Invariant: what is said of a bucket before anything is gathered is what is in it; every tensor is in exactly one.
+Invariant: a bucket contains exactly the tensors of its planned layout; every tensor is in exactly one bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.train.topology import Ranks
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor that is going to be whole on the rank `owner` of the world."""
+    """Description of an exported tensor, which will be whole on the rank `owner` of the world."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class HfBucket:
-    """Some of them; `tensors` by name on the owner, None elsewhere. They are read, and not changed."""
+    """Exported tensors with one owner; `tensors` by name on the owner, None elsewhere. Callers must not change them."""
 
     owner: int
     layout: tuple[HfTensor, ...]
@@ -43,7 +43,7 @@ class HfBucket:
         return tuple(tensor.name for tensor in self.layout)
 
     def on_all_ranks(self, world: Ranks) -> Iterator[tuple[str, Tensor]]:
-        """Its tensors on every rank; all of them iterate together."""
+        """Broadcast the tensors from the owner and yield them on every rank; all ranks iterate together."""
         for tensor in self.layout:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
             if self.tensors is not None:
@@ -54,8 +54,10 @@ class HfBucket:
 
 
 class Earlier(Protocol):
-    """What left the last time: `given` are this rank's parts, by name and place, on the host; `whole` is what became of
-    a tensor on its owner. With it ranks give what changed since, and owners come to the same tensors."""
+    """Tensors of the previous export, from which ranks compute the changes to send and owners rebuild the tensors.
+
+    `given` are this rank's parts, by name and place, on the host; `whole` returns a tensor as its owner exported it.
+    """
 
     given: dict[str, Tensor]
 
@@ -63,12 +65,12 @@ class Earlier(Protocol):
 
 
 def leaving_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Floating tensors leave in the dtype that was asked for, others in their own."""
+    """Export dtype of a tensor: the requested one for floating tensors, its own for others."""
     return dtype if found.is_floating_point else found
 
 
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Consecutive ranges whose sizes add up to at most `limit`; a larger single one gets a range of its own."""
+    """Split sizes into consecutive ranges that add up to at most `limit`; a larger single size gets its own range."""
     ranges, start, filled = [], 0, 0
     for index, size in enumerate(sizes):
         if index > start and filled + size > limit:

@@ -187,7 +187,7 @@ class DecodeWindow:
         if any(self._lens.get(row, -1) + 1 != n for row, n in length.items()):
             self.groups = self._lay_out(rows, length, place, table)
         else:
-            groups = []
+            groups: list[GatheredGroup] = []
             for group in self.groups:
                 gone = {row for row in group.rows if row not in place}
                 if group.full or len(gone) == len(group.rows):

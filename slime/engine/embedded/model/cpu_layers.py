@@ -1,7 +1,12 @@
-"""A model's layers in the form that a CPU computes fastest in fp32.
+"""Optimises a model's layers for fp32 on a CPU, and compiles decoder layers with torch.compile.
 
-Invariant: names, shapes and values of the weights stay, and so does what a layer computes: a matrix product up to the
-order of its sums, a norm to the bit. A layer for which this is not certain is left as it is.
+Invariant: names, shapes and values of the weights do not change. Neither does the result of a layer: of a matrix
+product up to the order of its sums, of a norm to the bit. A layer for which this is not certain is not replaced.
+
+Decoder layers are compiled one at a time; what is compiled for the first is reused by all similar layers. To the
+compiler a layer's attention is one op that takes the layer's number, and numbers of modules are variables, so neither
+the layer nor the batch size is built into the code. torch caches compiled code on disk (TORCHINDUCTOR_CACHE_DIR) for
+the next start. Invariant: a layer that cannot be compiled runs uncompiled, with a warning.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +23,19 @@ from torch import nn
 
 from slime.engine.embedded.model.attention import AttentionContext, Rules
 
-_PACKED_ELEMENTS = 1 << 18  # a packed product costs 50 us more than a plain one before it starts: small matrices lose
+_PACKED_ELEMENTS = 1 << 18  # a packed product has 50 us more overhead than a plain one: too much for small matrices
 
-_MOST_ROWS = 512  # with more rows, packing the weight in the call costs nothing
+_MOST_ROWS = 512  # with more rows, the cost of packing the weight in the call is negligible
 
 Inputs = dict[nn.Linear, torch.Tensor]
 
 
 class PackedWeights:
-    """The weights of linear layers that read the same input, one below the other, as the CPU's kernels read them.
+    """Concatenated weights of linear layers that read the same input, packed for the CPU's kernels.
 
     A plain product packs its weight in every call: with few rows that takes as long as the product. The first layer
-    that meets an input computes the outputs of all, and the others find theirs. The packed copy is made when it is
-    needed, and again after `forget`, which whoever writes to the weights has to call.
+    called with an input computes the outputs of all layers, and the others return their cached part. The packed copy
+    is made lazily, and again after `forget`, which must be called after a write to the weights.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
@@ -45,10 +50,16 @@ class PackedWeights:
         self._packed = self._bias = None
 
     def product(self, place: int, input: torch.Tensor) -> torch.Tensor:
-        """What the layer at `place` makes of `input`."""
+        """Return the output of the layer at `place` for `input`."""
         output = self._outputs[place] if self._input is input else None
         if output is None:
-            self._outputs = list(self._compute(input).split(self._widths, -1))
+            if self._packed is None:
+                weight = torch.cat([layer.weight.detach() for layer in self._layers]).contiguous()
+                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
+                self._bias = torch.cat(biases) if biases else None
+            products = torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
+            self._outputs = list(products.split(self._widths, -1))
             self._input = input
             output = self._outputs[place]
         self._outputs[place] = None
@@ -57,17 +68,9 @@ class PackedWeights:
         assert output is not None
         return output
 
-    def _compute(self, input: torch.Tensor) -> torch.Tensor:
-        if self._packed is None:
-            weight = torch.cat([layer.weight.detach() for layer in self._layers]).contiguous()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-            biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-            self._bias = torch.cat(biases) if biases else None
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
-
 
 class PackedLinear(nn.Linear):
-    """A linear layer with the parameters of `plain`, computed by packed weights."""
+    """A linear layer with the parameters of `plain`, computed with packed weights."""
 
     def __init__(self, plain: nn.Linear, packed: PackedWeights, place: int) -> None:
         nn.Module.__init__(self)
@@ -84,7 +87,7 @@ class PackedLinear(nn.Linear):
 
 @contextmanager
 def inputs_of_linears(model: nn.Module) -> Iterator[Inputs]:
-    """What each linear layer read in the forward passes of the block."""
+    """Record the input of each linear layer in the forward passes within the `with` block."""
     seen: Inputs = {}
 
     def note(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
@@ -100,7 +103,7 @@ def inputs_of_linears(model: nn.Module) -> Iterator[Inputs]:
 
 
 def prepare_layers(model: nn.Module, inputs: Inputs, *, pack: bool) -> Callable[[], None]:
-    """Bring the model into its fast form; returns what has to be called when its weights have changed."""
+    """Replace layers by their fast forms; returns a function to call after the weights have changed."""
     fast: dict[nn.Module, nn.Module] = {m: norm for m in model.modules() if (norm := plain_rms_norm(m)) is not None}
     packed = []
     if pack:
@@ -121,7 +124,7 @@ def prepare_layers(model: nn.Module, inputs: Inputs, *, pack: bool) -> Callable[
 
 
 def worth_packing(model: nn.Module, inputs: Inputs) -> Iterable[list[nn.Linear]]:
-    """Linear layers of one parent that read the same tensor, in groups that are large enough."""
+    """Return groups of linear layers of one parent that read the same tensor, where a group is large enough."""
     groups: dict[tuple[int, ...], list[nn.Linear]] = {}
     for parent in model.modules():
         for layer in parent.children():
@@ -132,7 +135,7 @@ def worth_packing(model: nn.Module, inputs: Inputs) -> Iterable[list[nn.Linear]]
 
 
 def plain_rms_norm(layer: nn.Module) -> nn.RMSNorm | None:
-    """torch's own RMSNorm with the weight of `layer`, where both compute the same to the bit: one call, not eight."""
+    """Return torch's RMSNorm with the weight of `layer` if both give the same bits: one call instead of eight."""
     numbers = [value for value in vars(layer).values() if isinstance(value, float)]
     if (
         not type(layer).__name__.endswith("RMSNorm")
@@ -150,23 +153,16 @@ def plain_rms_norm(layer: nn.Module) -> nn.RMSNorm | None:
 
 
 def store_by_input(model: nn.Module) -> None:
-    """Store every matrix `[out, in]` of the model column by column; its shape and its values stay.
+    """Store every linear weight `[out, in]` column by column, without changing its shape or values.
 
-    The CPU's fp32 product of 8 to 64 rows with a matrix stored like this is 1.5 to 2.5 times as fast, and of more rows
-    no slower; in bf16 there is no difference.
+    The CPU's fp32 product of 8 to 64 rows with such a matrix is 1.5 to 2.5 times as fast, and with more rows it is not
+    slower; in bf16 there is no difference.
     """
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, nn.Linear):  # an embedding tied to it is the same parameter
                 layer.weight.data = layer.weight.t().contiguous().t()
 
-
-# Decoder layers through torch.compile, one at a time: what is compiled for the first serves all that are like it.
-#
-# To the compiler a layer's attention is one op that takes the layer's number, and numbers of modules are variables: so
-# neither the layer nor the batch size is built into the code. torch keeps what it compiled on disk
-# (TORCHINDUCTOR_CACHE_DIR), where the next start finds it. Invariant: a layer that cannot be compiled runs as it is,
-# with a note; the numbers are those of the same operations.
 
 log = logging.getLogger(__name__)
 
@@ -175,10 +171,10 @@ _numbers = itertools.count()
 
 
 class CompiledLayers:
-    """The layers of a decoder, compiled while `run` runs and as they were otherwise."""
+    """The layers of a decoder, compiled during `run` and unchanged otherwise."""
 
     def __init__(
-        self, decoder: nn.Module, context: AttentionContext, backend: str | Callable[..., Any] = "inductor"
+        self, decoder: nn.Module, context: AttentionContext, backend: str | Callable[..., object] = "inductor"
     ) -> None:
         if context.opaque is None:
             context.opaque = opaque_attention(context)
@@ -186,36 +182,32 @@ class CompiledLayers:
         self._forwards = [torch.compile(layer.forward, dynamic=True, backend=backend) for layer in self._layers]
 
     def run(self, function: Callable[[], T]) -> T:
-        """`function`, in which calls of layers are compiled."""
+        """Call `function` with compiled layers; if compilation fails, with the layers as they are, now and later."""
         if not self._forwards:
             return function()
         try:
-            with self._in_place(), torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
-                return function()
+            for layer, forward in zip(self._layers, self._forwards, strict=True):
+                layer.forward = forward
+            try:
+                with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+                    return function()
+            finally:
+                for layer in self._layers:
+                    del layer.forward
         except torch._dynamo.exc.TorchDynamoException as error:
-            log.warning("this model's layers cannot be compiled and run as they are: %s", error, exc_info=error)
+            log.warning("the model's layers cannot be compiled and run uncompiled: %s", error, exc_info=error)
             self._forwards = []
             return function()
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer.forward
-
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The longest list of modules in it: transformers' decoders have their layers there."""
+    """Return the longest module list of a decoder: transformers' decoders have their layers there."""
     lists = [list(module) for module in decoder.children() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def opaque_attention(context: AttentionContext) -> Callable[..., torch.Tensor]:
-    """`context.attend` as an op of its own, which no compiler looks into."""
+    """Wrap `context.attend` in a custom op, which compilers do not trace into."""
 
     @torch.library.custom_op(f"slime::attend_{next(_numbers)}", mutates_args=())
     def attend(

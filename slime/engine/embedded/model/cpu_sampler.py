@@ -1,4 +1,4 @@
-"""Drawing tokens from logits.
+"""Samples tokens from logits in plain torch.
 
 The log-prob of a token is that of the temperature-scaled distribution: log softmax(logits / T), after penalties and
 biases, before top-k, top-p and min-p cut it. Greedy rows (temperature 0) report T = 1.
@@ -19,19 +19,19 @@ from slime.engine.embedded.scheduler import Sequence
 
 
 def stream_seed(seed: int, choice: int) -> int:
-    """64 bits for one sample of a seeded request."""
+    """Return the 64-bit seed of one sample (`choice`) of a seeded request."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> np.ndarray:
-    """One number in [0, 1) per sequence: splitmix64 of its seed, at the position behind `ahead` unread tokens."""
+    """Return one number in [0, 1) per sequence: splitmix64 of its seed, at the position after `ahead` unread tokens."""
     state = np.array([s.seed for s in sequences], dtype=np.uint64)
     position = np.array([len(s.output_ids) + 1 + n for s, n in zip(sequences, ahead, strict=True)], dtype=np.uint64)
     return uniforms_at(state, position)
 
 
 def uniforms_at(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The same for 64-bit seeds and positions that are known, the first token of an answer being at 1."""
+    """Return uniform numbers for given 64-bit seeds and positions; the first token of a response is at position 1."""
     with np.errstate(over="ignore"):
         z = seeds + positions * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -42,7 +42,7 @@ def uniforms_at(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def draw(
     logits: torch.Tensor, temperature: torch.Tensor | None, uniform: torch.Tensor, greedy: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probs `[b]` from fp32 logits `[b, V]`; None: all temperatures are 1, nobody is greedy."""
+    """Sample tokens and log-probs `[b]` from fp32 logits `[b, V]`; None: all temperatures are 1, no row is greedy."""
     logprobs = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
     tokens = _invert(logprobs.exp(), uniform)
     if greedy is not None:
@@ -51,7 +51,7 @@ def draw(
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `uniform` of the total; never one of weight zero."""
+    """Return the first index whose cumulative weight exceeds `uniform` of the total; never one of weight zero."""
     cumulative = weights.cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
@@ -60,7 +60,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def draw_each(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], uniform: torch.Tensor, greedy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The general case: every row with its own penalties and filters."""
+    """Sample every row with its own penalties and filters."""
     edited = torch.stack([edit(row, seq) for row, seq in zip(logits, sequences, strict=True)])
     temperature = torch.tensor([temperature_of(s) for s in sequences], device=logits.device)
     logprobs = (edited / temperature[:, None]).log_softmax(-1)
@@ -74,7 +74,7 @@ def temperature_of(seq: Sequence) -> float:
 
 
 def edit(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
-    """Penalties, biases and the ban on stopping before `min_new_tokens`, on one row."""
+    """Apply penalties, biases and the ban on stopping before `min_new_tokens` to one row."""
     params = seq.params
     if not params.edits_logits:
         return logits
@@ -96,11 +96,11 @@ def edit(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
 
 
 def restrict(scaled: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
-    """-inf outside each row's top-k, its nucleus of mass top-p, and below min-p times the most likely token."""
+    """Set -inf outside each row's top-k and top-p nucleus, and below min-p times the most likely token."""
     if all(s.params.greedy_or_full_support for s in sequences):
         return scaled
     device = scaled.device
-    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # equal tokens by index
+    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # ties by index
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs  # mass of the tokens that are more likely than this one
     rank = torch.arange(scaled.shape[1], device=device)

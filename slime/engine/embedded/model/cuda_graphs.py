@@ -1,9 +1,8 @@
-"""Steps on CUDA: captured graphs for decoding and for short prompts, launched without waiting for anything.
+"""Steps on CUDA: captured graphs for decoding and for short prompts, launched asynchronously.
 
-Invariant: everything a graph reads lives at a fixed address (the input buffers, the KV slots, the weights, which are
-updated in place), so a replay sees the present values. What goes to the device and what comes back passes through
-pinned memory, so that launching a step never waits for the one before. Batches are padded to the next captured size
-with rows that write to slot 0.
+Invariant: everything a graph reads is at a fixed address (the input buffers, the KV slots, the weights, which are
+updated in place), so a replay sees the current values. Copies to and from the device use pinned memory, so launching a
+step never waits for the previous one. Batches are padded to the next captured size with rows that write to slot 0.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PROMPT_TOKENS = (128, 256, 512, 1024, 2048)  # extend steps of up to so many are captured; longer ones hide launches
+_PROMPT_TOKENS = (128, 256, 512, 1024, 2048)  # captured sizes of extend steps; longer steps hide launch overhead
 
 
 @dataclass
 class OnDevice:
-    """A launched step: where its results arrive on the host once `done`."""
+    """A launched step; its results are on the host once `done`."""
 
     results: torch.Tensor  # [rows, 2], pinned
     done: torch.cuda.Event | None
-    arrived: Callable[[], None] | None = None  # to be called then
+    arrived: Callable[[], None] | None = None  # called after that
 
 
 class CudaDecoder:
-    """Replays a graph for every decode step, and for extend steps of few tokens."""
+    """Replays a graph for every decode step and for extend steps of few tokens."""
 
     looks_ahead = True
 
@@ -60,27 +59,27 @@ class CudaDecoder:
         self._members = _Members([])
         self._sizes = batch_sizes(body.fewest_rows, max_running)
         self._side_stream, self._pool = self._for_captures()
-        # the largest first, so that the others fit into its memory; with the two ends any batch can be decoded
+        # the largest first, so that the others fit into its memory; the largest and the smallest decode any batch
         self._uncaptured = [max_running, *(s for s in self._sizes[:1] if s < max_running)]
         self._uncaptured += reversed(self._sizes[1:-1])
         self._uncaptured_prompts = sorted(_PROMPT_TOKENS, reverse=True) if body.extends_in_graphs else []
 
     def capture(self) -> None:
-        """Capture what is needed to begin: `capture_next` does the rest."""
+        """Capture the graphs needed to start; `capture_next` captures the others."""
         started = time.perf_counter()
         while self._uncaptured and len(self._graphs) < 2:
             self._capture_one()
         log.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def capture_next(self) -> bool:
-        """Capture one more graph, at any time between two steps; False when there are all.
+        """Capture one more graph, at any time between two steps; returns False when all are captured.
 
-        What cannot be captured is left out: larger graphs take such batches, and extend steps need none.
+        A graph that cannot be captured is skipped: larger graphs run such batches, and extend steps need no graph.
         """
         try:
             self._capture_one()
-        except Exception as error:  # steps are computed without it
-            log.warning("a graph could not be captured, steps of its size take longer", exc_info=error)
+        except Exception as error:  # steps run without it
+            log.warning("a CUDA graph could not be captured: steps of its size take longer", exc_info=error)
         return bool(self._uncaptured or self._uncaptured_prompts)
 
     @torch.inference_mode()
@@ -88,7 +87,13 @@ class CudaDecoder:
         if self._uncaptured:
             size = self._uncaptured.pop(0)
             self._inputs.load(self._host_inputs(0, self._inputs.most))
-            self._graphs[size] = self._captured(lambda: self._step(size))
+
+            def step() -> torch.Tensor:
+                logits = self._body.decode(self._inputs.decode_batch(size, self._tokens))
+                self._draw.plain(logits, self._draw_batch(size))
+                return logits
+
+            self._graphs[size] = self._captured(step)
         elif self._uncaptured_prompts:
             size = self._uncaptured_prompts.pop(0)
             graph = _PromptGraph(size, min(size, self._inputs.most), self._device)
@@ -96,12 +101,12 @@ class CudaDecoder:
             graph.replay, graph.hidden = self._captured(lambda: self._body.extend(ids, positions, slots, graph.tiles))
             self._prompts = {size: graph, **self._prompts}
 
-    def _for_captures(self) -> tuple[Any, Any]:
-        """A stream, one for all, since memory that was used in it stays with it; the graphs' memory."""
+    def _for_captures(self) -> tuple[torch.cuda.Stream, Any]:
+        """Return the stream of all captures, since memory used in a stream stays with it, and the graphs' pool."""
         return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def _captured(self, run: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """How to replay `run`, and what it returned when it was captured."""
+        """Capture `run`; returns the replay function and what `run` returned during the capture."""
         stream, graph = self._side_stream, torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -115,11 +120,6 @@ class CudaDecoder:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, outputs
-
-    def _step(self, size: int) -> torch.Tensor:
-        logits = self._body.decode(self._inputs.decode_batch(size, self._tokens))
-        self._draw.plain(logits, self._draw_batch(size))
-        return logits
 
     def _draw_batch(self, size: int) -> DrawBatch:
         return self._inputs.draw_batch(size, self._tokens, self._results)
@@ -153,7 +153,7 @@ class CudaDecoder:
         return self._bring(self._results[:count], arrived)
 
     def _host_inputs(self, used: int, size: int) -> _StepInputs:
-        """Pinned; rows behind those that are used write to slot 0 of the dummy row, at position 0."""
+        """Make pinned inputs; the rows from `used` to `size` write to slot 0 of the dummy row, at position 0."""
         host = _StepInputs(self._inputs.most, None)
         host.numbers.numpy()[:, used:size] = [[self._dummy_row], [1], [0], [0]]
         host.floats.numpy()[:, used:size] = [[0.0], [1.0], [0.0]]
@@ -167,7 +167,7 @@ class CudaDecoder:
         return self._draw.special(logits, batch, sequences, ahead)
 
     def _bring(self, results: torch.Tensor, arrived: Callable[[], None] | None) -> OnDevice:
-        """Let results come to the host when they are there; both sides are contiguous, or the copy would wait."""
+        """Copy results to the host asynchronously; both sides must be contiguous, or the copy would block."""
         host = _pinned(results.shape, results.dtype)
         host.copy_(results, non_blocking=True)
         return OnDevice(host, _mark(self._device), arrived)
@@ -187,7 +187,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def launch_extend(self, extends: list[Extend]) -> OnDevice:
-        """Compute the pieces; a token for every sequence that is now complete and wants one, in order."""
+        """Compute the pieces and sample a token for each one that `is_sampled`, in order."""
         self._make_states([e.sequence for e in extends], [e.start for e in extends])
         hidden = self._pieces(extends)
         ends = np.cumsum([e.end - e.start for e in extends])
@@ -207,7 +207,7 @@ class CudaDecoder:
         return self._bring(results, self._redraw(logits, batch, sequences, ahead))
 
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
-        """Last hidden states `[T, H]` of the pieces, one behind the other."""
+        """Return the last hidden states `[T, H]` of the pieces, concatenated; a captured graph may pad the end."""
         rows, starts, ends = (
             np.array(x) for x in zip(*((e.sequence.row, e.start, e.end) for e in extends), strict=True)
         )
@@ -221,20 +221,18 @@ class CudaDecoder:
         if states:
             states.spans = lay_out(rows.tolist(), starts.tolist(), (ends - starts).tolist(), self._device)
         states.held[rows] = -1
-        hidden = self._hidden(np.stack([ids, positions, slots]), tiles)
-        states.held[rows] = ends
-        return hidden
-
-    def _hidden(self, inputs: np.ndarray, tiles: np.ndarray) -> torch.Tensor:
-        """Of the tokens, positions and slots `[3, T]`; behind them may stand what belongs to nobody."""
+        inputs = np.stack([ids, positions, slots])
         fits = (g for g in self._prompts.values() if g.has_room(inputs.shape[1], tiles.shape[1]))
         if (graph := next(fits, None)) is not None:
             graph.load(inputs, tiles)
             graph.replay()
-            return graph.hidden
-        numbers, work = _upload([inputs, tiles], self._device)
-        ids, positions, slots = numbers.unbind(0)
-        return self._body.extend(ids, positions, slots, ExtendTiles(*work.unbind(0)))
+            hidden = graph.hidden
+        else:
+            numbers, work = _upload([inputs, tiles], self._device)
+            device_ids, device_positions, device_slots = numbers.unbind(0)
+            hidden = self._body.extend(device_ids, device_positions, device_slots, ExtendTiles(*work.unbind(0)))
+        states.held[rows] = ends
+        return hidden
 
     def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         if stale := self._runner.stale_states(sequences, counts):
@@ -242,9 +240,10 @@ class CudaDecoder:
 
 
 class _Members:
-    """What does not change about the draws of a batch while the same sequences are in it.
+    """Sampling inputs of a batch that do not change while the same sequences are in it.
 
-    The sequences themselves are kept to compare with: while they are, no newcomer can be taken for one of them.
+    The sequences are compared by identity. This holds references to them, so a new sequence cannot be mistaken for an
+    old one.
     """
 
     def __init__(self, sequences: SequenceOf[Sequence]) -> None:
@@ -255,16 +254,16 @@ class _Members:
         self._greedy = np.array([s.params.greedy for s in sequences], np.float32)
 
     def or_of(self, sequences: SequenceOf[Sequence]) -> _Members:
-        """This, if it is of just these sequences, else theirs."""
+        """Return self if it is for exactly these sequences, else a new one."""
         return self if self._sequences == sequences else _Members(sequences)
 
     def drawing(self, drawn: np.ndarray) -> np.ndarray:
-        """Uniform numbers behind so many tokens each, temperatures and arg-max marks `[3, b]`."""
+        """Return `[3, b]`: uniform numbers after `drawn` tokens each, temperatures and greedy flags."""
         return np.stack([uniforms_at(self._seeds, (drawn + 1).astype(np.uint64)), self._degrees, self._greedy])
 
 
 class _PromptGraph:
-    """A captured extend step of `size` tokens in so many pieces; empty tiles and slot 0 stand behind what is used."""
+    """A captured extend step of up to `size` tokens in up to `pieces` pieces, padded with empty tiles and slot 0."""
 
     def __init__(self, size: int, pieces: int, device: torch.device) -> None:
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
@@ -285,7 +284,7 @@ class _PromptGraph:
 
 
 class _StepInputs:
-    """What one decode step reads, in one piece of memory: on the device, or pinned on the host."""
+    """Inputs of one decode step in one block of memory: on the device, or pinned on the host (device None)."""
 
     def __init__(self, most: int, device: torch.device | None) -> None:
         self.most = most
@@ -309,12 +308,12 @@ class _StepInputs:
 
 
 def _pinned(shape: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:
-    """torch keeps such memory, and hands it out again when the copies from and to it are done."""
+    """Allocate pinned memory; torch reuses it only after the copies from and to it are done."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """This moment of the stream; None on a device that is never behind."""
+    """Record an event in the stream; None on a device without asynchronous execution."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -323,7 +322,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _upload(arrays: SequenceOf[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All of them in one copy, each at a multiple of 16 bytes: kernels are compiled for how pointers are aligned."""
+    """Upload arrays in one copy, each at a multiple of 16 bytes: kernels are compiled for pointer alignment."""
     starts = np.cumsum([0, *(-(-a.nbytes // 16) * 16 for a in arrays)])
     host = _pinned((int(starts[-1]),), torch.uint8)
     for array, start in zip(arrays, starts, strict=False):
@@ -336,6 +335,9 @@ def _upload(arrays: SequenceOf[np.ndarray], device: torch.device) -> list[torch.
 
 
 def batch_sizes(fewest: int, most: int) -> list[int]:
-    """Powers of two, then multiples of 64: a padded row costs its share of the matrix products and no attention."""
+    """Return the batch sizes to capture: powers of two, then multiples of 64.
+
+    A padded row costs its share of the matrix products and no attention.
+    """
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, most, 64)]
     return [s for s in sizes if fewest <= s < most] + [most]

@@ -1,8 +1,8 @@
-"""Triton kernels for attention over KV slots on CUDA; imported only there.
+"""Triton attention over KV slots for transformers' attention interface; imported only on CUDA.
 
-Keys and values are kept, then read through a table of slots; sums are fp32 with a running maximum; sliding windows,
-soft caps and sinks are honoured. `decode`: one query token per sequence; the query heads that share a kv head go
-through one program, so each key is read once. `extend`: many query tokens per sequence (`extend_attention`).
+Keys and values are stored, then read through a table of slots. Sums are fp32 with a running maximum. Sliding windows,
+soft caps and sinks are supported. Decode: one query token per sequence; one program computes all query heads that share
+a kv head, so each key is read once. Extend: many query tokens per sequence (`extend_attention`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _decode_kernel(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads times slots can be beyond 2^31
+    b, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads times slots can exceed 2^31
     n = tl.load(LENS + b)
     row = tl.load(ROWS + b).to(tl.int64)
     d, dv, g = tl.arange(0, DP), tl.arange(0, DVP), tl.arange(0, GP)
@@ -89,9 +89,9 @@ def paged_decode(
     softcap: float,
     window: int,
 ) -> torch.Tensor:
-    """Keep k, v `[T, KV, D]` at `slots`, then attend for q `[T, H, D]`; softcap 0 and window 0 mean none.
+    """Store k, v `[T, KV, D]` at `slots`, then attend for q `[T, H, D]`; softcap 0 and window 0: none.
 
-    The cache is written inside the op: written outside, torch.compile would copy the whole cache at every step.
+    The op writes the cache itself; if the cache were written outside, torch.compile would copy it at every step.
     """
     keys.index_copy_(1, slots, k.transpose(0, 1))
     values.index_copy_(1, slots, v.transpose(0, 1))
@@ -129,18 +129,18 @@ def paged_extend(
     softcap: float,
     window: int,
 ) -> torch.Tensor:
-    """The same for many query tokens per sequence: q `[T, H, D]` in the order of `tiles`."""
+    """Store k, v and attend for many query tokens per sequence: q `[T, H, D]` in the order of `tiles`."""
     keys.index_copy_(1, slots, k.transpose(0, 1))
     values.index_copy_(1, slots, v.transpose(0, 1))
     return extend_attention(q, keys, values, table, tiles, sinks, scale, softcap, window)
 
 
-# The same place in transformers' attention interface, filled with the Triton kernels; imported only on CUDA.
-
 Attend = Callable[..., torch.Tensor]
 
 
 def attend_extend(context: AttentionContext) -> Attend:
+    """Make the `attend` function of extend steps."""
+
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         return paged_extend(
             q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),
@@ -152,6 +152,8 @@ def attend_extend(context: AttentionContext) -> Attend:
 
 
 def attend_decode(context: AttentionContext) -> Attend:
+    """Make the `attend` function of decode steps."""
+
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
         return paged_decode(
             q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1),

@@ -1,6 +1,6 @@
-"""One token of every sequence through a gated delta net, on CUDA: states are read and written where they lie.
+"""CUDA ops for a decode step of a gated delta net: one token per sequence, with in-place state updates.
 
-Both are ops of their own: written outside, torch.compile would copy all states at every step.
+Both are custom ops; if the states were written outside of one, torch.compile would copy all states at every step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def step(
     decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> torch.Tensor:
-    """q, k `[b, h, K]`, v `[b, h, V]`, all in fp32, over the rows of `states [rows, h, K, V]`."""
+    """Apply the delta rule to `rows` of `states [rows, h, K, V]`: q, k `[b, h, K]`, v `[b, h, V]`, all in fp32."""
     b, heads, key_dim = q.shape
     value_dim = v.shape[2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -60,7 +60,7 @@ def _(states, rows, q, k, v, decay, beta):
 
 @torch.library.custom_op("slime::convolution_step", mutates_args=("inputs",))
 def convolve(inputs: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The newest output `[b, channels]` over the rows of `inputs [rows, kernel - 1, channels]`, which move on."""
+    """Return the newest output `[b, channels]` and shift `rows` of `inputs [rows, kernel - 1, channels]` by one."""
     window = torch.cat([inputs[rows], fresh[:, None]], 1)
     inputs[rows] = window[:, 1:]
     return (window * weight.t()).sum(1)

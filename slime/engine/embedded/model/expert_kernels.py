@@ -1,8 +1,8 @@
-"""Experts on CUDA: a Triton kernel that multiplies every token with its own experts; imported only there.
+"""Mixture-of-experts products as a grouped Triton kernel; imported only on CUDA.
 
-The pairs of a token and one of its experts are sorted by expert and cut into tiles of one expert each; a program
-multiplies one tile with some columns of that expert. How many tiles there can be follows from the sizes alone, so that
-the same launch fits every routing: it can be captured in a CUDA graph, in any dtype.
+The pairs of a token and one of its experts are sorted by expert and split into tiles of one expert each; a program
+multiplies one tile with some columns of that expert. The maximum number of tiles depends on the sizes alone, so the
+same launch fits every routing and can be captured in a CUDA graph, in any dtype.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _product_kernel(
     r = begin + tl.arange(0, M)
     here = r < tl.load(ENDS + e)
     pair = tl.load(ORDER + r, mask=here, other=0)
-    if SPREADS:  # from tokens to sorted pairs
+    if SPREADS:  # reads tokens, writes sorted pairs
         source = (pair // TOPK).to(tl.int64)
         target = r.to(tl.int64)
-    else:  # and back to pairs in their own order
+    else:  # reads sorted pairs, writes pairs in their original order
         source = r.to(tl.int64)
         target = pair.to(tl.int64)
     n = tl.program_id(1) * N + tl.arange(0, N)
@@ -57,10 +57,10 @@ def _product_kernel(
 class Tiles(NamedTuple):
     """Pairs of tokens and experts, sorted by expert, in tiles of at most `rows` pairs."""
 
-    order: torch.Tensor  # [S] the pairs
-    ends: torch.Tensor  # [E] where each expert's pairs end in `order`
-    tile_ends: torch.Tensor  # [E] where each expert's tiles end
-    expert: torch.Tensor  # the expert of each tile; E: the tile is not needed
+    order: torch.Tensor  # [S], the pairs
+    ends: torch.Tensor  # [E], end of each expert's pairs in `order`
+    tile_ends: torch.Tensor  # [E], end of each expert's tiles
+    expert: torch.Tensor  # the expert of each tile; E: unused tile
     rows: int
 
 
@@ -90,7 +90,7 @@ def experts_product(
     spreads: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    """`[S, width]`: x times each pair's expert; `weight [E, width, depth]`, or the last two the other way round."""
+    """Multiply x with each pair's expert: `[S, width]`; `weight` is `[E, width, depth]`, or transposed the last two."""
     x = x.contiguous()
     experts, depth = weight.shape[0], x.shape[1]
     width = weight.shape[2] if transposed else weight.shape[1]
@@ -116,7 +116,7 @@ def _(x, weight, bias, order, ends, tile_ends, tile_expert, rows, topk, spreads,
 def multiply_experts(
     module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' experts compute of `hidden [T, H]` for the experts `index [T, topk]`."""
+    """Compute the output of a transformers experts module for `hidden [T, H]` and the experts `index [T, topk]`."""
     own: Any = module
     tiles, topk = make_tiles(index, own.num_experts), index.shape[1]
 
@@ -129,7 +129,7 @@ def multiply_experts(
     else:
         inner = own.act_fn(product(hidden, "up_proj", spreads=True))
     out = product(inner, "down_proj", spreads=False)
-    if hasattr(own, "has_post_expert_norm") and own.has_post_expert_norm:  # older versions of transformers have none
+    if hasattr(own, "has_post_expert_norm") and own.has_post_expert_norm:  # older versions of transformers do not have it
         out = own.post_expert_norm(out)
     weighted = out * weights.reshape(-1, 1)
     return weighted.view(*index.shape, -1).sum(1).to(hidden.dtype)
@@ -137,7 +137,7 @@ def multiply_experts(
 
 @torch.library.custom_op("slime::note_experts", mutates_args=("rows",))
 def note_experts(rows: torch.Tensor, slots: torch.Tensor, layer: int, index: torch.Tensor) -> None:
-    """Inside an op for the same reason as the KV cache: written outside, torch.compile would copy all rows."""
+    """Record the experts of the batch; a custom op, since torch.compile would copy all rows otherwise."""
     rows[slots, layer] = index.to(rows.dtype)
 
 

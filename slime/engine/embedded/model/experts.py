@@ -1,9 +1,9 @@
-"""Experts in the place that transformers' experts interface leaves for them: multiplied in groups, and recorded.
+"""Grouped expert products and routing records, registered in transformers' experts interface.
 
-A layer's tokens are sorted by expert and multiplied with all experts in one call; no Python loop goes over experts.
-Which experts a token went to is kept beside its KV slot, so that tokens of a shared prefix have theirs too.
-Invariant: while a slot holds a token, its row says which experts computed that token in each layer; layers without
-experts have zeros, as in SGLang's answers.
+A layer's tokens are sorted by expert and multiplied with all experts in one call, without a Python loop over experts.
+The experts of a token are recorded by KV slot, so tokens of a shared prefix have them too.
+Invariant: while a slot holds a token, its row has the experts of that token in each layer; layers without experts have
+zeros, as in SGLang's responses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 
 from slime.engine.embedded.model.attention import AttentionContext, Zeros
 
-if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+if TYPE_CHECKING:  # importing transformers takes longer than the rest of a start
     from transformers import PreTrainedModel
 
 _names = itertools.count()
 
 
 class RoutedExperts:
-    """One row `[layers, topk]` for each KV slot. `topk` is 0 for models whose experts cannot be seen, or have none."""
+    """Routing records: one row `[layers, topk]` per KV slot; `topk` is 0 for models without observable experts."""
 
     def __init__(self, context: AttentionContext, layers: int) -> None:
         self._context = context
@@ -38,12 +38,22 @@ class RoutedExperts:
 
     @property
     def multiply(self) -> Callable[..., torch.Tensor]:
-        """Tokens with their experts, in groups."""
+        """Function that multiplies tokens with their experts, in groups."""
         return self._code[0]
 
     @cached_property
     def _code(self) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
-        return _experts_code(self._context.device)
+        """Functions of the device: one multiplies tokens with their experts, the other writes rows."""
+        if self._context.device.type == "cuda":
+            from slime.engine.embedded.model.expert_kernels import multiply_experts, note_experts
+
+            return multiply_experts, note_experts
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        def write(rows: torch.Tensor, slots: torch.Tensor, layer: int, index: torch.Tensor) -> None:
+            rows[slots, layer] = index.to(rows.dtype)
+
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"], write  # torch's own grouped product: one call for all experts
 
     def allocate(self, slots: int, zeros: Zeros) -> None:
         if self.topk:
@@ -53,47 +63,40 @@ class RoutedExperts:
         self._rows = None
 
     def expect(self, topk: int, count: int) -> None:
-        """Tokens go to `topk` of `count` experts."""
+        """Set the number of experts per token and choose the dtype for `count` experts."""
         self.topk = max(self.topk, topk)
         self._kind = torch.uint8 if count <= 1 << 8 else torch.int16
 
     def note(self, layer: int, index: torch.Tensor, count: int) -> None:
-        """The tokens of the batch in flight go to the experts `index [T, topk]`, of `count`."""
-        if self._rows is None:  # the first pass, before there are slots
+        """Record that the tokens of the batch in flight use the experts `index [T, topk]`, of `count`."""
+        if self._rows is None:  # the first pass, before slots are allocated
             self.expect(index.shape[1], count)
             return
         self._code[1](self._rows, self._context.slots, layer, index)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """The rows of these slots, `[n, layers, topk]`."""
+        """Return the rows of these slots, `[n, layers, topk]`."""
         assert self._rows is not None
         return self._rows[torch.from_numpy(slots).to(self._rows.device)].cpu().numpy()
 
 
-def _experts_code(device: torch.device) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
-    """How tokens are multiplied with their experts there, and how rows are written."""
-    if device.type == "cuda":
-        from slime.engine.embedded.model.expert_kernels import multiply_experts, note_experts
-
-        return multiply_experts, note_experts
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    def write(rows: torch.Tensor, slots: torch.Tensor, layer: int, index: torch.Tensor) -> None:
-        rows[slots, layer] = index.to(rows.dtype)
-
-    return ALL_EXPERTS_FUNCTIONS["grouped_mm"], write  # torch's own product in groups: one call for all experts
-
-
 def watch_experts(model: PreTrainedModel, context: AttentionContext) -> RoutedExperts:
-    """Let the experts of `model` be multiplied in groups and noted. Models without any are left alone."""
+    """Install grouped products and routing records in the experts of `model`; a model without experts is unchanged.
+
+    Experts are the modules that use transformers' experts interface.
+    """
     from transformers.integrations.moe import ExpertsInterface
 
     routed = RoutedExperts(context, model.config.get_text_config().num_hidden_layers)
-    layers = _expert_layers(model)
-    if not layers:
+    found: list[tuple[nn.Module, int]] = []
+    for module_name, module in model.named_modules():
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", module_name)
+        if layer is not None and hasattr(module, "is_concatenated") and hasattr(module, "num_experts"):
+            found.append((module, int(layer.group(1))))
+    if not found:
         return routed
-    for module, layer in layers:
-        module.layer_idx = layer  # type: ignore[assignment]
+    for module, number in found:
+        module.layer_idx = number  # type: ignore[assignment]
 
     def experts(
         module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -105,13 +108,3 @@ def watch_experts(model: PreTrainedModel, context: AttentionContext) -> RoutedEx
     ExpertsInterface.register(name, experts)
     model.set_experts_implementation(name)
     return routed
-
-
-def _expert_layers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The modules that ask transformers' experts interface what to do, and the layers they are in."""
-    found = []
-    for name, module in model.named_modules():
-        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-        if layer is not None and hasattr(module, "is_concatenated") and hasattr(module, "num_experts"):
-            found.append((module, int(layer.group(1))))
-    return found

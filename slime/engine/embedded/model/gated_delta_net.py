@@ -1,9 +1,9 @@
-"""Layers with a state of fixed size for each sequence: the gated delta net of Qwen3-Next and its successors.
+"""Gated delta net layers, with a recurrent state of fixed size per sequence (Qwen3-Next and its successors).
 
-A sequence's state lies in the row that the sequence has in the slot table: the last inputs of the convolution and, in
-fp32, the matrix that the delta rule reads and writes. Tokens of several sequences in one batch never mix.
-Invariant: `held[row]` is how many tokens of its sequence the state of a row has taken in, and -1 while a step writes to
-it, so that a step that fails leaves nothing that looks right.
+The state of a sequence is in its row of the slot table: the last inputs of the convolution and, in fp32, the matrix
+that the delta rule reads and writes. Tokens of several sequences in one batch never mix.
+Invariant: `held[row]` is the number of tokens of its sequence that the state of a row includes, and -1 while a step
+writes to it, so a failed step never leaves a state that looks valid.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch import nn
 
 from slime.engine.embedded.model.attention import Zeros
 
-_CHUNK = 64  # tokens whose part of the delta rule is solved at once
+_CHUNK = 64  # tokens for which the delta rule is solved at once
 
 
 @dataclass(frozen=True)
 class StateShape:
+    """Sizes of the convolution and the delta-rule matrix of a layer."""
+
     channels: int
     kernel: int
     heads: int
@@ -38,24 +40,24 @@ class StateShape:
 
 @dataclass(frozen=True)
 class Spans:
-    """Pieces of sequences of similar length, side by side: piece `i` is `lens[i]` tokens of table row `rows[i]`."""
+    """Pieces of sequences of similar length, padded: piece `i` is `lens[i]` tokens of table row `rows[i]`."""
 
     rows: torch.Tensor  # [b]
-    begun: torch.Tensor  # [b, 1, 1], 0 for pieces that begin a sequence, else 1
+    begun: torch.Tensor  # [b, 1, 1], 0 for pieces at the start of a sequence, else 1
     lens: torch.Tensor  # [b]
     longest: int
-    tokens: torch.Tensor  # [n] where the tokens stand in the batch
-    places: torch.Tensor  # [n] where they stand in [b, longest]
+    tokens: torch.Tensor  # [n], indices of the tokens in the batch
+    places: torch.Tensor  # [n], their indices in the flattened [b, longest]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """What the batch has, `[T, ...]`, as `[b, longest, ...]`, zero behind the end of each piece."""
+        """Pad batch values `[T, ...]` to `[b, longest, ...]`, with zeros after the end of each piece."""
         wide = values.new_zeros(len(self.rows) * self.longest, *values.shape[1:])
         wide[self.places] = values[self.tokens]
         return wide.view(len(self.rows), self.longest, *values.shape[1:])
 
 
 def lay_out(rows: SequenceOf[int], starts: SequenceOf[int], lens: SequenceOf[int], device: torch.device) -> list[Spans]:
-    """Pieces that stand one behind the other in a batch, in groups in which none is much longer than another."""
+    """Group consecutive pieces of a batch by similar length."""
     first = np.concatenate([[0], np.cumsum(lens)])
     groups: list[list[int]] = []
     for i in sorted(range(len(lens)), key=lambda i: lens[i]):
@@ -89,12 +91,12 @@ def _spans(
 
 
 class States:
-    """The states of every layer that has one, and what such layers need to know about the batch in flight."""
+    """States of all gated delta net layers, and their inputs for the batch in flight."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.shapes: dict[int, StateShape] = {}
         self.held = np.full(rows, -1)
-        self.spans: list[Spans] | None = None  # of an extend step; None: a decode step, one token for each row
+        self.spans: list[Spans] | None = None  # of an extend step; None: a decode step, one token per row
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # of a decode step
         self.convolve: Callable[..., torch.Tensor]
         self.step: Callable[..., torch.Tensor]
@@ -125,7 +127,7 @@ class States:
 
 
 class DeltaNet(nn.Module):
-    """A gated delta net with the parameters of `plain`, under their names, whose sequences have their states here."""
+    """A gated delta net with the parameters of `plain` under their names, which uses the states of `States`."""
 
     A_log: nn.Parameter
     dt_bias: nn.Parameter
@@ -153,13 +155,16 @@ class DeltaNet(nn.Module):
         channels = 2 * own.key_dim + own.value_dim
         self.shape = StateShape(channels, own.conv_kernel_size, self._heads, self._key_dim, self._value_dim)
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """`[1, T, hidden]` to the same; the batch in flight says whose tokens these are."""
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        """Map `[1, T, hidden]` to `[1, T, hidden]`; the sequences of the tokens are in `States`."""
         qkv, z, b, a = self._project(hidden_states)
         beta = b.sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        if self._states.spans is None:
-            mixed = self._decode(qkv, beta, decay)
+        if self._states.spans is None:  # a decode step
+            conv, matrix = self._states.conv[self.layer], self._states.matrix[self.layer]
+            rows = self._states.rows
+            q, k, v = self._heads_of(self._states.convolve(conv, rows, qkv, self.conv1d.weight[:, 0]))
+            mixed = self._states.step(matrix, rows, q, k, v, decay, beta.float()).to(qkv.dtype)
         else:
             mixed = qkv.new_empty(len(qkv), self._heads, self._value_dim)
             for spans in self._states.spans:
@@ -169,7 +174,7 @@ class DeltaNet(nn.Module):
         return self.out_proj(gated.reshape(1, len(qkv), -1))
 
     def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Inputs of the convolution `[T, channels]`, the output's gate, and one number a head for beta and decay."""
+        """Return the convolution's input `[T, channels]`, the output gate, and beta and decay inputs per head."""
         if self._plain_order is None:  # Qwen3.5
             parts = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
             return tuple(part(hidden)[0] for part in parts)
@@ -177,7 +182,7 @@ class DeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in (q, k, v)], -1)[0], z[0], b[0], a[0]
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k `[..., heads, key_dim]` of unit length and v `[..., heads, value_dim]`, in fp32."""
+        """Split into q, k `[..., heads, key_dim]` of unit length (q scaled) and v `[..., heads, value_dim]`, in fp32."""
         key = self._key_heads * self._key_dim
         q, k, v = F.silu(qkv).float().split([key, key, self._heads * self._value_dim], -1)
         q, k = (x.unflatten(-1, (self._key_heads, -1)) for x in (q, k))
@@ -186,14 +191,11 @@ class DeltaNet(nn.Module):
         q, k = (x.repeat_interleave(repeat, -2) for x in (q * self._key_dim**-0.5, k))
         return q, k, v.unflatten(-1, (self._heads, -1))
 
-    def _decode(self, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-        conv, matrix = self._states.conv[self.layer], self._states.matrix[self.layer]
-        rows = self._states.rows
-        q, k, v = self._heads_of(self._states.convolve(conv, rows, qkv, self.conv1d.weight[:, 0]))
-        return self._states.step(matrix, rows, q, k, v, decay, beta.float()).to(qkv.dtype)
-
     def _extend(self, spans: Spans, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-        """`[b, longest, heads, value_dim]` in fp32; behind the end of a piece beta and decay are zero: no effect."""
+        """Return `[b, longest, heads, value_dim]` in fp32.
+
+        After the end of a piece beta and decay are zero, so padding does not change the state.
+        """
         s, layer = self._states, self.layer
         before = qkv.new_zeros(len(qkv), self.shape.kernel - 1, self.shape.channels)
         start = qkv.new_zeros((len(qkv), self._heads, self._key_dim, self._value_dim), dtype=torch.float32)
@@ -212,14 +214,14 @@ class DeltaNet(nn.Module):
 
 
 def convolve(inputs: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The newest output `[b, channels]` over the rows of `inputs [rows, kernel - 1, channels]`, which move on."""
+    """Return the newest output `[b, channels]` and shift `rows` of `inputs [rows, kernel - 1, channels]` by one."""
     window = torch.cat([inputs[rows], fresh[:, None]], 1)
     inputs[rows] = window[:, 1:]
     return (window * weight.t()).sum(1)
 
 
 def step(matrices: torch.Tensor, rows: torch.Tensor, *token: torch.Tensor) -> torch.Tensor:
-    """One token of `rows` through the delta rule, `token` being q, k, v, decay and beta as `delta_step` takes them."""
+    """Apply the delta rule to one token of each of `rows`; `token` is q, k, v, decay and beta as in `delta_step`."""
     q, k, v, decay, beta = token
     out, matrices[rows] = delta_step(q, k, v, decay, beta, matrices[rows])
     return out
@@ -228,7 +230,10 @@ def step(matrices: torch.Tensor, rows: torch.Tensor, *token: torch.Tensor) -> to
 def delta_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each sequence: q, k `[b, h, K]`, v `[b, h, V]`, decay and beta `[b, h]`, state `[b, h, K, V]`."""
+    """Apply the delta rule to one token per sequence; returns its output `[b, h, V]` and the new state.
+
+    q, k `[b, h, K]`, v `[b, h, V]`, decay and beta `[b, h]`, state `[b, h, K, V]`.
+    """
     state = state * decay.exp()[..., None, None]
     known = (k[..., None, :] @ state)[..., 0, :]
     state = state + k[..., None] * ((v - known) * beta[..., None])[..., None, :]
@@ -238,9 +243,10 @@ def delta_step(
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over m tokens, in chunks: q, k `[b, m, h, K]`, v `[b, m, h, V]`; returns `[b, m, h, V]` and the state.
+    """Apply the delta rule to m tokens, in chunks; returns outputs `[b, m, h, V]` and the new state.
 
-    Within a chunk the corrections depend on one another through a triangular system, which is solved at once.
+    q, k `[b, m, h, K]`, v `[b, m, h, V]`. Within a chunk the corrections depend on one another through a triangular
+    system, which is solved at once.
     """
     m = q.shape[1]
     size = min(_CHUNK, m)
@@ -268,7 +274,7 @@ def delta_rule(
 
 
 def adopt_states(model: nn.Module, rows: int, device: torch.device) -> States:
-    """Put layers whose sequences have their states here in the place of the model's gated delta nets."""
+    """Replace the model's gated delta nets by `DeltaNet` layers; returns their states."""
     states = States(rows, device)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):

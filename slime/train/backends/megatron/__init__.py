@@ -1,1 +1,1 @@
-"""Megatron-Core: the model cut by tensor, pipeline, context, experts and data. Nothing outside imports megatron."""
+"""Megatron-Core backend: tensor, pipeline, context, expert and data parallelism. No other package imports megatron."""

@@ -1,8 +1,12 @@
-"""Weights on their way out: under their names in a model folder, each whole on one rank.
+"""Export of sharded Megatron weights under their Hugging Face names, each tensor gathered on one owner rank.
 
-Invariant: every rank comes to the same plan without asking anyone. Of a tensor only its owner ever has the whole, and
-the owner holds some of it wherever it may; the others send it their parts, in the dtype in which they leave, as one
-message for each bucket, or what changed of them since they were sent before. What is whole at once is one bucket.
+Invariant: every rank computes the same plan without communication. Only the owner of a tensor ever has all of it, and
+the owner holds a part of it wherever possible. The other ranks send their parts in the export dtype, as one message for
+each bucket. With an `Earlier` they send only the numbers that changed since the last export. At most one bucket is
+whole in memory at a time.
+
+Invariant: the owner restores each part from its message bit for bit. A message of changes is never longer than one of
+all numbers: it has the changed numbers with their indices, or all numbers where that is shorter.
 """
 
 from __future__ import annotations
@@ -20,13 +24,8 @@ from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor, cut_buc
 from slime.train.backends.megatron.shard_map import HeldPart, HeldTensor, Placement
 from slime.train.topology import Ranks
 
-# Parts of tensors on their way to an owner, whole or as what changed since they were sent before.
-#
-# Invariant: what an owner makes of a message is bit for bit the part that was sent. A message of changes is never
-# longer than one of everything: numbers that changed with their places, or all of them where that is less.
-
 WHOLE = -1
-"""In the place of how many numbers changed: all are sent, without their places."""
+"""Value of `changed` in a message that has all numbers of a part, without indices."""
 _PLACE = torch.int32
 _LARGEST = torch.iinfo(_PLACE).max
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +33,7 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes of one part; `changed` numbers, or `WHOLE`."""
+    """Bytes of one part, which encode `changed` numbers, or all of them (`WHOLE`)."""
 
     changed: int
     pieces: tuple[Tensor, ...]
@@ -45,7 +44,7 @@ def whole_message(part: Tensor) -> Message:
 
 
 def changes_of(part: Tensor, key: str, earlier: Earlier) -> Message:
-    """What is to be sent of a part; from now on it is what was sent before."""
+    """Encode a part as the difference from the last export, and store it as the base of the next one."""
     before = earlier.given.get(key)
     if before is None:
         earlier.given[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
@@ -61,19 +60,19 @@ def changes_of(part: Tensor, key: str, earlier: Earlier) -> Message:
 
 
 def message_bytes(changed: int, count: int, width: int) -> int:
-    """How long the message of a part of `count` numbers is."""
+    """Size in bytes of the message for a part of `count` numbers of `width` bytes."""
     return count * width if changed == WHOLE else changed * (_PLACE.itemsize + width)
 
 
 @dataclass
 class Received:
-    """What one rank sent of a bucket: messages of its parts, one after the other."""
+    """The concatenated messages that one rank sent for the parts of a bucket."""
 
     raw: Tensor
     changed: list[int]
 
     def apply_to(self, block: Tensor) -> None:
-        """Take the next message, and make the block of its tensor what it is on that rank."""
+        """Consume the next message, and set the block of the tensor to the sender's values."""
         changed = self.changed.pop(0)
         if changed == WHOLE:
             block.copy_(self._next(block.nbytes, block.dtype).view(block.shape))
@@ -100,21 +99,21 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Load:
-    """Tensors that go to one owner together."""
+    """The planned tensors of one bucket, all for the same owner."""
 
     owner: int
     members: tuple[HeldTensor, ...]
     tensors: tuple[HfTensor, ...]
 
     def parts(self) -> Iterator[tuple[int, HfTensor, HeldPart, int]]:
-        """Number of the tensor, the tensor, a part of it, and who gives that part to the owner."""
+        """Yield (index of the tensor, the tensor, one of its parts, the rank that sends this part to the owner)."""
         for number, (member, tensor) in enumerate(zip(self.members, self.tensors, strict=True)):
-            for part in member.parts:
-                yield number, tensor, part, _giver(part, self.owner)
+            for part in member.parts:  # the owner's own copy if it has one, else that of the nearest rank
+                yield number, tensor, part, min(part.ranks, key=lambda rank: (abs(rank - self.owner), rank))
 
 
 class HfExport:
-    """The weights of one model; `weights` are this rank's parameters by their global names."""
+    """Exports the weights of one model; `weights` are this rank's parameters by their global names."""
 
     def __init__(self, placement: Placement, world: Ranks, weights: Mapping[str, Tensor]) -> None:
         self._placement = placement
@@ -122,8 +121,10 @@ class HfExport:
         self._weights = weights
 
     def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
-        """Who gets what, in the order of `buckets`. Owners take turns: one puts its bucket away while those of the
-        others are gathered."""
+        """Assign tensors to owners and buckets, in the order of `buckets`.
+
+        Owners alternate: one stores its bucket while the buckets of the others are gathered.
+        """
         spread = _spread(self._placement.tensors, dtype, owners)
         loads = []
         for owner, own in sorted(spread.items()):
@@ -144,9 +145,10 @@ class HfExport:
         owners: Sequence[int] | None = None,
         earlier: Earlier | None = None,
     ) -> Iterator[HfBucket]:
-        """All ranks iterate together; only the owner has a bucket's tensors."""
+        """Gather and yield all buckets; only the owner has a bucket's tensors. All ranks iterate together."""
         if self._world.device.type == "cuda":
-            self._world.barrier()  # NCCL wants all of a group in its first operation; of a transfer only two are
+            # NCCL requires all ranks of a group in its first operation, and a transfer has only two
+            self._world.barrier()
         for load in self.plan(dtype, max_bytes, owners):
             if load.owner != self._world.rank:
                 self._send(load, earlier)
@@ -172,7 +174,7 @@ class HfExport:
             _finish([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
 
     def _received(self, load: Load, earlier: Earlier | None) -> dict[int, Received]:
-        """What every other rank sent of a bucket."""
+        """Receive the messages of all other ranks for a bucket, by rank."""
         expected: dict[int, list[tuple[int, int]]] = {}
         for _, tensor, part, giver in load.parts():
             if giver != self._world.rank:
@@ -190,14 +192,19 @@ class HfExport:
         return received
 
     def _put_together(self, load: Load, received: dict[int, Received], earlier: Earlier | None) -> dict[str, Tensor]:
+        """Assemble the tensors of a bucket from this rank's parts and the received ones."""
         wholes: dict[str, Tensor] = {}
         for number, tensor, part, giver in load.parts():
             own = self._local(part).to(tensor.dtype) if giver == self._world.rank else None
             if own is not None and len(load.members[number].parts) == 1 and own.shape == torch.Size(tensor.shape):
                 wholes[tensor.name] = own
                 continue
-            if tensor.name not in wholes:
-                wholes[tensor.name] = self._before(tensor, earlier)
+            if tensor.name not in wholes:  # changes are applied to the values of the last export
+                old = None if earlier is None else earlier.whole(tensor.name)
+                if old is None:
+                    wholes[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+                else:
+                    wholes[tensor.name] = old.to(self._world.device, copy=True)
             block = wholes[tensor.name][part.region]
             if own is not None:
                 block.copy_(own)
@@ -205,15 +212,8 @@ class HfExport:
                 received[giver].apply_to(block)
         return wholes
 
-    def _before(self, tensor: HfTensor, earlier: Earlier | None) -> Tensor:
-        """Memory for a tensor, in which it is as it was when only changes may come."""
-        old = None if earlier is None else earlier.whole(tensor.name)
-        if old is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
-        return old.to(self._world.device, copy=True)
-
     def _local(self, part: HeldPart) -> Tensor:
-        """One of this rank's parts."""
+        """Slice one of this rank's parts out of its parameter."""
         parameter = self._weights[part.entry.megatron].detach()
         return self._placement.own_shard(part.entry).split(parameter)[part.number]
 
@@ -223,15 +223,10 @@ def _finish(transfers: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def _giver(part: HeldPart, owner: int) -> int:
-    """Who of those that hold a part gives it to the owner: itself, or its nearest neighbour."""
-    return min(part.ranks, key=lambda rank: (abs(rank - owner), rank))
-
-
 def _spread(
     tensors: Sequence[HeldTensor], dtype: torch.dtype, owners: Sequence[int] | None
 ) -> dict[int, list[HeldTensor]]:
-    """About as many bytes for each owner, and each what it holds some of where it can."""
+    """Choose owners so that each gets about the same number of bytes and holds a part of its tensors if possible."""
     loads: dict[int, int] = {}
     spread: dict[int, list[HeldTensor]] = {}
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}

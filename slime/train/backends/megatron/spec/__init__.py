@@ -1,1 +1,1 @@
-"""Layers of plain torch under Transformer Engine's parameter names, and the choice between the two."""
+"""Transformer layers in plain torch with Transformer Engine's parameter names, and the choice between both."""

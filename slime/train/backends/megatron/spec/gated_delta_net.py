@@ -1,15 +1,14 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed rows, cut over heads.
+"""Gated delta nets (Qwen3-Next, Qwen3.5) over packed rows, sharded over heads.
 
-Invariant: a token reads earlier tokens of its own sequence alone. Parameters have the names and shapes of Megatron's
-own layer, which can neither pack nor share sequences; a tensor-parallel rank has the same part of the heads of queries,
-keys, values, gates, rates and decays. Context-parallel ranks exchange tokens for heads around convolution and rule, so
-that each sees whole sequences of some heads.
+Invariant: a token reads earlier tokens of its own sequence and nothing else. Parameters have the names and shapes of
+Megatron's own layer, which supports neither packed rows nor context parallelism. A tensor-parallel rank has the same
+part of the heads of queries, keys, values, gates, rates and decays. Around the convolution and the delta rule,
+context-parallel ranks exchange tokens for heads, so that each computes whole sequences of some heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from slime.train.topology import Ranks, exchange
 
 
 class GatedDeltaNet(MegatronDeltaNet):
-    """Megatron's parameters and checkpoints; built and computed here."""
+    """A layer with the parameters and checkpoints of Megatron's gated delta net; builds and computes them itself."""
 
     def __init__(
         self,
@@ -54,10 +53,7 @@ class GatedDeltaNet(MegatronDeltaNet):
         self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
         self._backend, self._context = backend, pg_collection.cp
         check_delta_kernels(backend)
-        divide(self.num_key_heads, self.tp_size * self._context.size())  # the plan refuses what cannot be
-        self._build(config, submodules)
-
-    def _build(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules) -> None:
+        divide(self.num_key_heads, self.tp_size * self._context.size())  # the plan checks it earlier
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.pg_collection.tp}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -89,11 +85,11 @@ class GatedDeltaNet(MegatronDeltaNet):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        *_: Any,
+        *_: object,
         packed_seq_params: PackedSeqParams | None = None,
-        **__: Any,
+        **__: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] to [S, B, H]; of a packed row B is 1."""
+        """Map hidden states [S, B, H] to [S, B, H]; B is 1 for a packed row."""
         projected, _bias = self.in_proj(hidden_states)
         tokens, count = projected.shape[:2]
         context = self._context.size()
@@ -117,7 +113,10 @@ class GatedDeltaNet(MegatronDeltaNet):
         return result
 
     def _mix(self, states: Sequence[Tensor], lengths: Sequence[int], part: int, parts: int) -> Tensor:
-        """[T, key heads, heads per key head x V] of the `part`-th of `parts` parts of this rank's heads."""
+        """Apply convolution and delta rule to part `part` of `parts` of this rank's heads.
+
+        Returns [T, key heads, heads per key head x V].
+        """
         q, k, v, rate, decay = states
         kernels = delta_kernels(self._backend, tuple(lengths), q.device)
         widths = [self.qk_dim // self.tp_size, self.qk_dim // self.tp_size, self.v_dim // self.tp_size]
@@ -131,7 +130,10 @@ class GatedDeltaNet(MegatronDeltaNet):
         return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
 
     def _gated_norm(self, states: Tensor, gate: Tensor) -> Tensor:
-        """[T, heads, V] to [T, heads x V]; the scale is one for all heads, of which each rank has some."""
+        """Normalise and gate states [T, heads, V] to [T, heads x V].
+
+        All heads share one scale, and each rank has some of the heads, so its gradient is summed over the ranks.
+        """
         weight = summed_gradient(self.out_norm.weight, self.pg_collection.tp)
         normed = functional.rms_norm(states.float(), (self.value_head_dim,), None, self.config.layernorm_epsilon)
         scaled = weight * normed.to(states.dtype)
@@ -139,7 +141,7 @@ class GatedDeltaNet(MegatronDeltaNet):
 
 
 class _Weights(nn.Module):
-    """A parameter in the place where Megatron's layer has a module with one; `cut` over the tensor-parallel ranks."""
+    """A module with one parameter, as in Megatron's layer; `cut`: it is sharded over the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, shape: tuple[int, ...], *, cut: bool) -> None:
         super().__init__()
@@ -150,9 +152,9 @@ class _Weights(nn.Module):
 
 
 def zigzag_order(lengths: Sequence[int], size: int) -> Tensor:
-    """Where the tokens of a row are, in order, once the parts of its `size` ranks are laid end to end.
+    """Return the index of each token of a row, in order, in the concatenated parts of its `size` ranks.
 
-    Rank r has chunks r and 2 n - 1 - r of the 2 n of every sequence.
+    With n ranks every sequence has 2 n chunks, and rank r has chunks r and 2 n - 1 - r.
     """
     own = sum(lengths) // size
     places, before = [], 0
@@ -167,13 +169,13 @@ def zigzag_order(lengths: Sequence[int], size: int) -> Tensor:
 
 
 def _to_own_heads(states: Sequence[Tensor], ranks: Ranks, order: Tensor) -> list[Tensor]:
-    """[t, heads, W] of this rank's tokens to [T, heads / n, W] of this rank's heads, tokens in order."""
+    """Exchange [t, heads, W] of this rank's tokens for [T, heads / n, W] of this rank's heads, tokens in order."""
     by_rank = torch.cat(list(states), dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
     received = exchange(by_rank, ranks).flatten(0, 1).index_select(0, order)
     return list(received.split([part.shape[2] for part in states], dim=2))
 
 
 def _to_own_tokens(output: Tensor, ranks: Ranks, order: Tensor) -> Tensor:
-    """[T, heads / n, W] of this rank's heads, tokens in order, to [t, heads, W] of this rank's tokens."""
+    """Exchange [T, heads / n, W] of this rank's heads, tokens in order, for [t, heads, W] of this rank's tokens."""
     by_rank = output.index_select(0, order.argsort()).unflatten(0, (ranks.size, -1))
     return exchange(by_rank, ranks).transpose(0, 1).flatten(1, 2)

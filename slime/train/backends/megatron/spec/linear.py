@@ -1,7 +1,7 @@
-"""Tensor-parallel linear layers with the parameters that Transformer Engine's have.
+"""Norms and tensor-parallel linear layers with the parameters of Transformer Engine's layers.
 
-Megatron marks a weight as tensor-parallel only where it also initialises it; weights here are read from a folder, so
-the marks are set apart. Without them the gradient norm takes a part of a matrix for a copy of it, and skips it.
+Megatron marks a weight as tensor-parallel only where it also initialises it. Weights here are read from a folder, so
+`mark_tensor_parallel` sets the marks. Without them the gradient norm treats a part of a matrix as a copy and skips it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch.nn import functional
 
 from slime.errors import UserError
 
-# Root-mean-square norms whose weights are equal on all tensor-parallel ranks.
-
 
 class Norm(nn.Module):
-    """The signature of Megatron's norms; unlike Megatron's torch norm it may have a part of the sequence."""
+    """A root-mean-square norm with the signature of Megatron's norms; all tensor-parallel ranks have equal weights.
+
+    Unlike Megatron's torch norm it supports sequence parallelism.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -39,11 +40,11 @@ class Norm(nn.Module):
 
 
 def norm_weight(config: TransformerConfig, hidden_size: int) -> nn.Parameter:
-    """The scale of a norm; with sequence parallelism its gradient is summed over the tensor-parallel ranks."""
+    """Create the scale of a norm; with sequence parallelism its gradient is summed over the tensor-parallel ranks."""
     if config.normalization != "RMSNorm":
         raise UserError(
-            f"--normalization {config.normalization} has no layer outside Transformer Engine: install "
-            "transformer_engine, or use a model with RMSNorm"
+            f"--normalization {config.normalization} needs Transformer Engine: install transformer_engine, or use a "
+            "model with RMSNorm"
         )
     device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
     neutral = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
@@ -53,7 +54,7 @@ def norm_weight(config: TransformerConfig, hidden_size: int) -> nn.Parameter:
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """`zero_centered`: the scale is one more than the weight, added in float32."""
+    """Compute a root-mean-square norm; with `zero_centered` the scale is the weight plus one, in float32."""
     if not zero_centered:
         return functional.rms_norm(states, weight.shape, weight, eps)
     normed = functional.rms_norm(states.float(), weight.shape, None, eps)
@@ -61,14 +62,14 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and a linear layer whose output is cut over the tensor-parallel ranks."""
+    """A norm and a linear layer whose output is sharded over the tensor-parallel ranks."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **keywords: object) -> None:
         super().__init__(input_size, output_size, config=config, **keywords)
         self.layer_norm_weight = norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
 
-    def forward(self, input_: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: object, **keywords: object) -> tuple[Tensor, Tensor | None]:
         zero_centered = self.config.layernorm_zero_centered_gamma
         normed = rms_norm(input_, self.layer_norm_weight, self.eps, zero_centered)
         result: tuple[Tensor, Tensor | None] = super().forward(normed, *args, **keywords)
@@ -76,9 +77,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 def summed_gradient(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor; its gradient is the sum of those of the group's ranks.
+    """Return the same tensor; in backward its gradient is summed over the ranks of the group.
 
-    Megatron's own function for it gives a gradient back unsummed, without a word, when that is not contiguous.
+    Megatron's own function silently skips the sum if the gradient is not contiguous.
     """
     same: Tensor = _SummedGradient.apply(states, group) if group.size() > 1 else states
     return same
@@ -98,7 +99,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def mark_tensor_parallel(model: nn.Module) -> None:
-    """Mark the weights of the model that are parts of a matrix."""
+    """Mark the weights of the model that are parts of a sharded matrix."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             cut = 0

@@ -1,12 +1,13 @@
-"""Which modules the layers of a model are made of.
+"""Layer specs of a model, built from Transformer Engine's modules or from modules of plain torch.
 
-Invariant: parameters have the same names and shapes whether Transformer Engine's modules are used or plain torch, so
-weights and checkpoints of one are those of the other. `config.transformer_impl` says which.
+Invariant: parameters have the same names and shapes with both, so weights and checkpoints are interchangeable.
+`config.transformer_impl` selects one. The modules of plain torch here are a router and grouped linear layers, which
+compute all experts of a rank as one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +40,22 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slime.models.families.weight_map import Fields
 from slime.train.backends.megatron.spec.attention import CoreAttention, GatedSelfAttention
 from slime.train.backends.megatron.spec.gated_delta_net import GatedDeltaNet
 from slime.train.backends.megatron.spec.linear import Norm, NormColumnParallelLinear
 from slime.train.backends.megatron.spec.mla import LatentAttention, SparseAttention, SparseLatentAttention
 
-# A transformer layer that also norms what attention and MLP give, before it is added (GLM-4).
-
 WithBias = tuple[Tensor, Tensor | None]
 
 
 class SandwichLayer(TransformerLayer):
-    """`post_self_attn_layernorm` and `post_mlp_layernorm` stand between a block and the residual."""
+    """A transformer layer that normalises the outputs of attention and MLP before adding them (GLM-4).
 
-    def __init__(self, config: Any, *args: Any, **keywords: Any) -> None:
+    The norms `post_self_attn_layernorm` and `post_mlp_layernorm` are between a block and the residual.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: object, **keywords: object) -> None:
         super().__init__(config, *args, **keywords)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
@@ -61,30 +64,30 @@ class SandwichLayer(TransformerLayer):
 
 
 def _normed(norm: nn.Module) -> Callable[..., Callable[..., Tensor]]:
-    """Megatron's bias, dropout and addition, after the norm."""
+    """Return Megatron's bias, dropout and residual addition with a norm before them."""
 
-    def chosen(training: bool, fused: bool) -> Callable[..., Tensor]:
+    def make(training: bool, fused: bool) -> Callable[..., Tensor]:
         add = get_bias_dropout_add(training, fused)
 
-        def added(output_with_bias: WithBias, residual: Tensor, dropout: float) -> Tensor:
+        def norm_and_add(output_with_bias: WithBias, residual: Tensor, dropout: float) -> Tensor:
             output, bias = output_with_bias
             result: Tensor = add((norm(output if bias is None else output + bias), None), residual, dropout)
             return result
 
-        return added
+        return norm_and_add
 
-    return chosen
-
-
-# The experts that a rank has, as one layer with a matrix each: the parameters of Transformer Engine's grouped layers.
-#
-# Invariant: rows come sorted by expert, `tokens[e]` of them for expert e. What crosses ranks is the token dispatcher's
-# business: a rank brings its columns (or rows) of each matrix, cut over the expert-tensor-parallel ranks.
+    return make
 
 
 class _GroupedLinear(nn.Module):
+    """The linear layers of a rank's experts, with the parameters of Transformer Engine's grouped layers.
+
+    Invariant: rows are sorted by expert, `tokens[e]` of them for expert e. This layer does no communication, which the
+    token dispatcher does; each rank has its columns (or rows) of every matrix.
+    """
+
     cut: int
-    """The dimension of a matrix that is cut over the expert-tensor-parallel ranks."""
+    """The dimension of a matrix that is sharded over the expert-tensor-parallel ranks."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class _GroupedLinear(nn.Module):
         bias: bool = False,
         skip_bias_add: bool = False,
         pg_collection: Any = None,
-        **_keywords: Any,
+        **_keywords: object,
     ) -> None:
         super().__init__()
         self.num_gemms, self.skip_bias_add = num_gemms, skip_bias_add
@@ -124,8 +127,11 @@ class _GroupedLinear(nn.Module):
         weights = [self.get_parameter(f"weight{expert}") for expert in range(self.num_gemms)]
         biases = [self.get_parameter(f"bias{expert}") for expert in range(self.num_gemms)] if self.has_bias else None
         added = biases if biases is not None and not self.skip_bias_add else None
-        if _on_tensor_cores(states):
-            output = _grouped_product(states, weights, tokens)
+        if states.is_cuda and states.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm"):
+            # tensor cores compute all experts in one launch
+            ends = torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            stacked = torch.stack(list(weights)).transpose(1, 2)
+            output = functional.grouped_mm(states, stacked, offs=ends.to(states.device, non_blocking=True))
             if added is not None:
                 output = output + torch.cat([row.expand(count, -1) for row, count in zip(added, tokens, strict=True)])
         else:
@@ -147,40 +153,28 @@ class RowGroupedLinear(_GroupedLinear):
     cut = 1
 
 
-def _on_tensor_cores(states: Tensor) -> bool:
-    return states.is_cuda and states.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
-
-
-def _grouped_product(states: Tensor, weights: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
-    """All experts in one launch."""
-    ends = torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    stacked = torch.stack(list(weights)).transpose(1, 2)
-    product: Tensor = functional.grouped_mm(states, stacked, offs=ends.to(states.device, non_blocking=True))
-    return product
-
-
-# The router of a layer of experts, without Transformer Engine's product.
-
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(TopKRouter):
-    """Megatron's own product refers to Transformer Engine's whether or not it is installed."""
+    """A router that computes its scores with torch.
+
+    Megatron's own `gating` refers to Transformer Engine's matrix product even if that is not installed.
+    """
 
     def gating(self, input: Tensor) -> Tensor:
-        """The scores of the experts, in the router's dtype; by default that of the hidden states."""
+        """Compute the scores of the experts in the router's dtype, by default that of the hidden states."""
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
-Fields = Mapping[str, Any]
 DELTA_NET = "gated_delta_net"
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The parts of a layer, of one make."""
+    """The module classes of a layer, all from one implementation."""
 
     norm: type
     norm_column: type
@@ -205,11 +199,9 @@ TORCH = Modules(
 
 
 def modules_of(config: TransformerConfig) -> Modules:
-    """Those that `--transformer-impl` names."""
-    return _transformer_engine() if config.transformer_impl == "transformer_engine" else TORCH
-
-
-def _transformer_engine() -> Modules:
+    """Return the module classes that `--transformer-impl` selects."""
+    if config.transformer_impl != "transformer_engine":
+        return TORCH
     from megatron.core.extensions import transformer_engine as te
 
     return Modules(
@@ -225,14 +217,14 @@ def _transformer_engine() -> Modules:
 
 
 def block_spec(config: TransformerConfig, fields: Fields, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one stage of the pipeline and the norm that the last one ends with."""
+    """Return the layers of one pipeline stage, and the norm at the end of the last stage."""
     modules = modules_of(config)
     layers = [layer_spec(config, fields, layer, modules) for layer in layers_of_stage(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
 
 
 def layers_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int]:
-    """Numbers of the model's layers that this process has in one of its stages, from 0."""
+    """Return the indices in the model, from 0, of the layers in one of this process's stages."""
     written = config.pipeline_model_parallel_layout
     if written is not None:
         return list(written.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
@@ -241,8 +233,11 @@ def layers_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int
 
 
 def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
-    """Layer `layer` of the model, from 0."""
-    has_experts = _has_experts(config, layer)
+    """Return the spec of layer `layer` of the model, from 0."""
+    has_experts = config.num_moe_experts is not None
+    if has_experts:
+        frequency = config.moe_layer_freq
+        has_experts = bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
     norms_outputs = bool(fields.get("post_self_attn_layernorm"))
     return ModuleSpec(
         module=SandwichLayer if norms_outputs else TransformerLayer,
@@ -258,7 +253,7 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: M
 
 
 def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
-    """What mixes the tokens in layer `layer`; the norm before it is its own, but for latent attention."""
+    """Return the token mixer of layer `layer`; except for latent attention, it includes the norm before it."""
     if config.multi_latent_attention:
         return latent_attention_spec(fields, modules)
     if fields.get("experimental_attention_variant") == DELTA_NET and fields["linear_attention_freq"][layer]:
@@ -317,10 +312,3 @@ def experts_spec(modules: Modules) -> ModuleSpec:
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
         ),
     )
-
-
-def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    if config.num_moe_experts is None:
-        return False
-    frequency = config.moe_layer_freq
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
