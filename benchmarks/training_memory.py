@@ -6,8 +6,8 @@
 
 Each rank is a process of its own with a real `Trainer` that makes rollout steps of `--micro-batches` micro-batches;
 what counts is a step that finds Adam's moments there. The plan's number is `slime.driver.plan.memory.trainer_memory` of
-the same flags. "allocated" is what torch's allocator gave out at most: on a GPU its own statistics, on the CPU the sum of
-the allocations that torch's profiler saw, of the rank with the least: the ranks have equal work, and what threads of
+the same flags. "allocated" is what torch's allocator gave out at most: on a GPU its own statistics, on the CPU the sum
+of the allocations that torch's profiler saw, of the rank with the least: the ranks have equal work, and what threads of
 gloo set free is not seen. "resident" is what the system had to give for it: on a GPU what the allocator reserved, on
 the CPU the high-water mark of anonymous memory, over that of the process after it trained a tiny model; freed memory
 goes back to the system at once. The CPU allocator of torch for aarch64 rounds sizes up, by up to a quarter.

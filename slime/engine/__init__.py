@@ -1,1 +1,1 @@
-"""The engine contract (SGLang's HTTP dialect) and everything that speaks it."""
+"""Inference engines: SGLang's HTTP dialect, its client, engine fleets, and the embedded engine."""

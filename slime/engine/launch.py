@@ -1,4 +1,4 @@
-"""One engine as data: what to run on which node, with which environment, where it will answer."""
+"""Launch description of an engine: its commands, nodes, environment and address."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slime.engine.http.blocking import key_variable
 from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.models.shape import count_parameters
 
-STREAM_INTERVAL = 32  # tokens between two events of a stream: what a dying engine may lose of each request
+STREAM_INTERVAL = 32  # tokens between two events of a stream: the most that a dying engine loses of each request
 EMBEDDED_PARSERS = {"sglang_tool_call_parser": TOOL_CALL_PARSERS, "sglang_reasoning_parser": REASONING_PARSERS}
-"""SGLang's flags that the embedded engine has too, and the names that it knows."""
+"""SGLang's parser flags that the embedded engine supports, and the parsers it has."""
 EMBEDDED_MODULE = "slime.engine.embedded"
 Seat = tuple[Slot, ...]
 """The slots of one engine."""
 
 
 class Start(NamedTuple):
-    """A process of an engine, and where it runs."""
+    """A process of an engine: its command and its node."""
 
     node: Node
     command: Command
@@ -33,7 +33,7 @@ class Start(NamedTuple):
 class Launch:
     """One engine: its processes, one for each node it spans, of which the first answers HTTP at `host` and `port`.
 
-    `worker_type` and `bootstrap_port` are what a router must know of it. One of somebody else has no processes.
+    `worker_type` and `bootstrap_port` are for a router. An external engine has no processes.
     """
 
     name: str
@@ -45,24 +45,24 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """The base URL of the engine for the run's clients."""
+        """Base URL of the engine for the run's clients."""
         return engine_url(self.host, self.port)
 
 
 def engine_url(host: str, port: int) -> str:
-    """Where a server is reached that binds to `host`: a wildcard over loopback."""
-    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    """URL of a server that binds to `host`; a wildcard is reached over loopback."""
+    address = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def by_node(seat: Seat) -> list[Seat]:
-    """The slots of an engine on each node that it spans."""
+    """Split the slots of an engine by node."""
     return [tuple(slots) for _, slots in groupby(seat, key=lambda slot: id(slot.node))]
 
 
 def engine_env(device: str, slots: Seat, *, seats: Sequence[Seat]) -> dict[str, str]:
-    """For an engine's process on one node: its GPUs there, or a share of the node's cores, which all engines on it
-    (`seats` are all engines) have a part of."""
+    """Environment of an engine's process on one node: its GPUs there, or its share of the node's cores, which are
+    divided among all engines on the node (`seats` has all engines)."""
     node = slots[0].node
     if device == "cuda":
         return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot.device) for slot in slots), **node.sockets}
@@ -72,13 +72,13 @@ def engine_env(device: str, slots: Seat, *, seats: Sequence[Seat]) -> dict[str, 
 
 
 class Ports:
-    """Ports of several nodes: those of one node are all different, however many are asked for at a time."""
+    """Allocates ports on several nodes; each port of a node is allocated only once."""
 
     def __init__(self) -> None:
         self._given: dict[int, set[int]] = {}
 
     def take(self, node: Node, count: int) -> list[int]:
-        """So many ports that nobody listens on now, and that nobody else was given here."""
+        """Return `count` ports of a node that are free now and were not allocated before."""
         given = self._given.setdefault(id(node), set())
         found: list[int] = []
         while len(found) < count:
@@ -88,7 +88,7 @@ class Ports:
 
 
 def rollout_dtype(config: Config, device: str) -> str:
-    """The precision of every engine of a run."""
+    """Precision of all engines of a run."""
     return resolve_rollout_dtype(config.rollout_dtype, config.dtype, device, count_parameters(config.hf_checkpoint))
 
 
@@ -104,24 +104,11 @@ def embedded_launch(
     launcher: Sequence[str] = (),
     key: str,
 ) -> Launch:
-    """An embedded engine on the first slot of its seat; `launcher` are words in the place of the engine's program. The
-    key is in its environment: a command line can be read by others on its machine."""
+    """Launch of an embedded engine on the first slot of its seat; `launcher` replaces the engine's program. The key is
+    in the environment, because other users of the machine can read command lines."""
     node = seat[0].node
     dtype = rollout_dtype(config, device)
-    command = Command(
-        name,
-        (*launcher, *_embedded_words(config, node.address, port, device, dtype, node.path(model_path))),
-        module=None if launcher else EMBEDDED_MODULE,
-        env=engine_env(device, seat[:1], seats=seats) | {key_variable(node.address): key},
-        pass_env=tuple(config.pass_env or ()),
-        dumps_stacks=not launcher,
-        also=(engine_url(node.address, port),),
-    )
-    return Launch(name, node.address, port, (Start(node, command),))
-
-
-def _embedded_words(config: Config, host: str, port: int, device: str, dtype: str, model_path: str) -> list[str]:
-    argv = ["--model-path", model_path, "--host", host]
+    argv = ["--model-path", node.path(model_path), "--host", node.address]
     argv += ["--port", str(port), "--device", device, "--dtype", dtype]
     argv += ["--max-running-requests", str(config.engine_max_running_requests)]
     if config.engine_max_total_tokens is not None:
@@ -129,11 +116,22 @@ def _embedded_words(config: Config, host: str, port: int, device: str, dtype: st
     argv += ["--chunked-prefill-size", str(config.engine_chunked_prefill_size)]
     argv += ["--mem-fraction", str(config.engine_mem_fraction)]
     argv += ["--log-level", config.log_level]
-    for name in EMBEDDED_PARSERS:
-        if (parser := config.carried.get(name)) is not None:
-            argv += [f"--{name.removeprefix('sglang_').replace('_', '-')}", str(parser)]
+    for flag in EMBEDDED_PARSERS:
+        if (parser := config.carried.get(flag)) is not None:
+            argv += [f"--{flag.removeprefix('sglang_').replace('_', '-')}", str(parser)]
     if config.use_fault_tolerance:
         argv += ["--stream-interval", str(STREAM_INTERVAL), "--incremental-streaming-output"]
     if config.rollout_compile is not None:
         argv.append("--compile" if config.rollout_compile else "--no-compile")
-    return [*argv, "--trust-remote-code"] if config.trust_remote_code else argv
+    if config.trust_remote_code:
+        argv.append("--trust-remote-code")
+    command = Command(
+        name,
+        (*launcher, *argv),
+        module=None if launcher else EMBEDDED_MODULE,
+        env=engine_env(device, seat[:1], seats=seats) | {key_variable(node.address): key},
+        pass_env=tuple(config.pass_env or ()),
+        dumps_stacks=not launcher,
+        also=(engine_url(node.address, port),),
+    )
+    return Launch(name, node.address, port, (Start(node, command),))

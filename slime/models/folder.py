@@ -1,18 +1,18 @@
-"""What can be said of a Hugging Face model folder before its model is built.
+"""Reads and checks a Hugging Face model folder before its model is built.
 
-Invariant: nothing here imports model code, so the driver can refuse a folder before any process is started.
+Invariant: nothing here imports model code, so the driver can refuse a folder before it starts any process.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 
-def read_config_json(folder: str | Path) -> dict[str, Any]:
+def read_config_json(folder: str | Path) -> JsonObject:
     """The raw config.json of a model folder."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -28,8 +28,8 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     return facts
 
 
-def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """The block size that a config.json names; None for plain weights and other quantisations."""
+def block_size(config: JsonObject) -> tuple[int, int] | None:
+    """The block size of 8-bit floats in a config.json; None for plain weights and other quantisations."""
     facts = quantization(config)
     match facts.get("weight_block_size"):
         case [int(down), int(across)] if facts.get("quant_method") == "fp8" and down > 0 and across > 0:
@@ -37,15 +37,15 @@ def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def read_text_config(folder: str | Path) -> dict[str, Any]:
-    """config.json with its part about text, where it has one, folded in."""
+def read_text_config(folder: str | Path) -> JsonObject:
+    """config.json, merged with its text config if it has one."""
     config = read_config_json(folder)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of quantisation, also in its part about text; nothing for plain weights."""
+def quantization(config: JsonObject) -> JsonObject:
+    """The quantisation entry of a config.json or of its text config; empty for plain weights."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         found = place.get("quantization_config")
@@ -55,11 +55,11 @@ def quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 SAME_CODE = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-"""Model types that transformers has no code for under their own name, and whose models compute what another's do."""
+"""Model types without code in transformers, and the model type whose code computes the same."""
 
 
-def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The raw config.json of a model that transformers knows, or that brings its own code and may run it."""
+def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -> JsonObject:
+    """The raw config.json of a model that transformers supports, or that has its own code and may run it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     facts = read_config_json(folder)
@@ -72,7 +72,7 @@ def check_architecture(folder: str | Path, *, trust_remote_code: bool = False) -
 
 
 def check_model(folder: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raise a `UserError` for a model that transformers does not know, or with another model's tokenizer."""
+    """Raise a `UserError` for a model that transformers does not support, or that has another model's tokenizer."""
     facts = check_architecture(folder, trust_remote_code=trust_remote_code)
     vocab_size = (facts.get("text_config") or facts).get("vocab_size")
     if vocab_size is not None:
@@ -80,7 +80,7 @@ def check_model(folder: str | Path, *, trust_remote_code: bool = False) -> None:
 
 
 def check_tokenizer_fits(folder: str | Path, vocab_size: int) -> None:
-    """A tokenizer that can emit ids the embedding does not have is refused before training starts."""
+    """Raise a `UserError` for a tokenizer that can emit ids which the embedding does not have."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return

@@ -1,7 +1,7 @@
-"""What a model does to its logits after the output projection.
+"""Output heads: scale and soft cap of the logits after the output projection, and value heads.
 
 Invariant: `logits = softcap * tanh((scale * (hidden @ weight.T + bias)) / softcap)` for every family, with the identity
-where a family does nothing. Code that computes log-probs from hidden states needs these facts and no others.
+where a family has no scale or no soft cap. Code that computes log-probs from hidden states needs nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from slime.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class OutputHead:
         scale = 1.0
         for multiplier in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
             scale *= float(facts.get(multiplier) or 1.0)
-        # Granite and MiniCPM3 divide; the one has a field for it, the other computes it from others
+        # Granite and MiniCPM3 divide: Granite has a field for it, MiniCPM3 computes it from other fields
         scale /= float(getattr(config.get_text_config(), "logits_scaling", None) or 1.0)
         softcap = facts.get("final_logit_softcapping")  # Gemma 2 and its relatives
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
 
 def output_projection(model: PreTrainedModel) -> nn.Linear:
-    """The module holding the output weight [V, H] (and perhaps a bias)."""
+    """The module with the output weight [V, H] and possibly a bias."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(
@@ -49,11 +49,8 @@ def output_projection(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-# A language model turned into a value model.
-
-
 def put_value_head(model: PreTrainedModel) -> None:
-    """Replace the output layer by one number per token, zero at first: a new critic expects nothing."""
+    """Turn a language model into a value model: one output per token, initially zero, so a new critic predicts 0."""
     old = output_projection(model)
     head = nn.Linear(old.in_features, 1, bias=False, dtype=old.weight.dtype, device=old.weight.device)
     with torch.no_grad():

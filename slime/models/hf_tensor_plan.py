@@ -1,8 +1,8 @@
-"""How the parameters of a module become the tensors of a model folder, piece by piece.
+"""Plans the conversion of a model's parameters to the tensors of a model folder, piece by piece.
 
 Invariant: every tensor of the folder comes from exactly one piece, and a piece never needs more than one layer.
-transformers may fuse weights while loading (the experts of a layer, say); of a parameter that is a stack of experts a
-piece is some of its rows, so that no layer of experts is ever whole in one place.
+transformers may fuse weights while loading (such as the experts of a layer). A parameter that is a stack of experts is
+converted some rows at a time, so that a layer of experts is never whole in one place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Parameters of one layer under their names, and in their shapes, in a model folder."""
+"""Converts parameters of one layer to their names and shapes in a model folder."""
 
 ROWS_BYTES = 128 * 2**20
-"""Of stacked experts, as many at a time as fit into this; at least one."""
+"""Most bytes of stacked experts in one piece; a piece has at least one expert."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of the folder; `made_as` is the name that the conversion of its piece gives it."""
+    """A tensor of the folder; `made_as` is its name in the result of its piece's conversion."""
 
     name: str
     made_as: str
@@ -38,13 +38,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole parameters, or the rows from `begin` to `end` of one, and what becomes of them."""
+    """Whole parameters, or the rows (begin, end) of one parameter, and the tensors that they are converted to."""
 
     sources: tuple[str, ...]
     makes: tuple[Made, ...]
     rows: tuple[int, int] | None = None
     is_same: bool = False
-    """One parameter that is a tensor of the folder as it is: the conversion hands it on."""
+    """The piece is one parameter, which the conversion returns unchanged."""
 
     @property
     def nbytes(self) -> int:
@@ -52,23 +52,24 @@ class Piece:
 
 
 def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one decoder layer at a time, and others one by one."""
-    for _, members in groupby(tensors, key=lambda pair: _layer_of(pair[0])):
+    """Group consecutive tensors by decoder layer; a tensor outside the layers is a group of its own."""
+
+    def layer(pair: tuple[str, Tensor]) -> str:
+        match = re.search(r"^(.*?\.\d+)\.", pair[0])
+        return match.group(1) if match else pair[0]
+
+    for _, members in groupby(tensors, key=layer):
         yield dict(members)
 
 
-def _layer_of(name: str) -> str:
-    match = re.search(r"^(.*?\.\d+)\.", name)
-    return match.group(1) if match else name
-
-
 def pieces_of(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], convert: Convert) -> list[Piece]:
-    """All pieces of a model, from shapes alone; in the order of the parameters."""
+    """Plan all pieces of a model from shapes and dtypes alone, in the order of the parameters."""
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in facts.items())
     return [piece for members in by_layer(empty) for piece in _pieces_of_layer(members, convert)]
 
 
 def _pieces_of_layer(members: dict[str, Tensor], convert: Convert) -> list[Piece]:
+    """Plan one layer: parameters that convert alone are pieces of their own, the others are one piece."""
     wanted = convert(members)
     if {name: t.shape for name, t in members.items()} == {name: t.shape for name, t in wanted.items()}:
         return [
@@ -84,19 +85,20 @@ def _pieces_of_layer(members: dict[str, Tensor], convert: Convert) -> list[Piece
     covered = {made.name for piece in found for made in piece.makes}
     rest = {name: tensor for name, tensor in wanted.items() if name not in covered}
     if bool(rest) != bool(together):
-        raise RuntimeError(f"it is unclear what {sorted(rest) or together} of a model folder is made of")
+        raise RuntimeError(f"cannot match tensors of the model folder to parameters: {sorted(rest) or together}")
     return [*found, Piece(tuple(together), _made(rest))] if rest else found
 
 
 def _converted_alone(name: str, tensor: Tensor, convert: Convert) -> dict[str, Tensor]:
-    """What becomes of one parameter without the others; nothing, if it needs them."""
+    """Convert one parameter without the others; empty if it needs them."""
     try:
         return convert({name: tensor})
-    except (KeyError, IndexError, ValueError, RuntimeError):  # what transformers raises on too few inputs
+    except (KeyError, IndexError, ValueError, RuntimeError):  # transformers raises these on too few inputs
         return {}
 
 
 def _pieces_of_one(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[Piece]:
+    """Plan a parameter that converts alone: groups of rows for a stack, else one piece."""
     templates = _templates(name, tensor, alone, convert) if tensor.dim() > 1 and len(alone) > 1 else []
     if not templates:
         return [Piece((name,), _made(alone))]
@@ -115,7 +117,7 @@ def _pieces_of_one(name: str, tensor: Tensor, alone: dict[str, Tensor], convert:
 
 
 def _templates(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[str]:
-    """The names that each row of a stack gives tensors to, with a place for its number; none if it is no stack."""
+    """Templates of the names of the tensors that one row of a stack becomes; empty if the parameter is not a stack."""
     count = len(tensor)
     first = _converted_alone(name, tensor[:1], convert)
     templates = []

@@ -1,14 +1,14 @@
-"""Tensors that nobody has read yet: they have a shape and a type, and know where their numbers are to come from.
+"""Lazy tensors: they have a shape, a type and a source, and their numbers are not read yet.
 
-Invariant: whatever torch function is applied to them gives another such tensor, whose source reads what the function
-would have made of the numbers. So code that fills a model from tensors (transformers' loading, with all it renames,
-fuses, transposes and casts on the way) can be run without reading one of them, and says afterwards where each weight of
-the model comes from.
+Invariant: a torch function applied to lazy tensors returns a lazy tensor whose source reads the result that the function
+would have computed from the numbers. So code that fills a model from tensors (transformers' loading, which renames,
+fuses, transposes and casts them) runs without reading any of them, and the resulting parameters name the sources of
+their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from slime.models.tensor_sources import (
 
 
 class Unread(Tensor):
-    """Says that it is on the host, where its numbers will be."""
+    """A lazy tensor. It reports the host as its device, where its numbers will be."""
 
     source: Source
 
@@ -41,18 +41,22 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         known = _KNOWN.get(function)
         result = NotImplemented if known is None else known(*args, **(kwargs or {}))
         return _record(function, args, kwargs or {}) if result is NotImplemented else result
 
 
-def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call it on shapes alone; tensors that come out are computed from whole inputs when they are read."""
+def _record(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Call a function on shapes alone; its result is computed from whole inputs when it is read."""
     with torch._C.DisableTorchFunctionSubclass():
         result = function(*_replaced(args, _empty), **_replaced(kwargs, _empty))
-    inputs = _replaced((args, kwargs), lambda unread: unread.source)  # as they are now: some functions change one
+    inputs = _replaced((args, kwargs), lambda unread: unread.source)  # the present sources: in-place functions set new
 
     def compute(index: int | None) -> Tensor:
         inner_args, inner_kwargs = _read_inputs(inputs)
@@ -77,7 +81,8 @@ def _empty(unread: Unread) -> Tensor:
     return torch.empty(tuple(unread.source.shape), dtype=unread.source.dtype, device="meta")
 
 
-def _replaced(value: Any, replace: Callable[[Unread], Any]) -> Any:
+def _replaced(value: Any, replace: Callable[[Unread], object]) -> Any:
+    """Replace the lazy tensors in nested arguments."""
     match value:
         case Unread():
             return replace(value)
@@ -89,6 +94,7 @@ def _replaced(value: Any, replace: Callable[[Unread], Any]) -> Any:
 
 
 def _read_inputs(value: Any) -> Any:
+    """Read the sources in nested arguments."""
     match value:
         case list() | tuple():
             return type(value)([_read_inputs(part) for part in value])
@@ -99,12 +105,8 @@ def _read_inputs(value: Any) -> Any:
     return read_whole(value) if hasattr(value, "read") else value
 
 
-def _same(tensor: Unread, *_args: Any, **_kwargs: Any) -> Unread:
+def _same(tensor: Unread, *_args: object, **_kwargs: object) -> Unread:
     return Unread.of(tensor.source)
-
-
-def _itself(tensor: Unread, *_args: Any, **_kwargs: Any) -> Unread:
-    return tensor
 
 
 def _requires_grad(tensor: Unread, requires_grad: bool = True) -> Unread:
@@ -118,12 +120,8 @@ def _is_trained(tensor: Unread) -> bool:
         return bool(tensor.requires_grad)
 
 
-def _getitem(tensor: Unread, index: Any) -> Any:
-    return _same(tensor) if index is Ellipsis else NotImplemented
-
-
-def _to(tensor: Unread, *args: Any, **kwargs: Any) -> Any:
-    """Another type; the device is that of whoever reads."""
+def _to(tensor: Unread, *args: object, **kwargs: object) -> Unread:
+    """Cast to another dtype; a device is ignored, because readers choose it."""
     others = [other for other in (*args, *kwargs.values()) if isinstance(other, Tensor)]
     kinds = [kind for kind in (*args, *kwargs.values()) if isinstance(kind, torch.dtype)]
     kinds += [other.dtype for other in others]
@@ -132,14 +130,14 @@ def _to(tensor: Unread, *args: Any, **kwargs: Any) -> Any:
     return Unread.of(Cast(tensor.source, kinds[0]))
 
 
-def _stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+def _stack(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
     sources = _sources(tensors)
     if kwargs or sources is None or len({(source.shape, source.dtype) for source in sources}) > 1:
         return NotImplemented
     return Unread.of(Stacked(sources, dim % (len(sources[0].shape) + 1)))
 
 
-def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
     sources = _sources(tensors)
     if kwargs or sources is None or len({source.dtype for source in sources}) > 1:
         return NotImplemented
@@ -149,7 +147,8 @@ def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     return Unread.of(Joined(sources, dim))
 
 
-def _sources(tensors: Any) -> list[Source] | None:
+def _sources(tensors: Sequence[Tensor]) -> list[Source] | None:
+    """The sources of tensors that are all lazy; else None."""
     found = [tensor.source for tensor in tensors if isinstance(tensor, Unread)]
     return found if found and len(found) == len(tensors) else None
 
@@ -159,13 +158,13 @@ def _transpose(tensor: Unread, dim0: int, dim1: int) -> Unread:
     return Unread.of(Swapped(tensor.source, dim0 % count, dim1 % count))
 
 
-def _chunk(tensor: Unread, chunks: int, dim: int = 0) -> Any:
+def _chunk(tensor: Unread, chunks: int, dim: int = 0) -> object:
     size = tensor.source.shape[dim]
     return _split(tensor, -(-size // chunks), dim) if size else NotImplemented
 
 
-def _split(tensor: Unread, split_size: Any, dim: int = 0) -> Any:
-    """`split_size`: of each part, or the sizes of all."""
+def _split(tensor: Unread, split_size: int | Sequence[int], dim: int = 0) -> object:
+    """Split along `dim`; `split_size` is the size of each part, or the sizes of all parts."""
     dim %= len(tensor.source.shape)
     size, parts, begin = tensor.source.shape[dim], [], 0
     if isinstance(split_size, int):
@@ -180,21 +179,21 @@ def _split(tensor: Unread, split_size: Any, dim: int = 0) -> Any:
     return tuple(parts)
 
 
-def _equal(one: Tensor, other: Tensor) -> Any:
+def _equal(one: Tensor, other: Tensor) -> object:
     if not (isinstance(one, Unread) and isinstance(other, Unread)):
         return NotImplemented
     return same_numbers(one.source, other.source)
 
 
-def _set_data(tensor: Unread, value: Any) -> Any:
+def _set_data(tensor: Unread, value: object) -> object:
     if not isinstance(value, Unread):
         return NotImplemented
     tensor.source = value.source
     return None
 
 
-_KNOWN: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _getitem,
+_KNOWN: dict[object, Callable[..., object]] = {
+    Tensor.__getitem__: lambda tensor, index: _same(tensor) if index is Ellipsis else NotImplemented,
     Tensor.to: _to,
     Tensor.detach: _same,
     Tensor.requires_grad_: _requires_grad,
@@ -202,7 +201,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: _same,
     Tensor.clone: _same,
     Tensor.cpu: _same,
-    Tensor.data.__get__: _itself,  # type: ignore[attr-defined]
+    Tensor.data.__get__: lambda tensor, *_args, **_kwargs: tensor,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.device.__get__: lambda _tensor: torch.device("cpu"),
     Tensor.is_meta.__get__: lambda _tensor: False,  # type: ignore[attr-defined]

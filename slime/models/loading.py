@@ -1,7 +1,7 @@
-"""Load a causal language model from a Hugging Face folder, and save one.
+"""Loads causal language models from Hugging Face folders.
 
-Invariant: a model that is returned has every weight read from the folder (nothing left at random initialisation) and a
-vocabulary that covers its tokenizer. Whatever is wrong with the folder is one `UserError` naming the folder.
+Invariant: a returned model has every weight read from the folder (nothing left at random initialisation) and a
+vocabulary that covers its tokenizer. Any defect of the folder is one `UserError` that names the folder.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from slime.models.folder import (
 )
 from slime.models.safetensors_io import plain_tensors
 from slime.models.saving import save_hf_folder
+from slime.storage.json_types import JsonObject
 
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""What does not fit is in the report, for `check_complete`: transformers' own error names no tensor."""
+"""Puts mismatches into transformers' report, for `check_complete`: transformers' own error names no tensor."""
 
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
 
@@ -43,25 +44,20 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
     facts = check_architecture(folder, trust_remote_code=trust_remote_code)
     model_type = facts.get("model_type")
     try:
-        if model_type in SAME_CODE:
-            return _config_of_same_code(folder, facts)
+        if model_type in SAME_CODE:  # under the name of the code that runs the model; needs no remote code
+            own = {name: value for name, value in facts.items() if name not in ("auto_map", "architectures")}
+            code_type = SAME_CODE[facts["model_type"]]
+            config: PretrainedConfig = CONFIG_MAPPING[code_type].from_dict({**own, "model_type": code_type})
+            config.name_or_path = str(folder)
+            return config
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as cause:
         reason = first_line(cause.__cause__ or cause)
         raise UserError(f"{folder}/config.json is not a valid {model_type} config: {reason}") from cause
     if "auto_map" not in facts and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"model folder {folder} holds a {model_type} model, which is no causal language model: choose another model"
+            f"model folder {folder} holds a {model_type} model, not a causal language model: choose another model"
         )
-    return config
-
-
-def _config_of_same_code(folder: str | Path, facts: dict[str, Any]) -> PretrainedConfig:
-    """The config under the name of the code that runs the model; remote code that the folder has is not needed."""
-    own = {name: value for name, value in facts.items() if name not in ("auto_map", "architectures")}
-    model_type = SAME_CODE[facts["model_type"]]
-    config: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict({**own, "model_type": model_type})
-    config.name_or_path = str(folder)
     return config
 
 
@@ -94,7 +90,7 @@ def load_causal_lm(
 
 
 def config_of_weights(folder: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The config of a folder that has weights too, and a tokenizer that fits."""
+    """The config of a folder; UserError unless the folder has weights and a tokenizer that fits."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if not any(Path(folder).glob("*.safetensors")):
         raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
@@ -104,7 +100,7 @@ def config_of_weights(folder: str | Path, *, trust_remote_code: bool) -> Pretrai
 
 @contextmanager
 def errors_of(folder: str | Path) -> Iterator[None]:
-    """What transformers and safetensors raise about weights, as one sentence."""
+    """Turns the errors of transformers and safetensors about weights into a one-line UserError."""
     try:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as cause:
@@ -112,7 +108,7 @@ def errors_of(folder: str | Path) -> Iterator[None]:
 
 
 def check_complete(folder: str | Path, report: dict[str, Any]) -> None:
-    """Refuse weights that are not all of the model's, by transformers' report."""
+    """Raise UserError for missing or mismatched weights, by transformers' report."""
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -120,8 +116,8 @@ def check_complete(folder: str | Path, report: dict[str, Any]) -> None:
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise UserError(
-            f"{name} in {folder} has shape {tuple(found)}, but its config.json asks for {tuple(wanted)}: correct it, "
-            "or take config and weights of the same model"
+            f"{name} in {folder} has shape {tuple(found)}, but its config.json requires {tuple(wanted)}: correct it, "
+            "or use config and weights of the same model"
         )
 
 
@@ -131,19 +127,29 @@ def load_tensors(
     *,
     config: PretrainedConfig,
     trust_remote_code: bool,
-    **how: Any,
+    **how: object,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """What transformers makes of a folder's weights, given as plain tensors under their names there; and its report.
+    """Load a model from plain tensors under the folder's names; returns the model and transformers' report.
 
-    For a folder in blocks of 8-bit floats, multiplied out: what is trained and sampled with is plain numbers.
-    transformers' own reader needs matrices whose sides the blocks divide, and DeepSeek's are not all such.
+    For a folder in blocks of 8-bit floats, dequantised, since training and sampling use plain numbers. transformers'
+    own reader requires matrices whose sides are multiples of the block size, which not all of DeepSeek's are.
     """
-    kind = _model_class(folder, config, trust_remote_code)
+    # chosen as `AutoModelForCausalLM` does
+    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own_code is not None and trust_remote_code:
+        kind = get_class_from_dynamic_module(own_code, str(folder), local_files_only=True)
+    else:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if kind is None:
+            raise UserError(
+                f"model folder {folder} has a config.json without a class for causal language models: choose another "
+                "model"
+            )
     for place in (config, config.get_text_config()):
         if hasattr(place, "quantization_config"):
             del place.quantization_config
     if not isinstance(config, getattr(kind, "config_class", None) or type(config)):
-        config = config.get_text_config()  # of a model that sees too: its part that writes
+        config = config.get_text_config()  # the language part of a multimodal model
     model, report = kind.from_pretrained(None, config=config, state_dict=weights, **REPORTED, **how)
     model.config.name_or_path = str(folder)
     if (Path(folder) / "generation_config.json").is_file():
@@ -152,24 +158,11 @@ def load_tensors(
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Those that belong to the weights and are saved with them."""
+    """The buffers that belong to the weights and are saved with them."""
     names = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in names]
 
 
 def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers may fuse weights while loading (experts of one layer, say); this undoes it for one layer."""
+    """Undo, for one layer, the fusing of weights that transformers does while loading (such as a layer's experts)."""
     return revert_weight_conversion(model, tensors)
-
-
-def _model_class(folder: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """As `AutoModelForCausalLM` chooses it."""
-    own_code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if own_code is not None and trust_remote_code:
-        return get_class_from_dynamic_module(own_code, str(folder), local_files_only=True)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        raise UserError(
-            f"model folder {folder} names no class for causal language models in its config.json: choose another model"
-        )
-    return kind

@@ -1,4 +1,4 @@
-"""Which linear layers get a LoRA adapter, and what its two matrices are called and shaped in the trainer.
+"""LoRA targets: the linear layers that get an adapter, and the names and shapes of its matrices in the trainer.
 
     <module>.lora_A.weight  [rank, in]      <module>.lora_B.weight  [out, rank]
 
@@ -27,7 +27,7 @@ _ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class Lora:
-    """What an adapter is made with."""
+    """Hyperparameters of a LoRA adapter."""
 
     rank: int
     alpha: float
@@ -35,17 +35,17 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied with."""
+        """The factor of B @ A."""
         return self.alpha / self.rank
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether a parameter is one of the two matrices."""
+    """True if a parameter is one of the two adapter matrices."""
     return parameter.endswith((LORA_A, LORA_B))
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a module or parameter is one of a router's experts, which get no adapters."""
+    """True if a module or parameter belongs to a routed expert, which gets no adapter."""
     return _EXPERTS.search(name) is not None
 
 
@@ -66,10 +66,10 @@ def choose_targets(
     freeze: Sequence[str] | None = None,
     only_train: Sequence[str] | None = None,
 ) -> list[str]:
-    """The linear layers that `targets` name, in the model's order; one that names none is refused with what exists.
+    """The linear layers that `targets` name, in the model's order; UserError for a target that names none.
 
-    `linears` are those that can have an adapter: the output layer is not among them. A layer whose weight would not be
-    trained otherwise, by the patterns of `freeze` and `only_train`, gets none.
+    `linears` are the layers that can have an adapter, without the output layer. A layer that the patterns of `freeze`
+    and `only_train` exclude from training gets no adapter.
     """
     for target in targets:
         if target != ALL_LINEAR and not any(_names(target, module) for module in linears):
@@ -100,18 +100,14 @@ def _names(target: str, module: str) -> bool:
 def linears_of(folder: str | Path) -> dict[str, tuple[int, int]]:
     """The linear layers of a model folder that can have an adapter, by the headers of its weight files.
 
-    Without weight files by its config.json, for families of plain layers; empty where that cannot be told.
+    These are the matrices within layers, without routers and experts (which the trainer has fused). A folder without
+    weight files is described by its config.json, for families of plain layers; empty if that is not possible.
     """
     shapes: dict[str, list[int]] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         shapes |= tensor_shapes(file)
-    return _linears_among(shapes) or _linears_of_shape(ModelShape.from_folder(folder))
-
-
-def _linears_among(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
-    """Matrices within layers: no embeddings, no experts (the trainer has them fused) and no routers."""
     beside_experts = {_EXPERTS.split(name)[0] for name in shapes if is_of_expert(name)}
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for name in shapes:
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
@@ -120,7 +116,7 @@ def _linears_among(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, 
         if is_of_expert(module) or (last in _ROUTERS and parent in beside_experts):
             continue
         found[module] = (shapes[name][0], shapes[name][1])
-    return found
+    return found or _linears_of_shape(ModelShape.from_folder(folder))
 
 
 def _linears_of_shape(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -145,9 +141,9 @@ def _linears_of_shape(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def peft_targets(modules: Iterable[str], linears: Collection[str]) -> list[str]:
-    """`target_modules` for PEFT: last names where these mean exactly `modules`, else whole names.
+    """`target_modules` for PEFT: last name components if these match exactly `modules`, else whole names.
 
-    `linears` are all linear layers of the model and its experts: of a model with experts PEFT takes some names apart.
+    `linears` are all linear layers of the model and its experts: for models with experts PEFT splits some names.
     """
     modules = list(modules)
     last = sorted({module.rpartition(".")[2] for module in modules})

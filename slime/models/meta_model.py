@@ -1,7 +1,7 @@
-"""A model folder as a model without weights, and where each of its weights is to be read from.
+"""Builds the model of a folder on the meta device, with a source to read each of its weights from.
 
-Invariant: what the sources give is, bit for bit, what `load_causal_lm` would have loaded: transformers itself loads
-the model, from tensors that are not read. What is no weight (buffers) has its values; weights are on the meta device.
+Invariant: the numbers of the sources are, bit for bit, those that `load_causal_lm` would have loaded: transformers
+itself loads the model, from lazy tensors. Weights are on the meta device; buffers have their values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slime.models.tensor_sources import Held, Source, Zeros, read_whole
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """`sources` has every parameter of the model, a tied one once, under the names of `named_parameters`."""
+    """A model without weights; `sources` has its parameters under the names of `named_parameters`, a tied one once."""
 
     model: PreTrainedModel
     sources: dict[str, Source]
 
     def put_value_head(self) -> None:
-        """Make it a value model, whose new output layer is zero."""
+        """Turn it into a value model, whose new output layer is zero."""
         put_value_head(self.model)
         head = output_projection(self.model).weight
         for name, parameter in self.model.named_parameters():
@@ -48,15 +48,16 @@ def outline_causal_lm(
     trust_remote_code: bool = False,
     weights: Mapping[str, Source] | None = None,
 ) -> ModelOutline:
-    """The model of `folder` as it would be in `dtype`, in eval mode; its weights are not read.
+    """Build the model of `folder` in `dtype` and eval mode, without reading its weights.
 
-    `weights` are read in the place of the folder's own of the same names.
+    `weights` replace the folder's own tensors of the same names.
     """
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    if _read_by_transformers_alone(folder):
+    raw_config = read_config_json(folder)
+    if quantization(raw_config) and block_size(raw_config) is None:  # only transformers can read this quantisation
         if weights:
             raise UserError(
-                f"the weights in {folder} are quantised, so others cannot take their place: give plain ones"
+                f"the weights in {folder} are quantised and cannot be replaced: use a folder with plain ones"
             )
         whole = load_causal_lm(folder, device="cpu", trust_remote_code=trust_remote_code, **how)
         return _emptied(whole)
@@ -70,14 +71,8 @@ def outline_causal_lm(
     return _emptied(model.eval())
 
 
-def _read_by_transformers_alone(folder: str | Path) -> bool:
-    """Quantised in a way that only its own reader knows: every rank reads all of it."""
-    config = read_config_json(folder)
-    return bool(quantization(config)) and block_size(config) is None
-
-
 def _emptied(model: PreTrainedModel) -> ModelOutline:
-    """Take the numbers out of the parameters; buffers get theirs."""
+    """Move the parameters to the meta device and collect their sources; buffers get their numbers."""
     sources: dict[str, Source] = {}
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():

@@ -1,8 +1,13 @@
 """The policy in training: its weights and optimizer, and the frozen models that it is compared with.
 
 Invariant: `score` is called before the first update of a rollout, so its log-probs are those of the policy that the
-rollout's updates start from. They are not computed where nothing needs them: with one update per rollout the training
-forward itself gives them.
+rollout's updates start from. They are computed only if needed: with one update per rollout the training forward itself
+gives them.
+
+With `--keep-old-actor` the weights that the engines sampled with give the old policy's log-probs. Invariant: a token's
+old log-prob comes from the version that sampled it, as far back as samples of this run can be behind. A token of
+unknown version counts as sampled by the newest published weights; a token of a version older than all kept ones (a
+rollout from before a restart) counts as sampled by the oldest kept weights.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from slime.config.algorithm import needs_reference
 from slime.config.async_mode import versions_behind
 from slime.config.initial_weights import Start, base_of, find_reference, find_start
 from slime.config.lora import uses_lora
+from slime.data.counters import Spans
 from slime.train.backends.protocol import POLICY, Builder, Outcome, TrainBackend
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.checkpoints.writer import Draft
@@ -39,19 +44,11 @@ from slime.train.samples.rollout_data import RolloutData, collect
 from slime.train.step import SKIPPED, NotFinite, train_step
 from slime.train.timers import Timers
 
-# `--keep-old-actor`: the weights that the engines sampled with, for the old policy's log-probs.
-#
-# Invariant: a token's old log-prob comes from the version that sampled it, as far back as samples of this run can be
-# behind. A token whose version nobody knows is taken to be of the newest published weights, one of an older version
-# than all that are kept (a rollout of before a restart) to be of the oldest of these.
-
 NAME = "old_actor"
-Spans = Sequence[Sequence[Any]]
-"""Runs `[version or None, number of tokens]` of one response."""
 
 
 class OldPolicy:
-    """The published versions as frozen sets of the backend; only the newest where nothing is ever behind."""
+    """The published versions as frozen sets of the backend; only the newest if samples are never behind."""
 
     def __init__(self, backend: TrainBackend, *, version: int, behind: int) -> None:
         self._backend = backend
@@ -61,7 +58,7 @@ class OldPolicy:
         self.remember(version)
 
     def remember(self, version: int) -> None:
-        """The policy's present weights go to the engines as this version."""
+        """Snapshot the policy's current weights, which are published as this version."""
         self._newest = version
         if not self._behind:
             self._backend.snapshot(NAME)
@@ -73,18 +70,18 @@ class OldPolicy:
             self._backend.forget(f"{NAME}@{number}")
 
     def nearest(self, version: int | None) -> int:
-        """The version that stands for this one."""
+        """Return the kept version to use for this one."""
         if version is None or not self._kept:
             return self._newest
         return max((number for number in self._kept if number <= version), default=min(self._kept))
 
     def at(self, version: int) -> str:
-        """The name of the set for a version that `nearest` named."""
+        """Return the name of the frozen set of a version from `nearest`."""
         return f"{NAME}@{version}" if self._behind else NAME
 
 
 def token_versions(spans: Spans | None, length: int, nearest: dict[int | None, int]) -> Tensor:
-    """[length]: the version that stands for each token's."""
+    """Return [length]: the kept version of each token."""
     versions = torch.full((length,), nearest[None], dtype=torch.int64)
     begin = 0
     for version, count in spans or ():
@@ -94,22 +91,22 @@ def token_versions(spans: Spans | None, length: int, nearest: dict[int | None, i
 
 
 def versions_in(columns: Iterable[Spans | None]) -> set[int | None]:
-    """Every version that a response names, and None for what none is known of."""
+    """Return all versions of the responses, and None for tokens of unknown version."""
     return {None} | {as_version(version) for spans in columns for version, _ in spans or ()}
 
 
-def as_version(version: Any) -> int | None:
-    """A version as a number; engines may call theirs anything."""
+def as_version(version: object) -> int | None:
+    """Convert a version to a number; None if an engine uses another format."""
     text = str(version)
     return int(text) if text.lstrip("-").isdigit() else None
 
 
 OTHER_MODELS = ("ref", "teacher")
-"""Frozen sets that are no earlier state of the policy."""
+"""Frozen sets that are not earlier states of the policy."""
 
 
 class Actor:
-    """Made where `--load` says, else from `--ref-load`, else from `--hf-checkpoint`."""
+    """The policy, loaded from `--load`, else from `--ref-load`, else from `--hf-checkpoint`."""
 
     def __init__(self, config: Config, builder: Builder) -> None:
         self.config = config
@@ -117,7 +114,13 @@ class Actor:
         start = find_start(config)
         builder.progress.begin("loading the policy")
         self.backend = builder.policy(config, base_of(config, start) if uses_lora(config) else start)
-        for name, source in self._frozen_sources().items():
+        sources: dict[str, Start] = {}
+        if needs_reference(config):
+            sources["ref"] = find_reference(config)
+        if config.use_opd and config.opd_type == "trainer":
+            assert config.opd_teacher_load is not None, "the flags were checked"
+            sources["teacher"] = Start(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
+        for name, source in sources.items():
             builder.progress.begin(f"loading {name}")
             self.backend.load_frozen(name, source)
         self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
@@ -131,19 +134,10 @@ class Actor:
         self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
-    def _frozen_sources(self) -> dict[str, Start]:
-        config, sources = self.config, {}
-        if needs_reference(config):
-            sources["ref"] = find_reference(config)
-        if config.use_opd and config.opd_type == "trainer":
-            assert config.opd_teacher_load is not None, "checked when the flags were"
-            sources["teacher"] = Start(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
-        return sources
-
     # before the updates
 
     def score(self, data: RolloutData, micro_batches: Sequence[MicroBatch], *, num_steps: int, timers: Timers) -> None:
-        """Log-probs of the old policy, the reference and the teacher, as far as they are needed."""
+        """Compute the log-probs of the old policy, the reference and the teacher that are needed."""
         if self._needs_own_log_probs(num_steps):
             with timers.measure("log_probs", brings=True):
                 if self.old_policy is None:
@@ -157,13 +151,14 @@ class Actor:
                     self._pass(name, data, micro_batches, f"{name}_log_probs")
 
     def _needs_own_log_probs(self, num_steps: int) -> bool:
+        """True if the old policy needs a forward pass of its own before the updates."""
         config = self.config
         if config.loss_type == "custom_loss" or config.use_rollout_entropy or config.keep_old_actor:
             return True
-        if config.tis_batch_normalize or config.ci_test:  # a check of the pass against itself could not fail
+        if config.tis_batch_normalize or config.ci_test:  # else --ci-test compares the pass with itself
             return True
         if config.use_routing_replay and not config.use_rollout_routing_replay and num_steps > 1:
-            return True  # the pass is where routers choose what the updates repeat
+            return True  # routers choose in this pass; the updates repeat their choices
         if config.use_rollout_logprobs:
             return False
         hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
@@ -177,6 +172,7 @@ class Actor:
         name: str,
         with_entropy: bool = False,
     ) -> None:
+        """Run a forward pass with the named weights and store its log-probs in the data."""
         log_probs, entropies = [], []
         scores = self.backend.forward(
             micro_batches, weights=weights, entropy=with_entropy, own_routing=weights in OTHER_MODELS
@@ -190,7 +186,7 @@ class Actor:
             collect(data, "entropy", entropies)
 
     def _pass_by_version(self, old: OldPolicy, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
-        """Each token's log-prob (and entropy) under the weights that sampled it: a pass for each version there is."""
+        """Compute each token's log-prob (and entropy) with the weights that sampled it: one pass per version."""
         spans = data.get("version_spans") or [None] * len(data["response_lengths"])
         nearest = {version: old.nearest(version) for version in versions_in(spans)}
         own = [
@@ -202,7 +198,7 @@ class Actor:
         for version in sorted(map(int, wanted)):
             for micro in micro_batches:
                 if micro.routing is not None:
-                    micro.routing.forget()  # the newest version's routers are those that the updates follow
+                    micro.routing.forget()  # the updates follow the routers of the newest version
             self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
             for name in names:
                 new_column: list[Tensor] = data[name]
@@ -221,7 +217,7 @@ class Actor:
         step_id: int = 0,
         warnings: list[str],
     ) -> dict[str, float]:
-        """One optimizer step, the `step_id`-th of the rollout; one without an update adds its reason to `warnings`."""
+        """Run optimizer step `step_id` of the rollout; a step without an update adds its reason to `warnings`."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
         rates = self.rates.at(self.state.updates)
@@ -236,7 +232,10 @@ class Actor:
                 entropy=self._objective is not None,
             )
         except NotFinite as found:
-            names = self._blamed(rollout_id, data, micro_batches)
+            scores = self.backend.forward(micro_batches)  # repeats the forward; all ranks take part
+            parts = [part for micro, one in zip(micro_batches, scores, strict=True) for part in micro.give(one.values)]
+            world, run_dir = self.topology.world, self.config.output_dir or "."
+            names = blamed(data, parts, "log-probs", world, rollout_id, run_dir)
             warnings.append(found.sentence(f"rollout {rollout_id}, step {step_id}", names, "--lr"))
             return self.idle_step(skipped=True)
         self.state.updates += 1
@@ -244,14 +243,15 @@ class Actor:
         return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
 
     def idle_step(self, *, skipped: bool = False) -> dict[str, float]:
-        """Count a step, also one without an update of the policy; the learning rate does not move by those."""
+        """Count a step, even without an update of the policy; only updates advance the learning rate."""
         self.state.step += 1
         counted = {"train/step": float(self.state.step - 1)}
         return counted | {f"train/{SKIPPED}": 1.0} if skipped else counted
 
     def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
+        """Compute the loss and metrics of a micro-batch."""
         if self._custom is not None:
-            return Outcome(*self._custom(data, micro, log_probs))  # which asked for logits
+            return Outcome(*self._custom(data, micro, log_probs))  # `log_probs` are logits here
         if self._objective is None:
             return Outcome(*supervised_loss(micro, log_probs))
         loss, sums = self._objective(micro, log_probs, entropy)
@@ -262,38 +262,33 @@ class Actor:
         return Outcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
 
     def _routing_mismatch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """The share of the repeated choices of experts that routers would not have made now, in all layers."""
+        """Compute the share of replayed expert choices that routers would now make differently, over all layers."""
         if not self.config.use_routing_replay:
             return {}
         routings = [micro.routing for micro in micro_batches if micro.routing is not None]
         compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
         return {"train/routing_mismatch": differing / compared} if compared else {}
 
-    def _blamed(self, rollout_id: int, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> list[str]:
-        """Which samples it was, from the same forward once more; all ranks take part."""
-        scores = self.backend.forward(micro_batches)
-        parts = [part for micro, one in zip(micro_batches, scores, strict=True) for part in micro.give(one.values)]
-        return blamed(data, parts, "log-probs", self.topology.world, rollout_id, self.config.output_dir or ".")
-
     # after the updates
 
     def finish_rollout(self, rollout_id: int) -> None:
+        """Record that the rollout is trained on; update the reference every `--ref-update-interval` rollouts."""
         self.state.next_rollout_id = rollout_id + 1
         interval = self.config.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0:
             self.backend.snapshot("ref", decay=self.config.ref_update_decay)
 
     def remember_exported(self, version: int) -> None:
-        """The weights that go to the engines now are the old policy of what they will sample."""
+        """Snapshot the weights that are published now: they are the old policy of the next samples."""
         if self.old_policy is not None:
             self.old_policy.remember(version)
 
     @property
     def _saved_sets(self) -> list[str]:
-        """Frozen weights that are in no other folder: a reference that moves."""
+        """Names of the frozen sets that a checkpoint must contain: a reference that is updated."""
         return ["ref"] if self.config.ref_update_interval is not None else []
 
     def draft(self, rollout_id: int, folder: Path) -> Draft:
-        """A checkpoint that is not written yet."""
+        """Prepare a checkpoint; nothing is written yet."""
         self.state.next_rollout_id = rollout_id + 1
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config, sets=self._saved_sets)

@@ -1,8 +1,8 @@
-"""The files of a run as its trainers call them, who may be on other machines than the driver.
+"""Paths of a run's files on the trainers' nodes, which may be other machines than the driver's.
 
-Invariant: on the driver's machine every file has the name that the flags give it. On another node a name never depends
-on a working folder, and what was brought there has its name of that node; what trainers write down of a model folder is
-its name on the driver's machine.
+Invariant: on the driver's machine every file has the path that the flags give it. On another node a path never depends
+on a working folder, and files that were copied there have the paths of their copies; what trainers record of a model
+folder is its path on the driver's machine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from slime.cluster.node import Node
 from slime.config import Config
 from slime.config.plugins import CONTRACTS
+from slime.storage.json_types import JsonObject
 
 _READ = (
     "hf_checkpoint", "ref_load", "load", "lora_load", "opd_teacher_load", "critic_hf_checkpoint", "critic_load",
@@ -31,14 +31,14 @@ _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib
 
 
 def files_to_provide(config: Config) -> list[str]:
-    """What trainers read and do not write themselves, as far as it is there: every node needs it."""
+    """List the existing files and folders that trainers read and do not write: every node needs them."""
     written = {os.path.abspath(value) for value in _values(config, _WRITTEN)}
     found = dict.fromkeys(os.path.abspath(value) for value in _values(config, _READ))
     return [path for path in found if path not in written and Path(path).exists()]
 
 
 def folders_written(config: Config) -> dict[str, str]:
-    """The folders that every trainer writes to, by their flags; a template's up to its first variable part."""
+    """Return the folders that every trainer writes to, by flag; a template's folder ends before its first variable."""
     given = {"--save": config.save, "--critic-save": config.critic_save, "--save-hf": config.save_hf}
     return {
         flag: value if "{" not in value else os.path.dirname(value.partition("{")[0]) or "."
@@ -48,16 +48,20 @@ def folders_written(config: Config) -> dict[str, str]:
 
 
 def code_folders(config: Config) -> list[str]:
-    """The folders that have the user's functions and what those import from beside them: those of the files and modules
-    that flags name, but for installed packages and our own."""
+    """List the folders of the files and modules that flags name, with the modules that these import from there.
+
+    Installed packages and slime itself are left out.
+    """
     found: dict[str, None] = {}
-    for path in _functions(config):
+    values = [getattr(config, contract.field_name) for contract in CONTRACTS]
+    named = [one for value in values if value is not None for one in (value if isinstance(value, list) else [value])]
+    for path in named:
         file = _file_of(path)
         if file is not None:
             found[str(file.parent)] = None
             continue
         spec = importlib.util.find_spec(path.partition(":")[0].partition(".")[0])
-        if spec is None or spec.origin is None or not os.path.exists(spec.origin):  # built in, or without __init__.py
+        if spec is None or spec.origin is None or not os.path.exists(spec.origin):  # built-in or without __init__.py
             continue
         place = Path(spec.origin).resolve().parent
         folder = place.parent if spec.submodule_search_locations is not None else place
@@ -67,13 +71,11 @@ def code_folders(config: Config) -> list[str]:
 
 
 def config_on(node: Node, config: Config) -> Config:
-    """The config with every file under the name it has on the node."""
+    """Return the config with the path of every file on the node."""
     if node.is_here:
         return config
     given = {name: getattr(config, name) for name in (*_READ, *_WRITTEN)}
-    there: dict[str, Any] = {
-        name: node.path(os.path.abspath(value)) for name, value in given.items() if value is not None
-    }
+    there: JsonObject = {name: node.path(os.path.abspath(value)) for name, value in given.items() if value is not None}
     functions = {contract.field_name: getattr(config, contract.field_name) for contract in CONTRACTS}
     for name, value in functions.items():
         if isinstance(value, list):
@@ -83,18 +85,14 @@ def config_on(node: Node, config: Config) -> Config:
     return config.replace(**there)
 
 
-def _functions(config: Config) -> list[str]:
-    values = [getattr(config, contract.field_name) for contract in CONTRACTS]
-    return [one for value in values if value is not None for one in (value if isinstance(value, list) else [value])]
-
-
 def _file_of(path: str) -> Path | None:
-    """The file of `file.py` or `file.py:name`; None for a module."""
+    """Return the file of `file.py` or `file.py:name`; None for a module."""
     file = path if path.endswith(".py") else path.rpartition(":")[0]
     return Path(file).expanduser().resolve() if file.endswith(".py") else None
 
 
 def _function_on(node: Node, path: str) -> str:
+    """Return the path of a function on the node."""
     file = _file_of(path)
     if file is None:
         return path
@@ -103,11 +101,12 @@ def _function_on(node: Node, path: str) -> str:
 
 
 def names_here(node: Node, config: Config) -> dict[str, str]:
-    """The driver's names of what is called otherwise on the node, by the names there."""
+    """Map paths on the node to those on the driver's machine."""
     if node.is_here:
         return {}
     return {node.path(os.path.abspath(value)): value for value in _values(config, _READ)}
 
 
 def _values(config: Config, names: Iterable[str]) -> list[str]:
+    """Return the values of these fields that are set."""
     return [value for name in names if (value := getattr(config, name)) is not None]

@@ -1,8 +1,8 @@
-"""A trainer that has nothing to do gives its device memory to the engines; what it must not lose waits on the host.
+"""Offloads an idle trainer's tensors to the host to free device memory for the engines.
 
-Invariant: a tensor that sleeps stays the tensor it is, views of it included: its storage has no memory until it wakes,
-and then the bytes it had. Each storage has one copy on the host, whose room is made once and used again. Gradients and
-gathered weights are dropped, and what did not change since it was last copied is not copied again.
+Invariant: an offloaded tensor and its views stay valid objects: their storage has no memory while it is offloaded, and
+the same bytes as before afterwards. Each storage has one copy on the host, whose memory is allocated once and reused.
+Gradients and gathered weights are dropped, and tensors that did not change since the last copy are not copied again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, UntypedStorage
 from slime.cluster.memory.regions import pinned_bytes
 from slime.train.backends.protocol import OPTIMIZER_STATE, Resident, TrainBackend
 
-SMALLEST = 1 << 16  # bytes; what is smaller stays where it is
+SMALLEST = 1 << 16  # bytes; smaller storages stay on the device
 
 logger = logging.getLogger(__name__)
 
 
 class Parked:
-    """The tensors of one kind: their storages while they are away, and the room that they have on the host."""
+    """The tensors of one kind: their storages while they are offloaded, and their memory on the host."""
 
     def __init__(self) -> None:
         self._hosts: list[Tensor] = []
@@ -42,39 +42,39 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """What the copies take on the host."""
+        """Size of the copies on the host."""
         return sum(host.numel() for host in self._hosts)
 
     def copy_out(self, storages: Sequence[UntypedStorage], resident: Resident) -> None:
-        """Begin to copy to the host, on the present stream, unless the same is there already."""
+        """Start to copy to the host on the current stream, unless the host has the same version."""
         self.is_copied = True
         if resident.is_zero:
             return
         sizes, version = [storage.nbytes() for storage in storages], resident.version
-        same_room = sizes == [host.numel() for host in self._hosts]
-        if not same_room:
+        fits = sizes == [host.numel() for host in self._hosts]
+        if not fits:
             self._hosts = _room_for(sizes, self._hosts)
-        if not same_room or version is None or version != self._version:
+        if not fits or version is None or version != self._version:
             for host, storage in zip(self._hosts, storages, strict=True):
                 host.copy_(_bytes_of(storage), non_blocking=True)
         self._version = version
 
     def free(self, storages: Sequence[UntypedStorage]) -> None:
-        """Give the device's memory back; the copies are complete."""
+        """Release the device memory; the copies must be complete."""
         assert self.is_copied
         self._storages = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
 
     def take_memory(self) -> None:
-        """Memory for all storages again, with nothing in it yet: `fill` or `wait` before it is used."""
+        """Allocate memory for all storages, without contents: call `fill` or `wait` before using it."""
         storages, self._storages, self.is_copied = self._storages, [], False
         for storage, size in storages:
             storage.resize_(size)
         self._empty = [storage for storage, _ in storages]
 
     def fill(self, stream: torch.cuda.Stream | None) -> None:
-        """Begin to bring back what was there, on `stream`: `wait` before it is used."""
+        """Start to copy the contents back on `stream`: call `wait` before using them."""
         storages, self._empty = self._empty, []
         if not storages:
             return
@@ -82,7 +82,7 @@ class Parked:
             for storage in storages:
                 _bytes_of(storage).zero_()
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())  # whoever had this memory before is done with it
+            stream.wait_stream(torch.cuda.current_stream())  # earlier kernels may still use this memory
         with _on(stream):
             for storage, host in zip(storages, self._hosts, strict=False):
                 _bytes_of(storage).copy_(host, non_blocking=True)
@@ -91,7 +91,7 @@ class Parked:
                 self._arrived.record()
 
     def wait(self) -> None:
-        """Whatever the present stream does from here on finds the tensors as they were."""
+        """Make later work on the current stream wait until the tensors have their contents."""
         if self._empty:
             self.fill(None)
         arrived, self._arrived = self._arrived, None
@@ -100,7 +100,7 @@ class Parked:
 
 
 class Sleeper:
-    """Puts the models of a trainer to sleep and wakes them. All ranks do it, each for its own memory."""
+    """Offloads the models of a trainer and loads them again. All ranks do it, each for its own memory."""
 
     def __init__(self, backends: Sequence[TrainBackend], device: torch.device, *, smallest: int = SMALLEST) -> None:
         self._backends = backends
@@ -113,11 +113,11 @@ class Sleeper:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether any of it is away."""
+        """True if any tensor is offloaded."""
         return any(parked.is_away for parked in self._parked.values())
 
     def begin(self) -> None:
-        """Begin to copy what an update changed: no other comes before the sleep, and publishing only reads."""
+        """Start to copy what the last update before `sleep` changed; publishing only reads the weights."""
         if self.is_asleep:
             return
         self._follow()
@@ -127,12 +127,12 @@ class Sleeper:
                     parked.copy_out(storages, resident)
 
     def changed(self) -> None:
-        """The weights are about to change: what was begun to be copied is out of date."""
+        """Mark copies in progress as stale: the weights are about to change."""
         for parked in self._parked.values():
             parked.is_copied = False
 
     def sleep(self) -> None:
-        """Give the memory back, as far as that is not done; it waits until the copies are complete."""
+        """Offload all tensors that are on the device, and release their memory when the copies are complete."""
         began = time.perf_counter()
         for parked in self._parked.values():
             parked.wait()
@@ -153,10 +153,10 @@ class Sleeper:
         held = sum(parked.nbytes for parked in self._parked.values())
         left = torch.cuda.memory_reserved(self._device) if self._stream is not None else 0
         seconds = time.perf_counter() - began
-        logger.info("asleep: %.2f GiB on the host, %.2f left here, %.3f s", held / 2**30, left / 2**30, seconds)
+        logger.info("offloaded: %.2f GiB on the host, %.2f GiB left, %.3f s", held / 2**30, left / 2**30, seconds)
 
     def wake(self, *, with_optimizer: bool = True) -> None:
-        """Take the memory again; weights are in it on return, the optimizer's state after `bring_rest`."""
+        """Allocate the memory again and load the weights; the optimizer state follows with `bring_rest`."""
         if not self.is_asleep:
             return
         began = time.perf_counter()
@@ -166,24 +166,24 @@ class Sleeper:
             parked.take_memory()
             parked.fill(self._stream)
         for parked in late if with_optimizer else ():
-            parked.take_memory()  # while the copies are on their way
+            parked.take_memory()  # during the copies
         for parked in first:
             parked.wait()
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
-        logger.info("awake: %.3f s", time.perf_counter() - began)
+        logger.info("reloaded: %.3f s", time.perf_counter() - began)
 
     def bring_rest(self) -> None:
-        """Begin to bring back what is not there yet, for the next update, which waits for it.
+        """Start to load the remaining tensors; the next update waits for them.
 
-        What is needed before the update had better be on the device: samples that were sent behind 30 GB of this state
-        took as long as all of it, on another stream though they were.
+        Data that is needed before the update must be on the device already: samples copied after 30 GB of this state
+        wait for all of it, even on another stream.
         """
         for parked in self._parked.values():
             parked.fill(self._stream)
 
     def settle(self) -> None:
-        """Wait for everything that is still on its way."""
+        """Wait for all copies in progress."""
         for parked in self._parked.values():
             parked.wait()
 
@@ -192,12 +192,15 @@ class Sleeper:
             parked.wait()
 
     def _follow(self) -> None:
-        """The side stream sees what the present one has done."""
+        """Make the side stream wait for the work of the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def _residents(self) -> Iterator[tuple[Parked, Resident, list[UntypedStorage]]]:
-        """What there is now, without sets that are gone; a storage that several tensors share is the first one's."""
+        """Yield the current residents and their storages; a shared storage belongs to its first tensor.
+
+        Entries of sets that no longer exist are dropped.
+        """
         seen: set[int] = set()
         present: dict[tuple[int, str], Parked] = {}
         found = []
@@ -226,7 +229,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _room_for(sizes: Sequence[int], before: Sequence[Tensor]) -> list[Tensor]:
-    """Host memory of these sizes; what there is of a size already is used again."""
+    """Allocate host memory of these sizes; buffers in `before` are reused if their size matches."""
     spare: dict[int, list[Tensor]] = {}
     for host in before:
         spare.setdefault(host.numel(), []).append(host)

@@ -1,11 +1,12 @@
-"""The trainer ranks as processes: started, called, stopped.
+"""Starts, calls and stops the processes of the trainer ranks.
 
-Invariant: a call goes to all ranks and returns when all have answered; when a rank dies or fails, the error names the
-rank and shows the end of its log, and the other ranks are not waited for. A call takes as long as it takes while one of
-the ranks that did not answer yet gets on with its work; the deadline counts from the last piece of it that one of them
-reported as done. When one rank dies the others fail in their collectives: the dead one is named, whoever is heard of
-first. Ranks sit on the slots they are given, on whatever node; those on one node share its cores and see its trainers'
-devices alone.
+Invariant: a call goes to all ranks and returns when all have answered. When a rank dies or fails, the error names the
+rank and shows the end of its log, and the call does not wait for the other ranks. The deadline of a call counts from
+the last progress report of a rank that has not answered yet, so a call may take any time while ranks make progress.
+When one rank dies, the others fail in their collectives: the error names the dead rank even if another one fails first.
+Ranks run on the slots of the placement, on any node; those on one node share its cores and see only the devices of its
+trainers. Ranks meet at a rendezvous that only processes of this run can use: on one machine a file that only this user
+can open; over several nodes a store that rank 0 serves at its node's address only, with a random key prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
@@ -29,19 +30,16 @@ from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout, Li
 from slime.cluster.watchdog import Wait, WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
+from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
-
-# How training processes get to know each other.
-#
-# Invariant: nobody else meets with them. On one machine that is a file that only this user can open; over several
-# nodes a store that rank 0 serves at its node's address and nowhere else, whose keys begin with what only this run
-# knows.
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """`file`, or the `port` at `host` where rank 0 serves; `address` is the one by whose interface a rank talks to the
-    others (None: as its environment says)."""
+    """Rendezvous of the ranks: a `file`, or the `port` at `host` where rank 0 serves a store with the key `prefix`.
+
+    `address` selects the network interface that a rank uses (None: as its environment sets it).
+    """
 
     file: str = ""
     host: str = ""
@@ -51,26 +49,27 @@ class Meeting:
 
     @classmethod
     def served(cls, host: str, port: int) -> Self:
+        """Make the rendezvous of a store at this address, with a random key prefix."""
         return cls(host=host, port=port, prefix=secrets.token_hex(16))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 
 POLL_S = 0.2
 STOP_GRACE_S = 5.0
 DEATH_PATIENCE_S = 2.0
-"""How long after a rank's failure the death of another one, which would explain it, may become known."""
+"""Time after a rank's failure in which the death of another rank, which would explain it, may be detected."""
 DEADLINE_FLAG = "--distributed-timeout-minutes"
 _STARTED_AT_ONCE = 512
 
 
 class TrainerDied(RunFailed):
-    """A rank ended or failed in a way the user did not cause."""
+    """Raised when a rank dies or fails in a way the user did not cause."""
 
 
 class TrainerTimeout(WaitTimeout):
-    """Ranks neither answered nor got on with their work within the deadline."""
+    """Raised when ranks neither answer nor report progress within the deadline."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class RankProcesses:
     """Starts, calls and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
     def __init__(self, config: Config, *, device: str, run_dir: Path, placement: Placement | None = None) -> None:
-        """Their places are those of `placement`; without one they are on this machine."""
+        """Use the slots of `placement`; without one, run on this machine."""
         self.placement = placement or LocalCluster(config, device=device, rollout=0).placement
         self.slots = self.placement.trainers
         self.world_size = len(self.slots)
@@ -94,7 +93,7 @@ class RankProcesses:
         self.ranks: list[Rank] = []
         self.deadline_s = config.distributed_timeout_minutes * 60.0
         self.doing: str | None = None
-        """What a rank reported last of the call that is under way."""
+        """The latest progress report of a rank in the call in flight."""
         self._config = config
         self._device = device
         self._run_dir = run_dir
@@ -104,7 +103,7 @@ class RankProcesses:
 
     @property
     def are_usable(self) -> bool:
-        """Whether all ranks run and are in step."""
+        """True if all ranks run and are in step."""
         return bool(self.ranks) and not self._failed
 
     @property
@@ -112,36 +111,43 @@ class RankProcesses:
         return _names(range(len(self.ranks)))
 
     def launch(self) -> list[Meeting]:
-        """Start all of them; how each gets to know the others."""
-        meeting, alone = self._meet(), self.placement.is_here
+        """Start all ranks and return the rendezvous of each."""
+        if self.are_here:
+            self._folder = tempfile.TemporaryDirectory(prefix="slime-trainers-")
+            meeting = Meeting(file=str(Path(self._folder.name) / "store"))
+        else:
+            node = self.slots[0].node
+            with _failures_named(node, 0):
+                meeting = Meeting.served(node.address, node.free_ports(1)[0])
+        is_local = self.placement.is_here
         with ThreadPoolExecutor(min(self.world_size, _STARTED_AT_ONCE), "launch-trainer") as pool:
             starting = [pool.submit(self._launch, rank) for rank in range(self.world_size)]
             try:
                 wait_for(starting, return_when=FIRST_EXCEPTION)
-            finally:  # what was started is stopped by `stop`, also after an interrupt
+            finally:  # `stop` stops the started ranks, also after an interrupt
                 pool.shutdown(cancel_futures=True)
                 self.ranks = [one.result() for one in starting if not one.cancelled() and one.exception() is None]
         for one in starting:
             if not one.cancelled():
                 one.result()
-        return [replace(meeting, address=None if alone else slot.node.address) for slot in self.slots]
-
-    def _meet(self) -> Meeting:
-        if self.are_here:
-            self._folder = tempfile.TemporaryDirectory(prefix="slime-trainers-")
-            return Meeting(file=str(Path(self._folder.name) / "store"))
-        node = self.slots[0].node
-        with _failures_named(node, 0):
-            return Meeting.served(node.address, node.free_ports(1)[0])
+        return [replace(meeting, address=None if is_local else slot.node.address) for slot in self.slots]
 
     def all_alive(self) -> bool:
         return all(rank.process.poll() is None for rank in self.ranks)
 
     def stop(self) -> None:
-        """End all ranks; safe to call twice and after a failure."""
+        """Stop all ranks; safe to call twice and after a failure."""
         ranks, self.ranks = self.ranks, []
-        if not self._failed:
-            self._ask_to_stop(ranks)
+        if not self._failed:  # ranks that failed or hang would not read the request
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    try:
+                        rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
+                    except (ChannelClosed, ChannelTimeout, OSError):
+                        continue
+            with waiting(_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
+                for rank in ranks:
+                    rank.process.wait(wait.remaining())
         for rank in ranks:
             rank.process.terminate()
         deadline = time.monotonic() + STOP_GRACE_S
@@ -150,18 +156,6 @@ class RankProcesses:
             rank.channel.close()
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _ask_to_stop(self, ranks: Sequence[Rank]) -> None:
-        """Have the ranks end by themselves; those that failed or hang would not hear of it."""
-        for rank in ranks:
-            if rank.process.poll() is None:
-                try:
-                    rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
-                except (ChannelClosed, ChannelTimeout, OSError):
-                    continue
-        with waiting(_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
-            for rank in ranks:
-                rank.process.wait(wait.remaining())
 
     def _launch(self, rank: int) -> Rank:
         name, node = f"trainer-{rank}", self.slots[rank].node
@@ -177,30 +171,32 @@ class RankProcesses:
             return Rank(*node.start_connected(command, self._run_dir / "logs" / f"{name}.log"))
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What is laid over the environment of a rank's node: who it is, which devices and how many threads it has."""
-        node, beside = self.slots[rank].node, self._on_node[id(self.slots[rank].node)]
+        """Return the variables of a rank that override its node's: its ranks, devices and numbers of threads."""
+        node, peers = self.slots[rank].node, self._on_node[id(self.slots[rank].node)]
         env = {"PYTHONUNBUFFERED": "1"}
-        if self.placement.is_here and not self._config.rollout_external_engine_addrs:  # whose machines meet rank 0
+        if self.placement.is_here and not self._config.rollout_external_engine_addrs:  # those connect to rank 0
             env |= loopback_sockets()
         if self._device == "cpu":
-            env |= threads_per_process(len(beside)) if node.is_here else split_cores(node.cores, len(beside))
-        devices = [device for other in beside if (device := self.slots[other].device) is not None]
+            env |= threads_per_process(len(peers)) if node.is_here else split_cores(node.cores, len(peers))
+        devices = [device for other in peers if (device := self.slots[other].device) is not None]
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         env |= {name: str(value) for name, value in self._config.train_env_vars.items()}
         return env | {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(beside.index(rank)),
-            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "LOCAL_RANK": str(peers.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(peers)),
         }
 
-    def call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
-        """Send one request to every rank and collect the answers in rank order."""
+    def call(self, method: str, params: Sequence[JsonObject]) -> list[object]:
+        """Send one request to every rank and return the answers in rank order."""
         if not self.ranks:
             raise RuntimeError(f"{method} was called on a trainer group that is not running")
         self._next_id += 1
-        self._heard_of_nobody()
+        self.doing = None
+        for rank in self.ranks:
+            rank.process.said(None)
         try:
             with waiting(self.names, f"to finish {method}", timeout_s=self.deadline_s, flag=DEADLINE_FLAG) as wait:
                 self._send(method, params, wait)
@@ -213,12 +209,8 @@ class RankProcesses:
         finally:
             self.doing = None
 
-    def _heard_of_nobody(self) -> None:
-        self.doing = None
-        for rank in self.ranks:
-            rank.process.said(None)
-
-    def _send(self, method: str, params: Sequence[dict[str, Any]], wait: Wait) -> None:
+    def _send(self, method: str, params: Sequence[JsonObject], wait: Wait) -> None:
+        """Send the request to all ranks."""
         for index, (rank, own) in enumerate(zip(self.ranks, params, strict=True)):
             request = {"id": self._next_id, "method": method, "params": own}
             try:
@@ -228,8 +220,9 @@ class RankProcesses:
             except ChannelTimeout as cause:
                 raise self._timeout([index], f"to take the request {method}", wait) from cause
 
-    def _collect(self, method: str, wait: Wait) -> list[Any]:
-        results: dict[int, Any] = {}
+    def _collect(self, method: str, wait: Wait) -> list[object]:
+        """Receive the answers of all ranks, in rank order."""
+        results: dict[int, object] = {}
         listening = Listening([rank.channel for rank in self.ranks])
         while len(results) < len(self.ranks):
             ready = listening.ready(POLL_S)
@@ -241,7 +234,9 @@ class RankProcesses:
             if not ready:
                 missing = [index for index in range(len(self.ranks)) if index not in results]
                 wait.whom = _names(missing)
-                self._check_alive(missing, method)
+                for index in missing:  # a lost node closes no connection: its loss is detected separately
+                    if self.slots[index].node.is_lost:
+                        raise self._death(index, method)
                 if wait.is_over():
                     raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
@@ -250,20 +245,14 @@ class RankProcesses:
                 raise result
         return [results[index] for index in range(len(self.ranks))]
 
-    def _check_alive(self, missing: Sequence[int], method: str) -> None:
-        """A node that disappears closes no connection: that its processes are gone is known from elsewhere."""
-        for index in missing:
-            if self.slots[index].node.is_lost:
-                raise self._death(index, method)
-
     def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
-        """Whom the driver waited for in vain, and what they do now: one hangs, the others wait for it."""
+        """Make the error of a timeout, with the states of the missing ranks: one hangs and the others wait for it."""
         wait.whom, wait.why = _names(missing), why
         states = "; ".join(self.ranks[index].process.state() for index in missing)
         return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
 
-    def _receive(self, index: int, method: str, wait: Wait) -> dict[str, Any] | None:
-        """A rank's answer, or None where it reported progress."""
+    def _receive(self, index: int, method: str, wait: Wait) -> JsonObject | None:
+        """Receive a message from a rank: return its answer, or None for a progress report."""
         try:
             reply = self.ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
         except ChannelClosed as cause:
@@ -280,28 +269,30 @@ class RankProcesses:
             raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
         return dict(reply)
 
-    def _result(self, index: int, method: str, reply: dict[str, Any]) -> Any:
+    def _result(self, index: int, method: str, reply: JsonObject) -> object:
+        """Return the result of an answer or raise its error; a `NotWritten` is returned, not raised."""
         if reply["ok"]:
             return reply["result"]
         error = reply["error"]
         if error["user_error"]:
             raise UserError(error["message"])
         if error["not_written"]:
-            return NotWritten(error["message"])  # raised when all have said so
+            return NotWritten(error["message"])  # raised when all ranks have answered
         dead = self._dead_beside(index)
         if dead is not None:
             raise self._death(dead, method)
+        states = "; ".join(rank.process.state() for other, rank in enumerate(self.ranks) if other != index)
         raise TrainerDied(
             f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
-            f"{self._others(index)}"
+            + (f"\n{states}" if states else "")
         )
 
     def _dead_beside(self, index: int) -> int | None:
-        """Another rank that has ended: its death is why this one failed."""
+        """Find another rank that died: its death explains this rank's failure."""
         others = [other for other in range(len(self.ranks)) if other != index]
         if not others:
             return None
-        with waiting(_names(others), "to be known as alive", timeout_s=DEATH_PATIENCE_S) as wait:
+        with waiting(_names(others), "to be confirmed alive", timeout_s=DEATH_PATIENCE_S) as wait:
             while not wait.is_over():
                 for other in others:
                     if self.ranks[other].process.poll() is not None:
@@ -309,11 +300,8 @@ class RankProcesses:
                 time.sleep(POLL_S / 4)
         return None
 
-    def _others(self, index: int) -> str:
-        states = [rank.process.state() for other, rank in enumerate(self.ranks) if other != index]
-        return f"\n{'; '.join(states)}" if states else ""
-
     def _death(self, index: int, method: str) -> TrainerDied:
+        """Make the error of a dead rank, with its exit code and the end of its log."""
         process, node = self.ranks[index].process, self.slots[index].node
         code = process.wait(2.0)
         how = f"its node {node.name} is gone" if node.is_lost else f"exit code {code}"
@@ -324,7 +312,7 @@ class RankProcesses:
 
 @contextmanager
 def _failures_named(node: Node, rank: int) -> Iterator[None]:
-    """A rank that cannot be started for want of its node, or never connects."""
+    """Name the rank and its node in errors of a failed start."""
     try:
         yield
     except NodeLost as error:

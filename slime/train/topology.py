@@ -1,8 +1,9 @@
-"""Who is who among the training processes.
+"""Groups of training ranks and their collectives.
 
 Invariant: every collective has the run's deadline, and reductions of small float vectors give the same result on all
 ranks of their group. Of the ranks that see the same samples exactly one counts, so a sum over the world counts every
-sample once.
+sample once. The backward pass of `exchange` and `gather_parts` gives each rank the gradient of its own input, for a
+loss that all ranks compute alike, so the sum of gradients over ranks is the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from slime.cluster.ports import listening_socket, sockets_at
 from slime.train.processes import Meeting
 
 COLLECTIVE_MINUTES = 7 * 24 * 60
-"""A rank that waits in a collective cannot know whether the others hang or work: the driver, which hears of their
-progress, decides, and ends all of them."""
+"""Timeout of collectives. It is long, because the driver, which receives progress reports, detects hangs and stops all
+ranks; a rank that waits in a collective cannot tell if the others hang or work."""
 
 
 class Summing(Protocol):
-    """Whoever adds up small tensors over ranks."""
+    """Sums small tensors over ranks."""
 
     @property
     def device(self) -> torch.device: ...
@@ -37,7 +38,7 @@ class Summing(Protocol):
 
 
 class ProcessRanks:
-    """The ranks of the process group that this process is in; it alone where there is none."""
+    """The ranks of the default process group; this process alone if none is initialised."""
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +53,7 @@ class ProcessRanks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers in one group (`group` None: all processes, or this one alone)."""
+    """The position of this process in one group of ranks (`group` None: all processes, or only this one)."""
 
     rank: int
     size: int
@@ -70,12 +71,13 @@ class Ranks:
         return values
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the maximum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors of one shape from all ranks, in rank order, on the host."""
+        """Gather tensors of equal shape from all ranks, in rank order, on the host."""
         if self.size == 1:
             return [values.cpu()]
         local = values.to(self.device)
@@ -84,23 +86,24 @@ class Ranks:
         return [tensor.cpu() for tensor in gathered]
 
     def union(self, names: Iterable[str]) -> set[str]:
-        """All names that any rank has."""
+        """Return the union of the names of all ranks."""
         own = json.dumps(sorted(names)).encode()
         longest = int(self.max(torch.tensor([len(own)], device=self.device)).item())
         padded = torch.tensor(list(own.ljust(longest)), dtype=torch.uint8)
         return {name for part in self.gather(padded) for name in json.loads(bytes(part.tolist()))}
 
     def barrier(self) -> None:
+        """Wait until all ranks get here."""
         self.sum(torch.zeros(1, device=self.device)).item()
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What the processes of a run share and what each has for itself.
+    """The groups of ranks that this rank is in.
 
-    `data`: ranks with other samples and the same part of the model. `context`: the same samples, other slices of every
-    sequence. `model`: those that hold one copy of the model between them by tensor and pipeline (this rank alone, where
-    the model is only sharded).
+    `data`: ranks with other samples and the same part of the model. `context`: ranks with the same samples and other
+    slices of every sequence. `model`: ranks that together hold one copy of the model, split by tensor and pipeline
+    parallelism (only this rank if the model is only sharded).
     """
 
     world: Ranks
@@ -115,20 +118,20 @@ class Topology:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's metrics are those of its samples: the last stage has them, and its first rank reports."""
+        """True if this rank reports the metrics of its samples: the first context rank of the last pipeline stage."""
         return self.is_last_stage and self.context.rank == 0 and self.model.rank == self.model.size - 1
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all samples of the step of what each rank found for its own; known to every rank."""
+        """Sum over all samples of the step the values that each rank computed for its own; on every rank."""
         return self.world.sum(values if self.counts else torch.zeros_like(values))
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The same for maxima of numbers that are not negative."""
+        """Take the maximum like `total`, for non-negative values."""
         return self.world.max(values if self.counts else torch.zeros_like(values))
 
 
 def join_ranks(device: str, *, meeting: Meeting, timeout_minutes: int) -> Ranks:
-    """Join the group described by RANK, WORLD_SIZE and LOCAL_RANK."""
+    """Join the process group described by RANK, WORLD_SIZE and LOCAL_RANK."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if meeting.address is not None:
         os.environ.update(sockets_at(meeting.address))
@@ -137,9 +140,16 @@ def join_ranks(device: str, *, meeting: Meeting, timeout_minutes: int) -> Ranks:
         chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(chosen)
     timeout = timedelta(minutes=timeout_minutes)
+    store: dist.Store
+    if meeting.file:
+        store = dist.FileStore(meeting.file, world_size)
+    else:  # the listening socket is made here, because torch's own server listens on all interfaces
+        listener = listening_socket(meeting.host, meeting.port).detach() if rank == 0 else None
+        served = dist.TCPStore(meeting.host, meeting.port, world_size, rank == 0, timeout, master_listen_fd=listener)
+        store = dist.PrefixStore(meeting.prefix, served)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
-        store=_open_store(meeting, rank, world_size, timeout),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -148,29 +158,14 @@ def join_ranks(device: str, *, meeting: Meeting, timeout_minutes: int) -> Ranks:
     return Ranks(rank, world_size, chosen)
 
 
-def _open_store(meeting: Meeting, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    if meeting.file:
-        return dist.FileStore(meeting.file, world_size)
-    # torch's own server listens on all interfaces
-    listener = listening_socket(meeting.host, meeting.port).detach() if rank == 0 else None
-    served = dist.TCPStore(meeting.host, meeting.port, world_size, rank == 0, timeout, master_listen_fd=listener)
-    return dist.PrefixStore(meeting.prefix, served)
-
-
-# Collectives that gradients go through.
-#
-# Invariant: the backward of each gives a rank the gradient of what the rank put in, for a loss that all ranks compute
-# alike. So parameters get on each rank the gradient of its own part, and the sum over ranks is that of the loss.
-
-
 def exchange(blocks: Tensor, ranks: Ranks) -> Tensor:
-    """[n, ...] to [n, ...]: block r goes to rank r, and block r of the result came from it (an all-to-all)."""
+    """Exchange blocks [n, ...] all-to-all: block r goes to rank r, and block r of the result comes from rank r."""
     exchanged: Tensor = _Exchange.apply(blocks, ranks)
     return exchanged
 
 
 def gather_parts(own: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """The rows of all ranks in their order, on every rank; rank r brings `counts[r]` of them, which all ranks know."""
+    """Gather the rows of all ranks, in rank order; rank r has `counts[r]` rows, and all ranks know the counts."""
     if ranks.size == 1:
         return own
     whole: Tensor = _GatherParts.apply(own, tuple(counts), ranks)

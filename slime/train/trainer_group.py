@@ -1,7 +1,7 @@
-"""The trainer ranks as the driver sees them.
+"""The driver's interface to the trainer ranks.
 
-Invariant: samples in, metrics out; which rank trains on what is decided here, by the data-parallel size that the ranks
-told. Rollouts that do not fill an optimizer step are kept here and put in front of the next batch.
+Invariant: samples in, metrics out; this module assigns samples to ranks by the data-parallel size that the ranks
+report. Rollouts that do not fill an optimizer step are carried over to the front of the next batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slime.config import Config
 from slime.config.algorithm import weighs_what_it_can
 from slime.config.batch import tokens_per_row
 from slime.config.parallelism import shares_prompts
-from slime.data.sample import Sample
 from slime.errors import RunFailed
+from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.checkpoints.staging import let_end
 from slime.train.flops import FlopsModel
 from slime.train.microbatch_plan import Prompts, Schedule, build_schedule
 from slime.train.node_paths import config_on, names_here
-from slime.train.processes import DEADLINE_FLAG, Meeting, RankProcesses
+from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
 from slime.train.samples.carryover import in_front_of, load_carried, remove_stale, save_carried
 from slime.train.samples.custom_batch import converted_batch
@@ -44,18 +44,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`metrics`: one dict per optimizer step (none when no step was filled); `rollout_metrics`: means and timings;
-    `logged`: metrics that plugins logged by themselves on rank 0, with the names of their steps; `warnings`: a sentence
-    for each step without an update, or for all steps of a rollout that was skipped before the first one."""
+    """The result of training on one rollout.
+
+    `metrics`: one dict per optimizer step (empty if no step was filled); `rollout_metrics`: means and timings;
+    `logged`: metrics that plugins logged on rank 0, with the names of their steps; `warnings`: a sentence per step
+    without an update, or one for a rollout that was skipped before its first step.
+    """
 
     metrics: list[dict[str, float]]
     rollout_metrics: dict[str, float]
-    logged: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    logged: list[tuple[JsonObject, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 class GradientsNotFinite(RunFailed):
-    """So many optimizer steps or whole rollouts in a row had no update that the run ends."""
+    """Raised when `--max-skipped-steps` optimizer steps or whole rollouts in a row had no update."""
 
 
 class TrainerGroup:
@@ -66,57 +69,57 @@ class TrainerGroup:
         self.device = device
         self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), placement=placement)
         self.world_size = self.processes.world_size
-        self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until they say
+        self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until `init` returns them
         self._flops: FlopsModel | None = None
         self._arena = SharedArena()
         self._hand_over = HandOver(self._arena)
         self._carried: TrainBatch | None = None
-        self._told = False
-        self._mentioned = False
+        self._warned_no_room = False
+        self._warned_no_log_probs = False
         self._saving: Path | None = None
         self._skipped_in_a_row = 0
 
     def start(self) -> int:
-        """Start all ranks, load the model and what waited for training; the first rollout id to train on."""
+        """Start all ranks, load the model and carried rollouts; return the first rollout id to train on."""
         config = self.config
         self._arena.clean()
         if (config.balance_data or config.balance_by_flops) and config.hf_checkpoint is not None:
-            from slime.models.loading import load_config  # torch, which the driver does without otherwise
+            from slime.models.loading import load_config  # imports torch, which the driver otherwise does not need
 
             facts = load_config(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
             self._flops = FlopsModel.from_config(facts)
-        answers = self._call("init", self._init_params(self.processes.launch()))
+        meetings = self.processes.launch()
+        nodes = {id(slot.node): slot.node for slot in self.processes.slots}
+        by_node = {
+            key: {"config": config_on(node, config).to_dict(), "names": names_here(node, config)}
+            for key, node in nodes.items()
+        }
+        params = [
+            {**by_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
+            for slot, meeting in zip(self.processes.slots, meetings, strict=True)
+        ]
+        answers = self._call("init", params)
         self._data_ranks, self._data_size = [answer["data_rank"] for answer in answers], answers[0]["data_size"]
         begin = int(answers[0]["begin"])
         if begin and config.load is not None:
             self._carried = load_carried(config.load, begin - 1)
         return begin
 
-    def _init_params(self, meetings: Sequence[Meeting]) -> list[dict[str, Any]]:
-        """What each rank is told; ranks of one node get the same config."""
-        nodes = {id(slot.node): slot.node for slot in self.processes.slots}
-        of_node = {
-            key: {"config": config_on(node, self.config).to_dict(), "names": names_here(node, self.config)}
-            for key, node in nodes.items()
-        }
-        return [
-            {**of_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
-            for slot, meeting in zip(self.processes.slots, meetings, strict=True)
-        ]
-
-    def train(self, rollout_id: int, samples_by_group: Sequence[Any], *, last: bool = False) -> TrainResult:
+    def train(self, rollout_id: int, samples_by_group: Sequence[object], *, last: bool = False) -> TrainResult:
         """Train on one rollout: groups of samples, or groups of fanned-out rollouts.
 
-        Steps have exactly `--global-batch-size` rollouts; what fills none waits for the next call, unless this is the
+        Steps have exactly `--global-batch-size` rollouts; the rest is carried over to the next call, unless this is the
         `last`.
         """
         begin = time.perf_counter()
         with collector_paused():
-            fresh = self._make_batch(flatten_samples(samples_by_group))
+            is_custom = self.config.custom_convert_samples_to_train_data_path is not None
+            make_batch = converted_batch if is_custom else make_train_batch
+            fresh = make_batch(self.config, flatten_samples(samples_by_group))
             batch = in_front_of(self._carried, fresh)
             if not any(fresh.response_lengths):
                 logger.warning(
-                    "rollout %d has no response token in any of its %d samples: nothing is trained on it",
+                    "rollout %d has no response token in any of its %d samples: it is not trained on",
                     rollout_id,
                     len(fresh),
                 )
@@ -131,7 +134,7 @@ class TrainerGroup:
         prepared = time.perf_counter() - begin
         if not schedule.steps:
             logger.warning(
-                "rollout %d is not trained on yet: with it %d rollouts wait, and a step takes --global-batch-size %d",
+                "rollout %d is not trained on yet: %d rollouts are waiting, and a step takes --global-batch-size %d",
                 rollout_id,
                 self._num_carried,
                 self.config.global_batch_size,
@@ -154,48 +157,49 @@ class TrainerGroup:
         return TrainResult(answers[0]["metrics"], rollout_metrics, answers[0]["logged"], answers[0]["warnings"])
 
     def _count_skipped(self, steps: Sequence[Mapping[str, float]], warnings: Sequence[str]) -> None:
-        """`steps`: one of a rollout that was skipped before its first step, for which there was one reason."""
+        """Raise GradientsNotFinite after too many skipped steps; a rollout skipped as a whole counts as one step."""
         for step in steps:
             skipped = step.get("train/skipped_steps") or step.get("train/critic-skipped_steps")
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
             if self._skipped_in_a_row >= self.config.max_skipped_steps:
                 raise GradientsNotFinite(
-                    f"--max-skipped-steps: no update {self._skipped_in_a_row} times in a row; the last time: "
+                    f"--max-skipped-steps: no update {self._skipped_in_a_row} times in a row; the last reason: "
                     f"{warnings[-1]}"
                 )
 
     def _mention_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:
-        """Once: importance weights that nobody asked for are left out, for a whole rollout, rather than end the run."""
-        if batch.rollout_log_probs is not None or self._mentioned or not weighs_what_it_can(self.config):
+        """Warn once that optional importance weights are left out for a whole rollout."""
+        if batch.rollout_log_probs is not None or self._warned_no_log_probs or not weighs_what_it_can(self.config):
             return
-        self._mentioned = True
+        self._warned_no_log_probs = True
         logger.warning(
             "rollout %d has samples without rollout_log_probs (their generate function sets none), so it is trained on "
-            "without importance weights for tokens that older weights sampled, and so is every other such rollout; set "
-            "them, or say --no-use-tis",
+            "without importance weights for tokens that older weights sampled, as is every other such rollout; set "
+            "them, or set --no-use-tis",
             rollout_id,
         )
 
     def _metrics_of(self, fresh: TrainBatch) -> dict[str, float]:
+        """Compute the rollout metrics that need no forward pass."""
         metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
         return metrics | {"rollout/carried_rollouts": float(self._num_carried)}
 
     def sleep(self) -> None:
-        """Give the devices' memory to the engines (`--offload-train`); what is asked of them meanwhile wakes them."""
+        """Offload the models to free device memory for the engines (`--offload-train`); other calls load them again."""
         self._call_same("sleep")
 
     def wake(self) -> None:
-        """Take it again, for training."""
+        """Bring the models back to the devices, for training."""
         self._call_same("wake")
 
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
-        """What waits first, the checkpoint last: only a whole one is ever resumed from.
+        """Write carried rollouts, then a checkpoint, under `folder` or `--save`; return the checkpoint's path.
 
-        Under `folder` instead of `--save`, if it is given. A `NotWritten` leaves the trainers as they were. With
-        `--async-save` the checkpoint in `--save` is still being written: `finish_save` says when it is whole.
+        Only a complete checkpoint is ever resumed from. A `NotWritten` leaves the trainers as they were. With
+        `--async-save` the checkpoint in `--save` is still being written: `finish_save` returns it when it is complete.
         """
         if self._saving is not None:
-            raise RuntimeError(f"{self._saving} is still being written: finish_save comes first")
+            raise RuntimeError(f"{self._saving} is still being written: call finish_save first")
         in_background = self.config.async_save and folder is None
         folder = folder or self.config.save
         if folder is not None:
@@ -214,9 +218,9 @@ class TrainerGroup:
         return saved
 
     def finish_save(self, *, patient: bool = True) -> int | None:
-        """The rollout of the checkpoint that was under way, when it is whole, once; None where there is none.
+        """Return the rollout of the checkpoint in progress, once, when it is complete; None if there is none.
 
-        One that is not is waited for if `patient`. A `NotWritten` leaves the trainers as they were.
+        With `patient`, wait until it is complete. A `NotWritten` leaves the trainers as they were.
         """
         if self._saving is None:
             return None
@@ -231,25 +235,25 @@ class TrainerGroup:
         return int(saved.name.removeprefix("iter_"))
 
     def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
-        """Safetensors files with all weights, each written by the rank that owns what is in it."""
+        """Write all weights as safetensors files, each by the rank that owns its tensors; return the files."""
         written = self._call_same("export_weights", out_dir=self._shared(out_dir), version=version)
         return sorted(Path(path) for paths in written for path in paths)
 
-    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
-        """What changed since `base_version`, one file per rank; each rank's answer (a `DeltaPart`)."""
+    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[JsonObject]:
+        """Write the changes since `base_version`, one file per rank; return each rank's answer (a `DeltaPart`)."""
         return self._call_same(
             "export_delta", out_dir=self._shared(out_dir), version=version, base_version=base_version
         )
 
-    def weight_buckets(self) -> list[list[dict[str, Any]]]:
-        """Name, dtype and shape of each tensor in each bucket of a broadcast."""
-        buckets: list[list[dict[str, Any]]] = self._call_same("weight_buckets")[0]
+    def weight_buckets(self) -> list[list[JsonObject]]:
+        """Return name, dtype and shape of each tensor in each bucket of a broadcast."""
+        buckets: list[list[JsonObject]] = self._call_same("weight_buckets")[0]
         return buckets
 
     def join_engines(
         self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
-        """Rank 0 joins the engines' process group; returns when all engines have joined."""
+        """Join the engines' process group on rank 0; return when all engines have joined."""
         self._call_same(
             "join_engines",
             address=address,
@@ -261,46 +265,46 @@ class TrainerGroup:
         )
 
     def broadcast_weights(self, version: int) -> None:
-        """Send every bucket; returns when the engines have them all."""
+        """Send every bucket; return when the engines have all of them."""
         self._call_same("broadcast_weights", version=version)
 
-    def share_bucket(self, number: int, version: int, region: str | None = None) -> dict[str, Any]:
-        """Put tensors into memory that other processes open: of the device, or a region of the host at that path."""
-        shared: dict[str, Any] = self._call_same("share_bucket", number=number, version=version, region=region)[0]
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
+        """Put a bucket into memory that other processes open: device memory, or a host region at the path `region`."""
+        shared: JsonObject = self._call_same("share_bucket", number=number, version=version, region=region)[0]
         return shared
 
     def stop_sharing(self) -> None:
-        """All engines have them: memory of the device is free again."""
+        """Free the shared device memory after all engines have the buckets."""
         self._call_same("stop_sharing")
 
     def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:
-        """The LoRA adapter as PEFT writes it; its files."""
+        """Write the LoRA adapter in PEFT's format; return its files."""
         paths = self._call_same("export_adapter", out_dir=self._shared(out_dir), version=version)[0]
         return [Path(path) for path in paths]
 
-    def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-        """What engines must know of the adapter, and its tensors as in `weight_buckets`."""
+    def adapter_buckets(self) -> tuple[JsonObject, list[list[JsonObject]]]:
+        """Return the adapter's config for the engines, and its tensors as in `weight_buckets`."""
         facts, buckets = self._call_same("adapter_buckets")[0]
         return facts, buckets
 
     def broadcast_adapter(self, version: int) -> None:
-        """Send the adapter's tensors; returns when the engines have them all."""
+        """Send the adapter's tensors; return when the engines have all of them."""
         self._call_same("broadcast_adapter", version=version)
 
     def leave_engines(self) -> None:
-        """Rank 0 leaves the engines' process group, if it is in one."""
+        """Leave the engines' process group on rank 0, if there is one."""
         self._call_same("leave_engines")
 
     def weight_checksums(self) -> dict[str, str]:
-        """The xxh3-128 of every tensor in the rollout's dtype."""
+        """Compute the xxh3-128 of every tensor in the rollout's dtype."""
         return {name: one for owned in self._call_same("weight_checksums") for name, one in owned.items()}
 
     def save_hf(self, path: str | Path) -> Path:
-        """A Hugging Face folder; a `NotWritten` leaves the trainers as they were."""
+        """Write a Hugging Face folder; a `NotWritten` leaves the trainers as they were."""
         return Path(self._call_same("save_hf", path=self._shared(path))[0])
 
     def stop(self) -> None:
-        """End all ranks, after the checkpoint that they write; safe to call twice and after a failure."""
+        """Stop all ranks after a checkpoint in progress is complete; safe to call twice and after a failure."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -318,16 +322,16 @@ class TrainerGroup:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is under way that `finish_save` did not speak of yet."""
+        """True while a checkpoint is in progress that `finish_save` has not returned."""
         return self._saving is not None
 
     @property
     def is_usable(self) -> bool:
-        """Whether all ranks run and are in step."""
+        """True if all ranks run and are in step."""
         return self.processes.are_usable
 
     def doing(self) -> tuple[str, bool] | None:
-        """What a rank reported last of the call that is under way, for a display; None where none is, or none did."""
+        """Return the latest progress report of the call in flight, for a display; None if there is none."""
         return None if (doing := self.processes.doing) is None else (doing, True)
 
     @property
@@ -335,16 +339,18 @@ class TrainerGroup:
         return [rank.process.pid for rank in self.processes.ranks]
 
     def keep(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Arrays of samples that are going to be trained on, where the ranks can read them: the same ones where they
-        cannot, or where there is no room."""
+        """Move arrays of samples that will be trained on into memory shared with the ranks.
+
+        Returns the arrays themselves if no rank shares memory with the driver, or if that memory is full.
+        """
         if not self._shares_memory:
             return arrays
         try:
             return self._arena.keep(arrays)
         except NoRoom as error:
-            if not self._told:
-                logger.warning("samples are written for the trainers at each step, and not when they finish: %s", error)
-            self._told = True
+            if not self._warned_no_room:
+                logger.warning("samples are written for the trainers at each step, not when they finish: %s", error)
+            self._warned_no_room = True
             return arrays
 
     @cached_property
@@ -353,49 +359,45 @@ class TrainerGroup:
 
     @property
     def _here(self) -> list[bool]:
-        """Which ranks share the driver's memory."""
+        """For each rank, whether it shares memory with the driver."""
         return [slot.node.is_here for slot in self.processes.slots]
 
     @property
     def _num_carried(self) -> int:
         return 0 if self._carried is None else len(set(self._carried.rollout_ids))
 
-    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
-        own = self.config.custom_convert_samples_to_train_data_path is not None
-        return converted_batch(self.config, samples) if own else make_train_batch(self.config, samples)
-
     def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
-        config, lengths = self.config, batch.total_lengths
+        """Plan the optimizer steps of a batch."""
+        config, lengths, flops = self.config, batch.total_lengths, self._flops
+        batch_size = config.global_batch_size
+        if batch_size is None:
+            batch_size = -(-len(set(batch.rollout_ids)) // (config.num_steps_per_rollout or 1))
+        costs = None
+        if flops is not None:
+            by_length = {length: flops.sequence(length) for length in set(lengths)}
+            costs = [by_length[length] for length in lengths]
         return build_schedule(
             lengths,
             batch.rollout_ids,
             num_ranks=self._data_size,
-            global_batch_size=self._global_batch_size(len(set(batch.rollout_ids))),
+            global_batch_size=batch_size,
             micro_batch_size=config.micro_batch_size,
             max_tokens=tokens_per_row(config),
             trainable=batch.trainable,
-            costs=None if self._flops is None else self._costs(self._flops, lengths),
+            costs=costs,
             by_flops=config.balance_by_flops,
             fill_last=fill_last,
             prompts=Prompts(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
         )
 
-    def _costs(self, flops: FlopsModel, lengths: Sequence[int]) -> list[float]:
-        of_length = {length: flops.sequence(length) for length in set(lengths)}
-        return [of_length[length] for length in lengths]
-
-    def _global_batch_size(self, num_rollouts: int) -> int:
-        if self.config.global_batch_size is not None:
-            return self.config.global_batch_size
-        return -(-num_rollouts // (self.config.num_steps_per_rollout or 1))
-
     def _shared(self, folder: str | Path) -> str:
-        """A folder that all ranks write to, by a name that means the same to all."""
+        """Return the path of a folder that all ranks write to; it is absolute if ranks are on other machines."""
         return str(folder) if self.processes.are_here else os.path.abspath(folder)
 
-    def _call_same(self, method: str, **params: Any) -> list[Any]:
+    def _call_same(self, method: str, **params: object) -> list[Any]:
+        """Send the same request to every rank."""
         return self._call(method, [params] * self.world_size)
 
-    def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
-        """Send one request to every rank and collect the answers in rank order."""
+    def _call(self, method: str, params: Sequence[JsonObject]) -> list[Any]:
+        """Send one request to every rank and return the answers in rank order."""
         return self.processes.call(method, params)

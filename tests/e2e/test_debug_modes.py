@@ -101,7 +101,7 @@ def test_a_rollout_that_fills_no_step_waits_for_the_next_one(place: Path, dumped
     flags = [*without_prompts(grpo_flags()), "--load-debug-rollout-data", "dumps/{rollout_id}.jsonl"]
     done = run([*TRAIN, *flags, "--load-debug-rollout-data-subsample", "0.25", "--output-dir", "share"], place)
     assert done.code == 0
-    assert "rollout 0 is not trained on yet: with it 4 rollouts wait" in done.err
+    assert "rollout 0 is not trained on yet: 4 rollouts are waiting" in done.err
     assert [record["kind"] for record in records(place / "share")] == ["rollout", "train", "rollout"]
     (step,) = records(place / "share", "train")
     assert (step["rollout_id"], step["train/global_batch_size"]) == (1, 8)  # four rollouts from each dump

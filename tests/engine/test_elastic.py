@@ -172,7 +172,7 @@ def test_an_engine_fetches_the_model_joins_works_and_hands_over_when_it_is_told_
         done = engine.finish()
         enough.set()
         assert done.code == 0
-        assert "is out of the run" in done.out
+        assert "has left the run" in done.out
         results = working.result()
         assert {len(tokens) for tokens, _ in results} == {TOKENS}
         assert sum(cuts for _, cuts in results) > 0

@@ -351,7 +351,7 @@ def test_servers_of_the_trained_model_say_what_their_routers_chose(model: str, t
         assert "enable-return-routed-experts" in options(report(tmp_path, "engine-0")["argv"])
     with pytest.raises(UserError, match="is decided by --use-rollout-routing-replay: drop it"):
         check_engines(config_for(model, carried={"sglang_enable_return_routed_experts": True}), "sglang", "cpu")
-    with pytest.raises(UserError, match="does not go with prefill and decode servers"):
+    with pytest.raises(UserError, match="does not support prefill and decode servers"):
         check_engines(config.replace(prefill_num_servers=1, rollout_num_gpus=2), "sglang", "cpu")
 
 

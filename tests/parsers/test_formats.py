@@ -79,7 +79,7 @@ def test_a_call_that_turns_out_unreadable_is_taken_back() -> None:
         Text("well"),
         CallBegun(0, "call_1", "a"),
         CallArguments(0, '{"b": 1'),
-        IllFormed("this is no JSON: a comma or } is missing", 0),
+        IllFormed("invalid JSON: expected a comma or }", 0),
     ]
     assert gathered(events) == Output(None, f"well {text}", (), True)
 

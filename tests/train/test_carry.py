@@ -107,7 +107,7 @@ def test_too_few_for_any_step_is_said_and_nothing_is_trained(caplog: pytest.LogC
     assert result.rollout_metrics["rollout/carried_rollouts"] == 9
     assert result.rollout_metrics["rollout/excluded_samples"] == 0
     assert result.rollout_metrics["perf/train_time"] > 0
-    assert "rollout 5 is not trained on yet: with it 9 rollouts wait" in caplog.text
+    assert "rollout 5 is not trained on yet: 9 rollouts are waiting" in caplog.text
     assert "--global-batch-size 12" in caplog.text
     assert group.train(6, make_samples(3, 3, seed=1)).rollout_metrics["rollout/carried_rollouts"] == 6
     assert group.rollouts_per_step() == [[12]]

@@ -427,7 +427,7 @@ def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder,
     skipped, done = {"train/skipped_steps": 1.0}, {"train/skipped_steps": 0.0}
     group._count_skipped([skipped, skipped, done, skipped], ["a"])
     group._count_skipped([{"train/critic-skipped_steps": 1.0}], ["b"])
-    with pytest.raises(LOST, match="--max-skipped-steps: no update 3 times in a row; the last time: c"):
+    with pytest.raises(LOST, match="--max-skipped-steps: no update 3 times in a row; the last reason: c"):
         group._count_skipped([skipped], ["c"])
 
 
@@ -451,7 +451,7 @@ def test_a_rollout_without_any_update_counts_as_one_skipped_step(
     assert skipped_steps(0, math.inf) == [1.0] * 3
     assert skipped_steps(1, column) == [0.0] * 3
     assert skipped_steps(2, math.inf) == [1.0] * 3
-    with pytest.raises(LOST, match="--max-skipped-steps: no update 2 times in a row; the last time: rollout 3: "):
+    with pytest.raises(LOST, match="--max-skipped-steps: no update 2 times in a row; the last reason: rollout 3: "):
         group.train(3, make_samples(3, 3))
 
 

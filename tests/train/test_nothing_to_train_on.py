@@ -15,4 +15,4 @@ def test_no_step_is_made_on_a_rollout_without_response_tokens(tmp_path, caplog):
         result = group.train(0, [empty], last=True)
     assert result.metrics == []
     assert (result.rollout_metrics["rollout/raw_reward"], result.rollout_metrics["rollout/carried_rollouts"]) == (1, 0)
-    assert "rollout 0 has no response token in any of its 2 samples: nothing is trained on it" in caplog.text
+    assert "rollout 0 has no response token in any of its 2 samples: it is not trained on" in caplog.text

@@ -1,1 +1,1 @@
-"""Engines of other machines that join a running job and leave it again."""
+"""Elastic fleet: engines of other machines that join and leave a running job."""

@@ -1,7 +1,7 @@
-"""Folders of the driver's machine that joined engines may fetch, and how they are fetched.
+"""File server for joined engines: serves folders of the driver's machine, and fetches them on the engine's machine.
 
-Invariant: only files that were listed are given out, to whoever has the ticket of a session; and a folder that was
-fetched has the names, sizes and checksums that were listed, or it is not there.
+Invariant: only files of published folders are served, and only to clients with the ticket of a session. A fetched
+folder has the listed names, sizes and checksums, or it does not exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import xxhash
@@ -27,27 +26,27 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Listed:
-    """One file: its name inside the folder, how large it is, and its checksum where it was computed."""
+    """A file in a listing: its name relative to the folder, its size, and its checksum if one was computed."""
 
     name: str
     size: int
     checksum: str | None = None
 
     @classmethod
-    def from_json(cls, value: Any) -> Listed:
-        """From a message; a name must stay inside the folder."""
+    def from_json(cls, value: Sequence[object]) -> Listed:
+        """Parse an entry of a message; the name must stay inside the folder."""
         name, size, checksum = value
         path = Path(str(name))
         if path.is_absolute() or ".." in path.parts or not isinstance(size, int) or size < 0:
-            raise ValueError(f"no file of a folder: {value!r}")
+            raise ValueError(f"not a valid file of a folder: {value!r}")
         return cls(str(path), size, None if checksum is None else str(checksum))
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         return [self.name, self.size, self.checksum]
 
 
 def listed(folder: Path, *, checksums: bool) -> list[Listed]:
-    """Every file of a folder but hidden ones."""
+    """List every file of a folder, except hidden ones."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     inside = [(path, path.relative_to(folder)) for path in files]
     return [
@@ -58,12 +57,12 @@ def listed(folder: Path, *, checksums: bool) -> list[Listed]:
 
 
 def digest(files: Sequence[Listed]) -> str:
-    """One name for a folder with exactly these files."""
+    """Hash of a listing, which names a folder with exactly these files."""
     return xxhash.xxh3_128(repr([one.to_json() for one in files]).encode()).hexdigest()
 
 
 class Shelves:
-    """What can be fetched now; one per door."""
+    """Folders that can be fetched now, and the tickets of the clients."""
 
     def __init__(self) -> None:
         self._folders: dict[str, Path] = {}
@@ -76,14 +75,14 @@ class Shelves:
         self._folders.pop(shelf, None)
 
     def admit(self, ticket: str) -> None:
-        """Whoever shows this may fetch."""
+        """Allow requests with this ticket."""
         self._tickets.add(ticket)
 
     def dismiss(self, ticket: str) -> None:
         self._tickets.discard(ticket)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """One file."""
+        """Serve one file."""
         if not any(shows_key(request.headers, ticket) for ticket in self._tickets):
             raise web.HTTPUnauthorized
         folder, name = self._folders.get(request.match_info["shelf"]), Path(request.match_info["name"])
@@ -96,11 +95,11 @@ class Shelves:
 
 
 class FetchFailed(RunFailed):
-    """A folder did not come whole."""
+    """A folder could not be fetched completely."""
 
 
 async def fetch(url: str, ticket: str, shelf: str, files: Sequence[Listed], folder: Path) -> None:
-    """Bring a listed folder to `folder`, which appears when all of it is there."""
+    """Fetch the listed files into `folder`, which is created by a rename after the last file."""
     unfinished = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
         unfinished.mkdir(parents=True)
@@ -110,13 +109,13 @@ async def fetch(url: str, ticket: str, shelf: str, files: Sequence[Listed], fold
                 await _fetch_file(session, f"{url}/files/{shelf}/{one.name}", one, unfinished / one.name)
         _put_in_place(unfinished, folder)
     except (OSError, aiohttp.ClientError, TimeoutError) as error:
-        raise FetchFailed(f"{folder.name} did not come whole: {error or type(error).__name__}") from error
+        raise FetchFailed(f"{folder.name} could not be fetched: {error or type(error).__name__}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _put_in_place(unfinished: Path, folder: Path) -> None:
-    if not folder.is_dir():  # somebody else may have been faster
+    if not folder.is_dir():  # another process may have fetched it at the same time
         unfinished.rename(folder)
 
 
@@ -132,9 +131,9 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, one: Listed, tar
                 if one.checksum is not None:
                     summed.update(chunk)
     if size != one.size:
-        raise FetchFailed(f"{one.name} came with {size} bytes in place of {one.size}")
+        raise FetchFailed(f"{one.name}: received {size} bytes instead of {one.size}")
     if one.checksum not in (None, summed.hexdigest()):
-        raise FetchFailed(f"{one.name} came with other bytes than it was sent with")
+        raise FetchFailed(f"{one.name}: the checksum of the received file is wrong")
 
 
 def _checksum(path: Path) -> str:

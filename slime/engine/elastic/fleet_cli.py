@@ -1,4 +1,4 @@
-"""Who is in the fleet of a run: asked of the run by `slime fleet`, and written as a table."""
+"""`slime fleet`: requests the list of a run's engines and prints it as a table, or drains an engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.engine.elastic.handshake import (
     ADDRESS_FILE,
     TOKEN_FILE,
+    Message,
     Refused,
     read_token,
     received,
@@ -25,6 +25,7 @@ from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _ASK_S = 5.0
 _COLUMNS = ("name", "address", "state", "version", "running", "queued", "age")
@@ -32,7 +33,7 @@ _COLUMNS = ("name", "address", "state", "version", "running", "queued", "age")
 
 @dataclass(frozen=True)
 class Row:
-    """One engine; what it does not say is None."""
+    """Table row of one engine; unknown values are None."""
 
     name: str
     address: str
@@ -45,14 +46,13 @@ class Row:
 
 async def fleet_rows(
     pool: EnginePool, names: Mapping[str, str], since: Mapping[str, float], away: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Every engine of the pool, asked at once; `away` are those that get no requests, and why."""
+) -> list[JsonObject]:
+    """Rows of all engines of the pool, queried in parallel; `away` has the engines without requests, with reasons."""
 
     async def row(client: EngineClient) -> Row:
         url = client.base_url
         state = away.get(url) or pool.state_of(url)
-        asked = asyncio.to_thread(ask_load, url, client.api_key)
-        version, load = await asyncio.gather(_version(client), asked)
+        version, load = await asyncio.gather(_version(client), asyncio.to_thread(ask_load, url, client.api_key))
         running, queued = (load.running, load.queued) if isinstance(load, Load) else (None, None)
         age = time.time() - since.get(url, time.time())
         return Row(names.get(url, url), url.removeprefix("http://"), state, version, running, queued, age)
@@ -68,56 +68,55 @@ async def _version(client: EngineClient) -> str | None:
 
 
 def fleet_command(words: Sequence[str]) -> int:
-    """`slime fleet [RUN_DIR|HOST:PORT]`: who is there; with --drain, have one of them leave."""
+    """`slime fleet [RUN_DIR|HOST:PORT]`: list the engines of a run; with --drain, drain a joined engine."""
     parser = argparse.ArgumentParser(
         prog="slime fleet", description="List the engines of a run that was started with --fleet-address."
     )
-    parser.add_argument("run", nargs="?", default=".", help="run folder, or HOST:PORT of its door (default: .)")
+    parser.add_argument("run", nargs="?", default=".", help="run folder, or HOST:PORT of its fleet (default: .)")
     parser.add_argument("--join-token-file", help="file with the run's token (default: that of the run folder)")
-    parser.add_argument("--drain", metavar="NAME", help="have this joined engine finish and leave")
+    parser.add_argument("--drain", metavar="NAME", help="drain this joined engine, which then leaves the run")
     parser.add_argument("--json", action="store_true", help="one JSON object per engine")
     given = parser.parse_args(list(words))
-    address, token = _whom(given.run, given.join_token_file)
+    folder = Path(given.run)
+    if folder.is_dir():
+        try:
+            address = str(json.loads((folder / ADDRESS_FILE).read_text())["address"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{given.run} has no readable {ADDRESS_FILE}: give the folder of a running run that was started with "
+                "--fleet-address, or HOST:PORT"
+            ) from error
+        token = read_token(given.join_token_file or str(folder / TOKEN_FILE))
+    else:
+        address = given.run
+        split_address(address, "slime fleet")
+        token = read_token(given.join_token_file)
     if given.drain is not None:
         asyncio.run(_asked(address, token, {"wants": "drain", "name": given.drain}, "asked"))
-        print(f"{given.drain} was asked to leave")
+        print(f"{given.drain} drains and leaves the run")
         return 0
     rows = asyncio.run(_asked(address, token, {"wants": "list"}, "fleet"))["engines"]
     print("\n".join(json.dumps(row) for row in rows) if given.json else table(rows))
     return 0
 
 
-def _whom(run: str, token_file: str | None) -> tuple[str, str]:
-    folder = Path(run)
-    if not folder.is_dir():
-        split_address(run, "slime fleet")
-        return run, read_token(token_file)
-    try:
-        address = str(json.loads((folder / ADDRESS_FILE).read_text())["address"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{run} has no {ADDRESS_FILE} that can be read: give the folder of a run that goes on and was started with "
-            "--fleet-address, or HOST:PORT"
-        ) from error
-    return address, read_token(token_file or str(folder / TOKEN_FILE))
-
-
-async def _asked(address: str, token: str, what: dict[str, Any], answer: str) -> dict[str, Any]:
-    async with visiting(address, token, **what) as ws:
+async def _asked(address: str, token: str, request: Message, kind: str) -> Message:
+    """Send a request to a run and return its response, which must be of this kind."""
+    async with visiting(address, token, **request) as ws:
         message = await received(ws)
-    if message.get("kind") != answer:
+    if message.get("kind") != kind:
         raise Refused(str(message.get("why", f"the run answered {message.get('kind')}")))
     return message
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line per engine below a line of names."""
+def table(rows: Sequence[JsonMapping]) -> str:
+    """Format rows as a table with a header line and one line per engine."""
     cells = [list(_COLUMNS)] + [[_cell(name, row.get(name)) for name in _COLUMNS] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
-def _cell(name: str, value: Any) -> str:
+def _cell(name: str, value: str | float | None) -> str:
     if value is None:
         return "-"
     if name != "age":

@@ -1,8 +1,8 @@
-"""How two sides at a run's door know each other, and what they say.
+"""Mutual authentication and messages between a run and the engines that join it.
 
-Invariant: nobody is heard before he has proven to know the run's token, and the token itself never travels: each side
-answers the other's random challenge with an HMAC of it. Messages are JSON objects with a `kind`, over one WebSocket;
-the key that a joined engine asks for is derived from the token on both sides.
+Invariant: a peer's messages are processed only after it has proven that it knows the run's token, and the token is
+never sent: each side answers the other's random challenge with an HMAC of it. Messages are JSON objects with a `kind`,
+over one WebSocket. Both sides derive the API key of joined engines from the token.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.errors import RunFailed, UserError
+from slime.storage.json_types import JsonObject
 
 PROTOCOL = 1
 ADDRESS_FILE, TOKEN_FILE = "fleet.json", "fleet.token"
-"""In the run folder: where the door is, and the token that opens it."""
+"""Files in the run folder: the address where engines join, and the token that they need."""
 PATH = "/fleet"
 HEARTBEAT_S = 15.0
 MOST_MESSAGE_BYTES = 1 << 22
@@ -34,19 +34,19 @@ _HANDSHAKE_S = 10.0
 _NO_TOKEN = re.compile(r"\s")
 
 Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
-Message = dict[str, Any]
+Message = JsonObject
 
 
 class Disconnected(RunFailed):
-    """The other side is gone."""
+    """The connection to the other side is closed, or the other side sent an invalid message."""
 
 
 class Refused(UserError):
-    """The run does not want this; the text says why."""
+    """The run refused a request; the text says why."""
 
 
 def read_token(file: str | None) -> str:
-    """The token of the run to join: from the file, else from the environment."""
+    """Read the token of the run to join from the file, else from the environment."""
     if file is not None:
         try:
             token = Path(file).read_text().strip()
@@ -57,15 +57,15 @@ def read_token(file: str | None) -> str:
         token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), f"the environment variable {TOKEN_VARIABLE}"
     if not token or _NO_TOKEN.search(token):
         raise UserError(
-            f"{where} has no token: give the run's, which is in the file fleet.token of its folder, by "
+            f"{where} has no token: give the run's token, from the file fleet.token in its folder, with "
             f"--join-token-file or in {TOKEN_VARIABLE}"
         )
     return token
 
 
 def fleet_token(run_dir: Path) -> str:
-    """The token of a run: the environment's, the one that this run folder had before, or a new one. It is in the run
-    folder from now on, for this user to read."""
+    """The token of a run: from the environment, else from this run folder, else a new one. It is stored in the run
+    folder, readable for this user only."""
     path = run_dir / TOKEN_FILE
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token and path.is_file():
@@ -80,12 +80,12 @@ def fleet_token(run_dir: Path) -> str:
 
 
 def key_of_joined(token: str) -> str:
-    """What joined engines ask of whoever calls them."""
+    """API key of joined engines, derived from the token."""
     return hmac.digest(token.encode(), b"key of joined engines", "sha256").hex()
 
 
 def split_address(address: str, flag: str) -> tuple[str, int]:
-    """The host and port that a flag names; loopback without a host."""
+    """Parse the host and port of a flag; loopback without a host."""
     host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise UserError(f"{flag} {address}: give HOST:PORT")
@@ -93,12 +93,13 @@ def split_address(address: str, flag: str) -> tuple[str, int]:
 
 
 def url_of(host: str, port: int) -> str:
-    """The base URL of a server there."""
+    """Base URL of a server at a host and port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def admitted(ws: web.WebSocketResponse, token: str) -> Message | None:
-    """The run's side: what somebody who knows the token asks for; None, and told so, for everybody else."""
+    """Run side of the handshake: return the first message of a peer that knows the token; refuse others and return
+    None."""
     challenge = secrets.token_hex(32)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
@@ -115,8 +116,8 @@ async def admitted(ws: web.WebSocketResponse, token: str) -> Message | None:
 
 
 @asynccontextmanager
-async def visiting(address: str, token: str, **wants: Any) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-    """The guest's side: a WebSocket to the run at `HOST:PORT`, which has let us in."""
+async def visiting(address: str, token: str, **wants: object) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """Client side: an authenticated WebSocket to the run at `HOST:PORT`."""
     host, port = split_address(address, "--join")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_HANDSHAKE_S)) as session:
         try:
@@ -135,18 +136,19 @@ class NobodyThere(UserError):
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
-            f"no run answers at {address} ({why}): give the address that the run printed, which must have been started "
-            "with --fleet-address"
+            f"no run answers at {address} ({why}): give the address printed by a run that was started with "
+            "--fleet-address"
         )
 
 
 async def _introduced(ws: aiohttp.ClientWebSocketResponse, address: str, token: str, wants: Message) -> None:
+    """Client side of the handshake: prove the token to the run, and verify the run's proof."""
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             theirs = await received(ws)
             if theirs.get("protocol") != PROTOCOL:
                 raise Refused(
-                    f"the run at {address} has another version of slime, whose door this one cannot pass: install the "
+                    f"the run at {address} has another version of slime with an incompatible protocol: install the "
                     "run's version here"
                 )
             ours = secrets.token_hex(32)
@@ -157,15 +159,15 @@ async def _introduced(ws: aiohttp.ClientWebSocketResponse, address: str, token: 
         raise NobodyThere(address, str(error) or "it does not answer as a run does") from error
     if answer.get("kind") == "refused":
         raise Refused(
-            f"the run at {address} has another token: give the one in the file fleet.token of its folder, by "
+            f"the run at {address} has another token: give the one from the file fleet.token in its folder, with "
             f"--join-token-file or in {TOKEN_VARIABLE}"
         )
     if not hmac.compare_digest(str(answer.get("proof", "")).encode(), _proof(token, "run", ours).encode()):
-        raise Refused(f"whoever answers at {address} does not know this token: it is not the run that you mean")
+        raise Refused(f"the server at {address} does not know this token: give the address of the right run")
 
 
 async def received(ws: Socket) -> Message:
-    """The next message; `Disconnected` when there is none any more, or it is none of ours."""
+    """Receive the next message; raises `Disconnected` if the connection is closed or the message is invalid."""
     message = await ws.receive()
     if message.type is not aiohttp.WSMsgType.TEXT:
         raise Disconnected("the connection is closed")
@@ -174,7 +176,7 @@ async def received(ws: Socket) -> Message:
     except ValueError as error:
         raise Disconnected("the other side does not speak JSON") from error
     if not isinstance(content, dict):
-        raise Disconnected("the other side sent something that is no message")
+        raise Disconnected("the other side sent JSON that is not an object")
     return content
 
 

@@ -1,7 +1,8 @@
-"""`slime serve --join`: engines of this machine that work for a run elsewhere, for as long as both want.
+"""`slime serve --join`: engines of this machine that work for a run on another machine.
 
-Invariant: SIGTERM drains: the run takes no more work here and goes on elsewhere with all that was sampled, before the
-engines end. A run that cannot be reached is waited for; one that is over, or wants none of these engines, ends them.
+Invariant: SIGTERM drains the engines: before they end, the run stops sending them requests and continues the
+interrupted ones on other engines with all tokens sampled so far. If the run is unreachable, the engines wait for it; if
+it is over or refuses them, they end.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -51,12 +51,12 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def wants_to_join(words: Sequence[str]) -> bool:
-    """Whether this command line is about a run elsewhere."""
+    """Return true if this command line joins a run."""
     return any(word.partition("=")[0] == "--join" for word in words)
 
 
 def join_command(words: Sequence[str]) -> int:
-    """`slime serve --join HOST:PORT ...`; returns when the engines have ended."""
+    """Run `slime serve --join HOST:PORT ...`; returns when the engines have ended."""
     own = argparse.ArgumentParser(prog="slime serve --join", add_help=False, allow_abbrev=False)
     own.add_argument("--join", required=True)
     own.add_argument("--join-token-file")
@@ -65,7 +65,7 @@ def join_command(words: Sequence[str]) -> int:
     given, rest = own.parse_known_args(list(words))
     split_address(given.join, "--join")
     token = read_token(given.join_token_file)
-    os.environ.pop(TOKEN_VARIABLE, None)  # engines need not know it
+    os.environ.pop(TOKEN_VARIABLE, None)  # engines do not need the token
     config = parse_flags(rest)
     if config.rollout_external_engine_addrs:
         raise UserError("--rollout-external-engine-addrs names engines that run already: slime serve starts its own")
@@ -76,13 +76,13 @@ def join_command(words: Sequence[str]) -> int:
         asyncio.run(joiner.run())
     finally:
         if not config.output_dir:
-            with contextlib.suppress(OSError):  # engines that began have left their logs there
+            with contextlib.suppress(OSError):  # fails if engines were started: their logs are there
                 run_dir.rmdir()
     return 0
 
 
 class Joiner:
-    """All engines of one command, each with a session of its own at the run's door."""
+    """The engines of one command, each with its own session at the run."""
 
     def __init__(
         self, address: str, token: str, config: Config, folder: str | None, run_dir: Path, *, patience_s: float
@@ -92,10 +92,10 @@ class Joiner:
         self._folder, self._run_dir, self._patience_s = folder, run_dir, patience_s
         self._key = key_of_joined(token)
         self.stop = asyncio.Event()
-        self._facts: dict[str, Any] = {}
+        self._facts: Message = {}
 
     async def run(self) -> None:
-        """Until told to stop, or the run is over."""
+        """Start the engines and keep them in the run until a signal or the end of the run."""
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, self.stop.set)
@@ -108,56 +108,50 @@ class Joiner:
         )
         _say(f"starting {fleet.size} {fleet.backend} engine(s) on {device}, logs in {self._run_dir / 'logs'}")
         try:
-            if await self._unless_stopped(asyncio.to_thread(fleet.start), fleet.stop):
-                await self._work(fleet)
+            starting = asyncio.ensure_future(asyncio.to_thread(fleet.start))
+            stopping = asyncio.ensure_future(self.stop.wait())
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not starting.done():
+                fleet.stop()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            await starting
+            await self._work(fleet)
         finally:
             fleet.stop()
             shutil.rmtree(self._run_dir / "weights", ignore_errors=True)
 
-    async def _unless_stopped(self, starting: Coroutine[Any, Any, Any], give_up: Callable[[], None]) -> bool:
-        """Whether it came to its end before somebody stopped us."""
-        task, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(self.stop.wait())
-        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not task.done():
-            give_up()
-            await asyncio.gather(task, return_exceptions=True)
-            return False
-        await task
-        return True
-
     # before the engines start
 
     async def first_terms(self) -> Message:
-        """What the run expects; the model folder is here afterwards."""
+        """Request the run's terms, check the model folder against them, and fetch it if none was given."""
         async with visiting(self.address, self.token, wants="terms") as ws:
             terms = await _expected(ws, "terms")
             if terms.get("trust_remote_code") and not self._config.trust_remote_code:
-                raise UserError("the run's model has code of its own: add --trust-remote-code if you trust it")
+                raise UserError("the run's model has custom code: add --trust-remote-code if you trust it")
             if self._folder is None:
                 await ws.send_json({"kind": "model"})
                 files = [Listed.from_json(one) for one in (await _expected(ws, "model"))["files"]]
-                self._folder = str(await self._fetched_model(files, terms["ticket"]))
+                folder = Path.home() / ".cache" / "slime" / "models" / digest(files)
+                if not folder.is_dir():
+                    size = sum(one.size for one in files)
+                    _say(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
+                    await fetch(self._door, terms["ticket"], "model", files, folder)
+                self._folder = str(folder)
         model = read_config_json(self._folder)
         vocab_size = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
         self._facts = {"model_type": model.get("model_type"), "vocab_size": vocab_size, "dtype": terms["dtype"]}
         for name, found in self._facts.items():
             if found != terms[name]:
                 raise UserError(
-                    f"--model-path {self._folder} has {name} {found}, and the run's model {terms[name]}: give the "
-                    "run's model, or leave the flag out to fetch it"
+                    f"--model-path {self._folder} has {name} {found}, and the run's model has {terms[name]}: give the "
+                    "run's model, or drop the flag to fetch it"
                 )
         return terms
 
-    async def _fetched_model(self, files: Sequence[Listed], ticket: str) -> Path:
-        folder = Path.home() / ".cache" / "slime" / "models" / digest(files)
-        if not folder.is_dir():
-            size = sum(one.size for one in files)
-            _say(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
-            await fetch(self._door, ticket, "model", files, folder)
-        return folder
-
     def _engine_config(self, terms: Message) -> Config:
+        """Config of the engines, as the run's terms require."""
         config = self._config
         each = config.rollout_num_gpus_per_engine
         gpus = config.rollout_num_gpus or each
@@ -168,17 +162,15 @@ class Joiner:
             rollout_backend=terms["engine_kind"] if config.rollout_backend == "auto" else config.rollout_backend,
             rollout_dtype=terms["dtype"],
             rollout_num_gpus=gpus,
-            colocate=True,  # GPUs from the first one on
-            host=self._own_address() if config.host == _LOOPBACK else config.host,
-            use_fault_tolerance=True,  # answers are streamed
+            colocate=True,  # use the GPUs from the first one on
+            host=own_address(self._door) if config.host == _LOOPBACK else config.host,
+            use_fault_tolerance=True,  # responses are streamed
         )
 
-    def _own_address(self) -> str:
-        return own_address(self._door)
-
-    # while they work
+    # while the engines work
 
     async def _work(self, fleet: EngineFleet) -> None:
+        """Keep every engine in the run until all of them have left; raise if an engine process ends."""
         staying = [asyncio.ensure_future(self._stay(url)) for url in fleet.urls]
         watching = asyncio.ensure_future(self._watch(fleet))
         try:
@@ -198,7 +190,7 @@ class Joiner:
             await asyncio.sleep(_CHECK_S)
 
     async def _stay(self, url: str) -> None:
-        """Keep one engine in the run, over whatever breaks the connection."""
+        """Keep one engine in the run, and join again after a broken connection."""
         loop, life, since = asyncio.get_running_loop(), None, None
         while not self.stop.is_set():
             try:
@@ -210,52 +202,45 @@ class Joiner:
                 since = loop.time() if since is None or session.was_in else since
                 if loop.time() - since > self._patience_s:
                     raise UserError(
-                        f"the run at {self.address} did not come back within {self._patience_s:g} s "
-                        f"(--join-patience): {error}"
+                        f"--join-patience: the run at {self.address} did not come back within {self._patience_s:g} s: "
+                        f"{error}"
                     ) from error
                 _say(f"{url} waits for the run at {self.address}: {error}")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.stop.wait(), _AGAIN_S)
 
     def request(self, url: str, life: str | None, terms: Message) -> Message:
-        """What an engine says of itself when it joins."""
+        """Request of an engine to join, with the version of its weights if the run (`life`) sent them."""
+        reachable_url = url
+        if self._config.host in _WILDCARDS:  # on all interfaces: the run uses the one that routes to it
+            reachable_url = url_of(own_address(self._door), int(url.rpartition(":")[2]))
+        version: int | None = None
+        if life is not None:
+            with contextlib.suppress(NoAnswer, KeyError, TypeError, ValueError):
+                _, answer = ask("GET", f"{url}/get_weight_version", timeout_s=10.0, api_key=self._key)
+                version = int(answer["weight_version"])
         return {
-            "wants": "join", "url": self._announced(url), "facts": self._facts,
-            "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": self._version(url, life),
+            "wants": "join", "url": reachable_url, "facts": self._facts,
+            "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": version,
             "marker": _marker(terms),
         }  # fmt: skip
 
-    def _announced(self, url: str) -> str:
-        """Where the run reaches the engine: a server on all interfaces is reached by the one that leads to the run."""
-        if self._config.host not in _WILDCARDS:
-            return url
-        return url_of(self._own_address(), int(url.rpartition(":")[2]))
-
-    def _version(self, url: str, life: str | None) -> int | None:
-        """The weights that it has, if the run sent them."""
-        if life is None:
-            return None
-        try:
-            version = ask("GET", f"{url}/get_weight_version", timeout_s=10.0, api_key=self._key)[1]["weight_version"]
-            return int(version)
-        except (NoAnswer, KeyError, TypeError, ValueError):
-            return None
-
     async def fetched(self, message: Message) -> str:
-        """Bring weights here; the folder that they are in."""
+        """Fetch weights from the run; returns their folder."""
         files = [Listed.from_json(one) for one in message["files"]]
         folder = (self._run_dir / "weights" / str(message["id"])).absolute()
         await fetch(self._door, message["ticket"], str(message["id"]), files, folder)
         return str(folder)
 
     def forget(self, folder: str) -> None:
+        """Delete fetched weights."""
         path = Path(folder)
         if path.parent == (self._run_dir / "weights").absolute():
             shutil.rmtree(path, ignore_errors=True)
 
 
 class Session:
-    """One engine at the run's door, from its coming to its going."""
+    """One connection of an engine to the run, from joining to leaving."""
 
     def __init__(self, joiner: Joiner, url: str, life: str | None) -> None:
         self._joiner, self._url, self.life = joiner, url, life
@@ -263,7 +248,7 @@ class Session:
         self._fetching: set[asyncio.Task[None]] = set()
 
     async def worked(self, stop: asyncio.Event) -> bool:
-        """Whether it is over for good: it left, or the run did."""
+        """Join the run and process its messages; returns true if the engine has left or the run is over."""
         joiner = self._joiner
         async with visiting(joiner.address, joiner.token, wants="terms") as ws:
             terms = await _expected(ws, "terms")
@@ -273,7 +258,7 @@ class Session:
             try:
                 return await self._hear(ws)
             except TimeoutError:
-                _say(f"{self._url} was not let go in time and leaves without it")
+                _say(f"{self._url}: the run did not release the engine in time; leaving anyway")
                 return True
             finally:
                 for task in (leaving, *self._fetching):
@@ -282,10 +267,10 @@ class Session:
 
     async def _leave_when(self, stop: asyncio.Event, ws: aiohttp.ClientWebSocketResponse) -> None:
         await stop.wait()
-        _say(f"{self._url} hands over its requests")
+        _say(f"{self._url}: draining")
         await ws.send_json({"kind": "leave"})
         await asyncio.sleep(_LEAVE_S)
-        _say(f"{self._url} was not let go within {_LEAVE_S:g} s and ends all the same")
+        _say(f"{self._url}: the run did not release the engine within {_LEAVE_S:g} s; leaving anyway")
         await ws.close()
 
     async def _hear(self, ws: aiohttp.ClientWebSocketResponse) -> bool:
@@ -302,14 +287,14 @@ class Session:
             elif kind == "drain":
                 self._joiner.stop.set()
             elif kind in ("left", "goodbye"):
-                _say(f"{self._url} is out of the run" + (", which is over" if kind == "goodbye" else ""))
+                _say(f"{self._url} has left the run" + (", which is over" if kind == "goodbye" else ""))
                 return True
             elif kind == "refused":
                 raise Refused(str(message.get("why")))
             elif kind == "dismissed":
-                raise RunFailed(f"the run does without the engine at {self._url}: {message.get('why')}")
+                raise RunFailed(f"the run removed the engine at {self._url}: {message.get('why')}")
             elif kind == "away":
-                raise Disconnected("the run has stopped; it may go on")
+                raise Disconnected("the run has stopped and may be resumed")
 
     async def _fetch(self, ws: aiohttp.ClientWebSocketResponse, message: Message) -> None:
         number = message.get("id")
@@ -326,12 +311,12 @@ async def _expected(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Message:
     if message.get("kind") == "refused":
         raise Refused(str(message.get("why")))
     if message.get("kind") != kind:
-        raise Disconnected(f"the run answered {message.get('kind')} in place of {kind}")
+        raise Disconnected(f"the run answered {message.get('kind')} instead of {kind}")
     return message
 
 
 def _marker(terms: Message) -> str | None:
-    """What the run wrote into its folder of weights, if that folder is here too."""
+    """Content of the marker file in the run's folder of weights; None if this machine does not see the file."""
     try:
         return Path(str(terms.get("marker"))).read_text()
     except (OSError, ValueError):

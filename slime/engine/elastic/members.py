@@ -1,8 +1,7 @@
-"""The engines that have joined a running job: checked when they come, brought to the current weights, forgotten when
-they are gone.
+"""Joined engines of a running job: checks them, brings them to the current weights, removes them when they leave.
 
-Invariant: a joined engine gets requests only while its session at the door lasts and after it has the current weights.
-It is never restarted here: one that dies, hangs or cannot take an update is done without, and nothing else ends.
+Invariant: a joined engine gets requests only while its session lasts and after it has the current weights. It is never
+restarted here: an engine that dies, hangs or cannot load an update is removed, and the run continues.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import named
 from slime.config import Config
 from slime.engine.elastic.handshake import Message, Refused
-from slime.engine.fleet.external import Capabilities, EngineKind, probe, without_missing
+from slime.engine.fleet.external import EngineKind, probe, without_missing
 from slime.engine.fleet.supervisor import EngineRetired, RunAsync, Supervisor, Watch
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineUnreachable
@@ -28,6 +27,7 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.launch import rollout_dtype
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
+from slime.storage.json_types import JsonMapping
 
 DRAIN_S = 60.0
 _PROBE_S = 30.0
@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 
 class Guest(Protocol):
-    """Whoever keeps the session of a joined engine; safe to call from any thread or event loop."""
+    """Interface of a joined engine's session; safe to call from any thread or event loop."""
 
     async def fetch(self, folder: Path) -> str:
-        """Have the engine's machine fetch a folder of this one; where it is there."""
+        """Make the engine's machine fetch a folder of this machine; returns the folder's path there."""
 
     async def forget(self, folder: str) -> None:
-        """What was fetched is no longer needed."""
+        """Make the engine's machine delete a folder that it fetched."""
 
     def dismiss(self, why: str) -> None:
-        """End the session: the engine is done without."""
+        """End the session of an engine that the run has removed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine says when it joins. `version` is that of its weights, if this very run (`life`) sent them."""
+    """Request of an engine to join. `version` is the version of its weights if this run (`life`) sent them."""
 
     url: str
     model_type: str
@@ -62,12 +62,12 @@ class Request:
 
     @classmethod
     def from_message(cls, message: Message, *, life: str, proof: str) -> Request:
-        """Checked as what comes from outside."""
+        """Validate and parse a message; raises `Refused`."""
         try:
             url, facts = str(message["url"]), message["facts"]
             address = urlsplit(url)
             if address.scheme != "http" or not address.hostname or not address.port or address.path not in ("", "/"):
-                raise ValueError(f"{url} is no address of an engine")
+                raise ValueError(f"{url} is not the address of an engine")
             version = message.get("version")
             is_ours = message.get("life") == life and isinstance(version, int)
             return cls(
@@ -75,12 +75,12 @@ class Request:
                 int(message["gpus"]), message.get("marker") == proof, version if is_ours else None,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
-            raise Refused(f"this is no request to join: {type(error).__name__}: {error}") from error
+            raise Refused(f"invalid request to join: {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)
 class Joined:
-    """One engine that is here."""
+    """An engine that has joined; `gone` is the reason why it was removed."""
 
     name: str
     request: Request
@@ -88,11 +88,11 @@ class Joined:
     since: float = field(default_factory=time.time)
     gone: str | None = None
     has_left: bool = False
-    """Whether it went by itself: nobody has to be told."""
+    """True if the engine has left or its connection broke, so that its session is not dismissed."""
 
 
 class JoinedEngines:
-    """They look like a fleet to their supervisor, which owns all changes: whoever holds its lock sees none."""
+    """The joined engines of a run, with the interface of a fleet. All changes are made under the supervisor's lock."""
 
     def __init__(
         self,
@@ -121,15 +121,15 @@ class JoinedEngines:
             self, pool, run_async, watch, refresh=refresh, may_be_empty=True, restarts_any=False
         )
 
-    def terms(self) -> dict[str, Any]:
-        """What an engine must be like to join."""
+    def terms(self) -> Message:
+        """Requirements for an engine that joins."""
         return {
             "life": self.life, "dtype": self._dtype, "engine_kind": self._kind,
             "model_type": self._model.get("model_type"), "vocab_size": _vocab_size(self._model),
             "gpus": self._config.rollout_num_gpus_per_engine, "trust_remote_code": self._config.trust_remote_code,
         }  # fmt: skip
 
-    # as a fleet
+    # interface of a fleet
 
     @property
     def urls(self) -> list[str]:
@@ -139,7 +139,7 @@ class JoinedEngines:
         return list(self._members.values())[index].gone
 
     def restart(self, index: int) -> None:
-        """It is not ours to restart."""
+        """Remove an engine and raise `EngineRetired`: joined engines are not restarted."""
         member = list(self._members.values())[index]
         reason = member.gone or "it does not answer"
         self._drop(member, reason)
@@ -147,10 +147,10 @@ class JoinedEngines:
             member.guest.dismiss(reason)
         raise EngineRetired(reason)
 
-    # coming and going
+    # joining and leaving
 
     def join(self, request: Request, guest: Guest) -> Joined:
-        """Take an engine in; returns when it has the current weights, or waits for the next update of them."""
+        """Add an engine; returns once it has the current weights or waits for the next update."""
         self._check(request)
         with self.supervisor.undisturbed():
             if request.url in self._members:
@@ -161,27 +161,27 @@ class JoinedEngines:
             logger.warning("%s at %s joins", member.name, request.url)
             self.supervisor.welcome(request.url, self._key)
         if self._members.get(request.url) is not member:
-            raise Refused(f"{request.url} could not take this run's weights: {member.gone or 'see the log of the run'}")
+            raise Refused(f"{request.url} could not load this run's weights: {member.gone or 'see the log of the run'}")
         return member
 
     def leave(self, member: Joined) -> None:
-        """An engine goes on purpose: what it was sampling goes on elsewhere, with all tokens that it had."""
+        """Drain and remove an engine: its requests are continued on other engines with all tokens sampled so far."""
         url = member.request.url
         if self._members.get(url) is member:
             drained = self._run_async(named(self._pool.drain(url, within_s=DRAIN_S), f"drain of {url}"))
             if not drained:
-                logger.warning("%s still had requests when it left: they begin again elsewhere", member.name)
+                logger.warning("%s left with requests in flight: they restart on other engines", member.name)
             self.lost(member, "it left")
 
     def lost(self, member: Joined, reason: str) -> None:
-        """An engine is gone; a second time does nothing."""
+        """Remove an engine that has left or is disconnected. Idempotent."""
         url = member.request.url
         member.has_left = True
         member.gone = member.gone or reason
 
         async def down() -> None:
             if self._members.get(url) is member:
-                self._pool.set_down(url)  # at once: whoever holds the supervisor may be waiting for this engine
+                self._pool.set_down(url)  # at once: the holder of the supervisor's lock may be waiting for this engine
 
         self._run_async(named(down(), f"engine pool, marking {url}"))
         with self.supervisor.undisturbed():
@@ -189,7 +189,7 @@ class JoinedEngines:
                 self._retire(url, member.gone)
 
     def blame(self, url: str, reason: str) -> bool:
-        """Whether a failure is that of a joined engine: then it is done without at the next look."""
+        """Return true if the failed engine is a joined one, which is then removed at the next health check."""
         member = self._members.get(url)
         if member is None:
             return False
@@ -203,7 +203,7 @@ class JoinedEngines:
         return list(self._members.values())
 
     def version_of(self, url: str) -> int | None:
-        """The weights that an engine came with, if this run sent them; once."""
+        """Version of the weights that an engine had when it joined, if this run sent them; returned only once."""
         member = self._members.get(url)
         if member is None or member.request.version is None:
             return None
@@ -212,7 +212,7 @@ class JoinedEngines:
         return version
 
     async def deliver(self, client: EngineClient, folder: Path) -> Path | None:
-        """Bring a folder to the machine of a joined engine that does not see ours; where it is there."""
+        """Copy a folder to the machine of a joined engine that does not share our files; returns its path there."""
         member = self._members.get(client.base_url)
         if member is None or member.request.shares_files:
             return None
@@ -223,7 +223,7 @@ class JoinedEngines:
             raise EngineUnreachable(client.base_url, "fetching weights", str(error), accepted=True) from error
 
     async def forget(self, client: EngineClient, folder: Path) -> None:
-        """What was delivered is no longer needed."""
+        """Delete a delivered folder on the engine's machine."""
         member = self._members.get(client.base_url)
         if member is not None:
             await member.guest.forget(str(folder))
@@ -236,9 +236,11 @@ class JoinedEngines:
         member.gone = member.gone or reason
         del self._members[member.request.url]
 
-    # who may join
+    # admission
 
     def _check(self, request: Request) -> None:
+        """Raise `Refused` if the run cannot use the engine."""
+        url = request.url
         for name, theirs, ours in (
             ("architecture", request.model_type, self._model.get("model_type")),
             ("vocabulary", request.vocab_size, _vocab_size(self._model)),
@@ -246,16 +248,8 @@ class JoinedEngines:
             ("number of GPUs", request.gpus, self._config.rollout_num_gpus_per_engine),
         ):
             if theirs != ours:
-                raise Refused(f"the engine at {request.url} has {name} {theirs}, and those of this run {ours}")
-        self._check_reach(request.url)
-        try:
-            found = probe(request.url, timeout_s=_PROBE_S, api_key=self._key)
-        except (RunFailed, UserError) as error:
-            raise Refused(f"the run cannot use the engine at {request.url}: {error}") from error
-        self._check_abilities(request.url, found)
-
-    def _check_reach(self, url: str) -> None:
-        """A group for weights that is made on loopback has no room for engines of other machines."""
+                raise Refused(f"the engine at {url} has {name} {theirs}, and the engines of this run have {ours}")
+        # if all other engines are on loopback, the process group for weight updates is on loopback, too
         own = [one for one in self._pool.urls if one not in self._members]
         is_here = [is_loopback(urlsplit(one).hostname or "") for one in (url, *own)]
         if self._config.update_weight_transport == "nccl" and not is_here[0] and all(is_here[1:]):
@@ -263,10 +257,12 @@ class JoinedEngines:
                 f"the engine at {url} cannot reach the group by which this run sends weights, which is on loopback: "
                 "start the run without --update-weight-transport nccl"
             )
-
-    def _check_abilities(self, url: str, found: Capabilities) -> None:
+        try:
+            found = probe(url, timeout_s=_PROBE_S, api_key=self._key)
+        except (RunFailed, UserError) as error:
+            raise Refused(f"the run cannot use the engine at {url}: {error}") from error
         if found.kind != self._kind:
-            raise Refused(f"{found} runs at {url}, and this run has {self._kind} engines: use --rollout-backend")
+            raise Refused(f"{found} runs at {url}, but this run has {self._kind} engines: use --rollout-backend")
         try:
             changed, sentences = without_missing(self._config, [found])
         except (RunFailed, UserError) as error:
@@ -275,5 +271,5 @@ class JoinedEngines:
             raise Refused(f"the run cannot use the engine at {url}: {sentences[0]}")
 
 
-def _vocab_size(config: dict[str, Any]) -> Any:
+def _vocab_size(config: JsonMapping) -> object:
     return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))

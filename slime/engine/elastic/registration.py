@@ -1,7 +1,7 @@
-"""The door of a run (`--fleet-address`): engines come in here, and `slime fleet` asks who is there.
+"""Registration server of a run (`--fleet-address`): engines join here, and `slime fleet` lists the engines.
 
-Invariant: nobody is heard without the run's token. The server has a thread and an event loop of its own, so that
-neither the files it gives out nor those who knock hold up the rollout; what a guest does wrong ends his session only.
+Invariant: only peers that know the run's token are served. The server has its own thread and event loop, so that
+neither file transfers nor new connections delay the rollout. An error of a client ends only its own session.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from slime.engine.elastic.handshake import (
 )
 from slime.engine.elastic.members import Joined, JoinedEngines, Request
 from slime.errors import RunFailed, UserError
+from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
 FLAG = "--fleet-address"
 MODEL_SHELF = "model"
 MARKER_FILE = "fleet.marker"
-"""Whoever can read it sees the folder of weights."""
+"""An engine that can read this file shares the folder of weights."""
 _START_S = 30.0
 _FETCH_S = 3600.0
 _MOST_GUESTS = 1024
@@ -61,9 +62,9 @@ def open_door(
     *,
     model: str | None,
     staged_in: Path | None,
-    rows: Callable[[], list[dict[str, Any]]],
+    rows: Callable[[], list[JsonObject]],
 ) -> Door:
-    """The door of a run at `--fleet-address`; the run folder says where it is for as long as it is open."""
+    """Start the registration server at `--fleet-address`; the run folder has its address while it runs."""
     assert model is not None, "a run with engines has a model"
     host, port = split_address(f":{address}" if ":" not in address else address, FLAG)
     marker = (staged_in or run_dir).absolute() / MARKER_FILE
@@ -73,7 +74,7 @@ def open_door(
 
 
 class Door:
-    """Listens from the constructor on; `address` is where. `rows` says who is in the fleet."""
+    """Accepts engines that join a run; listens at `address` from the constructor on. `rows` lists the engines."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Door:
         model: Path,
         marker: Path,
         run_dir: Path,
-        rows: Callable[[], list[dict[str, Any]]],
+        rows: Callable[[], list[JsonObject]],
     ) -> None:
         self._where, self._token = (host, port), token
         self._joined, self._model, self._rows = joined, model, rows
@@ -93,7 +94,7 @@ class Door:
         marker.write_text(self._proof)
         self.shelves = Shelves()
         self._sessions: dict[web.WebSocketResponse, _Session] = {}
-        self._listing: asyncio.Task[list[Any]] | None = None
+        self._listing: asyncio.Task[list[list[object]]] | None = None
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started: concurrent.futures.Future[tuple[str, int]] = concurrent.futures.Future()
@@ -106,26 +107,27 @@ class Door:
             self._marker.unlink(missing_ok=True)
             self._thread.close()
             raise UserError(
-                f"--fleet-address {host}:{port}: a server cannot listen there ({error.strerror or error}): choose "
+                f"--fleet-address {host}:{port}: cannot listen at this address ({error.strerror or error}): choose "
                 "another one"
             ) from error
         self.address = url_of(host_address() if host in ("0.0.0.0", "::") else host, port).removeprefix("http://")
-        self._told_in = run_dir / ADDRESS_FILE
-        self._told_in.write_text(json.dumps({"address": self.address}) + "\n")
+        self._address_file = run_dir / ADDRESS_FILE
+        self._address_file.write_text(json.dumps({"address": self.address}) + "\n")
         self.invitation = f"slime serve --join {self.address} --join-token-file {run_dir.absolute() / TOKEN_FILE}"
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Let nobody in any more; guests are told that the run is over, or else wait for it to come back."""
+        """Stop the server. With `goodbye` joined engines end, because the run is over; else they wait for the run to be
+        resumed."""
         self._said_goodbye = goodbye
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_START_S)
         self._thread.close()
         self._marker.unlink(missing_ok=True)
-        self._told_in.unlink(missing_ok=True)
+        self._address_file.unlink(missing_ok=True)
 
     def across(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run something in the door's event loop, from any other thread."""
+        """Run a coroutine in the server's event loop, from any other thread."""
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def _run(self) -> None:
@@ -136,7 +138,7 @@ class Door:
             self._loop.close()
 
     def without_waiting(self, coro: Coroutine[Any, Any, None]) -> None:
-        """The same, for what nobody waits for; nothing once the door is closed."""
+        """Run a coroutine in the server's event loop without waiting for it; does nothing once the server is closed."""
         if self._loop.is_closed():
             coro.close()
         else:
@@ -166,64 +168,59 @@ class Door:
         await ws.prepare(request)
         hello = await admitted(ws, self._token)
         if hello is None:
-            logger.warning("%s knocked without the token of this run", request.remote)
+            logger.warning("fleet: refused a connection from %s without the token of this run", request.remote)
         else:
             try:
                 await self._heard(ws, hello)
             except (Disconnected, ConnectionError):
-                pass  # whoever leaves like this has said what he had to
+                pass  # the client has disconnected
             except UserError as error:
                 await _say(ws, {"kind": "refused", "why": str(error)})
         await ws.close()
         return ws
 
     async def _heard(self, ws: web.WebSocketResponse, hello: Message) -> None:
+        """Process the request in the first message of a client."""
         wants = hello.get("wants")
         if wants == "list":
             await ws.send_json({"kind": "fleet", "engines": await asyncio.to_thread(self._rows)})
         elif wants == "terms":
             await self._give_terms(ws)
         elif wants == "drain":
-            await self._ask_to_leave(ws, str(hello.get("name")))
+            name = str(hello.get("name"))
+            member = self._joined.find(name)
+            session = next((one for one in self._sessions.values() if one.member is member), None)
+            if member is None or session is None:
+                raise Refused(f"no engine called {name} has joined this run: slime fleet lists them")
+            await _say(session.ws, {"kind": "drain"})
+            await ws.send_json({"kind": "asked"})
         elif wants == "join":
             request = Request.from_message(hello, life=self._joined.life, proof=self._proof)
             await self._host(_Session(self, ws), request)
         else:
-            raise Refused(f"nobody here knows what {wants!r} means: install the run's version of slime")
+            raise Refused(f"this run does not know the request {wants!r}: install the run's version of slime")
 
     async def _give_terms(self, ws: web.WebSocketResponse) -> None:
-        """What an engine has to be like, and the model folder for who lacks it."""
+        """Send the requirements for engines, and the listing of the model folder for engines without the model."""
         ticket = secrets.token_urlsafe(24)
         self.shelves.admit(ticket)
         try:
             await ws.send_json({"kind": "terms", "ticket": ticket, "marker": str(self._marker), **self._joined.terms()})
             while (await received(ws)).get("kind") == "model":
-                await ws.send_json({"kind": "model", "files": await self._model_listing()})
+                if self._listing is None:  # computed once, with checksums, and shared by all engines
+                    self._listing = asyncio.ensure_future(
+                        asyncio.to_thread(lambda: [one.to_json() for one in listed(self._model, checksums=True)])
+                    )
+                await ws.send_json({"kind": "model", "files": await asyncio.shield(self._listing)})
         finally:
             self.shelves.dismiss(ticket)
 
-    async def _model_listing(self) -> list[Any]:
-        """Computed once, for all who ask."""
-        if self._listing is None:
-            self._listing = asyncio.ensure_future(
-                asyncio.to_thread(lambda: [one.to_json() for one in listed(self._model, checksums=True)])
-            )
-        return await asyncio.shield(self._listing)
-
-    async def _ask_to_leave(self, ws: web.WebSocketResponse, name: str) -> None:
-        member = self._joined.find(name)
-        session = next((one for one in self._sessions.values() if one.member is member), None)
-        if member is None or session is None:
-            raise Refused(f"no engine called {name} has joined this run: slime fleet lists them")
-        await _say(session.ws, {"kind": "drain"})
-        await ws.send_json({"kind": "asked"})
-
     async def _host(self, session: _Session, request: Request) -> None:
-        """A joined engine, from its coming to its going."""
+        """Serve a joined engine until it leaves or disconnects."""
         self._sessions[session.ws] = session
         self.shelves.admit(session.ticket)
         joining = asyncio.ensure_future(self._blocking(self._joined.join, request, session))
-        listening = asyncio.ensure_future(session.listened())  # from now on: it may have to fetch weights to join
+        listening = asyncio.ensure_future(session.listened())  # already now: joining may include fetching weights
         try:
             await asyncio.wait((joining, listening), return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
@@ -239,7 +236,7 @@ class Door:
             await asyncio.shield(self._see_off(session, joining))
 
     async def _see_off(self, session: _Session, joining: asyncio.Future[Joined]) -> None:
-        """Whatever ended the session, the engine is not in the pool any more."""
+        """Remove the engine after its session has ended for any reason."""
         session.is_over("its connection broke")
         try:
             member = await joining
@@ -248,13 +245,13 @@ class Door:
         if not self._stop.is_set():
             await self._blocking(self._joined.lost, member, "its connection broke")
 
-    async def _blocking(self, function: Callable[..., T], *args: Any) -> T:
-        """In a thread that files do not wait for: what joins waits for updates, which may wait for files."""
+    async def _blocking(self, function: Callable[..., T], *args: object) -> T:
+        """Run a function in a separate thread pool: joining waits for weight updates, which may wait for files."""
         return await self._loop.run_in_executor(self._waiters, function, *args)
 
 
 class _Session:
-    """The connection of one joined engine."""
+    """Connection of one joined engine; implements `Guest`."""
 
     _numbers = itertools.count(1)
 
@@ -265,7 +262,7 @@ class _Session:
         self._fetching: dict[int, asyncio.Future[str]] = {}
 
     async def listened(self) -> None:
-        """Hear the engine out until it wants to leave."""
+        """Process the engine's messages until it leaves."""
         while True:
             message = await received(self.ws)
             kind = message.get("kind")
@@ -276,10 +273,10 @@ class _Session:
                 if kind == "fetched":
                     waiting.set_result(str(message.get("folder")))
                 else:
-                    waiting.set_exception(RunFailed(f"its machine could not fetch them: {message.get('why')}"))
+                    waiting.set_exception(RunFailed(f"its machine could not fetch the files: {message.get('why')}"))
 
     def is_over(self, why: str) -> None:
-        """Nobody fetches any more."""
+        """Fail all fetches that are not finished."""
         for waiting in self._fetching.values():
             if not waiting.done():
                 waiting.set_exception(RunFailed(why))
@@ -289,7 +286,7 @@ class _Session:
         await _say(self.ws, {"kind": kind, "why": why})
         await self.ws.close()
 
-    # as the guest of others' threads
+    # interface for other threads
 
     async def fetch(self, folder: Path) -> str:
         files = await asyncio.to_thread(listed, folder, checksums=False)
@@ -301,7 +298,7 @@ class _Session:
     def dismiss(self, why: str) -> None:
         self._door.without_waiting(self.end("dismissed", why))
 
-    async def _fetch(self, folder: Path, files: list[Any]) -> str:
+    async def _fetch(self, folder: Path, files: list[list[object]]) -> str:
         number = next(self._numbers)
         waiting = self._fetching[number] = asyncio.get_running_loop().create_future()
         self._door.shelves.put(str(number), folder)
@@ -310,15 +307,15 @@ class _Session:
                 await _say(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
                 return await waiting
         except TimeoutError as error:
-            raise RunFailed(f"its machine did not fetch them within {_FETCH_S:g} s") from error
+            raise RunFailed(f"its machine did not fetch the files within {_FETCH_S:g} s") from error
         finally:
             self._door.shelves.clear(str(number))
             self._fetching.pop(number, None)
 
 
 async def _say(ws: web.WebSocketResponse, message: Message) -> None:
-    """Send it, if anybody is there to hear it."""
+    """Send a message; a closed connection is ignored."""
     try:
         await ws.send_json(message)
     except (ConnectionError, RuntimeError):
-        logger.debug("nobody heard %s", message.get("kind"))
+        logger.debug("fleet: the message %s was not sent, the connection is closed", message.get("kind"))

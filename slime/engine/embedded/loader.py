@@ -1,7 +1,12 @@
-"""A model that is ready to be stepped: loaded, with room for keys and values, and tried.
+"""Loads a model, allocates its KV cache, prepares the code that computes it, and verifies that code.
 
-Invariant: what `load` leaves computes what the model's plain forward does (`model/check.py`). Fused kernels that do not
-are given up for transformers' own code; a model that neither computes is refused.
+A model that the fused kernels compute is read straight from its folder (`PlainFolder`), without transformers, whose
+import takes longer than the rest of a start. Every other model is loaded by transformers (`through_transformers`), and
+so is every folder with something unusual or invalid, so that its errors are reported there. Both give the same weights,
+rounded alike, and the same config fields.
+
+Invariant: after `load` the engine computes what the model's plain forward does (`model/self_test.py`). Fused kernels
+that do not are replaced by transformers' own code; a model that neither computes correctly is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -46,26 +51,27 @@ from slime.engine.embedded.weights.parameter_views import FolderViews, OwnNames
 from slime.errors import UserError
 from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
 from slime.models.shape import count_parameters
+from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:
     from slime.engine.embedded.model.interface import Body
-    from slime.engine.embedded.model.runner import ModelRunner
     from slime.engine.embedded.sampling.sampler import KernelDraw
-
-# Which code computes a model on CUDA: our own kernels for the families that have them, else transformers' modules.
 
 log = logging.getLogger(__name__)
 
+_END_UNLESS_SAID = {"llama": 2, "mistral": 2}
+"""EOS token ids that transformers assumes where config.json names none, by model type."""
 
-def fused_block(facts: Mapping[str, Any], model: nn.Module) -> Block | None:
-    """A model with such a (text) config as the fused kernels compute it; None, with a note, where they do not."""
+
+def fused_block(facts: JsonMapping, model: nn.Module) -> Block | None:
+    """Describe a model with this (text) config for the fused kernels; None, with a log line, if they do not fit."""
     try:
         block = block_of(facts)
         own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         if any(own.get(name) != shape for name, shape in tensor_shapes(block).items()):
-            raise NotFused("its weights have other names or shapes than its kind of model has")
+            raise NotFused("its weights do not have the names and shapes of its model type")
     except NotFused as reason:
-        log.info("transformers' own code computes this model: %s", reason)
+        log.info("transformers' own code computes this model, not the fused kernels: %s", reason)
         return None
     return block
 
@@ -73,12 +79,16 @@ def fused_block(facts: Mapping[str, Any], model: nn.Module) -> Block | None:
 def make_body(
     runner: ModelRunner, block: Block | None, *, most: int, positions: int, owned: bool, compile_layers: bool
 ) -> Body:
-    """`owned`: the weights lie where the engine put them, those of one product together; else they are put so here."""
+    """Make the body that computes the layers: fused kernels for a `block`, else transformers' modules.
+
+    `owned`: the weights are in memory of the engine, where those of one product are contiguous; otherwise this function
+    moves them so.
+    """
     if block is None:
         from slime.engine.embedded.model.interface import GeneralBody
 
         if compile_layers:
-            log.info("compiling the decoder layers: this takes some seconds (--no-compile skips it)")
+            log.info("compiling the decoder layers: this takes a few seconds (--no-compile skips it)")
         return GeneralBody(runner, compile_layers=compile_layers)
     from slime.engine.embedded.fused.model import FusedBody
 
@@ -88,22 +98,13 @@ def make_body(
     return FusedBody(block, tensors, context, most=most, positions=positions, routed=runner.experts)
 
 
-# A model as the engine holds it: weights under the folder's names, facts of its config, and what ends a response.
-#
-# Two ways lead to one. A model that the fused kernels compute is read straight from its folder (`PlainFolder`),
-# without transformers, which takes longer to import than all the rest of a start takes. Every other one is
-# transformers' own (`through_transformers`), and so is every folder with something unusual or wrong about it: what is
-# wrong is said there. Invariant: both give the same weights, rounded alike, and the same facts.
-
-_END_UNLESS_SAID = {"llama": 2, "mistral": 2}
-"""Token ids that transformers takes for a response's end where config.json names none."""
-
-
 @dataclass(frozen=True)
 class LoadedModel:
+    """A loaded model: weights under the folder's names, its config, its EOS tokens, and what computes it."""
+
     weights: nn.Module
-    facts: Mapping[str, Any]  # config.json, its part about text
-    block: Block | None  # what the fused kernels compute; None: transformers' modules do
+    facts: JsonMapping  # config.json, its part about text
+    block: Block | None  # for the fused kernels; None: transformers' modules compute the model
     views: FolderViews
     eos_ids: frozenset[int]
     logits: Callable[[torch.Tensor], torch.Tensor]  # `[B, T, V]` of tokens, in plain operations
@@ -111,36 +112,42 @@ class LoadedModel:
 
 
 class NamedWeights(nn.Module):
-    """Parameters under the names of a model folder, and no code that computes with them."""
+    """Parameters under the names of a model folder, without code that computes with them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         made: dict[int, nn.Parameter] = {}
         for name, tensor in tensors.items():
             *path, last = name.split(".")
-            place: nn.Module = self
+            module: nn.Module = self
             for part in path:
-                if part not in place._modules:
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
             parameter = made.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
-            place.register_parameter(last, parameter)
+            module.register_parameter(last, parameter)
 
 
 @dataclass(frozen=True)
 class PlainFolder:
-    """A folder with a model for the fused kernels, and nothing unusual about it."""
+    """A folder with a model for the fused kernels, which can be read without transformers."""
 
     path: str
-    facts: Mapping[str, Any]
+    facts: JsonMapping
     block: Block
     stored: Mapping[str, Stored]
 
     @classmethod
     def at(cls, path: str, *, trust_remote_code: bool) -> PlainFolder | None:
-        """None where transformers has to load the model."""
+        """Describe the folder at `path`; None if transformers has to load the model."""
         facts = read_config_json(path)
-        block, stored = _plain_block(facts, trust_remote_code), stored_in(Path(path))
+        runs_own_code = trust_remote_code and "auto_map" in facts and facts.get("model_type") not in SAME_CODE
+        is_unusual = runs_own_code or quantization(dict(facts)) or "text_config" in facts
+        block: Block | None = None
+        if not is_unusual and isinstance(facts.get("max_position_embeddings"), int):
+            with suppress(NotFused, KeyError, TypeError, ValueError):
+                block = block_of(facts)
+        stored = stored_in(Path(path))
         if block is None or stored is None:
             return None
         if any(name not in stored or stored[name].shape != shape for name, shape in tensor_shapes(block).items()):
@@ -148,7 +155,7 @@ class PlainFolder:
         return cls(path, facts, block, stored)
 
     def read(self, dtype: torch.dtype, memory: EngineMemory) -> LoadedModel:
-        """The model, in memory of the engine."""
+        """Read the model into memory of the engine."""
         block = self.block
         check_tokenizer_fits(self.path, block.vocab)
         tensors = memory.place(tensor_shapes(block), dtype, together(block))
@@ -156,42 +163,24 @@ class PlainFolder:
         if block.tied:
             tensors["lm_head.weight"] = tensors[EMBEDDING]
         weights = NamedWeights(tensors)
+        ends = ids_in(self.facts.get("eos_token_id", _END_UNLESS_SAID.get(str(self.facts.get("model_type")))))
+        file = Path(self.path) / "generation_config.json"
+        if file.is_file():
+            given = json.loads(file.read_text())
+            ends |= ids_in(given.get("eos_token_id") if isinstance(given, dict) else None)
         return LoadedModel(
             weights,
             self.facts,
             block,
             OwnNames(weights),
-            _eos_ids(self.path, self.facts),
+            ends,
             lambda ids: PlainModel(block, weights.state_dict()).logits(ids),
             lambda table: FusedRunner(weights, block, table),
         )
 
 
-def _plain_block(facts: Mapping[str, Any], trust_remote_code: bool) -> Block | None:
-    """What the fused kernels compute, of a config with nothing else to it."""
-    runs_own_code = trust_remote_code and "auto_map" in facts and facts.get("model_type") not in SAME_CODE
-    if runs_own_code or quantization(dict(facts)) or "text_config" in facts:
-        return None
-    if not isinstance(facts.get("max_position_embeddings"), int):
-        return None
-    try:
-        return block_of(facts)
-    except (NotFused, KeyError, TypeError, ValueError):
-        return None
-
-
-def _eos_ids(folder: str, facts: Mapping[str, Any]) -> frozenset[int]:
-    model_type = str(facts.get("model_type"))
-    found = ids_in(facts.get("eos_token_id", _END_UNLESS_SAID.get(model_type)))
-    file = Path(folder) / "generation_config.json"
-    if file.is_file():
-        given = json.loads(file.read_text())
-        found |= ids_in(given.get("eos_token_id") if isinstance(given, dict) else None)
-    return found
-
-
 def ids_in(value: object) -> frozenset[int]:
-    """Token ids that a config gives as one, as a list, or not at all."""
+    """Parse token ids that a config gives as one id, as a list, or not at all."""
     if value is None:
         return frozenset()
     return frozenset(value) if isinstance(value, list | tuple) else frozenset({int(value)})  # type: ignore[call-overload]
@@ -206,7 +195,7 @@ def through_transformers(
     trust_remote_code: bool,
     fused_kernels: bool,
 ) -> LoadedModel:
-    """Any model that transformers loads."""
+    """Load any model that transformers supports."""
     from transformers.utils.logging import disable_progress_bar
 
     from slime.models.loading import load_causal_lm
@@ -223,7 +212,7 @@ def through_transformers(
     block = fused_block(facts, model) if device == "cuda" and fused_kernels else None
     if memory is not None:
         memory.adopt(model, () if block is None else together(block))
-        model.to(device)  # what is no parameter
+        model.to(device)  # the buffers; the parameters are there already
     ends = ids_in(facts.get("eos_token_id")) | ids_in(getattr(model.generation_config, "eos_token_id", None))
     return LoadedModel(
         model,
@@ -237,7 +226,7 @@ def through_transformers(
 
 
 class LoadedEngine:
-    """Model, scheduler and steps of one engine; `load` makes all of them."""
+    """Model, scheduler and step executor of one engine; `load` makes all of them."""
 
     memory: EngineMemory | None
     vocab_size: int
@@ -254,7 +243,7 @@ class LoadedEngine:
         return self.steps.version
 
     def load(self, device: str) -> None:
-        """Load the model and make room for keys and values; slow, called once."""
+        """Load the model and allocate its KV cache; slow, called once."""
         o = self.options
         name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
         log.info("computing in %s on %s: %s", name, device, reason)
@@ -267,7 +256,7 @@ class LoadedEngine:
             plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
         with self._phase("device"):
             self.memory = EngineMemory.on(torch.device(device))
-        compiling = [] if plain is None else self._compile(plain, dtype)  # the device is there for all threads now
+        compiling = [] if plain is None else self._compile(plain, dtype)  # after the device was initialised
         with self._phase("weights"):
             if plain is not None and self.memory is not None:
                 model = plain.read(dtype, self.memory)
@@ -278,7 +267,7 @@ class LoadedEngine:
         except WrongNumbers as wrong:
             if self.model.block is None:
                 raise
-            log.error("the fused kernels are not used, transformers' own code computes the model: %s", wrong)
+            log.error("transformers' own code computes the model, since the fused kernels failed a check: %s", wrong)
             if self.memory is not None:
                 self.memory.release_weights(keep=False)
                 self.memory.release_cache()
@@ -294,7 +283,7 @@ class LoadedEngine:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
 
     def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> list[threading.Thread]:
-        """Compile the kernels of the model while its weights are read; whoever uses one first compiles it otherwise."""
+        """Start threads that compile the model's kernels while its weights are read, not when they are first used."""
         from slime.engine.embedded.fused.model import compile_kernels
         from slime.engine.embedded.sampling.sampler import KernelDraw
 
@@ -368,10 +357,10 @@ class LoadedEngine:
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
         if draw is not None:
-            draw.prepare_aside()  # now that nothing else waits for the interpreter
+            draw.prepare_aside()  # last, when nothing else needs the interpreter
 
     def _allocate_cache(self, least: int) -> None:
-        """Room for the cache's tokens, and for `least` that the check at the start writes to."""
+        """Allocate slots for the capacity, or for the `least` slots that the check at the start writes to."""
         slots = max(self.capacity, least)
         try:
             self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
@@ -382,8 +371,8 @@ class LoadedEngine:
                 "GPU: lower --max-total-tokens (--engine-max-total-tokens in a run), or free memory on it"
             ) from error
 
-    def _longest(self, facts: Mapping[str, Any]) -> int:
-        """The longest sequence that the model and the options allow."""
+    def _longest(self, facts: JsonMapping) -> int:
+        """Return the length of the longest sequence that the model and the options allow."""
         asked, ends = self.options.context_length, exact_until(facts)
         longest: int = asked or facts["max_position_embeddings"]
         if ends is None or longest <= ends[0]:
@@ -392,15 +381,15 @@ class LoadedEngine:
         reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
         if asked is not None:
             raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
-        log.warning("%s: the context ends there", reason)
+        log.warning("%s: the context length is limited to that", reason)
         return limit
 
     def _fresh_cache(self) -> KVCache:
-        shares = self.options.share_prefixes and not self.runner.states  # a state cannot be cut at a prefix
+        shares = self.options.share_prefixes and not self.runner.states  # recurrent states cannot be split at a prefix
         return KVCache(self.capacity, share_prefixes=shares)
 
     def _prepare_cuda(self) -> KernelDraw:
-        """Bodies and graphs; what draws from their logits, with the kernels of plain draws alone."""
+        """Prepare the model's body and capture CUDA graphs; returns the sampler, with kernels for plain draws only."""
         from slime.engine.embedded.model.cuda_graphs import CudaDecoder
         from slime.engine.embedded.sampling.sampler import KernelDraw
 

@@ -1,7 +1,9 @@
-"""The engine's device memory, which a trainer on the same GPU gets while the engine has nothing to do.
+"""The engine's device memory, which is released while a trainer on the same GPU needs it, and its KV cache budget.
 
-Invariant: weights and KV cache stay at their addresses while their memory is away, so graphs and compiled code are made
-once. Nothing reads or writes them in the meantime; what comes back is empty, unless a copy was kept.
+Invariant: weights and KV cache keep their addresses while their memory is released, so graphs and compiled code are
+made once. Nothing reads or writes them during that time; restored memory is empty unless a copy was kept. The KV cache
+takes at most --mem-fraction of the memory that is free after loading the weights, and leaves what the steps themselves
+need: graphs, activations of the longest extend step, logits.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,38 +22,42 @@ from slime.engine.embedded.errors import Conflict
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping
 
 log = logging.getLogger(__name__)
 
+_CPU_KV_BYTES = 2 << 30
+_LOGITS_KEPT = 8  # fp32 logits of a whole batch that graphs of all sizes and sampling take together
+
 
 class EngineMemory:
-    """The two regions of one model on a GPU: its parameters, and what it keeps of running sequences."""
+    """The two memory regions of one model on a GPU: its parameters, and the cache of its running sequences."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights = DeviceRegion(device)
         self._cache = DeviceRegion(device)
-        self._kept: torch.Tensor | None = None  # the weights on the host, while they are away
-        self._backup: torch.Tensor | None = None  # room for that, made once
+        self._kept: torch.Tensor | None = None  # the weights on the host, while they are released
+        self._backup: torch.Tensor | None = None  # the buffer for it, allocated once
 
     @classmethod
     def on(cls, device: torch.device) -> EngineMemory | None:
-        """None where the driver has no such memory: it is then torch's, and graphs are captured anew each time."""
+        """Create it; None where the driver lacks such memory: then torch owns it, and graphs are captured each time."""
         if device.type != "cuda":
             return None
         try:
             return cls(device)
         except CudaRefused as reason:
-            log.warning("memory that is released comes back at other addresses, so graphs are made anew: %s", reason)
+            log.warning("restored memory has new addresses, so CUDA graphs are captured again each time: %s", reason)
             return None
 
     # the weights
 
     @torch.no_grad()
     def adopt(self, model: nn.Module, together: Iterable[SequenceOf[str]] = ()) -> None:
-        """Move all parameters here, wherever they are; those that share memory go on sharing it.
+        """Move all parameters into this memory, from any device; those that share memory still share it afterwards.
 
-        Parameters that are named `together` come to lie one behind the other.
+        The parameters of each group in `together` become contiguous.
         """
         own = dict(model.named_parameters(remove_duplicate=False))
         groups = [[own[name] for name in names] for names in together]
@@ -75,7 +80,7 @@ class EngineMemory:
     def place(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, together: Iterable[SequenceOf[str]] = ()
     ) -> dict[str, torch.Tensor]:
-        """Room for tensors of one dtype, to be filled; those named `together` lie one behind the other."""
+        """Allocate tensors of one dtype, without values; those of each group in `together` are contiguous."""
         groups = [list(names) for names in together]
         grouped = {name for names in groups for name in names}
         groups += [[name] for name in shapes if name not in grouped]
@@ -90,7 +95,7 @@ class EngineMemory:
         return placed
 
     def release_weights(self, *, keep: bool) -> None:
-        """Give their memory back; `keep`: with a copy on the host, from which they come back."""
+        """Release the memory of the weights; with `keep`, a copy on the host restores them later."""
         if keep:
             held = self._weights.contents()
             if self._backup is None:
@@ -99,7 +104,7 @@ class EngineMemory:
         self._weights.release()
 
     def restore_weights(self) -> None:
-        """Take memory for them again; they are what they were only if a copy was kept."""
+        """Allocate their memory again; their values are restored only if a copy was kept."""
         self._take_back(self._weights, "weights")
         if self._kept is not None:
             self._weights.contents().copy_(self._kept)
@@ -108,14 +113,14 @@ class EngineMemory:
     # the KV cache
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the cache."""
+        """Allocate a tensor of the cache."""
         return self._cache.empty(shape, dtype).zero_()
 
     def release_cache(self) -> None:
         self._cache.release()
 
     def restore_cache(self) -> None:
-        """An empty one."""
+        """Allocate the memory of the cache again, with zeros."""
         self._take_back(self._cache, "KV cache")
         self._cache.contents().zero_()
 
@@ -126,13 +131,13 @@ class EngineMemory:
             free, needed = torch.cuda.mem_get_info(self._device)[0], region.range.full_bytes
             raise Conflict(
                 f"there is no memory for the {what}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are "
-                f"free on this GPU ({reason}); have the trainer let go of its own first, or lower --mem-fraction"
+                f"free on this GPU ({reason}). Release the trainer's memory first, or lower --mem-fraction"
             ) from reason
 
 
 @torch.no_grad()
 def lay_together(model: nn.Module, together: Iterable[SequenceOf[str]]) -> None:
-    """The same where memory is torch's own: parameters of a group come to lie one behind the other."""
+    """Make the parameters of each group contiguous, in torch's own memory (without `EngineMemory`)."""
     own = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
     _move_together(
@@ -148,26 +153,24 @@ def _move_together(groups: list[list[nn.Parameter]], room: Callable[[int], torch
             parameter.data = part.view(parameter.dtype).view(parameter.shape).copy_(parameter)
 
 
-# How many tokens the KV cache has room for.
-#
-# Invariant: what is given to the cache is no more than --mem-fraction of the memory that is free when the weights are
-# there, and leaves as much as the steps themselves need: graphs, activations of the longest extend step, logits.
-
-_CPU_KV_BYTES = 2 << 30
-_LOGITS_KEPT = 8  # fp32 logits of a whole batch that graphs of all sizes and drawing take together
-
-
-def affordable_slots(runner: ModelRunner, options: EngineOptions, facts: Mapping[str, Any], context_len: int) -> int:
-    """As many as the memory has room for, and never more than all running requests can fill.
+def affordable_slots(runner: ModelRunner, options: EngineOptions, facts: JsonMapping, context_len: int) -> int:
+    """Return the number of KV slots that the memory has room for, at most what all running requests can fill.
 
     `facts` is the text model's config.
     """
-    budget, reason = _budget(runner, options, facts)
+    if runner.cuda:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        kept = step_bytes(runner.dtype, options, facts)
+        budget = min(int(free * options.mem_fraction), free - kept)
+        reason = f" in addition to the {kept / 2**30:.1f} GiB that steps need"
+    else:
+        budget, reason = int(_available_ram() * options.mem_fraction), ""
     states = runner.states.total_bytes(runner.dtype)
     if states and states > budget:
         raise UserError(
-            f"the states of {options.max_running_requests} running requests take {states / 2**30:.1f} GiB, "
-            f"and there are {max(budget, 0) / 2**30:.1f}{reason}: lower --max-running-requests, or raise --mem-fraction"
+            f"the states of {options.max_running_requests} running requests take {states / 2**30:.1f} GiB, and "
+            f"{max(budget, 0) / 2**30:.1f} are available{reason}: lower --max-running-requests, or raise --mem-fraction"
         )
     budget = budget - states if runner.cuda else min(budget - states, _CPU_KV_BYTES)
     if runner.cuda and budget < runner.kv_bytes_per_token():
@@ -179,18 +182,8 @@ def affordable_slots(runner: ModelRunner, options: EngineOptions, facts: Mapping
     return max(1, min(wanted, budget // runner.kv_bytes_per_token()))
 
 
-def _budget(runner: ModelRunner, options: EngineOptions, facts: Mapping[str, Any]) -> tuple[int, str]:
-    """Bytes, and what else was taken away from them."""
-    if not runner.cuda:
-        return int(_available_ram() * options.mem_fraction), ""
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    kept = step_bytes(runner.dtype, options, facts)
-    return min(int(free * options.mem_fraction), free - kept), f", beside {kept / 2**30:.1f} GiB that steps need"
-
-
-def step_bytes(dtype: torch.dtype, options: EngineOptions, facts: Mapping[str, Any]) -> int:
-    """What computing takes at most, by the model's shape: an extend step's activations, and logits."""
+def step_bytes(dtype: torch.dtype, options: EngineOptions, facts: JsonMapping) -> int:
+    """Return an upper limit of the bytes that steps need: activations of an extend step, and logits."""
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     inner = max(facts.get("intermediate_size") or 0, 4 * hidden)
     wide = heads * (facts.get("head_dim") or hidden // heads)

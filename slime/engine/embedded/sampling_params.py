@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler: SGLang's names, defaults and limits, checked once at the door."""
+"""The sampling parameters of a request, with SGLang's names, defaults and limits; checked once, on arrival."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from slime.engine.embedded.errors import BadRequest, LeftOut, is_neutral, shown
+from slime.storage.json_types import JsonMapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class SamplingParams:
     n: int = 1
     sampling_seed: int | None = None
     stream_interval: int | None = None
-    custom_params: Mapping[str, Any] | None = field(default=None, compare=False)
+    custom_params: JsonMapping | None = field(default=None, compare=False)
 
     @property
     def greedy(self) -> bool:
@@ -38,7 +39,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Only temperature matters (or the arg-max): the fast path of the sampler."""
+        """True if only the temperature (or the arg-max) matters: the fast path of the sampler."""
         return self.greedy_or_full_support and not self.edits_logits
 
     @property
@@ -58,14 +59,14 @@ class SamplingParams:
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
 _WITHOUT_EFFECT = {"custom_params", "spaces_between_special_tokens"}
-"""What custom processors read, how slow tokenizers write: neither tokens nor log-probs change."""
+"""Fields for custom logit processors and slow tokenizers, which change neither tokens nor log-probs here."""
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
 _INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed", "stream_interval"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}
-_LARGEST = 3e38  # float32 goes on a little further
-_LARGEST_BIAS = 1e30  # divided by the smallest temperature it is still a number
-_GREEDY_BELOW = 1e-6  # as SGLang has it: a temperature below is the arg-max
+_LARGEST = 3e38  # slightly below the largest float32
+_LARGEST_BIAS = 1e30  # finite when divided by the smallest temperature
+_GREEDY_BELOW = 1e-6  # as in SGLang, a lower temperature means the arg-max
 _RANGES = {
     "temperature": (0.0, _LARGEST),
     "top_p": (0.0, 1.0),
@@ -82,9 +83,9 @@ _RANGES = {
 
 
 def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | None = None) -> SamplingParams:
-    """Check a request's `sampling_params`; raises `BadRequest` with the offending name and value.
+    """Parse a request's `sampling_params`; raises `BadRequest` with the invalid name and value.
 
-    Names that are not known here are left out where they ask for nothing, or for nothing that changes a token.
+    Unknown names are ignored, and noted in `left_out`, if their value is neutral or changes no token.
     """
     if raw is None:
         return SamplingParams()
@@ -104,10 +105,10 @@ def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | N
     if params.min_new_tokens > params.max_new_tokens:
         raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
     if params.top_p == 0.0:
-        raise BadRequest("top_p must lie in (0, 1]")
+        raise BadRequest("top_p must be in (0, 1]")
     stops = params.stop_token_ids
     if params.min_new_tokens and len(stops) >= vocab_size and stops >= set(range(vocab_size)):
-        raise BadRequest("min_new_tokens asks for tokens, but stop_token_ids has every token of the vocabulary")
+        raise BadRequest("min_new_tokens requires tokens, but stop_token_ids has every token of the vocabulary")
     return replace(params, temperature=0.0) if params.temperature < _GREEDY_BELOW else params
 
 
@@ -117,7 +118,14 @@ def _checked(name: str, value: Any, vocab_size: int) -> Any:
             raise BadRequest(f"{name} must be true or false, not {shown(value)}", name)
         return value
     if name in _INTS or name in _FLOATS:
-        return _number(name, value)
+        wanted = int if name in _INTS else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            kind = "an integer" if name in _INTS else "a number"
+            raise BadRequest(f"{name} must be {kind}, not {shown(value)}", name)
+        low, high = _RANGES.get(name, (float("-inf"), float("inf")))
+        if not low <= value <= high:
+            raise BadRequest(f"{name} must be between {low} and {high}, not {shown(value)}", name)
+        return value
     if name == "stop":
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
@@ -134,25 +142,12 @@ def _checked(name: str, value: Any, vocab_size: int) -> Any:
         if not isinstance(value, Mapping):
             raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(value)}", name)
         for key, bias in value.items():
-            number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            if not _is_token_id(str(key), vocab_size) or not number or not abs(bias) <= _LARGEST_BIAS:
+            text, number = str(key), isinstance(bias, int | float) and not isinstance(bias, bool)
+            is_token = text.isascii() and text.isdecimal() and len(text) < 12 and int(text) < vocab_size
+            if not is_token or not number or not abs(bias) <= _LARGEST_BIAS:
                 raise BadRequest(
                     f"logit_bias entry {shown(key)}: {shown(bias)} is not a token id below {vocab_size} and a number "
                     f"up to {_LARGEST_BIAS:g}",
                     name,
                 )
-    return value
-
-
-def _is_token_id(text: str, vocab_size: int) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 12 and int(text) < vocab_size
-
-
-def _number(name: str, value: Any) -> int | float:
-    wanted = int if name in _INTS else (int, float)
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        raise BadRequest(f"{name} must be {'an integer' if name in _INTS else 'a number'}, not {shown(value)}", name)
-    low, high = _RANGES.get(name, (float("-inf"), float("inf")))
-    if not low <= value <= high:
-        raise BadRequest(f"{name} must lie between {low} and {high}, not {shown(value)}", name)
     return value

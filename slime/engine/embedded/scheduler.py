@@ -1,11 +1,12 @@
-"""Which sequences run next.
+"""Decides which sequences run in the next step.
 
 Every step is either an extend step (prompt tokens of waiting sequences, at most `chunk` of them, long prompts in
-pieces) or a decode step (one token for each running sequence). On a CPU extend steps go first, so that decode steps are
-as wide as they can be; where steps are launched ahead they take turns (`Turns`). A sequence whose prompt shares a
-prefix with one that is being computed waits for that one, so that the n samples of a prompt compute it once. A sequence
-begins only when there are slots for its tokens and for what it and the others are expected to grow by. When the slots
-run out all the same, the youngest running sequences give theirs back and start over from their tokens.
+pieces) or a decode step (one token for each running sequence). On a CPU extend steps come first, so that decode steps
+are as wide as possible; where steps are launched ahead the two kinds alternate (`Turns`). A sequence whose prompt
+shares a prefix with one that is being computed waits for that one, so that the n samples of a prompt compute it once. A
+sequence begins only when there are slots for its tokens and for the expected growth of all sequences. If the slots run
+out nevertheless, the youngest running sequences are retracted: they release their slots and start over from their
+tokens.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from slime.engine.embedded.kv_cache import KVCache
+from slime.engine.embedded.kv_cache import KVCache, _common
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.tokenizer import TextStream
-
-# One sequence in the engine: its tokens, where it stands, and who waits for it.
-#
-# Invariant: `logprobs` is as long as `output_ids`; the first `computed` of `tokens` have their keys and values in the
-# slots of the table row `row`; a finished sequence has a `finish` and no row.
+from slime.storage.json_types import JsonObject
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
+    """A sequence in the engine: its tokens, its state, and the callback that reports its progress.
+
+    Invariant: `logprobs` is as long as `output_ids`; the first `computed` of `tokens` have their keys and values in the
+    slots of the table row `row`; a finished sequence has a `finish` and no row.
+    """
+
     rid: str
     prompt_ids: list[int]
     params: SamplingParams
@@ -37,34 +39,32 @@ class Sequence:
     max_new_tokens: int
     notify: Callable[[Sequence], object]
     choice: int = 0
-    seed: int = 0  # 64 bits: what its draws depend on
+    seed: int = 0  # 64 bits; determines its random draws
     stream: bool = False
-    text: TextStream | None = None  # only where someone reads text before the end: streams and stop strings
+    text: TextStream | None = None  # only where text is needed before the end: streams and stop strings
     logprob_start: int | None = None
     top_logprobs: int = 0
-    routed_from: int | None = None  # the first position whose experts were asked for
+    routed_from: int | None = None  # the first position whose experts are requested
     # state
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float | None] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
-    routed: list[np.ndarray] = field(
-        default_factory=list
-    )  # experts of the first positions, as they were first computed
+    routed: list[np.ndarray] = field(default_factory=list)  # experts of the first positions, when first computed
     row: int = -1
     computed: int = 0
     ahead: int = 0  # tokens that were launched and not read yet
     cached_tokens: int = 0
-    kv_version: str | None = None  # weights that computed the slots; None once they are mixed
+    kv_version: str | None = None  # weights that computed the slots; None if several versions did
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token under it)
-    finish: dict[str, Any] | None = None
+    finish: JsonObject | None = None
     arrived: float = field(default_factory=time.perf_counter)
     finished: float | None = None
-    plain: bool = field(init=False)  # only temperature matters to its draws
+    plain: bool = field(init=False)  # its draws depend on the temperature only
     _prompt: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._prompt = np.array(self.prompt_ids, dtype=np.int64)  # once: prompts are long, and looked at often
+        self._prompt = np.array(self.prompt_ids, dtype=np.int64)  # once: prompts are long and read often
         self.plain = self.params.plain and not self.top_logprobs
 
     @property
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def array(self) -> np.ndarray:
-        """`tokens`; not to be written to."""
+        """`tokens` as a read-only array."""
         return np.concatenate([self._prompt, self.output_ids]) if self.output_ids else self._prompt
 
     @property
@@ -82,13 +82,13 @@ class Sequence:
 
     @property
     def wants_more(self) -> bool:
-        """Whether it needs another token, as far as is known, when those are read that were launched."""
+        """True if it needs more tokens than those launched, unless one of these turns out to end it."""
         return self.finish is None and len(self.output_ids) + self.ahead < self.max_new_tokens
 
     def append(self, token: int, logprob: float, version: str) -> None:
-        """Take a sampled token and decide whether the sequence is finished; ValueError when there was none to draw."""
+        """Append a sampled token and finish the sequence if it ends there; ValueError if the logits were NaN."""
         if logprob != logprob:
-            raise ValueError("its logits are not numbers, so that no token could be drawn: look at the weights")
+            raise ValueError("its logits are not numbers, so no token could be sampled: check the weights")
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.output_ids)))
         self.output_ids.append(token)
@@ -100,18 +100,18 @@ class Sequence:
         elif len(self.output_ids) >= self.max_new_tokens:
             self.end({"type": "length", "length": len(self.output_ids)})
 
-    def end(self, reason: dict[str, Any]) -> None:
+    def end(self, reason: JsonObject) -> None:
         self.finish = reason
         self.finished = time.perf_counter()
 
 
-_KEY = 16  # prompts whose first tokens agree are compared further
+_KEY = 16  # only prompts whose first 16 tokens agree are compared
 _WORTH_WAITING = 8  # shared tokens for which a sequence waits for another's prefill
 
 
 @dataclass
 class Extend:
-    """Tokens `start:end` of `sequence` are computed in this step; `slots` were taken for them."""
+    """A piece of an extend step: it computes tokens `start:end` of `sequence` into `slots`."""
 
     sequence: Sequence
     start: int
@@ -126,18 +126,18 @@ class Extend:
 
 @dataclass
 class GrowthEstimate:
-    """Which share of the tokens it may still generate a sequence is expected to: SGLang's `new_token_ratio`.
+    """The expected share of the tokens that a sequence may still generate: SGLang's `new_token_ratio`.
 
-    It begins high, sinks with every decode step that finds room, and is set anew by what the sequences have generated
-    when some had to give their slots back.
+    It starts high, decreases with every decode step that finds slots, and is estimated from the generated tokens again
+    when sequences were retracted.
     """
 
     share: float = 0.7
     lowest: float = 0.098
     highest: float = 1.0
     sinks_in: int = 200  # steps from the first share to the lowest; SGLang's 600 leave more slots idle
-    spare_steps: int = 20  # decode steps that there is room for after sequences gave their slots back
-    counted: int = 4096  # tokens of a sequence that are looked ahead at most
+    spare_steps: int = 20  # decode steps that the free slots suffice for after sequences were retracted
+    counted: int = 4096  # upper limit of the tokens that are expected of one sequence
 
     def __post_init__(self) -> None:
         self._step = (self.share - self.lowest) / self.sinks_in
@@ -156,53 +156,46 @@ class GrowthEstimate:
 
 @dataclass
 class Turns:
-    """Whose turn it is where prompts are computed between the decode steps of others.
+    """Alternates extend steps and decode steps where steps are launched ahead.
 
-    Between two decode steps there is at most one extend step, of few prompt tokens. Newcomers are let in some at a
-    time, so that many small extend steps do not break decoding up; one that comes alone waits for nobody. Only when
-    more find a row than decode they go first, as long as they fill their extend steps: a batch that begins so decodes
-    together to its end.
+    Between two decode steps there is at most one extend step, of few prompt tokens. Waiting sequences are admitted in
+    groups, so that many small extend steps do not interrupt decoding; while less than half of the rows decode, a
+    sequence is admitted at once. Only when more sequences enter than decode (a crowd), extend steps come first, as long
+    as they are full: a batch that begins so decodes together to its end.
     """
 
     mixed_tokens: int = 2048
-    rows: int = 16  # so many newcomers at once are let in
-    steps: int = 12  # or those there are, so many decode steps after the last ones
-    crowd_steps: int = 8  # extend steps of a crowd that those who decode wait for
-    _decoded: int = 0  # steps since the last extend step
-    _extended: int = 0  # steps since the last decode step
-    _last_tokens: int = 0  # of the last extend step
+    rows: int = 16  # waiting sequences that are admitted as one group
+    steps: int = 12  # decode steps after which a smaller group is admitted too
+    crowd_steps: int = 8  # consecutive extend steps of a crowd while other sequences decode
+    _decoded: int = 0  # decode steps since the last extend step
+    _extended: int = 0  # extend steps since the last decode step
+    _last_tokens: int = 0  # prompt tokens of the last extend step
     _is_crowded: bool = False
-    _was_refused: bool = False  # nobody found room, and nobody has left since
+    _was_refused: bool = False  # no sequence found slots, and none has left since
 
     def prompt_tokens(self, s: Scheduler, decoding: int, *, mixes: bool) -> int:
-        """Of the next step at most; 0: it is the turn of those who decode."""
-        is_first = self._goes_first(s, decoding)
+        """Return the largest number of prompt tokens in the next step; 0 for a decode step."""
+        entering = len(s.prefilling) + min(len(s.waiting), s.free_rows)
+        # A crowd lasts until all of its sequences have entered.
+        self._is_crowded = entering > 0 and not self._was_refused and (self._is_crowded or entering > decoding)
+        fills_its_steps = self._extended < self.crowd_steps and self._last_tokens >= self.mixed_tokens
+        crowd_is_first = self._is_crowded and (self._extended == 0 or fills_its_steps)
         if not (s.waiting or s.prefilling):
             return 0
-        if not mixes or decoding == 0 or is_first:
+        if not mixes or decoding == 0 or crowd_is_first:
             return s.chunk
-        if self._decoded == 0 or not (s.prefilling or self._lets_in(s, decoding)):
+        is_group = decoding < s.max_running // 2 or min(len(s.waiting), s.free_rows) >= self.rows
+        admits = self._decoded >= self.steps or (not self._was_refused and is_group)
+        if self._decoded == 0 or not (s.prefilling or admits):
             return 0
         return self.mixed_tokens
 
-    def _goes_first(self, s: Scheduler, decoding: int) -> bool:
-        """Whether a crowd does: more find a row than decode, or did, and not all of them are through."""
-        entering = len(s.prefilling) + min(len(s.waiting), s.free_rows)
-        self._is_crowded = entering > 0 and not self._was_refused and (self._is_crowded or entering > decoding)
-        is_on_its_way = self._extended < self.crowd_steps and self._last_tokens >= self.mixed_tokens
-        return self._is_crowded and (self._extended == 0 or is_on_its_way)
-
-    def _lets_in(self, s: Scheduler, decoding: int) -> bool:
-        if self._decoded >= self.steps:
-            return True
-        return not self._was_refused and (
-            decoding < s.max_running // 2 or min(len(s.waiting), s.free_rows) >= self.rows
-        )
-
     def extended(self, tokens: int) -> None:
-        """An extend step of so many was launched; none: it would have been, and nobody found room.
+        """Record an extend step with that many prompt tokens; 0: there was none since no sequence found slots.
 
-        Right behind another that says little: whoever shares a prompt with that one waits for its end.
+        Directly after another extend step, 0 does not mean that slots are missing: sequences that share its prompts
+        wait for its end.
         """
         self._decoded, self._last_tokens = 0, tokens
         if tokens:
@@ -220,7 +213,7 @@ class Turns:
 
 
 class WaitingQueue:
-    """Sequences in the order in which they begin; one that leaves takes constant time, wherever it stands."""
+    """Sequences in the order in which they begin; removing one takes constant time at any position."""
 
     def __init__(self) -> None:
         self._members: OrderedDict[Sequence, None] = OrderedDict()
@@ -246,6 +239,8 @@ class WaitingQueue:
 
 
 class Scheduler:
+    """The sequences in the engine, by state, with their rows in the slot table; allocates their KV slots."""
+
     def __init__(
         self,
         cache: KVCache,
@@ -264,13 +259,13 @@ class Scheduler:
         self.reset(cache)
 
     def reset(self, cache: KVCache) -> None:
-        """Nobody is here, and all slots of `cache` are free."""
+        """Start without sequences, with all slots of `cache` free."""
         self.cache = cache
         self.waiting = WaitingQueue()
         self._by_rid: dict[str, dict[Sequence, None]] = {}
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._unshared: list[Sequence] = []  # they run, and others will share their prompts
+        self._unshared: list[Sequence] = []  # running sequences whose prompts are not in the prefix tree yet
         self._rows = list(range(self.max_running - 1, -1, -1))
 
     @property
@@ -281,13 +276,13 @@ class Scheduler:
         return [*self.running, *self.prefilling, *self.waiting]
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Newcomers, behind all who wait."""
+        """Append new sequences to the waiting queue."""
         for seq in sequences:
             self.waiting.append(seq)
             self._by_rid.setdefault(seq.rid, {})[seq] = None
 
     def of_request(self, rid: str) -> list[Sequence]:
-        """The sequences of a request that are here."""
+        """Return the sequences of a request that are in the engine."""
         return list(self._by_rid.get(rid, ()))
 
     @property
@@ -300,14 +295,16 @@ class Scheduler:
     # extend
 
     def next_extends(self, version: str, budget: int | None = None) -> list[Extend]:
-        """Pieces of prompts for one extend step of `budget` tokens (or `chunk`); empty when there is no room."""
+        """Return the pieces of one extend step of `budget` tokens (or `chunk`); empty if there are no slots for it."""
         budget = self.chunk if budget is None else min(budget, self.chunk)
         extends: list[Extend] = []
         for seq in self.prefilling:
             budget -= self._extend(seq, budget, extends)
-        in_flight = self._in_flight_prompts()
+        in_flight: dict[tuple[int, ...], list[np.ndarray]] = {}  # prompts being computed, by their first tokens
+        for seq in [*self.prefilling, *self._unshared]:
+            in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
         skipped: list[Sequence] = []
-        awaited: set[tuple[int, ...]] = set()  # prompts of those who wait for another's
+        awaited: set[tuple[int, ...]] = set()  # prompts of sequences that wait for another's prefill
         room = self._expected_room()
         while self.waiting and budget > 0 and self._rows:
             seq = self.waiting.popleft()
@@ -318,7 +315,7 @@ class Scheduler:
             self._begin(seq, version)
             wanted = unused - self.cache.available + seq.length - seq.computed + self.growth.of(seq)
             used = self._extend(seq, budget, extends) if wanted <= room else 0
-            if used == 0:  # no slots: back to the queue
+            if used == 0:  # no slots: return to the queue
                 self._give_back(seq)
                 self.waiting.appendleft(seq)
                 break
@@ -330,34 +327,27 @@ class Scheduler:
             self.waiting.appendleft(seq)
         return extends
 
-    def _in_flight_prompts(self) -> dict[tuple[int, ...], list[np.ndarray]]:
-        found: dict[tuple[int, ...], list[np.ndarray]] = {}
-        for seq in [*self.prefilling, *self._unshared]:
-            found.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
-        return found
-
     def _better_wait(
         self, seq: Sequence, in_flight: dict[tuple[int, ...], list[np.ndarray]], awaited: set[tuple[int, ...]]
     ) -> bool:
+        """True if `seq` should wait until a prompt in flight is computed, to share enough of its prefix."""
         rivals = in_flight.get(tuple(seq.prompt_ids[:_KEY]))
         if not rivals or not self.cache.shares or seq.logprob_start is not None:
             return False
         whole = tuple(seq.prompt_ids)
         if not seq.output_ids and whole in awaited:
             return True
-        if not self._shares_enough(seq, rivals):
+        tokens = seq.array[:-1]
+        known = len(self.cache.tree.match(tokens))
+        shared = max(_common(tokens, other) for other in rivals)
+        if shared - known < min(_WORTH_WAITING, max(len(tokens) - known, 1)):
             return False
         if not seq.output_ids:
             awaited.add(whole)
         return True
 
-    def _shares_enough(self, seq: Sequence, rivals: list[np.ndarray]) -> bool:
-        tokens = seq.array[:-1]
-        known = len(self.cache.tree.match(tokens))
-        shared = max(_common(tokens, other) for other in rivals)
-        return shared - known >= min(_WORTH_WAITING, max(len(tokens) - known, 1))
-
     def _begin(self, seq: Sequence, version: str) -> None:
+        """Give a sequence a row, and the slots of its longest cached prefix."""
         seq.row = self._rows.pop()
         tokens = seq.array
         reusable = tokens if seq.logprob_start is None else tokens[: seq.logprob_start + 1]
@@ -369,7 +359,7 @@ class Scheduler:
         self.table[seq.row, : len(slots)] = slots
 
     def _expected_room(self) -> float:
-        """Slots that are left when everybody who began has grown as expected; endless where nobody did."""
+        """Return the slots left after the expected growth of all begun sequences; infinite if there are none."""
         begun = [*self.running, *self.prefilling]
         wanted = sum(seq.length - seq.computed + self.growth.of(seq) for seq in begun)
         return self.cache.available - wanted if begun else float("inf")
@@ -385,40 +375,43 @@ class Scheduler:
         return count
 
     def prefilled(self, seq: Sequence) -> None:
-        """All tokens of `seq` are computed, or will be when the next step is: it decodes."""
+        """Move `seq` to the running sequences: all of its tokens are computed, or will be after the launched step."""
         self.prefilling.remove(seq)
         self.running.append(seq)
         self._unshared.append(seq)
 
     def share(self, seq: Sequence) -> None:
-        """What `prefilled` promised has come: others may share it, unless the weights changed meanwhile."""
+        """Add the prompt of a `prefilled` sequence, which is computed now, to the prefix tree.
+
+        A prompt during which the weights changed is not shared.
+        """
         if seq in self._unshared:
             self._unshared.remove(seq)
         if seq.row >= 0 and seq.kv_version is not None:
             self.cache.remember(seq.array, self.slots_of(seq))
 
     def not_prefilled(self, seq: Sequence) -> None:
-        """It has not come."""
+        """Undo `prefilled`: the step was not computed."""
         self._unshared.remove(seq)
         self.running.remove(seq)
         self.prefilling.append(seq)
 
     def not_extended(self, extend: Extend) -> None:
-        """The last piece of a sequence was not computed: its slots are free again."""
+        """Undo the last piece of a sequence, which was not computed: release its slots."""
         extend.sequence.computed = extend.start
         self.cache.release(extend.slots)
 
     # decode
 
     def slots_for(self, count: int) -> np.ndarray | None:
-        """New slots for one decode step of so many, if there are."""
+        """Allocate slots for a decode step of `count` sequences; None if too few are free."""
         slots = self.cache.take(count)
         if slots is not None:
             self.growth.found_room()
         return slots
 
     def next_decode(self) -> np.ndarray | None:
-        """One new slot for every running sequence; sequences are retracted until they fit, with some steps to spare."""
+        """Allocate one slot for every running sequence; retracts sequences until the rest fits for some steps."""
         while self.running:
             slots = self.slots_for(len(self.running))
             if slots is not None:
@@ -432,14 +425,14 @@ class Scheduler:
     # leaving
 
     def retract(self, seq: Sequence) -> None:
-        """Take the slots away; the sequence starts over from its tokens when there is room."""
+        """Release the slots of a sequence; it starts over from its tokens when there are slots again."""
         self._leave_queues(seq)
         self._give_back(seq)
         self.waiting.appendleft(seq)
         self.retractions += 1
 
     def drop(self, seq: Sequence, *, version: str) -> None:
-        """A finished or aborted sequence leaves; what it computed under the present weights stays shareable."""
+        """Remove a finished or aborted sequence; prefixes that the current weights computed stay in the tree."""
         self.leave(seq)
         if seq.row >= 0:
             if seq.kv_version == version:
@@ -447,7 +440,7 @@ class Scheduler:
             self._give_back(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """It is in no queue any more; its slots are still its own."""
+        """Remove a sequence from all queues; it keeps its slots."""
         self._leave_queues(seq)
         same_request = self._by_rid.get(seq.rid, {})
         same_request.pop(seq, None)
@@ -456,9 +449,9 @@ class Scheduler:
 
     def _leave_queues(self, seq: Sequence) -> None:
         self.waiting.discard(seq)
-        for place in (self._unshared, self.running, self.prefilling):
-            if seq in place:
-                place.remove(seq)
+        for queue in (self._unshared, self.running, self.prefilling):
+            if seq in queue:
+                queue.remove(seq)
 
     def _give_back(self, seq: Sequence) -> None:
         slots = self.slots_of(seq)
@@ -466,9 +459,3 @@ class Scheduler:
         self.cache.release(slots)
         self._rows.append(seq.row)
         seq.row, seq.computed = -1, 0
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

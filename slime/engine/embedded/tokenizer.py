@@ -1,9 +1,13 @@
-"""Tokens to text and back without transformers, which takes longer to import than a model takes to load.
+"""Encodes and decodes text without transformers, whose import takes longer than loading a model.
 
-Invariant: `PlainTokenizer` gives what transformers' tokenizer of the same folder gives. Folders of which that is not
-certain (`plain_tokenizer` returns None) are left to transformers. It knows no chat templates: these are transformers'
-business (`ChatTokenizer`), which is imported for the first chat. Doing so at once, in another thread, would take the
+Invariant: `PlainTokenizer` returns what transformers' tokenizer of the same folder returns. Folders for which that is
+not certain (`plain_tokenizer` returns None) are left to transformers. Chat templates need transformers
+(`ChatTokenizer`), which is imported for the first chat: importing it at the start, in another thread, would take the
 interpreter from the steps of the first requests.
+
+`TextStream` decodes a growing sequence, for streams and stop strings. Invariant: what `take` returned, concatenated, is
+a prefix of the final text: an incomplete character is held back, and so is text that may be the beginning of a stop
+string. Stop strings are searched in the text of all tokens, special ones included; the match that begins first counts.
 """
 
 from __future__ import annotations
@@ -15,19 +19,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import Tokenizer
 
 from slime.data.chat_template import load_tokenizer
 from slime.engine.embedded.errors import BadRequest
+from slime.storage.json_types import JsonMapping, JsonObject
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 _READ_AS_THEY_ARE = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-"""Classes of transformers that take tokenizer.json as it is."""
+"""Classes of transformers that use tokenizer.json unchanged."""
 _QWEN = {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
-"""Those that build what follows around its vocabulary, whatever it says."""
+"""Classes that use its vocabulary only, with the following splits."""
 _QWEN_SPLITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -35,12 +43,29 @@ _ODD_WHERE_SET = ("add_prefix_space", "split_special_tokens", "auto_map", "fix_m
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBES = ("Hello, world!  It's 12+34 = 46?\n\n\tdef f(x):\n", "naïve café — 北京 😀 \u0301e", " <|im_end|>\r\n 's")
 
+_MOST_PENDING = 16  # tokens that may wait for an incomplete character
+_LONGEST_CHARACTER = 4  # bytes, and so tokens at most
+
+
+class EngineTokenizer(Protocol):
+    """The part of transformers' tokenizer interface that the engine uses."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def batch_decode(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
 
 class PlainTokenizer:
-    """The names and meanings of transformers' methods, as far as the engine uses them."""
+    """An `EngineTokenizer` over the `tokenizers` library."""
 
     def __init__(self, file: Path, eos_token: str | None) -> None:
-        self._own: Any = Tokenizer.from_file(str(file))
+        self._own = Tokenizer.from_file(str(file))
         self._own.no_truncation()
         self._own.no_padding()
         self.eos_token_id: int | None = None if eos_token is None else self._own.token_to_id(eos_token)
@@ -54,7 +79,7 @@ class PlainTokenizer:
         return text
 
     def batch_decode(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """On all cores, while other threads of Python go on."""
+        """Decode on all cores; other Python threads run at the same time."""
         texts: list[str] = self._own.decode_batch(lists, skip_special_tokens=skip_special_tokens)
         return texts
 
@@ -62,8 +87,8 @@ class PlainTokenizer:
         vocab: dict[str, int] = self._own.get_vocab(with_added_tokens=True)
         return vocab
 
-    def agrees_with(self, other: Any) -> bool:
-        """Whether another tokenizer makes the same of some texts that are hard to agree on."""
+    def agrees_with(self, other: PreTrainedTokenizerBase) -> bool:
+        """True if another tokenizer encodes and decodes some texts, which tokenizers often treat differently, alike."""
         for text in (*_PROBES, "".join(_PROBES)):
             ids = self.encode(text)
             if ids != list(other.encode(text)) or self.decode(ids) != other.decode(ids):
@@ -74,7 +99,7 @@ class PlainTokenizer:
 
 
 class NoTokenizer:
-    """In the place of a tokenizer with `--skip-tokenizer-init`: requests are token ids, and answers have no text."""
+    """The tokenizer of `--skip-tokenizer-init`: requests are token ids, and answers have no text."""
 
     eos_token_id: int | None = None
     chat_template: str | None = None
@@ -93,36 +118,36 @@ class NoTokenizer:
 
     @staticmethod
     def refusal(field: str) -> BadRequest:
-        """What a request is told that cannot be served."""
+        """Make the error for a request with a field that needs a tokenizer."""
         return BadRequest(f"{field} needs a tokenizer, and the engine has --skip-tokenizer-init: send input_ids", field)
 
 
 class ChatTokenizer:
-    """transformers' tokenizer of a folder, loaded when it is first asked for."""
+    """transformers' tokenizer of a folder, loaded on first use."""
 
     def __init__(self, folder: str, *, trust_remote_code: bool) -> None:
         self._folder = folder
         self._trust_remote_code = trust_remote_code
         self._loading = threading.Lock()
-        self._loaded: Any = None
+        self._loaded: PreTrainedTokenizerBase | None = None
 
-    def get(self) -> Any:
-        """May take seconds, for whoever asks at the same time too."""
+    def get(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer; the first call may take seconds, and concurrent calls wait for it."""
         with self._loading:
             if self._loaded is None:
                 self._loaded = load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
                 plain = plain_tokenizer(self._folder)
                 if plain is not None and not plain.agrees_with(self._loaded):
                     log.error(
-                        "%s: transformers reads this tokenizer otherwise than it is written in tokenizer.json, which "
-                        "/generate goes by: send token ids, or save the tokenizer anew with transformers",
+                        "%s: transformers' tokenizer differs from tokenizer.json, which /generate uses: send token "
+                        "ids, or save the tokenizer again with transformers",
                         self._folder,
                     )
             return self._loaded
 
 
 def plain_tokenizer(folder: str | Path) -> PlainTokenizer | None:
-    """The tokenizer of a folder; None where transformers has to be asked."""
+    """Load the tokenizer of a folder; None if transformers has to load it."""
     file, config = Path(folder) / "tokenizer.json", _json(Path(folder) / "tokenizer_config.json")
     facts = _json(file)
     if facts is None or config is None or not _is_plain(facts, config):
@@ -130,12 +155,13 @@ def plain_tokenizer(folder: str | Path) -> PlainTokenizer | None:
     return PlainTokenizer(file, _text(config.get("eos_token")))
 
 
-def _is_plain(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
+    """True if transformers uses the folder's tokenizer.json (`facts`) unchanged with this tokenizer_config.json."""
     kind = config.get("tokenizer_class")
     if kind not in _READ_AS_THEY_ARE | _QWEN or any(config.get(name) for name in _ODD_WHERE_SET):
         return False
     if facts.get("model", {}).get("type") != "BPE" and config.get("clean_up_tokenization_spaces"):
-        return False  # of BPE nothing is ever cleaned up
+        return False  # transformers never cleans up the text of BPE tokens
     behind = facts.get("post_processor")
     adds_nothing = behind is None or behind.get("type") == "ByteLevel" or not behind.get("special_tokens", True)
     if not adds_nothing and (kind in _QWEN or "add_bos_token" in config or "add_eos_token" in config):
@@ -147,7 +173,7 @@ def _is_plain(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     return _special_tokens_are_there(facts, config)
 
 
-def _splits_as_qwen(facts: Mapping[str, Any]) -> bool:
+def _splits_as_qwen(facts: JsonMapping) -> bool:
     match facts.get("pre_tokenizer"):
         case {
             "type": "Sequence",
@@ -161,14 +187,14 @@ def _splits_as_qwen(facts: Mapping[str, Any]) -> bool:
     return False
 
 
-def _special_tokens_are_there(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """transformers adds those that tokenizer_config.json names and tokenizer.json does not have as special tokens."""
+def _special_tokens_are_there(facts: JsonMapping, config: JsonMapping) -> bool:
+    """True if tokenizer.json has the special tokens of tokenizer_config.json; transformers would add missing ones."""
     added = {token["content"]: token for token in facts.get("added_tokens") or ()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     named = [*(config.get(name) for name in _NAMED), *(extra.values() if isinstance(extra, Mapping) else extra)]
     wanted = [text for token in named if (text := _text(token)) is not None]
     if config.get("tokenizer_class") in _QWEN:
-        wanted.append("<|endoftext|>")  # stands in for what is not named
+        wanted.append("<|endoftext|>")  # the default of tokens that are not named
     if not all(text in added and added[text].get("special") for text in wanted):
         return False
     listed = config.get("added_tokens_decoder") or {}
@@ -179,12 +205,12 @@ def _special_tokens_are_there(facts: Mapping[str, Any], config: Mapping[str, Any
     )
 
 
-def _text(token: Any) -> str | None:
+def _text(token: object) -> str | None:
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else None
 
 
-def _json(file: Path) -> dict[str, Any] | None:
+def _json(file: Path) -> JsonObject | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -192,23 +218,13 @@ def _json(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-# Text of a growing token sequence, for streams and stop strings.
-#
-# Invariant: what `take` has given, put together, is a prefix of the final text: a character that is not finished is
-# held back, and so is text that may turn out to be the beginning of a stop string. A stop string is looked for in the
-# text of all tokens, special ones too, and the match that begins first counts.
-
-_MOST_PENDING = 16  # tokens that may wait for a character to be finished
-_LONGEST_CHARACTER = 4  # bytes, and so tokens at most
-
-
 class _Decoded:
-    """The text of tokens as they come; what the next token may still change is held back."""
+    """Decodes tokens one by one; holds text back that the next token may still change."""
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: EngineTokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # the tokens told last, which give the decoder its context, and those untold
+        self._window: list[int] = []  # tokens whose text was returned last, as context, and tokens after them
         self._told = 0
 
     def push(self, token: int) -> str:
@@ -223,10 +239,7 @@ class _Decoded:
         if not new:  # tokens without text, such as special ones that are skipped
             del self._window[self._told :]
             return ""
-        return self._tell_settled(told, text)
-
-    def _tell_settled(self, told: str, text: str) -> str:
-        """Bytes that are no characters: all but the last few tokens have become what they will be."""
+        # The bytes form no characters: the text of all tokens except the last few is final.
         for kept in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER):
             end = len(self._window) - kept
             head = self._decode(self._window[:end])
@@ -235,6 +248,7 @@ class _Decoded:
         return ""
 
     def _tell(self, new: str, end: int) -> str:
+        """Return `new`, the text of the window's tokens up to `end`, and keep these as context."""
         self._window, self._told = self._window[self._told :], end - self._told
         return new
 
@@ -243,19 +257,21 @@ class _Decoded:
 
 
 class TextStream:
-    """Decodes token by token, looks for stop strings, and hands out what is certain to stay."""
+    """Decodes token by token, searches for stop strings, and returns the text that is final."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], *, skip_special_tokens: bool, streamed: bool) -> None:
+    def __init__(
+        self, tokenizer: EngineTokenizer, stops: Sequence[str], *, skip_special_tokens: bool, streamed: bool
+    ) -> None:
         self._stops = tuple(stops)
-        self._reach = max((len(s) for s in self._stops), default=1) - 1  # a match may begin so far back
+        self._reach = max((len(s) for s in self._stops), default=1) - 1  # a match begins at most so far back
         self._shown = _Decoded(tokenizer, skip_special_tokens=skip_special_tokens)
         both = bool(self._stops) and skip_special_tokens
         self._whole = _Decoded(tokenizer, skip_special_tokens=False) if both else None
         self._streamed = streamed
         self._tail = ""  # the last `_reach` characters of the whole text
-        self._begun = [0] * len(self._stops)  # characters of each stop string that the text ended with at the last look
-        self._unseen = 0  # characters since then
-        self._marks = deque([(0, 0)])  # lengths of the whole text and of the shown one, as they grew together
+        self._begun = [0] * len(self._stops)  # characters of each stop string that ended the text at the last check
+        self._unseen = 0  # characters since that check
+        self._marks = deque([(0, 0)])  # pairs of lengths of the whole text and of the shown one, as they grew
         self._untaken = ""
         self._taken = 0
         self.cut: int | None = None  # where a stop string begins in the shown text
@@ -271,7 +287,7 @@ class TextStream:
         length, shown_length = self._marks[-1]
         self._marks.append((length + len(whole), shown_length + len(shown)))
         text, start = self._tail + whole, length - len(self._tail)
-        begin = len(self._tail) + 1  # a match ends in what is new
+        begin = len(self._tail) + 1  # a match ends in the new text
         hits = [(at, len(s), s) for s in self._stops if (at := text.find(s, max(0, begin - len(s)))) >= 0]
         if hits:
             at, _, matched = min(hits)
@@ -284,7 +300,7 @@ class TextStream:
         return None
 
     def take(self) -> str:
-        """What may be shown and has not been taken yet."""
+        """Return the final text that was not taken yet."""
         if self._stops:
             length, _ = self._marks[-1]
             certain = self._shown_place(length - self._held()) - self._taken
@@ -295,10 +311,10 @@ class TextStream:
         return piece
 
     def _held(self) -> int:
-        """Characters at the end with which a stop string may have begun.
+        """Return the number of characters at the end that may be the beginning of a stop string.
 
-        Each string is compared once for every new character and once for every character that is given up again, so
-        the whole text takes time linear in its length.
+        Each string is compared once for every new character and once for every character that is dropped from a
+        partial match, so the whole text takes time linear in its length.
         """
         tail = self._tail
         for place, stop in enumerate(self._stops):
@@ -310,9 +326,9 @@ class TextStream:
         return max(self._begun)
 
     def _shown_place(self, place: int) -> int:
-        """The place in the shown text of one in the whole text."""
+        """Convert a position in the whole text to one in the shown text."""
         before, after = self._marks[0], self._marks[-1]
-        for mark in reversed(self._marks):  # most places are near the end
+        for mark in reversed(self._marks):  # most positions are near the end
             if mark[0] <= place:
                 before = mark
                 break
@@ -322,7 +338,7 @@ class TextStream:
 
 @dataclass(frozen=True)
 class FinalText:
-    """Text of a finished response. Unless `keep_stop`, the token that ended it is left out, or all from `cut` on."""
+    """The text of a finished response; without `keep_stop`, its stop token or the text from `cut` on is removed."""
 
     ids: list[int]
     matched: int | str | None
@@ -330,12 +346,12 @@ class FinalText:
     keep_stop: bool
     cut: int | None
 
-    def text(self, tokenizer: Any) -> str:
+    def text(self, tokenizer: EngineTokenizer) -> str:
         return self._trimmed(tokenizer.decode(self._shown_ids(), skip_special_tokens=self.skip_special_tokens))
 
     @staticmethod
-    def together(tokenizer: Any, wanted: Sequence[FinalText]) -> list[str]:
-        """The same for many, in one call of the tokenizer for each way of decoding."""
+    def together(tokenizer: EngineTokenizer, wanted: Sequence[FinalText]) -> list[str]:
+        """Decode many texts, with one call of the tokenizer for each value of `skip_special_tokens`."""
         texts: dict[int, str] = {}
         for skip in {each.skip_special_tokens for each in wanted}:
             places = [place for place, each in enumerate(wanted) if each.skip_special_tokens == skip]

@@ -113,9 +113,9 @@ def _ask(python: str | None, script: str, timeout_s: float) -> str:
         )
     except subprocess.CalledProcessError as failed:
         last = (failed.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise UserError(f"{interpreter} failed to list its packages; its last line: {last}") from failed
+        raise UserError(f"{interpreter} could not be queried about its packages; its last output: {last}") from failed
     except (OSError, subprocess.TimeoutExpired) as failed:
-        raise UserError(f"{interpreter} failed to list its packages ({failed})") from failed
+        raise UserError(f"{interpreter} could not be queried about its packages ({failed})") from failed
     return completed.stdout
 
 

@@ -170,7 +170,7 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
             )
         if any(model.is_disaggregated and model.update_weights for model in models):
             raise UserError(
-                "--use-rollout-routing-replay does not go with prefill and decode servers: none of them has the "
+                "--use-rollout-routing-replay does not support prefill and decode servers: none of them has the "
                 "experts of all tokens of a response"
             )
     for model in models:

@@ -1,1 +1,1 @@
-"""What a model wrote, as reasoning, text and tool calls: one small parser for each format."""
+"""Parsers of model output into reasoning, text and tool calls, one small parser for each format."""

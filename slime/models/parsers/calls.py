@@ -1,24 +1,28 @@
-"""Calls on their way from a format to the events, and what a format is."""
+"""Tool calls: the base class of formats, the emitter of call events, and values typed by the tools' schemas."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
 
 from slime.models.parsers.events import CallArguments, CallBegun, CallEnded, Event
 from slime.models.parsers.json_stream import json_kind, json_object, json_string, json_value, object_text
 from slime.models.parsers.scanner import Reader, Steps, Unreadable
+from slime.storage.json_types import JsonMapping
 
 _LONGEST_NAME = 256
 _NAME = re.compile(r"[\w.:/-]*")
 _IGNORED = {"id": re.compile(r"[\w.:-]*", re.ASCII), "type": re.compile("function")}
-"""What may stand in a call besides its name and arguments, and says nothing."""
+"""Keys of a call, next to its name and arguments, that are accepted and ignored."""
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
 class Calls:
-    """The calls of one answer. Invariant: one is open at most, and the reader remembers the text of that one."""
+    """Emits the events of one answer's calls.
+
+    Invariant: at most one call is open, and the reader remembers the text of that call.
+    """
 
     def __init__(self, reader: Reader, events: list[Event], ids: Callable[[], str]) -> None:
         self._reader, self._events, self._ids = reader, events, ids
@@ -29,24 +33,24 @@ class Calls:
 
     def begin(self, name: str) -> None:
         if not name or len(name) > _LONGEST_NAME:
-            raise Unreadable("the name of the tool is missing" if not name else "the name of the tool is endless")
+            raise Unreadable("the name of the tool is missing" if not name else "the name of the tool is too long")
         self.open, self._next, self._has_arguments = self._next, self._next + 1, False
         self._events.append(CallBegun(self.open, self._ids(), name))
 
     def arguments(self, text: str) -> None:
-        """A piece of the object, without the brace that closes it."""
+        """Emit a piece of the arguments object, which excludes its closing brace."""
         assert self.open is not None
         if text:
             self._has_arguments = True
             self._events.append(CallArguments(self.open, text))
 
     def argument(self, name: str, value: str) -> None:
-        """One member of the object; `value` is JSON text."""
+        """Emit one member of the arguments object; `value` is JSON text."""
         member = f"{json.dumps(name, ensure_ascii=False)}: {value}"
         self.arguments((", " if self._has_arguments else "{") + member)
 
     def end(self) -> None:
-        """The call was read to its end."""
+        """Close the call, which was read to its end."""
         assert self.open is not None
         self._events.append(CallArguments(self.open, "}" if self._has_arguments else "{}"))
         self._events.append(CallEnded(self.open))
@@ -55,17 +59,17 @@ class Calls:
         self._reader.begin()
 
     def take_back(self) -> int | None:
-        """The call cannot be read; its number if it had begun."""
+        """Retract the open call, which cannot be parsed; returns its index, None if no call is open."""
         index, self.open = self.open, None
         return index
 
 
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """Base of the tool-call formats of model families.
 
-    `begins` are the marks with which a call begins, `bare` the characters with which one may begin where nothing was
-    said before, `opens` and `closes` marks around several calls, `tails` tokens that end an answer. `read` reads on
-    after a mark ("" for a bare one) and raises `Unreadable` where that is no call.
+    `begins`: marks that begin a call. `bare`: characters that may begin a call without a mark, if no text precedes it.
+    `opens` and `closes`: marks around several calls. `tails`: tokens that end an answer. `read` continues after a mark
+    ("" for a bare call) and raises `Unreadable` if no call follows.
     """
 
     begins: Sequence[str] = ()
@@ -78,12 +82,12 @@ class ToolFormat:
         raise NotImplementedError
 
     def opening(self, name: str | None) -> str:
-        """The text with which a call begins, of the tool of this name or of any."""
+        """The text that begins a call of the tool with this name, or of any tool if `name` is None."""
         raise NotImplementedError
 
 
 def closed(reader: Reader, mark: str) -> Steps[None]:
-    """Read the mark that ends a call; an answer may end without it."""
+    """Read the mark that ends a call; it may be absent at the end of the answer."""
     if (yield from reader.next()) and not (yield from reader.take(mark)):
         raise Unreadable(f"{mark} is missing")
 
@@ -95,14 +99,14 @@ def tool_name(reader: Reader) -> Steps[str]:
 
 
 def opened_object(name: str | None, arguments: str = "arguments") -> str:
-    """The beginning of such a call as `named_object` reads."""
+    """The beginning of a call that `named_object` reads."""
     return '{"name": "' if name is None else f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
 
 
 def named_object(reader: Reader, calls: Calls, known: Container[str] | None = None) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`, where only names that are `known` count; the call stays open.
+    """Read `{"name": ..., "arguments": {...}}`, only with names in `known` unless that is None; the call stays open.
 
-    `parameters` is another word for the arguments.
+    `parameters` is accepted instead of `arguments`.
     """
     if (yield from reader.next()) != "{":
         raise Unreadable("a call must be a JSON object")
@@ -112,11 +116,11 @@ def named_object(reader: Reader, calls: Calls, known: Container[str] | None = No
     while True:
         key = yield from json_string(reader)
         if (yield from reader.next()) != ":":
-            raise Unreadable("this is no JSON: a colon is missing")
+            raise Unreadable("invalid JSON: expected a colon")
         reader.at += 1
         key = "arguments" if key == "parameters" else key
         if key in seen:
-            raise Unreadable(f"{key!r} is there twice")
+            raise Unreadable(f"duplicate key {key!r}")
         seen.add(key)
         if key == "name":
             name = yield from json_string(reader)
@@ -127,10 +131,10 @@ def named_object(reader: Reader, calls: Calls, known: Container[str] | None = No
         elif key == "arguments":
             yield from _arguments(reader, early.append if calls.open is None else calls.arguments)
         elif key not in _IGNORED or not _IGNORED[key].fullmatch((yield from json_string(reader))):
-            raise Unreadable(f"{key!r} has no place in a call")
+            raise Unreadable(f"a call has no key {key!r}")
         character = yield from reader.next()
         if character not in (",", "}"):
-            raise Unreadable("this is no JSON: a comma or } is missing")
+            raise Unreadable("invalid JSON: expected a comma or }")
         reader.at += 1
         if character == "}":
             break
@@ -139,7 +143,7 @@ def named_object(reader: Reader, calls: Calls, known: Container[str] | None = No
 
 
 def _arguments(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
-    """Read an object, the text of one in a string, or null."""
+    """Read the arguments: an object, a string that holds the text of one, or null."""
     character = yield from reader.next()
     if character == '"':
         text = object_text((yield from json_string(reader)))
@@ -152,14 +156,11 @@ def _arguments(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
         yield from json_object(reader, tell)
 
 
-# Values of formats that write them without quotes: typed by the tool's own schema.
-
-
 class Schemas:
-    """The types of the parameters of these tools (function schemas in OpenAI's form)."""
+    """Parameter types of tools (function schemas in OpenAI's form), for formats that write values without quotes."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._properties: dict[str, Mapping[str, Any]] = {}
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
+        self._properties: dict[str, JsonMapping] = {}
         for tool in tools:
             function = tool.get("function")
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -174,9 +175,9 @@ class Schemas:
         return bool(self._properties)
 
     def value(self, tool: str, parameter: str, text: str) -> str:
-        """The JSON text of what this stands for.
+        """Convert an unquoted value to JSON text, by the type of the parameter.
 
-        A string stays one, and so does what the schema does not know or does not fit.
+        The value is a string if the schema says so, does not have the parameter, or has a type that does not fit.
         """
         types = _types(self._properties.get(tool, {}).get(parameter))
         word = text.strip()
@@ -195,8 +196,8 @@ def as_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; none where it does not say."""
+def _types(schema: object, depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows; empty if it specifies none."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     given = schema.get("type")
@@ -204,15 +205,10 @@ def _types(schema: Any, depth: int = 0) -> set[str]:
     if isinstance(given, list):
         types = {each for each in given if isinstance(each, str)}
     if not types and isinstance(schema.get("enum"), list):
-        types = {_kind(each) for each in schema["enum"]}
+        types = {_JSON_TYPES.get(type(each), "null") for each in schema["enum"]}
     for union in ("anyOf", "oneOf", "allOf"):
         if not types and isinstance(schema.get(union), list):
             types = set().union(*(_types(each, depth + 1) for each in schema[union]))
     if not types and ("properties" in schema or "items" in schema):
         types = {"object" if "properties" in schema else "array"}
     return types
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
-    return kinds.get(type(value), "null")

@@ -1,8 +1,8 @@
-"""What a parser says while a model writes, and the whole of it at the end.
+"""Events that a parser emits while a model writes, and the complete output that they add up to.
 
-Invariant: in the order of the events, reasoning, text and calls are what the model wrote, less the marks of its format
-and the white space beside them. A call that cannot be read becomes text, marks included: nothing that was written is
-lost.
+Invariant: in the order of the events, reasoning, text and calls are what the model wrote, without the marks of its
+format and the white space next to them. A call that cannot be parsed becomes text, including its marks: no written text
+is lost.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks; an empty one says that it thought nothing."""
+    """A piece of the model's reasoning; an empty piece marks an empty reasoning block."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of what the model says."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegun:
-    """Call number `index` of this answer, whose name is complete; its arguments follow."""
+    """The start of call number `index` of this answer: its name is complete, its arguments follow."""
 
     index: int
     id: str
@@ -37,10 +37,10 @@ class CallBegun:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of the arguments of a call that has begun: of the text of one JSON object.
+    """A piece of the arguments of a call that has begun: part of the text of one JSON object.
 
-    The last brace of that object is told when the call was read to its end and not before, so that nobody takes a call
-    that broke off for a whole one.
+    The last brace of that object is emitted only after the call was read to its end, so that a truncated call is never
+    mistaken for a complete one.
     """
 
     index: int
@@ -49,16 +49,16 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnded:
-    """The call is whole: the pieces of its arguments, put together, are a JSON object."""
+    """The end of a complete call: the pieces of its arguments, concatenated, are a JSON object."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class IllFormed:
-    """What follows as text was meant as a call and cannot be read; `why` is for the log.
+    """An attempted call that cannot be parsed and follows as text; `why` is for the log.
 
-    With an `index`, that call had begun already and is taken back: it will not end, and all of it follows as text.
+    With an `index`, that call had already begun and is retracted: it does not end, and all of it follows as text.
     """
 
     why: str
@@ -69,18 +69,18 @@ Event = Reasoning | Text | CallBegun | CallArguments | CallEnded | IllFormed
 
 
 class OutputParser(Protocol):
-    """Turns one answer into events, in pieces of any size.
+    """Turns one answer into events, from pieces of any size.
 
-    The text is what the tokens decode to with special tokens in it (`skip_special_tokens=False`): the marks of several
-    formats are special tokens. The token that ended the answer may be left out or not: at the very end it is a mark.
+    The text is decoded with special tokens (`skip_special_tokens=False`), because the marks of several formats are
+    special tokens. The token that ended the answer is optional: at the very end it is a mark.
     """
 
     def feed(self, text: str) -> list[Event]:
-        """The events that are certain now that `text` was written too."""
+        """Append `text`; returns the events that are certain now."""
         ...
 
     def end(self) -> list[Event]:
-        """What was held back; nothing follows."""
+        """End the answer; returns the events that were held back."""
         ...
 
 
@@ -95,7 +95,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Output:
-    """A whole answer. `reasoning` is None where the model did not think, and "" where it thought nothing."""
+    """A complete answer. `reasoning` is None if there was no reasoning block, and "" if the block was empty."""
 
     reasoning: str | None = None
     text: str = ""
@@ -104,7 +104,7 @@ class Output:
 
 
 def gathered(events: Iterable[Event]) -> Output:
-    """The whole answer that these events tell of; of calls, those that ended."""
+    """Collect events into a complete answer, with the calls that ended."""
     reasoning: list[str] = []
     text: list[str] = []
     begun: dict[int, CallBegun] = {}

@@ -1,14 +1,13 @@
-"""Which formats a model writes, and the parser for them.
+"""Registry of tool-call and reasoning formats, their detection from a chat template, and the parser for them.
 
-The names are SGLang's (`--tool-call-parser`, `--reasoning-parser`), all of its names for a format included.
+The names are SGLang's (`--tool-call-parser`, `--reasoning-parser`), including all its aliases of a format.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slime.errors import UserError
 from slime.models.parsers.calls import ToolFormat
@@ -18,8 +17,9 @@ from slime.models.parsers.json_calls import DeepSeekV3, DeepSeekV31, Hermes, Kim
 from slime.models.parsers.output import THINK, AnswerParser
 from slime.models.parsers.pythonic import Pythonic
 from slime.models.parsers.xml_calls import Dsml, Glm45, Invoke, Qwen3Coder
+from slime.storage.json_types import JsonMapping
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[JsonMapping]
 
 _TOOL_FORMATS: dict[str, Callable[[Tools], ToolFormat]] = {
     **dict.fromkeys(("hermes", "qwen", "qwen25"), lambda tools: Hermes()),
@@ -41,30 +41,37 @@ REASONING_PARSERS = tuple(sorted([*THINK, HARMONY]))
 
 @dataclass(frozen=True)
 class Formats:
-    """How a model writes tool calls and reasoning, by SGLang's names; None where they are to stay in the text."""
+    """A model's formats of tool calls and reasoning, by SGLang's names; None leaves them in the text."""
 
     tool: str | None = None
     reasoning: str | None = None
 
     def check(self) -> None:
-        """Refuse names that nobody knows."""
+        """Raise UserError for an unknown name."""
         for name, known, flag in (
             (self.tool, TOOL_CALL_PARSERS, "tool-call-parser"),
             (self.reasoning, REASONING_PARSERS, "reasoning-parser"),
         ):
             if name is not None and name not in known:
-                raise UserError(f"{flag} {name}: there is none of this name; choose one of {', '.join(known)}")
+                raise UserError(f"{flag} {name}: unknown name; choose one of {', '.join(known)}")
 
 
 def formats_of(chat_template: str) -> Formats:
-    """The formats that a chat template writes, by its text."""
+    """Detect the formats that a chat template writes, by the marks in its text."""
     tool = next((name for name, marks in _TOOL_SIGNS if all(mark in chat_template for mark in marks)), None)
-    return Formats(tool, _reasoning_of(chat_template, tool))
+    if tool == HARMONY:
+        return Formats(tool, HARMONY)
+    reasoning = next((name for name, mark in _REASONING_SIGNS if mark in chat_template), None)
+    if reasoning == "deepseek-v3" and "think>" not in chat_template:
+        return Formats(tool, None)
+    if reasoning == "qwen3":
+        reasoning = {"glm45": "glm45", "kimi_k2": "kimi_k2"}.get(tool or "", reasoning)
+    return Formats(tool, reasoning)
 
 
-def named_formats(carried: Mapping[str, Any]) -> Formats:
-    """Those that SGLang's flags name, among the flags that a run carries; a name that only SGLang knows counts for its
-    servers alone."""
+def named_formats(carried: JsonMapping) -> Formats:
+    """The formats that a run's SGLang flags name; a name that only SGLang knows is ignored here and applies to its
+    servers only."""
     tool, reasoning = carried.get("sglang_tool_call_parser"), carried.get("sglang_reasoning_parser")
     return Formats(
         tool if tool in TOOL_CALL_PARSERS else None,
@@ -88,7 +95,7 @@ _TOOL_SIGNS = (
     ("llama3", ('{"name": "', '"parameters": ')),
     ("pythonic", ("<|python_start|>",)),
 )
-"""Of each format what its templates have in them; the first that fits, so the special before the general."""
+"""Marks that identify the templates of each format. The first match wins, so specific formats precede general ones."""
 
 
 _REASONING_SIGNS = (
@@ -101,15 +108,6 @@ _REASONING_SIGNS = (
 )
 
 
-def _reasoning_of(chat_template: str, tool: str | None) -> str | None:
-    if tool == HARMONY:
-        return HARMONY
-    name = next((name for name, mark in _REASONING_SIGNS if mark in chat_template), None)
-    if name == "deepseek-v3" and "think>" not in chat_template:
-        return None
-    return {"glm45": "glm45", "kimi_k2": "kimi_k2"}.get(tool or "", name) if name == "qwen3" else name
-
-
 def make_parser(
     formats: Formats,
     *,
@@ -117,11 +115,11 @@ def make_parser(
     starts_in_reasoning: bool = False,
     ids: Callable[[], str] | None = None,
 ) -> OutputParser:
-    """A parser for one answer.
+    """Create a parser for one answer.
 
-    `tools` are function schemas in OpenAI's form, by which values without quotes get their types.
-    `starts_in_reasoning`: the prompt ends inside of a think block. Without a tool format calls stay in the text, and
-    without one for reasoning so does that.
+    `tools` are function schemas in OpenAI's form, which give values without quotes their types.
+    `starts_in_reasoning`: the prompt ends inside a think block. Without a tool format calls stay in the text; without a
+    reasoning format reasoning does.
     """
     formats.check()
     if HARMONY in (formats.tool, formats.reasoning):
@@ -133,15 +131,15 @@ def make_parser(
 
 
 def opens_reasoning(formats: Formats, prompt: str) -> bool:
-    """Whether a prompt ends inside of a think block."""
+    """True if a prompt ends inside a think block."""
     think = THINK.get(formats.reasoning or "")
     return think is not None and prompt.rstrip().endswith(think.begin)
 
 
 def call_opening(formats: Formats, name: str | None, *, starts_in_reasoning: bool) -> str:
-    """What makes the model call a tool, the one of this name or any, if its prompt ends with it.
+    """The text which, at the end of a prompt, makes the model call the tool with this name, or any tool for None.
 
-    An answer that would begin with reasoning has none then.
+    It closes the think block of an answer that would begin with reasoning.
     """
     formats.check()
     if formats.tool is None:
@@ -155,5 +153,5 @@ def call_opening(formats: Formats, name: str | None, *, starts_in_reasoning: boo
 
 
 def call_id() -> str:
-    """A new id: unique, and not to be guessed."""
+    """A new call id: unique and unguessable."""
     return f"call_{secrets.token_hex(12)}"

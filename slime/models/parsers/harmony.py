@@ -1,7 +1,7 @@
 """Harmony, the format of gpt-oss: messages on channels, each `<|channel|>NAME to=RECIPIENT<|message|>...<|end|>`.
 
-The analysis channel is reasoning, a message to `functions.NAME` a call, every other one text. Invariant: as in the
-other formats, what is read is told once, less the marks.
+The analysis channel is reasoning, a message to `functions.NAME` is a call, and every other message is text. Invariant:
+as in the other formats, all text except the marks is emitted once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LONGEST_HEADER = 400
 
 
 def harmony_opening(name: str | None) -> str:
-    """The text with which a call begins, of the tool of this name or of any."""
+    """The text that begins a call of the tool with this name, or of any tool if `name` is None."""
     return f"{_CHANNEL}commentary to=functions." + (f"{name} <|constrain|>json{_MESSAGE}" if name is not None else "")
 
 
 class HarmonyParser(SteppedParser):
-    """The parser of gpt-oss; without `reads_calls` they stay in the text."""
+    """The parser of gpt-oss; without `reads_calls` calls stay in the text."""
 
     def __init__(self, *, reads_calls: bool, ids: Callable[[], str]) -> None:
         super().__init__(ids)
@@ -43,7 +43,7 @@ class HarmonyParser(SteppedParser):
         self._begin()
 
     def _run(self) -> Steps[None]:
-        """The prompt ends after `<|start|>assistant`, so an answer may begin with a recipient."""
+        """Parse the answer; the prompt ends after `<|start|>assistant`, so the answer may begin with a recipient."""
         self._reader.begin()
         yield from self._reader.next()
         mark: str | None = ""
@@ -52,7 +52,7 @@ class HarmonyParser(SteppedParser):
             self._reader.forget()
             mark = yield from told_until(_MARKS, self._reader, self._text)
         while mark is not None:
-            if mark in _ENDS:  # of no message
+            if mark in _ENDS:  # ends nothing: there was no message
                 self._text.say(mark)
                 mark = yield from told_until(_MARKS, self._reader, self._text)
             else:
@@ -60,7 +60,7 @@ class HarmonyParser(SteppedParser):
         self._text.end()
 
     def _message(self, mark: str) -> Steps[str | None]:
-        """Read a message whose header begins with `mark`; the mark that follows."""
+        """Read a message whose header begins with `mark`; returns the mark that follows it."""
         if mark:
             self._reader.begin(mark)
         try:
@@ -71,14 +71,25 @@ class HarmonyParser(SteppedParser):
             if not isinstance(why, NoCall):
                 self._events.append(IllFormed(str(why), self._calls.take_back()))
             self._text.say(self._reader.since_begin())
-            recipient = "nobody"
+            is_call = True  # or an attempt at one
+        else:
+            is_call = bool(recipient)
         self._reader.forget()
-        if recipient:
+        if is_call:
             return (yield from told_until(_MARKS, self._reader, self._text))
-        return (yield from self._body(self._reasoning if channel == "analysis" else self._text))
+        body = self._reasoning if channel == "analysis" else self._text
+        body.next_message()
+        end = yield from told_until(_MARKS, self._reader, body)
+        if body is self._reasoning:
+            body.end()
+            body.tell_nothing()
+            self._text.cut()
+        if end in _ENDS:
+            return (yield from told_until(_MARKS, self._reader, self._text))
+        return end
 
     def _header(self) -> Steps[tuple[str | None, str | None]]:
-        """Read on up to the message; its channel and its recipient."""
+        """Read the rest of a header; returns its channel and its recipient."""
         room = _LONGEST_HEADER
         while True:
             room -= len((yield from self._reader.run(_HEADER_TEXT, room)))
@@ -106,14 +117,3 @@ class HarmonyParser(SteppedParser):
             raise Unreadable("<|call|> is missing")
         self._calls.end()
         self._text.cut()
-
-    def _body(self, channel: Channel) -> Steps[str | None]:
-        channel.next_message()
-        mark = yield from told_until(_MARKS, self._reader, channel)
-        if channel is self._reasoning:
-            channel.end()
-            channel.tell_nothing()
-            self._text.cut()
-        if mark in _ENDS:
-            return (yield from told_until(_MARKS, self._reader, self._text))
-        return mark

@@ -1,17 +1,25 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+"""Tool-call formats with JSON arguments: Hermes, Llama 3, Mistral, Kimi K2 and DeepSeek."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.models.parsers.calls import Calls, Schemas, ToolFormat, closed, named_object, opened_object, tool_name
 from slime.models.parsers.json_stream import json_object
 from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+from slime.storage.json_types import JsonMapping
+
+_ID = re.compile(r"\w*", re.ASCII)
+_KIMI_K2_ID = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIND = re.compile(r"\w*")
+_SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
 class Hermes(ToolFormat):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+
     begins = ("<tool_call>",)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
@@ -23,16 +31,16 @@ class Hermes(ToolFormat):
         return "<tool_call>\n" + opened_object(name)
 
 
-# `{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`; several with semicolons: Llama 3.
-
-
 class Llama3(ToolFormat):
-    """Invariant: an answer that is JSON without the mark is a call only if it names one of the tools."""
+    """`{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`; several with semicolons: Llama 3.
+
+    Invariant: JSON without the mark is a call only if it names one of the tools.
+    """
 
     begins = ("<|python_tag|>",)
     bare = "{"
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
         self._schemas = Schemas(tools)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
@@ -54,18 +62,14 @@ class Llama3(ToolFormat):
         calls.end()
 
 
-# `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each: Mistral.
-
-_ID = re.compile(r"\w*", re.ASCII)
-
-
 class Mistral(ToolFormat):
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each: Mistral."""
+
     begins = ("[TOOL_CALLS]",)
     tails = ("</s>",)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
         if (yield from reader.next()) == "[":
-            reader.at += 1
             yield from self._array(reader, calls)
             return
         name = yield from tool_name(reader)
@@ -81,6 +85,7 @@ class Mistral(ToolFormat):
         return "[TOOL_CALLS] [" + opened_object(name)
 
     def _array(self, reader: Reader, calls: Calls) -> Steps[None]:
+        reader.at += 1
         while True:
             yield from named_object(reader, calls)
             calls.end()
@@ -90,19 +95,16 @@ class Mistral(ToolFormat):
                 reader.begin()
                 return
             if character != ",":
-                raise Unreadable("this is no JSON: a comma or ] is missing")
+                raise Unreadable("invalid JSON: expected a comma or ]")
             reader.at += 1
 
 
-# `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2.
-#
-# Kimi's own ids count the calls of a conversation; a client gets one that cannot be guessed.
-
-_KIMI_K2_ID = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
-_ARGUMENTS = "<|tool_call_argument_begin|>"
-
-
 class KimiK2(ToolFormat):
+    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2.
+
+    Kimi's own ids count the calls of a conversation; clients get unguessable ids instead.
+    """
+
     begins = ("<|tool_call_begin|>",)
     opens = ("<|tool_calls_section_begin|>",)
     closes = ("<|tool_calls_section_end|>",)
@@ -121,14 +123,8 @@ class KimiK2(ToolFormat):
         return f"{self.opens[0]}{self.begins[0]}functions." + (f"{name}:0{_ARGUMENTS}" if name is not None else "")
 
 
-# DeepSeek's calls: a section of calls between special tokens, each with a name and JSON arguments.
-
-_KIND = re.compile(r"\w*")
-_SEP, _END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-
-
 class DeepSeekV31(ToolFormat):
-    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`: V3.1."""
+    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>` in a section of calls: DeepSeek V3.1."""
 
     begins = ("<｜tool▁call▁begin｜>",)
     opens = ("<｜tool▁calls▁begin｜>",)
@@ -148,11 +144,11 @@ class DeepSeekV31(ToolFormat):
 
 
 class DeepSeekV3(DeepSeekV31):
-    """The same with `function<｜tool▁sep｜>NAME` and the arguments in a fenced block: V3 and R1."""
+    """The format of V3.1 with `function<｜tool▁sep｜>NAME` and the arguments in a fenced block: DeepSeek V3 and R1."""
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
         if (yield from reader.run(_KIND, 16)) != "function":
-            raise Unreadable("the kind of the call is not function")
+            raise Unreadable("the type of the call is not function")
         yield from _taken(reader, _SEP)
         name = yield from tool_name(reader)
         yield from reader.next()

@@ -1,7 +1,6 @@
-"""JSON as it is written: read piece by piece, told as it is known to be valid so far.
+"""Incremental JSON reader: reads text in pieces and emits it as soon as it is known to be valid.
 
-Invariant: what is told is the text as written; where it stops being JSON the reader stands before the character that is
-wrong.
+Invariant: emitted text is exactly the text as written; on invalid JSON the reader stops before the wrong character.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _LONGEST_SCALAR = 300  # characters: readers of JSON refuse numbers of thousands
 
 
 class JsonScanner:
-    """Where one JSON value ends: `scan` pieces of its text until `whole`, or until there is an `error`."""
+    """Finds the end of one JSON value: `scan` pieces of its text until `whole` is true or `error` is set."""
 
     def __init__(self) -> None:
         self.whole = False
         self.error: str | None = None
-        self._open: list[str] = []  # the brackets that close what is open
+        self._open: list[str] = []  # closing brackets of the open arrays and objects
         self._state = self._value
         self._is_key = False
         self._may_close = False  # right after an opening bracket
@@ -36,7 +35,7 @@ class JsonScanner:
         self._scalar_size = 0
 
     def scan(self, text: str, at: int) -> int:
-        """Read on from `at`; where it stopped, which is before a character that is wrong."""
+        """Continue from `at`; returns the position where it stopped, before the wrong character if there is one."""
         while at < len(text) and not self.whole and self.error is None:
             at = self._state(text, at)
         return at
@@ -47,7 +46,7 @@ class JsonScanner:
         return text[found.end() : found.end() + 1], found.end()
 
     def _wrong(self, at: int, wanted: str) -> int:
-        self.error = f"this is no JSON: {wanted} is missing"
+        self.error = f"invalid JSON: expected {wanted}"
         return at
 
     def _value(self, text: str, at: int) -> int:
@@ -55,7 +54,7 @@ class JsonScanner:
         may_close, self._may_close = self._may_close, self._may_close and not character
         if character in ("{", "["):
             if len(self._open) >= _DEEPEST:
-                return self._wrong(at, f"an end of {_DEEPEST} levels")
+                return self._wrong(at, f"at most {_DEEPEST} levels")
             self._open.append("}" if character == "{" else "]")
             self._state = self._key if character == "{" else self._value
             self._may_close = True
@@ -114,7 +113,7 @@ class JsonScanner:
         if text[at] == "\\":
             self._state = self._escape
         elif text[at] != '"':
-            return self._wrong(at, "an escape of a control character")
+            return self._wrong(at, "an escaped control character")
         elif self._is_key:
             self._state = self._colon
         else:
@@ -127,7 +126,7 @@ class JsonScanner:
         elif text[at] in '"\\/bfnrt':
             self._state = self._string
         else:
-            return self._wrong(at, "an escape that JSON knows")
+            return self._wrong(at, "a valid escape")
         return at + 1
 
     def _hex_digit(self, text: str, at: int) -> int:
@@ -144,7 +143,9 @@ class JsonScanner:
         self._scalar.append(found.group())
         self._scalar_size += len(found.group())
         if found.end() < len(text):
-            if not _is_scalar("".join(self._scalar)):
+            scalar = "".join(self._scalar)
+            is_word = scalar[:1] in ("t", "f", "n")
+            if _SCALAR.fullmatch(scalar) is None or (not is_word and math.isinf(float(scalar))):
                 return self._wrong(found.end(), "a number, true, false or null")
             self._scalar.clear()
             self._scalar_size = 0
@@ -152,13 +153,8 @@ class JsonScanner:
         return found.end()
 
 
-def _is_scalar(text: str) -> bool:
-    """Whether this is a scalar that every reader of JSON has a value for."""
-    return _SCALAR.fullmatch(text) is not None and (text[0] in "tfn" or not math.isinf(float(text)))
-
-
 def json_value(reader: Reader, tell: Callable[[str], None], *, closes: bool = True) -> Steps[None]:
-    """Read one value and tell its text; without its last character, a closing bracket, unless it `closes`."""
+    """Read one value and pass its text to `tell`; without its last character, a closing bracket, unless `closes`."""
     scanner = JsonScanner()
     while True:
         start = reader.at
@@ -171,27 +167,27 @@ def json_value(reader: Reader, tell: Callable[[str], None], *, closes: bool = Tr
         if scanner.error is not None:
             raise Unreadable(scanner.error)
         if not (yield from reader.more()):
-            raise Unreadable("the answer ends inside of a call")
+            raise Unreadable("the answer ends inside a call")
 
 
 def json_object(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
-    """Read an object and tell its text, without the brace that closes it."""
+    """Read an object and pass its text to `tell`, without the closing brace."""
     if (yield from reader.next()) != "{":
         raise Unreadable("the arguments must be a JSON object")
     yield from json_value(reader, tell, closes=False)
 
 
 def json_string(reader: Reader) -> Steps[str]:
-    """Read a string; what it says."""
+    """Read a string; returns its value."""
     if (yield from reader.next()) != '"':
-        raise Unreadable("this is no JSON: a string is missing")
+        raise Unreadable("invalid JSON: expected a string")
     pieces: list[str] = []
     yield from json_value(reader, pieces.append)
     text = json.loads("".join(pieces))
     try:
         text.encode()
     except UnicodeEncodeError as cause:
-        raise Unreadable("half a character is escaped") from cause
+        raise Unreadable("an escape is an unpaired surrogate") from cause
     return text
 
 
@@ -200,7 +196,7 @@ _INTEGER = re.compile("-?[0-9]+")
 
 
 def json_kind(text: str) -> str | None:
-    """The type of the JSON value that this text is, by the words of JSON schemas; None where it is none."""
+    """The JSON schema type of the JSON value that this text is; None if it is not a JSON value."""
     scanner = JsonScanner()
     if text != text.strip() or scanner.scan(text + " ", 0) < len(text) or not scanner.whole:
         return None
@@ -209,6 +205,6 @@ def json_kind(text: str) -> str | None:
 
 
 def object_text(text: str) -> str | None:
-    """This text if it is one JSON object, without white space around it."""
+    """The text, stripped of white space, if it is one JSON object; else None."""
     text = text.strip()
     return text if json_kind(text) == "object" else None

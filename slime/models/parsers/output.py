@@ -1,7 +1,7 @@
-"""An answer as it is written: reasoning between its marks, text, and the calls of one format.
+"""Incremental parser of an answer: reasoning between its marks, text, and the calls of one format.
 
-Invariant: every character that is read is told once, as reasoning, as text or in a call, unless it is a mark of the
-format or white space beside one; whatever pieces it came in.
+Invariant: for any split into pieces, every character is emitted once, as reasoning, as text or in a call, unless it is
+a mark of the format or white space next to one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from slime.models.parsers.calls import Calls, ToolFormat
 from slime.models.parsers.events import Event, IllFormed, Reasoning, Text
 from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
 
-# How families of models mark their reasoning (`--reasoning-parser`, SGLang's names).
-
 
 @dataclass(frozen=True)
 class Think:
-    """Reasoning between two marks. `always`: an answer begins with it, whether or not the first mark is written.
+    """A family's marks around reasoning. `always`: an answer begins with reasoning, even without the first mark.
 
-    A call inside of reasoning ends it, but for `keeps_calls`.
+    A call inside reasoning ends the reasoning, unless `keeps_calls`.
     """
 
     begin: str = "<think>"
@@ -51,6 +49,7 @@ THINK = {
     "step3": Think(always=True, keeps_calls=True),
     "step3p5": Think(always=True, keeps_calls=True),
 }
+"""The marks of reasoning, by SGLang's names (`--reasoning-parser`)."""
 
 
 TAILS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
@@ -60,16 +59,16 @@ _SPACE = re.compile(r"\s*")
 
 
 class Channel:
-    """Text on its way out: white space at its end, and marks that may mean nothing, wait until more follows."""
+    """Emits text or reasoning as events; trailing white space and ambiguous marks are held back until more follows."""
 
     def __init__(
         self, events: list[Event], kind: type[Reasoning] | type[Text], *, after_mark: bool, tails: Sequence[str] = ()
     ) -> None:
         self._events, self._kind, self._tails = events, kind, tails
         self._held: list[str] = []
-        self._after_mark = after_mark  # white space at the beginning belongs to a mark before it
+        self._after_mark = after_mark  # leading white space belongs to the mark before it
         self._spoke = False
-        self.is_new = True  # nothing was told since the last mark
+        self.is_new = True  # nothing was emitted since the last mark
 
     def say(self, text: str) -> None:
         body = text.rstrip()
@@ -80,24 +79,28 @@ class Channel:
         self.hold(text[len(body) :])
 
     def hold(self, text: str) -> None:
-        """This is text only if text follows."""
+        """Hold back text that counts only if more text follows."""
         if text:
             self._held.append(text)
 
     def cut(self) -> None:
-        """A mark comes, or the end of a call: what was held back belongs to it."""
+        """Drop the held text, which belongs to a mark or to the end of a call that was just read."""
         self._held.clear()
         self._after_mark = self.is_new = True
 
     def next_message(self) -> None:
-        """What follows is a message of its own."""
+        """Start a separate message."""
         self.cut()
         if self._spoke:
             self.hold("\n")
 
     def end(self) -> None:
-        """Nothing follows: marks that led nowhere are text, and so is white space unless a mark is beside it."""
-        rest = "".join(self._without_tails())
+        """End the channel: emits held marks as text, and held white space unless it is next to a mark."""
+        end = place = len(self._held)
+        while place and (self._held[place - 1].isspace() or self._held[place - 1] in self._tails):
+            place -= 1
+            end = place if self._held[place] in self._tails else end
+        rest = "".join(self._held[:end])
         self._held.clear()
         if rest.strip():
             self._events.append(IllFormed("marks of calls without a call"))
@@ -105,15 +108,8 @@ class Channel:
         elif rest and self._kind is Text and not (self.is_new and self._after_mark):
             self._tell(rest)
 
-    def _without_tails(self) -> list[str]:
-        end = place = len(self._held)
-        while place and (self._held[place - 1].isspace() or self._held[place - 1] in self._tails):
-            place -= 1
-            end = place if self._held[place] in self._tails else end
-        return self._held[:end]
-
     def tell_nothing(self) -> None:
-        """Say that there was nothing to say, where nothing was."""
+        """Emit an empty piece if nothing was emitted."""
         if not self._spoke:
             self._tell("")
 
@@ -123,7 +119,7 @@ class Channel:
 
 
 class Marks:
-    """Where a mark is, and where one may have begun; none begins like all of another."""
+    """Finds marks in text, and beginnings of marks at its end; no mark is a prefix of another."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, marks)))
@@ -131,24 +127,22 @@ class Marks:
         self._longest = max(map(len, marks)) - 1
 
     def tell_before(self, reader: Reader, channel: Channel) -> str | None:
-        """Say what is certainly before the next mark; read the mark if it is there."""
+        """Emit the text that is certainly before the next mark; reads and returns the mark if it is complete."""
         if found := self._pattern.search(reader.text, reader.at):
             channel.say(reader.text[reader.at : found.start()])
             reader.at = found.end()
             return found.group()
-        certain = len(reader.text) - self._begun(reader.text, reader.at)
-        channel.say(reader.text[reader.at : certain])
+        text = reader.text
+        most = min(self._longest, len(text) - reader.at)
+        begun = next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)
+        certain = len(text) - begun  # after it a mark may have begun
+        channel.say(text[reader.at : certain])
         reader.at = certain
         return None
 
-    def _begun(self, text: str, at: int) -> int:
-        """How many of the last characters, from `at` on, may be the beginning of a mark."""
-        most = min(self._longest, len(text) - at)
-        return next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)
-
 
 def told_until(marks: Marks, reader: Reader, channel: Channel) -> Steps[str | None]:
-    """Say what is written before the next mark and read it; None at the end."""
+    """Emit the text before the next mark and read the mark; returns None at the end of the answer."""
     while (mark := marks.tell_before(reader, channel)) is None:
         if not (yield from reader.more()):
             channel.say(reader.text[reader.at :])
@@ -158,9 +152,9 @@ def told_until(marks: Marks, reader: Reader, channel: Channel) -> Steps[str | No
 
 
 class SteppedParser(ABC):
-    """A parser that is a generator over its reader: `_run` yields where it needs more text.
+    """Base of parsers that are generators over their reader: `_run` yields when it needs more text.
 
-    A subclass is complete, whatever `_run` uses included, before it calls `_begin`.
+    A subclass calls `_begin` at the end of its constructor, once everything that `_run` uses is set.
     """
 
     def __init__(self, ids: Callable[[], str]) -> None:
@@ -209,7 +203,8 @@ class AnswerParser(SteppedParser):
 
     def _run(self) -> Steps[None]:
         while (mark := (yield from self._next_mark())) is not None:
-            if self._begins_call(mark):
+            keeps_calls = self._thinking and self._think is not None and self._think.keeps_calls
+            if mark == "" or (mark in self._tool.begins and not keeps_calls):
                 yield from self._call(mark)
             else:
                 self._mark(mark)
@@ -218,7 +213,7 @@ class AnswerParser(SteppedParser):
         self._text.end()
 
     def _next_mark(self) -> Steps[str | None]:
-        """Tell what is written before the next mark; None at the end, "" before a call that has none."""
+        """Emit the text before the next mark; returns None at the end, "" before a call without a mark."""
         reader = self._reader
         while True:
             if self._tool.bare and self._text.is_new and not self._thinking:
@@ -232,11 +227,8 @@ class AnswerParser(SteppedParser):
                 self._channel.say(reader.text[reader.at :])
                 return None
 
-    def _begins_call(self, mark: str) -> bool:
-        keeps = self._thinking and self._think is not None and self._think.keeps_calls
-        return mark == "" or (mark in self._tool.begins and not keeps)
-
     def _call(self, mark: str) -> Steps[None]:
+        """Read a call; one that cannot be parsed becomes text."""
         ended = self._calls.ended
         self._reader.begin(mark)
         try:
@@ -265,6 +257,7 @@ class AnswerParser(SteppedParser):
         self._text.cut()
 
     def _mark(self, mark: str) -> None:
+        """Handle a mark that begins no call."""
         think = self._think
         if think is not None and mark == think.end and self._thinking:
             self._end_reasoning()

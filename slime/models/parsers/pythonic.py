@@ -1,6 +1,6 @@
-"""`[NAME(key=value), ...]`: calls as Python writes them, alone or after `<|python_start|>`: Llama 4 and others.
+"""Pythonic calls, `[NAME(key=value), ...]`, alone or after `<|python_start|>`: Llama 4 and others.
 
-They are told when the list is whole: what a Python literal stands for is known at its end.
+They are emitted once the list is complete, because the value of a Python literal is known only at its end.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.models.parsers.calls import Calls, Schemas, ToolFormat
 from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+from slime.storage.json_types import JsonMapping
 
 _NAME = re.compile(r"[\w.]*", re.ASCII)
 _PLAIN = re.compile(r"""[^\[\](){}'"#]*""")
@@ -23,13 +23,16 @@ _DEEPEST = 40
 
 
 class Pythonic(ToolFormat):
-    """Invariant: a list without the mark is one of calls only if all of them name tools."""
+    """The parser of pythonic calls.
+
+    Invariant: a list without the mark is a list of calls only if all of its calls name tools.
+    """
 
     begins = ("<|python_start|>",)
     closes = ("<|python_end|>",)
     bare = "["
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
         self._schemas = Schemas(tools)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
@@ -50,7 +53,7 @@ class Pythonic(ToolFormat):
 
 
 def _list(reader: Reader) -> Steps[str]:
-    """Read a list that begins with a call; its text."""
+    """Read a list that begins with a call; returns its text."""
     if (yield from reader.next()) != "[":
         raise Unreadable("a list of calls is missing")
     reader.at += 1
@@ -88,29 +91,30 @@ def _quoted(reader: Reader, quote: str) -> Steps[str]:
             return "".join(pieces)
 
 
-def _calls(text: str) -> list[tuple[str, list[tuple[str, Any]]]]:
+def _calls(text: str) -> list[tuple[str, list[tuple[str, object]]]]:
+    """The names and arguments of a list of calls."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # warnings about invalid escapes
             parsed = ast.parse(text, mode="eval").body
         assert isinstance(parsed, ast.List)
         return [_call(each) for each in parsed.elts]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise Unreadable(f"this is no list of calls: {cause}") from cause
+        raise Unreadable(f"this is not a list of calls: {cause}") from cause
 
 
-def _call(node: ast.expr) -> tuple[str, list[tuple[str, Any]]]:
+def _call(node: ast.expr) -> tuple[str, list[tuple[str, object]]]:
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("a call must be NAME(key=value)")
     if any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("** has no place in a call")
+        raise ValueError("a call must not have ** arguments")
     name = ast.unparse(node.func)
     if _NAME.fullmatch(name) is None:
         raise ValueError("a call must be NAME(key=value)")
     return name, [(str(keyword.arg), _literal(keyword.value)) for keyword in node.keywords]
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """The JSON value of a literal; raises ValueError where it has none."""
+def _literal(node: ast.expr | None) -> object:
+    """The JSON value of a literal; raises ValueError if it has none."""
     match node:
         case ast.Constant(value=bool() | int() | None):
             return node.value
@@ -126,14 +130,12 @@ def _literal(node: ast.expr | None) -> Any:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_literal(each) for each in elements]
         case ast.Dict(keys=keys, values=values):
-            made = {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+            made: dict[str, object] = {}
+            for key, value in zip(keys, values, strict=True):
+                name = _literal(key)
+                if not isinstance(name, str):
+                    raise ValueError("a key is not a string")
+                made[name] = _literal(value)
             if len(made) == len(keys):
                 return made
-    raise ValueError("a value is no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    key = _literal(node)
-    if not isinstance(key, str):
-        raise ValueError("a key is no string")
-    return key
+    raise ValueError("a value is not a literal")

@@ -1,8 +1,7 @@
-"""What was written and not read yet, for parsers that read like a program and stop where the text does.
+"""Text buffer of incremental parsers that are generators: they yield when they need more text.
 
-A parser is a generator: it yields where it needs more text, and goes on where it was. Invariant: how far a step reads
-depends on the text alone and not on the pieces it came in; what is unread when more is asked for is shorter than a
-mark, so a text costs its length once.
+Invariant: the progress of a step depends on the text alone, not on the pieces in which it arrives. The unread text is
+shorter than a mark whenever a parser waits for more, so the total cost is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ _SPACE = re.compile(r"\s*")
 
 
 class Unreadable(Exception):
-    """This was meant as a call and is none; says why."""
+    """The text is an attempted call that cannot be parsed; the message says why."""
 
 
 class NoCall(Unreadable):
-    """This only looked like a call, and is text."""
+    """The text only looks like a call and is text."""
 
 
 class Reader:
+    """The text that has arrived and the position up to which it was read."""
+
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
-        self._read: list[str] | None = None  # since `begin`, as far as it is no longer in `text`
+        self._read: list[str] | None = None  # the part read since `begin` that is not in `text` any more
         self._from = 0
 
     def feed(self, text: str) -> None:
@@ -40,7 +41,7 @@ class Reader:
         self.at = self._from = 0
 
     def begin(self, mark: str = "") -> None:
-        """From here on remember what is read, after `mark`."""
+        """Start to remember the text that is read, with `mark` before it."""
         self._read = [mark]
         self._from = self.at
 
@@ -48,7 +49,7 @@ class Reader:
         return "".join(self._read or ()) + self.text[self._from : self.at]
 
     def forget(self) -> None:
-        """From here on remember nothing."""
+        """Stop remembering text."""
         self._read = None
 
     def more(self) -> Steps[bool]:
@@ -59,7 +60,7 @@ class Reader:
         return True
 
     def next(self) -> Steps[str]:
-        """The next character that is no white space, which stays unread; "" at the end."""
+        """Skip white space; returns the next character, which stays unread, or "" at the end."""
         while True:
             found = _SPACE.match(self.text, self.at)
             assert found is not None
@@ -70,7 +71,7 @@ class Reader:
                 return ""
 
     def take(self, mark: str) -> Steps[bool]:
-        """Read `mark` if it is next."""
+        """Read `mark` if it is next; returns whether it was."""
         while True:
             if self.text.startswith(mark, self.at):
                 self.at += len(mark)
@@ -91,7 +92,7 @@ class Reader:
                 return "".join(pieces)
 
     def upto(self, mark: str) -> Steps[str | None]:
-        """Read all before `mark` and the mark; None where it never comes."""
+        """Read up to and including `mark`; returns the text before it, None if the mark never comes."""
         pieces: list[str] = []
         while True:
             found = self.text.find(mark, self.at)

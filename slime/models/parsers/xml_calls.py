@@ -1,25 +1,29 @@
-"""`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5."""
+"""Tool-call formats with XML-like tags: Qwen3-Coder, GLM-4.5, MiniMax M2 and DeepSeek V3.2."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime.models.parsers.calls import Calls, Schemas, ToolFormat, as_string, closed, tool_name
 from slime.models.parsers.json_stream import json_kind
 from slime.models.parsers.scanner import Reader, Steps, Unreadable
+from slime.storage.json_types import JsonMapping
 
 _NAME = re.compile(r"[^<>]*")
 _FUNCTION = "<function="
+_INVOKE_NAME = re.compile(r'[^"<>]*')
 
 
 class Qwen3Coder(ToolFormat):
-    """Qwen3-Coder leaves `<tool_call>` out at times."""
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
+
+    Qwen3-Coder sometimes omits `<tool_call>`.
+    """
 
     begins = ("<tool_call>", _FUNCTION)
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
         self._schemas = Schemas(tools)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
@@ -49,7 +53,7 @@ class Qwen3Coder(ToolFormat):
             yield from _closed_tag(reader)
             value = yield from reader.upto("</parameter>")
             if value is None:
-                raise Unreadable("the answer ends inside of a call")
+                raise Unreadable("the answer ends inside a call")
             calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
 
 
@@ -58,13 +62,12 @@ def _closed_tag(reader: Reader) -> Steps[None]:
         raise Unreadable("> is missing after a name")
 
 
-# `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and later.
-
-
 class Glm45(ToolFormat):
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and later."""
+
     begins = ("<tool_call>",)
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
         self._schemas = Schemas(tools)
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
@@ -94,18 +97,13 @@ def _between(reader: Reader, begin: str, end: str) -> Steps[str]:
     return found
 
 
-# `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a section: MiniMax M2, DeepSeek V3.2.
-
-_INVOKE_NAME = re.compile(r'[^"<>]*')
-
-
 class Invoke(ToolFormat):
-    """MiniMax's tags."""
+    """`<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` in a section, with MiniMax M2's tags."""
 
     section = "minimax:tool_call"
     prefix = ""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
         self._schemas = Schemas(tools)
         self._begin = f'<{self.prefix}invoke name="'
         self.begins = (self._begin,)
@@ -124,7 +122,7 @@ class Invoke(ToolFormat):
             yield from _taken(reader, ">")
             value = yield from reader.upto(f"</{self.prefix}parameter>")
             if value is None:
-                raise Unreadable("the answer ends inside of a call")
+                raise Unreadable("the answer ends inside a call")
             calls.argument(name, self._typed(tool, name, value, is_text))
             yield from reader.next()
         calls.end()
@@ -133,7 +131,7 @@ class Invoke(ToolFormat):
         return f"{self.opens[0]}\n{self._begin}" + (f'{name}">\n' if name is not None else "")
 
     def _is_text(self, reader: Reader) -> Steps[bool | None]:
-        """Whether the value is a string, where the model says so."""
+        """True if the model declares the value a string, False if JSON, None if it declares nothing."""
         yield from ()
         return None
 
@@ -142,7 +140,7 @@ class Invoke(ToolFormat):
 
 
 class Dsml(Invoke):
-    """DeepSeek's tags, which say of each value whether it is a string or JSON."""
+    """`Invoke` with DeepSeek V3.2's tags, which declare each value a string or JSON."""
 
     section = "｜DSML｜function_calls"
     prefix = "｜DSML｜"

@@ -1,7 +1,16 @@
 """Causal attention within the sequences of a packed row, for every backend.
 
-Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so a packed row gives every
-sequence what it would get alone.
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so every sequence of a packed row
+gets the output that it would get alone.
+
+Attention with a window, capped scores or sinks is computed in chunks of queries with the keys they can see, in memory
+that grows with the length and not its square; backward recomputes the weights from the normaliser of each query, which
+is all that is kept. Invariant: values and gradients are those of the whole matrix.
+
+Sparse attention reads only the tokens that an indexer picks (DeepSeek's sparse attention, in GLM-5). Invariant: a token
+attends to at most `count` earlier tokens of its own sequence, those with the highest index scores, and to all of them
+if there are at most `count`. Picks are positions in the sequence; picks after the token itself are ignored. Picking has
+no gradient, so the scores get none.
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby, pairwise, takewhile
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,23 +29,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slime.train.samples.packing import PackedLayout
 
-# Causal attention with a window, capped scores or sinks, in memory that grows with the length and not its square.
-#
-# The queries are taken some at a time, with the keys they can see; backward computes the weights again from the
-# normaliser of each query, which is all that is kept. Invariant: values and gradients are those of the whole matrix.
-
-CELLS = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores at once: enough to keep the device busy
-SMALLEST_WINDOW = 64  # queries of a narrow window that are taken together all the same
+CELLS = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of one chunk: enough to keep the device busy
+SMALLEST_WINDOW = 64  # least number of queries in a chunk, however narrow the window
 
 
 @dataclass(frozen=True)
 class Rules:
-    """softmax(cap(scale q k)) over the last `window` positions."""
+    """Parameters of chunked attention: softmax(cap(scale q k)) over the last `window` positions."""
 
     scale: float
     window: int | None
     softcap: float | None
-    cells: int  # scores held at once
+    cells: int  # scores of one chunk
 
     @classmethod
     def on(cls, device: torch.device, scale: float, window: int | None, softcap: float | None) -> Rules:
@@ -44,21 +48,36 @@ class Rules:
 
 
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules) -> Tensor:
-    """[n, heads, L, D] and keys and values [n, kv heads, L, D] to [n, heads, L, Dv]; `sinks`: a logit for each head."""
+    """Attend from queries [n, heads, L, D] to keys and values [n, kv heads, L, D]; returns [n, heads, L, Dv].
+
+    `sinks`: a logit for each head.
+    """
     output: Tensor = _Chunked.apply(query, key, value, sinks, rules)
     return output
 
 
+class _ChunkedContext(Protocol):
+    """Autograd context of `_Chunked`."""
+
+    rules: Rules
+    has_sinks: bool
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules) -> Tensor:
+    def forward(
+        ctx: _ChunkedContext, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules
+    ) -> Tensor:
         output = query.new_empty(*query.shape[:3], value.shape[3])
         normaliser = query.new_empty(query.shape[:3], dtype=_wide(query))
         for chunk in _chunks(query, key, rules):
             scores = chunk.hide(chunk.scores(query, key))
             total = scores.logsumexp(-1)
             if sinks is not None:
-                total = torch.logaddexp(total, _per_head(sinks, total))
+                total = torch.logaddexp(total, sinks.to(total.dtype).view(1, *total.shape[1:3], 1))
             weights = scores.sub_(total[..., None]).exp_()
             output[:, :, chunk.queries] = (chunk.fold(weights.to(value.dtype)) @ chunk.seen(value)).view(
                 *query.shape[:2], -1, value.shape[3]
@@ -69,12 +88,12 @@ class _Chunked(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ChunkedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser, *rest = ctx.saved_tensors
         grad = upstream[0]
         d_query = torch.empty_like(query)
         d_key, d_value = (torch.zeros_like(states, dtype=_wide(query)) for states in (key, value))
-        inner = (grad.to(_wide(query)) * output).sum(-1)  # what the weights of a query give its gradient, together
+        inner = (grad.to(_wide(query)) * output).sum(-1)  # each query's sum of weight times gradient of the weight
         for chunk in _chunks(query, key, ctx.rules):
             scores = chunk.scores(query, key)
             weights = (chunk.hide(scores) - chunk.rows(normaliser)[..., None]).exp_()
@@ -96,7 +115,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some queries and the keys that any of them sees. Scores are [n, kv heads, heads of each, queries, keys]."""
+    """A range of queries and the keys visible to them. Scores are [n, kv heads, heads of each, queries, keys]."""
 
     queries: slice
     keys: slice
@@ -104,11 +123,11 @@ class _Chunk:
     rules: Rules
 
     def rows(self, states: Tensor) -> Tensor:
-        """[n, heads, L, ...] to the chunk's part [n, kv heads, heads of each, queries, ...]."""
+        """Select the chunk's queries: [n, heads, L, ...] to [n, kv heads, heads of each, queries, ...]."""
         return states[:, :, self.queries].unflatten(1, (self.kv_heads, -1))
 
     def fold(self, states: Tensor) -> Tensor:
-        """Heads that share a key side by side: one product for all of them."""
+        """Join heads that share a key, so that one product computes all of them."""
         return states.flatten(2, 3)
 
     def seen(self, states: Tensor) -> Tensor:
@@ -122,7 +141,7 @@ class _Chunk:
         return scores.view(*rows.shape[:4], -1)
 
     def hide(self, scores: Tensor) -> Tensor:
-        """Minus infinity where a key is in the future of a query or out of its window."""
+        """Set scores to minus infinity where a key is in the future of a query or out of its window."""
         at = torch.arange(self.queries.start, self.queries.stop, device=scores.device)
         distance = at[:, None] - torch.arange(self.keys.start, self.keys.stop, device=scores.device)
         hidden = distance < 0
@@ -135,19 +154,15 @@ def _chunks(query: Tensor, key: Tensor, rules: Rules) -> Iterator[_Chunk]:
     count, heads, length = query.shape[:3]
     reach = min(length, rules.window or length)
     most = max(rules.cells // (count * heads * reach), 1)
-    if reach < length:  # a chunk sees `reach` keys more than it has queries
+    if reach < length:  # a chunk has `reach` keys more than queries
         most = min(max(most // 2, 1), max(reach, SMALLEST_WINDOW))
     for begin in range(0, length, most):
         end = min(begin + most, length)
         yield _Chunk(slice(begin, end), slice(max(0, begin - reach + 1), end), key.shape[1], rules)
 
 
-def _per_head(sinks: Tensor, like: Tensor) -> Tensor:
-    return sinks.to(like.dtype).view(1, *like.shape[1:3], 1)
-
-
 def _wide(states: Tensor) -> torch.dtype:
-    """What scores and sums are computed in."""
+    """Dtype of scores and sums: at least float32."""
     return torch.promote_types(states.dtype, torch.float32)
 
 
@@ -172,8 +187,12 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[T, heads, Dv]; `sinks`: a logit for each head that no value belongs to."""
-    plain = softcap is None and sinks is None and (sliding_window is None or _varlen_has_windows())
+    """Attend within each sequence; returns [T, heads, Dv]. `sinks`: a logit for each head, without a value."""
+    plain = (
+        softcap is None
+        and sinks is None
+        and (sliding_window is None or "window_size" in inspect.signature(_varlen_attn()).parameters)
+    )
     if query.is_cuda and query.dtype in HALF and plain and query.shape[-1] == value.shape[-1]:
         equal = 0 if sliding_window is not None else equal_at_end(layout.lengths)
         return _gpu_attention(query, key, value, layout, scale, sliding_window, equal)
@@ -185,20 +204,20 @@ def causal_attention(
 
 
 def prepare_attention(device: torch.device, dtype: torch.dtype) -> None:
-    """Import what sequences of unequal lengths take on a GPU: two seconds that the first step with such would take."""
+    """Import torch's variable-length attention for GPUs ahead of the first step, which it would slow by 2 s."""
     if device.type == "cuda" and dtype in HALF:
         import_module(_VARLEN)
 
 
 def runs(layout: PackedLayout) -> list[tuple[int, int]]:
-    """(length, how many) of neighbouring sequences that have one length."""
+    """(length, count) of each run of neighbouring sequences with equal lengths."""
     return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
 
 
 def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
-    """[T, heads, D] to [n, heads, L, D] for every run of n neighbouring sequences of one length L.
+    """Split [T, heads, D] into [n, heads, L, D] for every run of n neighbouring sequences of one length L.
 
-    One split, not a slice for each run: the gradient of every slice would be as large as the whole row.
+    It uses one split instead of a slice for each run: the gradient of every slice would be as large as the whole row.
     """
     equal = runs(layout)
     blocks = states.split([length * count for length, count in equal])
@@ -215,7 +234,7 @@ def _causal_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
+    """Attend within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
     dtype = query.dtype
     if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
         query, key, value = query.float(), key.float(), value.float()
@@ -231,11 +250,11 @@ def _causal_attention(
 
 
 def equal_at_end(lengths: Sequence[int]) -> int:
-    """How many sequences at a row's end are computed as a batch: of one length, and nearly all of the row.
+    """Count the sequences at a row's end that are computed as a batch: of one length, and nearly all of the row.
 
-    Rows are sorted by length, so they are those that were cut off at the longest. cuDNN makes a plan for every number
-    and length of them, a tenth of a second: where lengths differ more, others would come with every row. For the same
-    reason the number is a multiple of four, unless it is all of them.
+    Rows are sorted by length, so these are the sequences that were truncated at the longest length. cuDNN makes a plan
+    for every (count, length), in 0.1 s; with more varied lengths every row would need new ones. For the same reason
+    the count is a multiple of four, unless it is the whole row.
     """
     last = len(list(takewhile(lambda length: length == lengths[-1], reversed(lengths))))
     count = last if last == len(lengths) else last // _EQUAL_MULTIPLE * _EQUAL_MULTIPLE
@@ -245,7 +264,7 @@ def equal_at_end(lengths: Sequence[int]) -> int:
 def _gpu_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None, equal: int
 ) -> Tensor:
-    """The last `equal` sequences, which have one length, as a batch, and the others by their bounds."""
+    """Compute the last `equal` sequences, which have one length, as a batch, and the others by their bounds."""
     if equal == len(layout.lengths):
         return _equal_attention(query, key, value, layout.lengths[-1], scale)
     if equal == 0:
@@ -259,9 +278,9 @@ def _gpu_attention(
 
 
 def _equal_attention(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    """Sequences of one length are a batch, for which cuDNN is nearly twice as fast as variable-length attention.
+    """Compute sequences of one length as a batch: cuDNN is then nearly twice as fast as variable-length attention.
 
-    It makes a plan for every new shape, which takes longer than it saves where lengths change all the time.
+    cuDNN makes a plan for every new shape, which costs more than it saves if lengths change all the time.
     """
     q, k, v = (states.unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
@@ -269,25 +288,21 @@ def _equal_attention(query: Tensor, key: Tensor, value: Tensor, length: int, sca
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def _varlen_has_windows() -> bool:
-    return "window_size" in inspect.signature(_varlen_attn()).parameters
-
-
-def _varlen_attn() -> Callable[..., Any]:
-    """torch's own. Importing it imports torch's compiler too, so nobody does who has no use for it."""
-    found: Callable[..., Any] = import_module(_VARLEN).varlen_attn
+def _varlen_attn() -> Callable[..., object]:
+    """torch's variable-length attention, imported on first use: the import loads torch's compiler too."""
+    found: Callable[..., object] = import_module(_VARLEN).varlen_attn
     return found
 
 
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
 ) -> Tensor:
-    """torch's variable-length flash attention; [T, heads, D]. Its keywords differ between releases."""
+    """Compute torch's variable-length flash attention on [T, heads, D]; its keywords differ between releases."""
     varlen_attn = _varlen_attn()
     known = inspect.signature(varlen_attn).parameters
     before = -1 if window is None else window - 1  # a window counts the token itself
-    keywords: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
-    if key.shape[1] != query.shape[1] and "enable_gqa" in known:  # which earlier releases did without being told
+    keywords: dict[str, object] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
+    if key.shape[1] != query.shape[1] and "enable_gqa" in known:  # earlier releases did it without a keyword
         keywords["enable_gqa"] = True
     if "scale" in known:
         keywords["scale"] = scale
@@ -300,52 +315,37 @@ def _varlen_attention(
     return output
 
 
-# Attention to the tokens that an indexer picks (DeepSeek's sparse attention, in GLM-5), within packed sequences.
-#
-# Invariant: a token attends to at most `count` earlier tokens of its own sequence, those with the highest index
-# scores, and to all of them where there are no more. Picks are positions in the sequence; what they name after the
-# token itself counts for nothing. Nothing flows back into the scores: picking has no gradient.
-
 QUERIES = 512
-"""How many are scored at once: the scores of all indexer heads are that many times the length."""
+"""Queries scored at once: the scores of all indexer heads take this many times the length."""
 
 
 @torch.no_grad()
 def pick_tokens(query: Tensor, key: Tensor, weights: Tensor, layout: PackedLayout, count: int) -> Tensor:
-    """[T, count], int32, of indexer queries [T, heads, D], keys [T, D] and a weight for each head [T, heads].
+    """Pick tokens by indexer queries [T, heads, D], keys [T, D] and a weight for each head [T, heads].
 
-    [T, 0] stands for all tokens, where no sequence has more than `count`.
+    Returns [T, count], int32, or [T, 0] (all tokens) if no sequence is longer than `count`.
     """
     if layout.max_length <= count:
         return torch.empty(len(query), 0, dtype=torch.int32, device=query.device)
     lengths = list(layout.lengths)
-    picked = [
-        part
-        for q, k, w in zip(query.split(lengths), key.split(lengths), weights.split(lengths), strict=True)
-        for part in _pick(q, k, w, count)
-    ]
-    return torch.cat(picked)
-
-
-def _pick(query: Tensor, key: Tensor, weights: Tensor, count: int) -> list[Tensor]:
-    """Of one sequence, some queries at a time."""
     heads, width = query.shape[1:]
     everything = torch.arange(count, dtype=torch.int32, device=query.device)
     picked = []
-    for begin, end in _blocks(len(query)):
-        if end <= count:
-            picked.append((everything % end).expand(end - begin, count))
-            continue
-        scores = torch.einsum("qhd,kd->qhk", query[begin:end].float(), key[:end].float()) * width**-0.5
-        total = torch.einsum("qh,qhk->qk", weights[begin:end].float() * heads**-0.5, scores.relu())
-        picked.append(total.masked_fill(_after(begin, end, query.device), -torch.inf).topk(count).indices.int())
-    return picked
+    for q, k, w in zip(query.split(lengths), key.split(lengths), weights.split(lengths), strict=True):
+        for begin, end in _blocks(len(q)):
+            if end <= count:
+                picked.append((everything % end).expand(end - begin, count))
+                continue
+            scores = torch.einsum("qhd,kd->qhk", q[begin:end].float(), k[:end].float()) * width**-0.5
+            total = torch.einsum("qh,qhk->qk", w[begin:end].float() * heads**-0.5, scores.relu())
+            picked.append(total.masked_fill(_after(begin, end, q.device), -torch.inf).topk(count).indices.int())
+    return torch.cat(picked)
 
 
 def picked_attention(
     query: Tensor, key: Tensor, value: Tensor, picked: Tensor, layout: PackedLayout, scale: float
 ) -> Tensor:
-    """[T, heads, Dv] of queries and keys [T, heads, D] and what `pick_tokens` gave."""
+    """Attend from queries to the picked keys [T, heads, D]; returns [T, heads, Dv]. `picked`: as from `pick_tokens`."""
     if picked.shape[1] == 0:
         return causal_attention(query, key, value, layout, scale)
     dtype, lengths = query.dtype, list(layout.lengths)
@@ -370,5 +370,5 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _after(begin: int, end: int, device: torch.device) -> Tensor:
-    """[queries, keys]: the keys that come after the queries `begin` to `end`."""
+    """Mask [queries, keys] of the keys after each of the queries `begin` to `end`."""
     return torch.arange(end, device=device) > torch.arange(begin, end, device=device)[:, None]

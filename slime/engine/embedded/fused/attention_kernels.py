@@ -1,8 +1,8 @@
 """Decode attention in one kernel: normalise and rotate q and k, store k and v in the cache, attend.
 
 Every program reads the keys of one kv head for all query heads that share it. With few sequences the context is split
-into parts, depending on its length; the program that finishes last combines the parts. `keep` does the work before
-attention for prompt tokens, whose attention is a separate kernel (`model/prefill_kernels`).
+into parts, depending on its length; the program that finishes last combines the parts. For prompt tokens a kernel here
+does the steps before attention, and `model/prefill_kernels` attends.
 Invariant: the new token's key and value are in their slot when the kernel ends, and the result does not depend on how
 the context is split, beyond floating-point rounding.
 """

@@ -154,7 +154,7 @@ def gemv(
     """Compute `out [m, rows] = norm(x [m, K]) weight^T (+ bias)`; norm and bias are optional.
 
     gate: `weight` is gate and up concatenated, and out is silu(gate) * up. add: the result is added to `out`. `tile`:
-    rows and warps of one program; None: `tile_for` chooses.
+    rows and warps of one program; None: chosen by size.
     """
     k, rows = weight.shape[1], weight.shape[0] // (2 if gate else 1)
     first, second = pieces(k)

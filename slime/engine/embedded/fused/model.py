@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class FusedBody:
-    """The fused model of a CUDA decoder (`interface.Body`).
+    """A fused model as a CUDA decoder runs it.
 
     `context` has the KV slots and the table. At most `most` sequences of up to `positions` tokens decode at once.
     `routed` records the experts of each token.
@@ -243,7 +243,7 @@ def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: i
 
 
 def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> FusedBody:
-    """Make a body of `meta` tensors, which use no memory."""
+    """Make a fused model of `meta` tensors, which use no memory."""
     tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
     context = AttentionContext(_META)
     for layer in range(block.layers):

@@ -1,7 +1,7 @@
 """Runner and weights of a fused model, whose weights have no transformers model code.
 
 Invariant: no weight is copied. One product that uses several tensors of the folder reads a view over them, so these
-must be contiguous in memory (`supported_models.together`), and in-place updates of a tensor of the folder change the
+must be contiguous in memory (see `supported_models`), and in-place updates of a tensor of the folder change the
 product.
 """
 
@@ -29,7 +29,7 @@ from slime.models.heads import OutputHead
 
 
 class FusedRunner(ModelRunner):
-    """Owns the KV slots of a fused model; its steps run in a `CudaDecoder` with a `FusedBody`, not here."""
+    """Owns the weights and KV slots of a fused model, whose steps run in a `CudaDecoder`, not here."""
 
     def __init__(self, weights: nn.Module, block: Block, table: np.ndarray) -> None:
         self._hold(weights, table)

@@ -40,7 +40,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of the layers marked in `Block.sparse`: each token uses `topk` of `count`, each a SwiGLU of `width`."""
+    """Experts of the sparse layers: each token uses `topk` of `count`, each a SwiGLU of `width`."""
 
     count: int
     topk: int

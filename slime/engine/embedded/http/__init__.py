@@ -1,1 +1,1 @@
-"""The routes: from bytes on a socket to sequences and commands, and back."""
+"""The HTTP routes: parse requests into sequences and commands, and write their answers."""

@@ -1,6 +1,6 @@
-"""Between the event loop and the engine's thread: requests and commands go in, finished sequences and results come out.
+"""Connects the event loop to the engine's thread: submits requests and commands, awaits sequences and results.
 
-Invariant: every accepted request ends exactly once, or its client is gone and the request is aborted.
+Invariant: every accepted request ends exactly once, or is aborted because its client disconnected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finished:
-    """A sequence that has ended, and what is written of its tokens, if anything is: perhaps not yet the last ones."""
+    """A finished sequence, and the JSON of its tokens if it is written; the last tokens may still be missing there."""
 
     request: GenerateRequest
     sequence: Sequence
@@ -34,7 +34,7 @@ class Finished:
 
 
 class EngineBridge:
-    """The engine as handlers see it; `facts` is None until the model is loaded."""
+    """The engine's interface for request handlers; `facts` is None until the model is loaded."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -53,14 +53,14 @@ class EngineBridge:
 
     @contextmanager
     def admitted(self, requests: SequenceOf[GenerateRequest]) -> Iterator[None]:
-        """The samples of these requests are in the engine while the body runs; refused when they are too many."""
+        """Count the samples of these requests as admitted while the body runs; refuse them above the limits."""
         count = sum(request.params.n for request in requests)
         most, room = self.core.options.max_samples_per_request, self.core.options.max_queued_requests
         if count > most:
-            raise BadRequest(f"the request asks for {count} samples, --max-samples-per-request allows {most}", "n")
+            raise BadRequest(f"the request has {count} samples, --max-samples-per-request allows {most}", "n")
         if self._open + count > room:
             raise TooMany(
-                f"{self._open} samples wait or run here and --max-queued-requests allows {room}: send it again later"
+                f"{self._open} samples wait or run here and --max-queued-requests allows {room}: retry later"
             )
         self._open += count
         try:
@@ -69,8 +69,7 @@ class EngineBridge:
             self._open -= count
 
     async def run(self, request: GenerateRequest, *, writes: bool = True) -> list[Finished]:
-        """All samples of a request, finished; a client that goes away aborts them. `writes`: their tokens become JSON
-        while they are sampled."""
+        """Generate all samples of a request; cancelling aborts them. `writes`: write JSON while tokens are sampled."""
         loop = asyncio.get_running_loop()
         left = request.params.n
         done = loop.create_future()
@@ -96,8 +95,10 @@ class EngineBridge:
         return [Finished(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
 
     async def run_all(self, requests: SequenceOf[GenerateRequest], *, writes: bool = True) -> list[list[Finished]]:
-        """All samples of several requests. When one fails the others are aborted, and are out of the engine before the
-        failure is raised: nobody would read their answers."""
+        """Generate all samples of several requests.
+
+        If one fails, the others are aborted, and have left the engine before the exception is raised.
+        """
         running = [asyncio.ensure_future(self.run(request, writes=writes)) for request in requests]
         try:
             return await asyncio.gather(*running)
@@ -105,18 +106,18 @@ class EngineBridge:
             for one in running:
                 one.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await self.call(lambda: None, meets_steps=True)  # behind their aborts
+            await self.call(lambda: None, meets_steps=True)  # runs after their aborts
             raise
 
     async def answered(self, finished: SequenceOf[Finished], make: Callable[[list[str]], T]) -> T:
-        """What `make`, in the thread that writes answers, says of the texts of finished sequences."""
+        """Call `make` with the texts of finished sequences, in the thread that writes answers."""
         return await self.writer.make([final_text(each.sequence) for each in finished], make)
 
     def _abandon(self, sequences: list[Sequence]) -> None:
         self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"), meets_steps=True)
 
     async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, Piece]]:
-        """What is new of a streaming request, each `stream_interval` tokens (or --stream-interval) and at the end."""
+        """Yield the pieces of a streaming request, each of `stream_interval` tokens (or --stream-interval)."""
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Piece] = asyncio.Queue()
         cutter = Cutter(request.params.stream_interval or self.core.options.stream_interval)
@@ -153,11 +154,11 @@ def _raise_failure(seq: Sequence) -> None:
 
 
 def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Like `asyncio.to_thread`, but a process that is told to stop does not wait for it."""
+    """Like `asyncio.to_thread`, but the end of the process does not wait for it."""
     result: ThreadFuture[T] = ThreadFuture()
 
     def run() -> None:
-        result.set_running_or_notify_cancel()  # from here on whoever waits may go away, but nothing is cancelled
+        result.set_running_or_notify_cancel()  # from here on the waiter may stop waiting, but cannot cancel
         try:
             result.set_result(function())
         except BaseException as error:

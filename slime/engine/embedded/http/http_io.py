@@ -1,6 +1,6 @@
-"""Bodies, answers and event streams on the wire.
+"""Reads JSON bodies, and writes JSON answers and event streams.
 
-Invariant: an error has OpenAI's shape, whatever refused the request: `{"error": {message, type, param, code}}`.
+Invariant: every error has OpenAI's shape: `{"error": {message, type, param, code}}`.
 """
 
 from __future__ import annotations
@@ -8,24 +8,25 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
 
 import orjson
 from aiohttp import web
 
 from slime.engine.embedded.errors import BadRequest, RequestFailed, shown
-
-# A JSON object from outside, read field by field with the type that each must have.
-#
-# Invariant: what comes out has the type that the method names; anything else is a `BadRequest` that names the field.
-# An absent field and a null one mean the same.
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 class Fields:
+    """A JSON object from a client, read field by field with a required type.
+
+    Invariant: a method returns a value of its type, or raises a `BadRequest` that names the field. An absent field and
+    a null one mean the same.
+    """
+
     def __init__(self, body: object) -> None:
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object")
-        self.body: Mapping[str, Any] = body
+        self.body: JsonMapping = body
 
     def __contains__(self, name: str) -> bool:
         return self.body.get(name) is not None
@@ -57,7 +58,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise BadRequest(f"{name} must be an integer, not {shown(value)}", name)
         if not low <= value <= high:
-            raise BadRequest(f"{name} must lie between {low} and {high}, not {shown(value)}", name)
+            raise BadRequest(f"{name} must be between {low} and {high}, not {shown(value)}", name)
         return value
 
     def strings(self, name: str) -> list[str]:
@@ -83,7 +84,7 @@ _ERROR_TYPES = {
 
 
 async def json_body(request: web.Request, *, optional: bool = False) -> Fields:
-    """The JSON object in a body; numbers are finite, integers have 64 bits, nesting is bounded."""
+    """Parse the JSON object in a body; numbers are finite, integers have 64 bits, nesting is bounded."""
     raw = await request.read()
     if not raw and optional:
         return Fields({})
@@ -93,11 +94,11 @@ async def json_body(request: web.Request, *, optional: bool = False) -> Fields:
         raise BadRequest(f"the body is not JSON: {cause}") from cause
 
 
-def json_answer(payload: Any, status: int = 200) -> web.Response:
+def json_answer(payload: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(payload), status=status, content_type="application/json")
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, param: str | None = None) -> JsonObject:
     kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -108,7 +109,7 @@ def error_answer(status: int, message: str, param: str | None = None) -> web.Res
 
 @asynccontextmanager
 async def event_stream(request: web.Request) -> AsyncIterator[web.StreamResponse]:
-    """An open stream of events; a request that fails in the middle says so in one."""
+    """Open a stream of events; a request that fails in the middle sends an error event."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
@@ -118,5 +119,5 @@ async def event_stream(request: web.Request) -> AsyncIterator[web.StreamResponse
     await response.write(b"data: [DONE]\n\n")
 
 
-async def send_event(response: web.StreamResponse, payload: dict[str, Any]) -> None:
+async def send_event(response: web.StreamResponse, payload: JsonObject) -> None:
     await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")

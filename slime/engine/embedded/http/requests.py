@@ -1,7 +1,8 @@
-"""`POST /generate` as SGLang writes it: from JSON to sequences.
+"""Parses the JSON of `POST /generate`, in SGLang's form, into sequences, and the bodies of control calls.
 
-Invariant: a request that parses can be served: its tokens are in the vocabulary, it fits the context with room for
-one more token, and every field it sets means something here. Anything else is a `BadRequest` that says what is wrong.
+Invariant: a request that parses can be served: its tokens are in the vocabulary, it fits the context with room for one
+more token, and every field it sets is supported or cannot change a token. Anything else is a `BadRequest` that names
+the problem. The parsed arguments of control calls have the right types throughout, so the commands need not check them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.errors import BadRequest, LeftOut, is_neutral, shown
@@ -22,10 +23,14 @@ from slime.engine.embedded.http.http_io import Fields
 from slime.engine.embedded.model.cpu_sampler import stream_seed
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
-from slime.engine.embedded.tokenizer import NoTokenizer, TextStream
+from slime.engine.embedded.tokenizer import EngineTokenizer, NoTokenizer, TextStream
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory
 from slime.engine.embedded.weights.process_groups import DTYPES, Announced, Rendezvous
 from slime.models.peft_adapter import AdapterFacts, BadAdapter
+from slime.storage.json_types import JsonMapping
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedTokenizerBase
 
 _KNOWN = {"text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "rid",
           "stream", "return_text_in_logprobs", "return_routed_experts", "routed_experts_start_len"}  # fmt: skip
@@ -35,24 +40,30 @@ _WITHOUT_EFFECT = {"background", "priority", "log_metrics", "bootstrap_host", "b
                    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "extra_key",
                    "conversation_id", "custom_labels", "external_trace_header", "received_time",
                    "require_reasoning", "no_logs", "custom_params", "user", "metadata"}  # fmt: skip
-"""They say who asks, in which order to serve, where to compute or what to log: they change no token."""
+"""Fields about the client, priority, routing and logging: they change no token."""
 _MOST_TOP = 128
+
+_GROUP = "weight_update_group"
+_MEMORY = ("weights", "kv_cache", "cuda_graph")
+_MOST = (1 << 31) - 1
+_MOST_BUCKETS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the parser must know about the model being served."""
+    """Facts about the served model that the parser needs."""
 
-    tokenizer: Any
+    tokenizer: EngineTokenizer
     vocab_size: int
     context_len: int
     eos_ids: frozenset[int]
     has_experts: bool = False
-    chat_tokenizer: Callable[[], Any] | None = field(default=None, compare=False)  # may take seconds when first asked
+    chat_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = field(default=None, compare=False)
+    """Loads transformers' tokenizer; the first call may take seconds."""
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt; one that is certainly too long is refused before it is read."""
+        """Encode a prompt; a text that is certainly too long is refused before it is tokenised."""
         most = self.context_len * self._longest_token
         if len(text) > most:
             raise BadRequest(f"the prompt has {len(text)} characters, the context holds {self.context_len} tokens")
@@ -60,12 +71,14 @@ class ModelFacts:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters in the longest token, with room for a tokenizer that drops some of the text."""
+        """Upper limit of the characters of one token, with a margin for tokenizers that drop some of the text."""
         return 8 * max(len(token) for token in self.tokenizer.get_vocab())
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """A valid request for the `n` samples of one prompt."""
+
     rid: str
     input_ids: list[int]
     params: SamplingParams
@@ -76,7 +89,7 @@ class GenerateRequest:
     routed_from: int | None
 
     def sequences(self, facts: ModelFacts, notify: Callable[[Sequence], object]) -> list[Sequence]:
-        """One sequence for each of the `n` samples."""
+        """Make a sequence for each of the `n` samples."""
         p = self.params
         stops = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | facts.eos_ids
         room = facts.context_len - len(self.input_ids)
@@ -108,7 +121,7 @@ class GenerateRequest:
 
 
 def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateRequest], bool]:
-    """The requests in a body, and whether the answer is a list (a batch was sent)."""
+    """Return the requests in a body, and whether the answer is a list since a batch was sent."""
     body = Fields(body).body
     for name in sorted(body.keys() - _KNOWN):
         if name not in _WITHOUT_EFFECT and not is_neutral(body[name]):
@@ -127,7 +140,8 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
     return [_one(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
 
 
-def _prompts(body: Mapping[str, Any], facts: ModelFacts) -> tuple[list[list[int]], bool]:
+def _prompts(body: JsonMapping, facts: ModelFacts) -> tuple[list[list[int]], bool]:
+    """Return the token ids of the prompts in a body, and whether it is a batch."""
     text, ids = body.get("text"), body.get("input_ids")
     if text is not None:
         batched = isinstance(text, list)
@@ -141,8 +155,8 @@ def _prompts(body: Mapping[str, Any], facts: ModelFacts) -> tuple[list[list[int]
     return (ids if batched else [ids]), batched
 
 
-def _nth(value: Any, i: int, count: int, batched: bool, name: str) -> Any:
-    """Batch requests may give a field once or once per prompt."""
+def _nth(value: object, i: int, count: int, batched: bool, name: str) -> object:
+    """Return a field's value for prompt `i`: batch requests may give a field once, or once for each prompt."""
     if not batched or not isinstance(value, list):
         if batched and name == "rid" and value is not None and count > 1:
             raise BadRequest("a batch needs a list of rids, one per prompt")
@@ -152,7 +166,7 @@ def _nth(value: Any, i: int, count: int, batched: bool, name: str) -> Any:
     return value[i]
 
 
-def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
+def _one(ids: object, fields: Fields, facts: ModelFacts) -> GenerateRequest:
     if not isinstance(ids, list) or not ids:
         raise BadRequest("the prompt has no tokens", "input_ids")
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
@@ -169,7 +183,7 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
     return_logprob = fields.flag("return_logprob")
     start = fields.integer("logprob_start_len", -1, low=-1, high=1 << 31)
     if start >= len(ids):
-        raise BadRequest(f"logprob_start_len {start} lies behind the prompt of {len(ids)} tokens", "logprob_start_len")
+        raise BadRequest(f"logprob_start_len {start} is after the prompt of {len(ids)} tokens", "logprob_start_len")
     top = fields.integer("top_logprobs_num", 0, low=0, high=min(_MOST_TOP, facts.vocab_size))
     return GenerateRequest(
         rid=fields.optional_string("rid") or uuid.uuid4().hex,
@@ -184,27 +198,17 @@ def _one(ids: Any, fields: Fields, facts: ModelFacts) -> GenerateRequest:
 
 
 def _routed_from(fields: Fields, length: int, facts: ModelFacts) -> int | None:
-    """The first position whose experts are asked for; None: nobody asked."""
+    """Return the first position whose experts are requested; None: experts are not requested."""
     start = fields.integer("routed_experts_start_len", 0, low=0, high=1 << 31)
     if not fields.flag("return_routed_experts"):
         return None
     if not facts.has_experts:
-        raise BadRequest("this model has no experts that the engine could name", "return_routed_experts")
+        raise BadRequest("return_routed_experts: this model has no routed experts", "return_routed_experts")
     if start >= length:
         raise BadRequest(
-            f"routed_experts_start_len {start} lies behind the prompt of {length} tokens", "routed_experts_start_len"
+            f"routed_experts_start_len {start} is after the prompt of {length} tokens", "routed_experts_start_len"
         )
     return start
-
-
-# The bodies of control calls, from JSON to what the engine's commands take.
-#
-# Invariant: what is made here has the right types throughout, so that a command that gets it cannot stumble over them.
-
-_GROUP = "weight_update_group"
-_MEMORY = ("weights", "kv_cache", "cuda_graph")
-_MOST = (1 << 31) - 1
-_MOST_BUCKETS = 1 << 20
 
 
 def group_name(fields: Fields) -> str:
@@ -212,7 +216,7 @@ def group_name(fields: Fields) -> str:
 
 
 def rendezvous(fields: Fields) -> Rendezvous:
-    """SGLang's `/init_weights_update_group`; rank 0 is the trainer, which sends."""
+    """Parse SGLang's `/init_weights_update_group`; rank 0 is the trainer, which sends."""
     address = fields.string("master_address")
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", address):
         raise BadRequest(f"master_address must be a host name or an IP address, not {shown(address)}", "master_address")
@@ -228,7 +232,7 @@ def rendezvous(fields: Fields) -> Rendezvous:
 
 
 def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
-    """A `region` of the host by its path, or device memory: CUDA's `handle` in base64, and an `offset` into it."""
+    """Parse a `region` of the host (a path), or device memory: CUDA's `handle` in base64, and an `offset` into it."""
     if "region" in fields:
         return HostMemory(fields.string("region"))
     given = fields.string("handle")
@@ -242,16 +246,21 @@ def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
 
 
 def announced(fields: Fields) -> Announced:
-    """SGLang's fields, and two of ours: `bucket` ([1, 3]: the first of three) says that an update goes on, `adapter`
-    (`r`, `lora_alpha`, `base_dtype`) that the tensors are those of a LoRA adapter."""
+    """Parse an announced bucket: SGLang's fields, and two of ours.
+
+    `bucket` is the bucket's number and the count of the update's buckets ([1, 3]: the first of three); `adapter` (`r`,
+    `lora_alpha`, `base_dtype`) marks the tensors of a LoRA adapter.
+    """
     names, dtypes = fields.strings("names"), fields.strings("dtypes")
     shapes = fields.body.get("shapes")
     if not isinstance(shapes, list):
         raise BadRequest(f"shapes must be a list of lists of integers, not {shown(shapes)}", "shapes")
     if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+        raise BadRequest(
+            f"names, dtypes and shapes must have the same length, not {len(names)}, {len(dtypes)} and {len(shapes)}"
+        )
     if wrong := [kind for kind in dtypes if kind not in DTYPES]:
-        raise BadRequest(f"dtype {shown(wrong[0])} is not among {', '.join(DTYPES)}", "dtypes")
+        raise BadRequest(f"dtype {shown(wrong[0])} is not one of {', '.join(DTYPES)}", "dtypes")
     number, count = _integers(fields.body.get("bucket") or [1, 1], "bucket", _MOST_BUCKETS, exactly=2)
     if not 1 <= number <= count:
         raise BadRequest(f"bucket must be [number, count] with 1 <= number <= count, not {[number, count]}", "bucket")
@@ -278,7 +287,7 @@ def _adapter_facts(given: object) -> AdapterFacts | None:
 
 
 def memory_tags(fields: Fields) -> list[str]:
-    """What `/release_memory_occupation` and its undoing are about; SGLang's default is everything."""
+    """Parse the `tags` of `/release_memory_occupation` and `/resume_memory_occupation`; SGLang's default is all."""
     if not fields.body.get("tags"):
         return list(_MEMORY)
     tags = fields.strings("tags")
@@ -287,7 +296,7 @@ def memory_tags(fields: Fields) -> list[str]:
     return tags
 
 
-def _integers(value: Any, name: str, most: int, *, exactly: int | None = None) -> tuple[int, ...]:
+def _integers(value: object, name: str, most: int, *, exactly: int | None = None) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= most for v in value)

@@ -1,7 +1,7 @@
-"""What an answer says: a whole one, or in a stream the piece that is new.
+"""The contents of an answer: the whole of it, or its new piece in a stream.
 
-Invariant: a piece is cut in the engine's thread, between two steps, so its ids, log-probs and counts belong together;
-the pieces of a sequence, put together, are its whole answer. Making one costs what is new and not what was before.
+Invariant: a piece is made in the engine's thread, between two steps, so its ids, log-probs and counts are consistent;
+the pieces of a sequence, joined, are its whole answer. Making a piece takes time for its new tokens only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import orjson
@@ -18,11 +17,12 @@ import orjson
 from slime.engine.embedded.http.requests import GenerateRequest
 from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.tokenizer import FinalText
+from slime.storage.json_types import JsonObject
 
 
 @dataclass(slots=True)
 class Piece:
-    """Tokens of a sequence from one place on; `count` and what follows it speak of the sequence up to the last."""
+    """A range of a sequence's tokens; `count` and the fields after it describe the whole sequence up to its end."""
 
     ids: list[int]
     logprobs: list[float]
@@ -31,10 +31,10 @@ class Piece:
     count: int
     versions: list[tuple[str, int]]
     cached_tokens: int
-    finish: dict[str, Any] | None
+    finish: JsonObject | None
 
     def join(self, later: Piece) -> None:
-        """Take in the piece that follows this one."""
+        """Append the piece that follows this one."""
         self.ids += later.ids
         self.logprobs += later.logprobs
         self.top += later.top
@@ -44,14 +44,14 @@ class Piece:
 
 
 class Cutter:
-    """Cuts a streamed sequence into pieces of at least `interval` tokens; runs in the engine's thread."""
+    """Splits a streamed sequence into pieces of at least `interval` tokens; runs in the engine's thread."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._cut = 0
 
     def next(self, seq: Sequence) -> Piece | None:
-        """What is new, or None when that is not worth an event yet."""
+        """Return the new piece, or None while it has too few tokens for an event."""
         if seq.finish is None and len(seq.output_ids) - self._cut < self._interval:
             return None
         piece = _from(seq, self._cut, seq.text.take() if seq.text is not None and seq.finish is None else "")
@@ -73,12 +73,12 @@ def _from(seq: Sequence, start: int, text: str) -> Piece:
 
 
 def whole(seq: Sequence, text: str) -> Piece:
-    """All of a finished sequence, whose text is `text`."""
+    """Return all of a finished sequence, whose text is `text`, as one piece."""
     return _from(seq, 0, text)
 
 
 def final_text(seq: Sequence) -> FinalText:
-    """What makes the text of a finished sequence."""
+    """Describe the text of a finished sequence, to be decoded later."""
     assert seq.finish is not None
     return FinalText(
         seq.output_ids,
@@ -90,10 +90,10 @@ def final_text(seq: Sequence) -> FinalText:
 
 
 class TokenJson:
-    """JSON of a sequence's first `count` tokens: their ids, and `[logprob, id, null]` of each.
+    """The JSON of a sequence's first `count` tokens: their ids, and `[logprob, id, null]` of each.
 
-    It grows by what is new, in one call for many tokens: a list of tuples that hold no containers is nothing that
-    Python's garbage collector has to walk, which for lists of lists takes ten times as long as the JSON.
+    New tokens are appended in one call for many: Python's garbage collector does not traverse a list of tuples without
+    containers, while traversing lists of lists takes ten times as long as writing the JSON.
     """
 
     def __init__(self) -> None:
@@ -102,12 +102,12 @@ class TokenJson:
         self._entries: list[bytes] = []
 
     def catch_up(self, seq: Sequence) -> None:
-        """Take in what the sequence has by now, which another thread may be adding to."""
+        """Append the sequence's tokens up to now; another thread may be adding to them."""
         end = len(seq.logprobs)  # grows after the ids do
         self.take(seq.output_ids[self.count : end], seq.logprobs[self.count : end])
 
     def take(self, ids: list[int], logprobs: list[float]) -> None:
-        """Take in the tokens that follow."""
+        """Append the tokens that follow."""
         if ids:
             self._ids.append(orjson.dumps(ids)[1:-1])
             self._entries.append(_entries(logprobs, ids)[1:-1])
@@ -123,8 +123,11 @@ class TokenJson:
 
 
 def columns(piece: Piece) -> dict[str, str]:
-    """The tokens of a piece in the place of their `[logprob, id, null]`: base64 of int32, and of float32 where that is
-    exact, else of float64. Nothing is made for each token on either side."""
+    """Encode the tokens of a piece as two columns, instead of `[logprob, id, null]` for each.
+
+    The columns are base64 of int32 ids, and of float32 log-probs where these are exact, else of float64. Neither side
+    then makes an object for each token.
+    """
     wide = np.array(piece.logprobs, dtype="<f8")
     slim = wide.astype("<f4")
     exact = slim if np.array_equal(slim, wide) else wide
@@ -132,8 +135,8 @@ def columns(piece: Piece) -> dict[str, str]:
     return {"ids": base64.b64encode(ids.tobytes()).decode(), "logprobs": base64.b64encode(exact.tobytes()).decode()}
 
 
-def column_answer(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> dict[str, Any]:
-    """`answer` for a client that reads columns: its ids are there alone."""
+def column_answer(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> JsonObject:
+    """Make the `answer` for a client that reads columns; with log-probs the ids are in the columns only."""
     meta = _meta_info(seq, piece, request, version, TokenJson())
     if request.return_logprob:
         meta["output_token_logprobs"] = columns(piece)
@@ -147,10 +150,11 @@ def _entries(logprobs: SequenceOf[float | None], ids: SequenceOf[int]) -> bytes:
 
 def answer(
     seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson | None = None
-) -> dict[str, Any]:
-    """SGLang's JSON of a piece, for orjson; `version` is that of an engine that has sampled nothing for it yet.
+) -> JsonObject:
+    """Make SGLang's JSON of a piece, for orjson.
 
-    `written` has the piece's tokens as JSON, all of them.
+    `version` is the engine's weight version, for a sequence without sampled tokens; `written` has the JSON of all of
+    the piece's tokens.
     """
     if written is None:
         written = TokenJson()
@@ -161,8 +165,8 @@ def answer(
 
 def _meta_info(
     seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson
-) -> dict[str, Any]:
-    meta: dict[str, Any] = {
+) -> JsonObject:
+    meta: JsonObject = {
         "id": seq.rid,
         "finish_reason": piece.finish,
         "prompt_tokens": len(seq.prompt_ids),
@@ -184,27 +188,23 @@ def _meta_info(
     return meta
 
 
-def _at_the_end(seq: Sequence) -> dict[str, Any]:
-    """What only a finished sequence has; one that was aborted early has scores for the beginning of its prompt."""
-    meta: dict[str, Any] = {}
+def _at_the_end(seq: Sequence) -> JsonObject:
+    """Return the fields of a finished sequence only; an aborted one may have scores for part of its prompt only.
+
+    Routed experts have SGLang's form: base64 of int32 `[positions, layers, topk]`, for all tokens except the last,
+    which is not computed. A sequence that was aborted before its prompt was computed has none.
+    """
+    meta: JsonObject = {}
     if seq.finished is not None:
         meta["e2e_latency"] = seq.finished - seq.arrived
     if seq.logprob_start is not None:
         scores = [None, *seq.input_logprobs]
-        asked = seq.prompt_ids[seq.logprob_start :]
-        meta["input_token_logprobs"] = orjson.Fragment(_entries(scores, asked))
+        prompt = seq.prompt_ids[seq.logprob_start :]
+        meta["input_token_logprobs"] = orjson.Fragment(_entries(scores, prompt))
     if seq.routed_from is not None:
-        meta |= _routed(seq, seq.routed_from)
+        rows = np.concatenate(seq.routed) if seq.routed else np.empty(0, np.int32)
+        if len(rows) >= seq.length - 1:
+            experts = rows[seq.routed_from : seq.length - 1].astype(np.int32).tobytes()
+            meta["routed_experts"] = base64.b64encode(experts).decode()
+            meta["routed_experts_start_len"] = seq.routed_from
     return meta
-
-
-def _routed(seq: Sequence, start: int) -> dict[str, Any]:
-    """SGLang's form: int32 `[positions, layers, topk]` in base64, of all tokens but the last, which nobody computed.
-
-    A sequence that was aborted before its prompt was computed has none.
-    """
-    rows = np.concatenate(seq.routed) if seq.routed else np.empty(0, np.int32)
-    if len(rows) < seq.length - 1:
-        return {}
-    asked = rows[start : seq.length - 1].astype(np.int32).tobytes()
-    return {"routed_experts": base64.b64encode(asked).decode(), "routed_experts_start_len": start}

@@ -427,7 +427,7 @@ class SeesAll(nn.Module):
 
 
 def replace_indexers(model: nn.Module) -> bool:
-    """Replace the indexers of a model by `SeesAll`; returns True when there were any."""
+    """Replace the indexers of a model by ones without scores; returns True when there were any."""
     found = False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

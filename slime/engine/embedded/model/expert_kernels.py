@@ -90,7 +90,10 @@ def experts_product(
     spreads: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    """Multiply x with each pair's expert: `[S, width]`; `weight` is `[E, width, depth]`, or transposed the last two."""
+    """Multiply x with each pair's expert; returns `[S, width]`.
+
+    `weight` is `[E, width, depth]`, or `[E, depth, width]` if `transposed`.
+    """
     x = x.contiguous()
     experts, depth = weight.shape[0], x.shape[1]
     width = weight.shape[2] if transposed else weight.shape[1]
@@ -129,7 +132,7 @@ def multiply_experts(
     else:
         inner = own.act_fn(product(hidden, "up_proj", spreads=True))
     out = product(inner, "down_proj", spreads=False)
-    if hasattr(own, "has_post_expert_norm") and own.has_post_expert_norm:  # older versions of transformers do not have it
+    if hasattr(own, "has_post_expert_norm") and own.has_post_expert_norm:  # not in older versions of transformers
         out = own.post_expert_norm(out)
     weighted = out * weights.reshape(-1, 1)
     return weighted.view(*index.shape, -1).sum(1).to(hidden.dtype)

@@ -127,7 +127,7 @@ class States:
 
 
 class DeltaNet(nn.Module):
-    """A gated delta net with the parameters of `plain` under their names, which uses the states of `States`."""
+    """A gated delta net with the parameters of `plain` under their names, and with states by table row."""
 
     A_log: nn.Parameter
     dt_bias: nn.Parameter
@@ -156,7 +156,7 @@ class DeltaNet(nn.Module):
         self.shape = StateShape(channels, own.conv_kernel_size, self._heads, self._key_dim, self._value_dim)
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Map `[1, T, hidden]` to `[1, T, hidden]`; the sequences of the tokens are in `States`."""
+        """Map `[1, T, hidden]` to `[1, T, hidden]`; the states know the sequences of the tokens."""
         qkv, z, b, a = self._project(hidden_states)
         beta = b.sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
@@ -182,7 +182,7 @@ class DeltaNet(nn.Module):
         return torch.cat([x.flatten(2) for x in (q, k, v)], -1)[0], z[0], b[0], a[0]
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split into q, k `[..., heads, key_dim]` of unit length (q scaled) and v `[..., heads, value_dim]`, in fp32."""
+        """Split into q, k `[..., heads, key_dim]` of unit length (q scaled), v `[..., heads, value_dim]`, in fp32."""
         key = self._key_heads * self._key_dim
         q, k, v = F.silu(qkv).float().split([key, key, self._heads * self._value_dim], -1)
         q, k = (x.unflatten(-1, (self._key_heads, -1)) for x in (q, k))

@@ -1,8 +1,8 @@
-"""What computes a step's numbers on CUDA: a body gives logits or hidden states, a draw turns logits into tokens.
+"""Interfaces of a step on CUDA: a model computes logits or hidden states, a sampler draws tokens from logits.
 
-Invariant: what a captured step reads and writes lies at fixed addresses, and all state of a sequence lies at the row
-that it has in the slot table. The token that a sequence got last is at `tokens[row]`, whichever step it came from, so a
-step can be launched before the one before it was read.
+Invariant: a captured step reads and writes fixed addresses, and all state of a sequence is at its row of the slot
+table. The last token of a sequence is at `tokens[row]`, independent of the step that sampled it, so a step can be
+launched before the previous one is read.
 """
 
 from __future__ import annotations
@@ -23,65 +23,72 @@ from slime.engine.embedded.scheduler import Sequence
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token for each of b sequences; padding is the last row of the table, of length 1, at slot 0."""
+    """One token for each of b sequences; padding uses the last row of the table, length 1 and slot 0."""
 
     rows: torch.Tensor  # int64 [b]
-    lens: torch.Tensor  # int64 [b], the new token counted
-    slots: torch.Tensor  # int64 [b], where the new token's keys and values go
-    known: torch.Tensor  # int64 [b], the last token where the host knows it, else -1: it is at `tokens[row]`
+    lens: torch.Tensor  # int64 [b], the new token included
+    slots: torch.Tensor  # int64 [b], slot of the new token's keys and values
+    known: torch.Tensor  # int64 [b], the last token if the host knows it, else -1: it is at `tokens[row]`
     tokens: torch.Tensor  # int64 [rows of the table]
 
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """How tokens are drawn for b sequences, and where they go."""
+    """Sampling inputs and outputs of b sequences."""
 
     rows: torch.Tensor  # int64 [b]
     uniform: torch.Tensor  # float32 [b], in [0, 1)
     temperature: torch.Tensor  # float32 [b]
-    greedy: torch.Tensor  # float32 [b], 1 where the arg-max is wanted
+    greedy: torch.Tensor  # float32 [b], 1 for arg-max
     tokens: torch.Tensor  # int64 [rows of the table]
     results: torch.Tensor  # float64 [b, 2]: token, log-prob
 
 
 class Body(Protocol):
+    """Computes the forward pass of decode and extend steps on CUDA."""
+
     fewest_rows: int
-    """Smaller batches are padded to so many."""
+    """Minimum batch size; smaller batches are padded."""
     extends_in_graphs: bool
-    """Whether `extend` can be captured: it reads nothing but its arguments, the table and the slots."""
+    """True if `extend` can be captured: it reads only its arguments, the table and the slots."""
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """fp32 logits `[b, V]`; writes `slots` to `table[row, len - 1]` first. Captured in a graph."""
+        """Write `slots` to `table[row, len - 1]` and return fp32 logits `[b, V]`. Captured in a graph."""
         ...
 
     def extend(
         self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, tiles: ExtendTiles
     ) -> torch.Tensor:
-        """Last hidden states `[T, H]`, after the final norm; the table has the slots of all tokens that are seen."""
+        """Return the last hidden states `[T, H]`, after the final norm.
+
+        The table must have the slots of all visible tokens.
+        """
         ...
 
 
 class Draw(Protocol):
+    """Samples tokens from logits on CUDA."""
+
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
-        """Temperature and arg-max only: a token for each row of fp32 logits `[b, V]`. Captured in a graph."""
+        """Sample each row of fp32 logits `[b, V]` by temperature or arg-max only. Captured in a graph."""
         ...
 
     def special(
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> Callable[[], None] | None:
-        """After `plain`: draw anew for the sequences that want more than that; the logits are theirs to change.
+        """Sample again, after `plain`, the sequences that need more than that; may modify the logits.
 
-        What it returns is called when the step has come to its end and somebody reads it.
+        The caller calls the returned function once the results are on the host.
         """
         ...
 
     def foresees(self, seq: Sequence) -> bool:
-        """Whether a token can be drawn for `seq` before the host has read its last one."""
+        """Return True if a token can be sampled for `seq` before the host has read its last one."""
         ...
 
 
 class GeneralBody:
-    """Any model, through transformers' own modules; with `compile_layers` decode steps go through compiled layers."""
+    """Runs transformers' own modules, for every model; with `compile_layers`, decode steps use compiled layers."""
 
     def __init__(self, runner: ModelRunner, *, compile_layers: bool) -> None:
         self._runner = runner

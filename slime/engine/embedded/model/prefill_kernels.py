@@ -1,8 +1,7 @@
-"""Attention of prompt tokens over KV slots on CUDA: many queries per sequence, in tiles; imported only there.
+"""Prefill attention over KV slots: many queries per sequence, in tiles; imported only on CUDA.
 
-A program works on `TILE` queries of one or two heads that share their keys, so that keys and values are read once for
-both. Keys that every query of the tile sees need no mask, and are most of a long context: they have a loop of their
-own.
+A program computes `TILE` queries of one or two heads that share their keys, so that keys and values are read once for
+both. Keys that every query of the tile sees need no mask. They are most of a long context and have a separate loop.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import triton.language as tl
 from slime.engine.embedded.model.triton_launch import launch
 
 LOG2_E = math.log2(math.e)
-_PROGRAMS = 256  # that keep a large GPU busy
+_PROGRAMS = 256  # enough programs to keep a large GPU busy
 
 
 @triton.jit
@@ -27,15 +26,15 @@ def _attend(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax `state` after keys `low` to `high`; scores are in powers of two. `last`: a key that is there.
+    """Return the running softmax `state` after keys `low` to `high`; scores are in powers of two.
 
-    `scale` and `softcap` are times log2(e).
+    `last` is the index of a readable key. `scale` and `softcap` are multiplied by log2(e).
     """
     m, l, acc = state
     d, dv = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
     for s in range(low, high, N):
         i = s + tl.arange(0, N)
-        slot = tl.load(SLOTS + tl.minimum(i, last)).to(tl.int64)[:, None]  # always an address that may be read
+        slot = tl.load(SLOTS + tl.minimum(i, last)).to(tl.int64)[:, None]  # always a readable address
         if D == DP:
             k = tl.load(K + slot * sk_s + d)
         else:
@@ -70,8 +69,8 @@ def _extend_kernel(
     DVP: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of the G heads that share keys; rows of its products are the queries of the first, then of the second."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the later of a prompt see more: they begin first
+    """Attend for HEADS of the G heads that share keys; rows are the queries of the first head, then of the second."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles of a prompt see more keys: they start first
     first_head = tl.program_id(1) * HEADS
     row = tl.load(TILE_ROW + tile).to(tl.int64)
     first = tl.load(TILE_QUERY + tile).to(tl.int64)
@@ -110,7 +109,7 @@ def _extend_kernel(
 
 @dataclass
 class ExtendTiles:
-    """Which queries each program of the extend kernel works on."""
+    """Queries of each program of the extend kernel."""
 
     rows: torch.Tensor
     first_query: torch.Tensor
@@ -121,9 +120,9 @@ class ExtendTiles:
 
     @classmethod
     def plan(cls, rows: list[int], query_lens: list[int], key_lens: list[int]) -> np.ndarray:
-        """The four lists `[4, tiles]`, padded with empty tiles to a multiple of four.
+        """Return the four lists `[4, tiles]`, padded with empty tiles to a multiple of four.
 
-        Kernels are compiled for pointers at multiples of 16 bytes: any other count would compile them anew.
+        Kernels are compiled for pointers at multiples of 16 bytes; another count would compile them again.
         """
         tiles, first = [], 0
         for row, m, n in zip(rows, query_lens, key_lens, strict=True):
@@ -139,7 +138,7 @@ class ExtendTiles:
 
 @dataclass(frozen=True)
 class ExtendTuning:
-    """How one program goes through its keys: of so many heads, so many at once, with so many warps and loads ahead."""
+    """Launch parameters of one program: heads, keys per iteration, warps, pipeline stages (loads in flight)."""
 
     heads: int
     keys: int
@@ -148,7 +147,7 @@ class ExtendTuning:
 
     @classmethod
     def of(cls, q: torch.Tensor, kv_heads: int, value_dim: int, tiles: int) -> ExtendTuning:
-        """What was fastest on an H200; few tiles are shared out more finely, so that more of the GPU is busy."""
+        """Return the fastest parameters on an H200; few tiles are split into more programs to use more of the GPU."""
         if max(q.shape[2], value_dim) > 128 or q.dtype == torch.float32:
             return cls(1, 32, 4, 1)
         heads = q.shape[1]
@@ -168,7 +167,10 @@ def extend_attention(
     window: int,
     tuning: ExtendTuning | None = None,
 ) -> torch.Tensor:
-    """Of q `[T, H, D]` in the order of `tiles`, whose keys and values are kept already; softcap, window 0: none."""
+    """Attend for q `[T, H, D]` in the order of `tiles`, whose keys and values are in their slots.
+
+    softcap 0 and window 0: none.
+    """
     heads, kv_heads, dim, value_dim = q.shape[1], keys.shape[0], q.shape[2], values.shape[2]
     out = q.new_empty(q.shape[0], heads, value_dim)
     tuning = tuning or ExtendTuning.of(q, kv_heads, value_dim, len(tiles.rows))
@@ -187,7 +189,7 @@ def extend_attention(
 
 
 def padded(n: int) -> int:
-    """What a product of matrices takes: a power of two, and no less than 16."""
+    """Return the next size that a Triton matrix product supports: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 

@@ -1,7 +1,7 @@
-"""From scheduled tokens to sampled ones, through transformers' own model code.
+"""Runs scheduled tokens through transformers' model code and samples the next tokens.
 
-Invariant: what a sequence computes does not depend on what else is in the batch, beyond floating-point rounding.
-Logits are fp32 before anything is done to them.
+Invariant: the result of a sequence does not depend on the rest of the batch, beyond floating-point rounding. Logits
+are fp32 before any processing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.engine.embedded.scheduler import Extend, Sequence
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
 
-if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+if TYPE_CHECKING:  # importing transformers takes longer than the rest of a start
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -43,40 +43,43 @@ Sampled = tuple[list[int], list[float]]
 
 @dataclass
 class Launched:
-    """A step on the CPU: what it sampled."""
+    """A computed step on the CPU: its sampled tokens."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
 
 
 class Decoder(Protocol):
-    """Steps in two halves, so that the next one can start before this one is read.
+    """Runs steps in two halves, launch and collect, so that the next step can start before this one is read.
 
-    Steps are computed in the order of their launch, and each leaves the token that a sequence got where the next one
-    finds it. A step that was launched may be forgotten instead of collected.
+    Steps are computed in launch order, and each passes the sampled token of a sequence on to the next one. A launched
+    step may be dropped instead of collected.
     """
 
     looks_ahead: bool
-    """Whether launching returns before the step is computed."""
+    """True if launching returns before the step is computed."""
 
     def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> Any:
-        """One token for each sequence; `slots` keep those before, of which `ahead` each are not read yet."""
+        """Compute one token for each sequence and store its last one at `slots`; `ahead` tokens each are unread."""
         ...
 
     def launch_extend(self, extends: list[Extend]) -> Any:
-        """Compute the pieces; one token for each piece that `is_sampled`, in order."""
+        """Compute the pieces and sample one token for each piece that `is_sampled`, in order."""
         ...
 
     def collect(self, launched: Any) -> Sampled:
-        """What a launched step sampled."""
+        """Wait for a launched step; returns its sampled tokens and their log-probs."""
         ...
 
     def capture_next(self) -> bool:
-        """Prepare one more of the step's sizes; False when all are. Steps of any size can be launched before."""
+        """Prepare one more step size; returns False when all are prepared.
+
+        Steps of any size can be launched before that.
+        """
         ...
 
     def foresees(self, seq: Sequence) -> bool:
-        """Whether a step for `seq` can be launched before its last token is read."""
+        """Return True if a step for `seq` can be launched before its last token is read."""
         ...
 
 
@@ -84,9 +87,9 @@ _LOGPROB_ROWS = 512  # prompt positions scored at once
 
 
 class ModelRunner:
-    """The model and its KV slots; on the CPU it is the `Decoder` too."""
+    """Holds a model and its KV slots; on the CPU it is also the decoder that runs the steps."""
 
-    looks_ahead = False  # the CPU would only wait for itself
+    looks_ahead = False  # the CPU computes a step when it is launched
     _forget_weights: Callable[[], None] | None = None
 
     def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
@@ -103,21 +106,21 @@ class ModelRunner:
         self._projection = output_projection(model)
 
     def _hold(self, model: Any, table: np.ndarray) -> None:
-        """What every runner has, whoever computes."""
+        """Set the state that all runners share."""
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.context = AttentionContext(self.device)
         self.states = adopt_states(model, len(table), self.device)
         self._table = table
-        self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last one of each row
+        self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last token of each row
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def _probe(self) -> None:
-        """One forward pass that tells each layer's KV shape; refuses models that keep state elsewhere."""
+        """Learn each layer's KV shape from one forward pass; UserError for models that keep state elsewhere."""
         mask = torch.zeros(1, 1, 1, 1, device=self.device) if replace_indexers(self.model) else None
         self.model.set_attn_implementation(register_attention(self.context, mask))
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
@@ -133,7 +136,7 @@ class ModelRunner:
             )
 
     def weights_changed(self) -> None:
-        """Somebody wrote to the model's weights: what was made of them is made anew."""
+        """Discard data derived from the weights; must be called after a write to the weights."""
         if self._forget_weights is not None:
             self._forget_weights()
 
@@ -142,7 +145,7 @@ class ModelRunner:
         return values * self.dtype.itemsize
 
     def allocate_kv(self, slots: int, zeros: Zeros | None = None) -> None:
-        """Room for `slots` tokens, made by `zeros` or as torch does."""
+        """Allocate KV slots for `slots` tokens, with `zeros` or in torch's memory."""
         zeros = zeros or partial(zeros_on, self.device)
         self.context.allocate(slots, self.dtype, zeros)
         self.experts.allocate(slots, zeros)
@@ -151,7 +154,7 @@ class ModelRunner:
             self.context.table = torch.zeros(self._table.shape, dtype=torch.int32, device=self.device)
 
     def forget_kv(self) -> None:
-        """What the slots and states hold is gone; their tensors stay."""
+        """Invalidate the contents of slots and states; their tensors stay allocated."""
         self.context.window.forget()
         self.states.held[:] = -1
 
@@ -161,23 +164,22 @@ class ModelRunner:
         self.states.free()
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Last hidden states `[T, H]` of one row of tokens."""
+        """Return the last hidden states `[T, H]` of one row of tokens."""
         return self.body(input_ids=ids, position_ids=positions, use_cache=False)[0][0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._project(hidden)
+        """Return fp32 logits; CUDA accumulates half-precision products in fp32 and returns them unrounded."""
+        if not self.cuda or self.dtype == torch.float32:
+            logits = self._projection(hidden).float()
+        else:
+            logits = torch.mm(hidden, self._projection.weight.t(), out_dtype=torch.float32)
+            if self._projection.bias is not None:
+                logits = logits + self._projection.bias
         if self._head.scale != 1.0:
             logits = logits * self._head.scale
         if self._head.softcap is not None:
             logits = self._head.softcap * torch.tanh(logits / self._head.softcap)
         return logits
-
-    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits; CUDA accumulates half-precision products in fp32 and hands that out unrounded."""
-        if not self.cuda or self.dtype == torch.float32:
-            return self._projection(hidden).float()
-        logits = torch.mm(hidden, self._projection.weight.t(), out_dtype=torch.float32)
-        return logits if self._projection.bias is None else logits + self._projection.bias
 
     # extend
 
@@ -194,7 +196,7 @@ class ModelRunner:
         return self._drawn(logits, [extends[i].sequence for i in wanted], [0] * len(wanted))
 
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
-        """Last hidden states `[T, H]` of the pieces, one behind the other."""
+        """Return the last hidden states `[T, H]` of the pieces, concatenated."""
         rows, lens = [e.sequence.row for e in extends], [e.end - e.start for e in extends]
         ids = torch.from_numpy(np.concatenate([e.sequence.array[e.start : e.end] for e in extends]))
         positions = torch.from_numpy(np.concatenate([np.arange(e.start, e.end) for e in extends]))
@@ -202,8 +204,8 @@ class ModelRunner:
         context.slots = torch.from_numpy(np.concatenate([e.slots for e in extends]))
         context.attend = context.extend_cpu
         context.window.forget()  # the next decode step has other sequences
-        kept = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
-        context.groups = group_spans(lens, kept, PREFILL_SLACK)
+        key_slots = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
+        context.groups = group_spans(lens, key_slots, PREFILL_SLACK)
         if self.states:
             self.states.spans = lay_out(rows, [e.start for e in extends], lens, self.device)
         self.states.held[rows] = -1
@@ -216,10 +218,9 @@ class ModelRunner:
             self._pieces(stale)
 
     def stale_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Extend]:
-        """What has to be computed so that the state of each sequence has taken in its first `count` tokens.
+        """Return the pieces to compute so that the state of each sequence includes its first `count` tokens.
 
-        A state for which that is not so, after a failed step, is made from the beginning, over the slots that the
-        tokens have.
+        A state that does not, after a failed step, is rebuilt from the first token, over the slots of the tokens.
         """
         if not self.states:
             return []
@@ -230,16 +231,19 @@ class ModelRunner:
         ]
 
     def set_table(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
-        """The host's copy of the table; a device's is written by its decode step."""
+        """Write the host's copy of the table; a decode step writes the device's copy."""
         self._table[rows, positions] = slots
 
     def table_entries(self, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The first `end` entries of each row of the table: where they stand in it as one piece, and what they are."""
+        """Return the first `end` entries of each table row: their indices in the flattened table, and their values."""
         places = np.concatenate([row * self._table.shape[1] + np.arange(n) for row, n in zip(rows, ends, strict=True)])
         return places, self._table.reshape(-1)[places]
 
     def score_prompts(self, extends: list[Extend], hidden: torch.Tensor, ends: np.ndarray) -> None:
-        """Log-probs of prompt tokens for the requests that asked; position i scores token i + 1, at temperature 1."""
+        """Append prompt log-probs to the sequences that request them.
+
+        Position i scores token i + 1, at temperature 1.
+        """
         for e, stop in zip(extends, ends, strict=True):
             seq = e.sequence
             if seq.logprob_start is None:
@@ -283,7 +287,7 @@ class ModelRunner:
 
     def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> Launched:
         tokens, logprobs = self._draw(logits, sequences, ahead)
-        if self.looks_ahead:  # the next step is launched before anybody reads them
+        if self.looks_ahead:  # the next step is launched before they are read
             self._tokens[[s.row for s in sequences]] = tokens
         return Launched(tokens, logprobs)
 
@@ -305,7 +309,7 @@ def last_token(seq: Sequence) -> int:
 
 
 def record_top(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
-    """The most likely tokens at this position, for the sequences that asked."""
+    """Append the most likely tokens at this position to the sequences that request them."""
     for row, seq in zip(logits, sequences, strict=True):
         if seq.top_logprobs:
             best = (row / temperature_of(seq)).log_softmax(-1).topk(seq.top_logprobs)

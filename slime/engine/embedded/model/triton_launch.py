@@ -1,18 +1,26 @@
-"""Launching a Triton kernel, or only compiling it: tensors on torch's `meta` device stand for ones yet to come.
+"""Launches Triton kernels, or only compiles them when the tensors are on torch's `meta` device.
 
-A step on `meta` tensors compiles every kernel of that step, so that kernels are ready when the weights are.
+A step on `meta` tensors compiles every kernel of that step, so that the kernels are ready when the weights are loaded.
+
+Programmatic dependent launch (PDL) starts a kernel before the previous one has ended, where the hardware supports it.
+A kernel with `PDL` announces its successor at its start, loads its weights, and waits for its predecessor only before
+it reads the predecessor's output. This is used where kernels are too short to fill the GPU: for one sequence.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **how: Any) -> None:
+
+def launch(kernel: JITFunction, grid: tuple[int, ...], *args: object, **how: object) -> None:
+    """Launch a kernel, or compile it if its first tensor is on `meta`; `how`: constants and launch options."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if not tensors[0].is_meta:
         kernel[grid](*args, **how)
@@ -20,14 +28,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **how: Any) -> None:
     kernel.warmup(*(arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args), grid=grid, **how)
 
 
-# Launching a kernel before the one in front of it has ended, where that pays and the hardware has it.
-#
-# A kernel with `PDL` announces its successor at its start, asks for its weights, and waits for its predecessor only
-# before it reads what that one wrote. It pays where kernels are too short to fill the GPU: one sequence.
-
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton without them; no kernel is launched with PDL then
+except ImportError:  # an older Triton, with which no kernel is launched with PDL
 
     @triton.jit
     def gdc_launch_dependents() -> None:
@@ -38,7 +41,7 @@ except ImportError:  # a Triton without them; no kernel is launched with PDL the
         pass
 
 
-__all__ = ["early", "gdc_launch_dependents", "gdc_wait", "power"]
+__all__ = ["gdc_launch_dependents", "gdc_wait"]
 
 
 @functools.cache
@@ -47,11 +50,11 @@ def _has_early_launch() -> bool:
     return version >= (3, 4) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
-def early(wanted: bool) -> dict[str, Any]:
-    """The arguments of a launch that say so."""
+def early(wanted: bool) -> dict[str, bool]:
+    """Return the launch arguments that enable PDL if it is wanted and supported."""
     return {"PDL": True, "launch_pdl": True} if wanted and _has_early_launch() else {"PDL": False}
 
 
 def power(n: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return int(triton.next_power_of_2(n))

@@ -1,1 +1,1 @@
-"""Drawing tokens on a GPU: settings and edits by table row, cuts without sorting, draws in two passes."""
+"""Sampling on a GPU: settings and penalties by table row, top-k/top-p without sorting, sampling in two passes."""

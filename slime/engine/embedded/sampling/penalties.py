@@ -1,8 +1,10 @@
-"""What each table row changes about logits, on the device: the tokens with a penalty, a bias or a ban.
+"""Penalties, biases and bans on the device: the tokens whose logits a table row changes, one entry each.
 
-Invariant: the entries of a row belong to the sequence that `hold` saw there last, and have taken in as many sampled
-tokens as `included` says, read by the host or not. A sequence for which that is not so, because it is new to the row or
-a step failed, has its entries made anew from its tokens.
+An entry has a token, its bias and its marks: whether it is in the prompt, whether it ends the sequence, and how often
+it was sampled. The kernels update entries as tokens are sampled, so that no step waits for the host to read them.
+Invariant: the entries of a row belong to the last sequence that `hold` saw there, and include `_included` sampled
+tokens, read by the host or not. If that is not so, because the sequence is new to the row or a step failed, its entries
+are rebuilt from its tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,20 +32,18 @@ from slime.engine.embedded.sampling.sample_kernels import (
 )
 from slime.engine.embedded.scheduler import Sequence
 
-# Triton kernels for penalties, biases and bans: the tokens that a row changes, one entry each, and no others.
-#
-# Of an entry there are the token, its bias and its marks: whether it is in the prompt, whether it ends the sequence,
-# and how often it was sampled. The kernels keep these as tokens are drawn, so that nobody waits for the host to read
-# them.
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
+# bits of an entry's marks
 IN_PROMPT = tl.constexpr(1)
 ENDS = tl.constexpr(2)
-SAMPLED = tl.constexpr(4)  # times how often
+SAMPLED = tl.constexpr(4)  # times the number of samples
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_PLACE)
 def edit_kernel(LOGITS, ROWS, SETTINGS, IDS, MARKS, BIASES, LENGTHS, MADE, stride, room, BLOCK: tl.constexpr):
-    """Edits the logits of one row in place."""
+    """Edit the logits of one row in place."""
     b = tl.program_id(0)
     own = settings_of(SETTINGS, ROWS, b)
     if (kind_of(SETTINGS, ROWS, b) & EDITS) == 0:
@@ -71,7 +71,7 @@ def edit_kernel(LOGITS, ROWS, SETTINGS, IDS, MARKS, BIASES, LENGTHS, MADE, strid
 
 @triton.jit(do_not_specialize_on_alignment=BY_PLACE)
 def note_kernel(ROWS, SETTINGS, TOKENS, IDS, MARKS, BIASES, LENGTHS, MADE, room, BLOCK: tl.constexpr):
-    """Takes the token that was drawn into the entries of its row."""
+    """Add the sampled token to the entries of its row."""
     b = tl.program_id(0)
     own = settings_of(SETTINGS, ROWS, b)
     if (kind_of(SETTINGS, ROWS, b) & EDITS) == 0:
@@ -95,36 +95,38 @@ def note_kernel(ROWS, SETTINGS, TOKENS, IDS, MARKS, BIASES, LENGTHS, MADE, room,
             tl.store(LENGTHS + row, length + 1)
 
 
-# To the device and back without waiting, and how a kernel is launched there, or only compiled.
-
 Launch = Callable[..., None]
-"""Takes a kernel, its grid, its arguments, and by name what it is compiled for."""
+"""Takes a kernel, its grid, its arguments, and its constants and launch options as keywords."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **compiled_for: Any) -> None:
+def launch(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **compiled_for: object) -> None:
+    """Launch a kernel."""
     kernel[grid](*arguments, **compiled_for)
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], *arguments: Any, **compiled_for: Any) -> None:
-    """Compile for arguments like these, whose tensors need not lie on the device."""
+def compile_only(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **compiled_for: object) -> None:
+    """Compile a kernel for arguments of these types; the tensors may be on another device."""
     types = (x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
     kernel.warmup(*types, grid=grid, **compiled_for)
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """torch keeps the pinned memory until the copy is done."""
+    """Copy an array to the device asynchronously; torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> None:
-    """Rows to their places, in the dtype there; nothing on `meta`, where torch would import sympy, seconds, for it."""
+    """Write rows at the indices `at`, in the dtype of `into`.
+
+    Does nothing on `meta`, where torch would import sympy, which takes seconds.
+    """
     if not into.is_meta:
         into.index_copy_(0, at.long(), values.to(into.dtype))
 
 
 def bring(there: torch.Tensor) -> torch.Tensor:
-    """To memory that may be read when the stream has come so far."""
+    """Copy to the host asynchronously; the result may be read once the stream has reached this point."""
     host = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
     host.copy_(there, non_blocking=True)
     return host
@@ -134,7 +136,7 @@ _BLOCK = 1024
 
 
 class Entries:
-    """Room for all rows is made when somebody asks for an edit, and more of it as their texts grow."""
+    """The entries of all table rows; memory is allocated at the first edit and grows with the sequences."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, run: Launch = launch) -> None:
         self._run = run
@@ -145,20 +147,25 @@ class Entries:
         self._lengths, self._made = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
         self._owners: list[Sequence | None] = [None] * rows
         self._included = np.full(rows, -1)
-        self._most = np.zeros(rows, np.int64)  # entries that a row may have by now
+        self._most = np.zeros(rows, np.int64)  # upper bound on the entries of a row
 
     def hold(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> None:
-        """See that the entries of these sequences are theirs, and that each has room for one more."""
+        """Rebuild the entries of sequences that are new or out of date, and make room for one more entry each."""
         rows = [seq.row for seq in sequences]
         wanted = [len(seq.output_ids) + more for seq, more in zip(sequences, ahead, strict=True)]
         included, owners = self._included[rows].tolist(), self._owners
         stale = [i for i, seq in enumerate(sequences) if owners[seq.row] is not seq or included[i] != wanted[i]]
         if unread := [sequences[i] for i in stale if ahead[i]]:
-            raise RuntimeError(f"the tokens that request {unread[0].rid} has on the device are not those of its row")
+            raise RuntimeError(f"request {unread[0].rid} has unread tokens that the entries of its row do not include")
         fresh = [Fresh.of(sequences[i], self._vocab) for i in stale]
         for made in fresh:
             self._most[made.row] = made.length
-        self._make_room(int(self._most[rows].max()) + 1)
+        needed, room = int(self._most[rows].max()) + 1, self._ids.shape[1]
+        if needed > room:
+            more = max(room, -(-needed // 1024) * 1024 - room)
+            self._ids, self._marks, self._biases = (
+                torch.nn.functional.pad(x, (0, more)) for x in (self._ids, self._marks, self._biases)
+            )
         if fresh:
             self._load(fresh)
         for i in stale:
@@ -167,11 +174,11 @@ class Entries:
             self._included[seq.row] = wanted[i]
 
     def follow(self, seq: Sequence) -> bool:
-        """Whether the entries of its row have taken in all that was drawn for this sequence, read or not."""
+        """Return True if the entries of its row include all sampled tokens of this sequence, read or not."""
         return self._owners[seq.row] is seq and self._included.item(seq.row) == len(seq.output_ids) + seq.ahead
 
     def edit(self, logits: torch.Tensor, batch: DrawBatch, settings: torch.Tensor) -> None:
-        """Edit the rows whose settings ask for it, in place."""
+        """Edit, in place, the rows whose settings require it."""
         self._run(
             edit_kernel, (len(logits),),
             logits, batch.rows, settings, self._ids, self._marks, self._biases, self._lengths, self._made,
@@ -179,7 +186,7 @@ class Entries:
         )  # fmt: skip
 
     def note(self, batch: DrawBatch, settings: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
-        """The tokens that were drawn belong to the entries of these sequences from now on."""
+        """Add the sampled tokens to the entries of these sequences."""
         rows = [seq.row for seq in sequences]
         included = self._included[rows] + 1
         self._included[rows] = -1
@@ -191,17 +198,8 @@ class Entries:
         self._included[rows] = included
         self._most[rows] += 1
 
-    def _make_room(self, needed: int) -> None:
-        """Every row gets at least so many places; what they hold stays."""
-        room = self._ids.shape[1]
-        if needed > room:
-            more = max(room, -(-needed // 1024) * 1024 - room)
-            self._ids, self._marks, self._biases = (
-                torch.nn.functional.pad(x, (0, more)) for x in (self._ids, self._marks, self._biases)
-            )
-
     def _load(self, fresh: list[Fresh]) -> None:
-        """The entries of some rows, in one copy that nobody waits for."""
+        """Write the entries of some rows with one asynchronous copy."""
         room = self._ids.shape[1]
         places = np.concatenate([f.row * room + np.arange(len(f.ids)) for f in fresh])
         columns = [np.concatenate([getattr(f, name) for f in fresh]) for name in ("ids", "marks", "biases")]
@@ -218,7 +216,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The entries of one sequence, made of its tokens."""
+    """Entries of one sequence, built from its tokens."""
 
     row: int
     made: int
@@ -233,10 +231,10 @@ class Fresh:
     @classmethod
     def of(cls, seq: Sequence, vocab: int) -> Fresh:
         params = seq.params
-        nobody = np.zeros(0, np.int64)
-        prompt = np.unique(seq.prompt_ids) if params.repetition_penalty != 1.0 else nobody
+        empty = np.zeros(0, np.int64)
+        prompt = np.unique(seq.prompt_ids) if params.repetition_penalty != 1.0 else empty
         counts_outputs = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        sampled, times = np.unique(seq.output_ids if counts_outputs else nobody, return_counts=True)
+        sampled, times = np.unique(seq.output_ids if counts_outputs else empty, return_counts=True)
         biases = {int(name): bias for name, bias in (params.logit_bias or {}).items()}
         ends = [token for token in seq.stop_ids if token < vocab] if params.min_new_tokens else []
         ids = np.unique(np.concatenate([prompt, sampled, list(biases), ends]).astype(np.int64))

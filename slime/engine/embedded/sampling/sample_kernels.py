@@ -1,12 +1,12 @@
-"""Triton kernels that draw one token a row from fp32 logits, in one pass over the vocabulary and one tile more.
+"""Triton kernels that sample one token per row from fp32 logits, in one pass over the vocabulary plus one tile.
 
-A row is cut into tiles. `mass` leaves the largest logit of each tile and the sum of exp below it; `pick` finds the tile
-and then the token at which the cumulative mass exceeds `uniform` of the total. Log-probs are those of the whole row,
-scaled by the temperature. A row that holds a nan, or nothing above -inf, gets a token of the vocabulary and the
-log-prob nan.
+A row is split into tiles. `mass` stores the largest logit of each tile and the sum of exp relative to it; `pick` finds
+the tile and then the token at which the cumulative mass exceeds `uniform` of the total. Log-probs are those of the
+whole row, scaled by the temperature. A row that has a NaN, or only -inf, gets a token of the vocabulary and the
+log-prob NaN.
 
-Temperatures, arg-max marks and uniform numbers come by place in the batch. What only some sequences ask for is read by
-table row: `settings[row]`, whose columns are named here.
+Temperatures, greedy flags and uniform numbers are indexed by position in the batch. Settings that only some sequences
+use are indexed by table row: `settings[row]`, whose columns are named here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-KIND = tl.constexpr(0)  # the sum of the three below
+KIND = tl.constexpr(0)  # a bit mask of the three below
 EDITS = tl.constexpr(1)  # penalties, biases or a ban
 CUTS = tl.constexpr(2)  # top-k, top-p, min-p
-COUNTS = tl.constexpr(4)  # top-k among them
+COUNTS = tl.constexpr(4)  # the cuts include top-k
 TOP_K = tl.constexpr(1)
 TOP_P = tl.constexpr(2)
-REACH = tl.constexpr(3)  # -log(min_p): how far below the most likely token min-p lets go
+REACH = tl.constexpr(3)  # -log(min_p): the largest distance below the most likely token that min-p allows
 REPETITION = tl.constexpr(4)
 FREQUENCY = tl.constexpr(5)
 PRESENCE = tl.constexpr(6)
@@ -28,12 +28,12 @@ MIN_NEW = tl.constexpr(7)
 COLUMNS = tl.constexpr(8)
 
 BY_PLACE = ("ROWS", "TEMPERATURE", "GREEDY", "UNIFORM", "RESULTS")
-"""Where these begin depends on the batch; how they are aligned must not, or kernels were compiled in midst of a run."""
+"""Arguments whose start depends on the batch; without alignment specialisation, kernels are not recompiled in a run."""
 
 
 @triton.jit
 def settings_of(SETTINGS, ROWS, b):
-    """Where the settings of the sequence at place `b` of the batch begin."""
+    """Pointer to the settings of the sequence at index `b` of the batch."""
     return SETTINGS + tl.load(ROWS + b) * COLUMNS
 
 
@@ -44,19 +44,19 @@ def kind_of(SETTINGS, ROWS, b):
 
 @triton.jit
 def inverse_of(TEMPERATURE, b):
-    """Beyond 2 ** 126, where everything is equally likely, the inverse would not be a normal number."""
+    """Inverse temperature, clamped: above 2 ** 126, where all tokens are equally likely, it would be subnormal."""
     return 1.0 / tl.minimum(tl.load(TEMPERATURE + b), 8.5e37)
 
 
 @triton.jit
 def distance(top, x, inverse):
-    """How far below the most likely token, in nats; a subtraction first, so that no compiler fuses the two."""
+    """Distance below the most likely token, in nats; subtracts first, so that no compiler fuses the operations."""
     return (top - x) * inverse
 
 
 @triton.jit
 def largest(tops):
-    """The largest of some logits; 0 when all are -inf, so that differences stay numbers."""
+    """Largest logit; 0 when all are -inf, so that differences are not NaN."""
     top = tl.max(tops, 0)
     return tl.where(top == -float("inf"), 0.0, top)
 
@@ -66,7 +66,7 @@ def mass_kernel(
     LOGITS, ROWS, TEMPERATURE, GREEDY, SETTINGS, TOPS, MASSES, BEST, vocab, stride, tiles, idle,
     REDRAW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row; `idle` is the table row of nobody. A redraw looks only at rows that were edited since."""
+    """Process one tile of one row; `idle` is the table row of padding. A redraw processes only edited rows."""
     b, t = tl.program_id(0), tl.program_id(1)
     if REDRAW:
         kind = kind_of(SETTINGS, ROWS, b)
@@ -87,7 +87,7 @@ def mass_kernel(
 
 @triton.jit
 def tile_masses(TOPS, MASSES, b, tiles, inverse, TP: tl.constexpr):
-    """The largest logit of a row and the mass of each of its tiles below it."""
+    """Largest logit of a row, and the mass of each of its tiles relative to it."""
     t = tl.arange(0, TP)
     tops = tl.load(TOPS + b * tiles + t, mask=t < tiles, other=-float("inf"))
     masses = tl.load(MASSES + b * tiles + t, mask=t < tiles, other=0.0)
@@ -97,7 +97,7 @@ def tile_masses(TOPS, MASSES, b, tiles, inverse, TP: tl.constexpr):
 
 @triton.jit
 def crossing(weights, places, target):
-    """The first of `places` at which the cumulative weight exceeds `target`; never one of weight zero."""
+    """First of `places` at which the cumulative weight exceeds `target`; never one of weight zero."""
     last = tl.max(tl.where(weights > 0, places, 0), 0)
     over = (tl.cumsum(weights, 0) > target) & (weights > 0)
     return tl.minimum(tl.min(tl.where(over, places, 2147483647), 0), last)
@@ -109,9 +109,10 @@ def pick_kernel(
     vocab, stride, tiles, idle,
     REDRAW: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS [rows] is where the next step reads; RESULTS [b, 2] goes to the host, where fp64 holds both exactly.
+    """Sample the token of one row and its log-prob.
 
-    Of a row with cuts KEPT has the tiles' masses after them, LIMIT the distance and LAST the index of the last token.
+    The next step reads TOKENS [rows]; RESULTS [b, 2] goes to the host, in fp64, which holds both exactly. For a row
+    with cuts, KEPT has the tiles' masses after them, LIMIT the distance and LAST the index of the last kept token.
     """
     b = tl.program_id(0)
     if REDRAW:

@@ -1,4 +1,4 @@
-"""Tokens from logits on a GPU: the plain draw in the captured graph, and what only some sequences ask for after it."""
+"""Samples tokens on a GPU: the plain kernels run in the captured graph; penalties and cuts are applied after it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 EDITS, CUTS, COUNTS = sample_kernels.EDITS.value, sample_kernels.CUTS.value, sample_kernels.COUNTS.value
 _TILE, _MOST_TILES = 8192, 32
-_ROOM = 256  # tokens of a tile that fit on the list of a cut
+_ROOM = 256  # listed tokens per tile in a cut
 _PROBES = 3  # passes over the vocabulary before tokens are listed
-_BLOCK = 2048  # tokens of a row that is read at once
-_ROWS = 32  # rows that torch copies at once, to sort them or to find their most likely tokens
+_BLOCK = 2048  # tokens per iteration where a whole row is read
+_ROWS = 32  # rows per batch in torch, to sort them or to find their most likely tokens
 
 
 class KernelDraw:
-    """Draws for up to `rows` sequences; table row `rows` is nobody's.
+    """Samples with Triton kernels for up to `rows` sequences; table row `rows` is padding.
 
-    While the kernels of `special` are being compiled (`prepare_aside`) torch draws for those who need them: slowly, and
-    only behind tokens that the host has read, but nobody waits for a compiler.
+    While a background thread compiles the kernels of `special`, torch samples for the sequences that need them: slowly
+    and only after tokens that the host has read, but without waiting for the compiler.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KernelDraw:
         self._tops, self._masses = (torch.zeros(rows, self._tiles, device=device) for _ in range(2))
         self._best = torch.zeros(rows, self._tiles, dtype=torch.int32, device=device)
         self._settings = torch.zeros(rows + 1, sample_kernels.COLUMNS.value, device=device)
-        self._kinds = np.zeros(rows, np.int64)  # the host's copy of that column
+        self._kinds = np.zeros(rows, np.int64)  # the host's copy of the column KIND
         self._owners: list[Sequence | None] = [None] * rows
         self._entries = Entries(rows + 1, vocab, device, run)
         self._cuts: _Cuts | None = None
@@ -62,14 +62,14 @@ class KernelDraw:
         return not seq.params.edits_logits or self._entries.follow(seq)
 
     def prepare_aside(self, compiles: Launch = compile_only) -> threading.Thread:
-        """`prepare` in a thread of its own; until it has come to its end, torch does what `special` is asked for."""
+        """Run `prepare` in a background thread; until it has ended, `special` samples with torch."""
         self._is_compiled.clear()
 
         def run() -> None:
             try:
                 self.prepare(compiles)
-            except Exception as error:  # whatever a compiler raises: there is another way
-                log.error("torch draws with cuts and penalties, slowly: no kernels could be compiled", exc_info=error)
+            except Exception as error:  # the compiler may raise anything; torch is the fallback
+                log.error("sampling kernels could not be compiled: penalties and cuts run in torch, slowly", exc_info=error)
             else:
                 self._is_compiled.set()
 
@@ -79,12 +79,12 @@ class KernelDraw:
 
     @collector_at_rest()
     def prepare(self, compiles: Launch = compile_only) -> None:
-        """Compile what `special` launches, so that nobody waits for that later; nothing is launched, any thread may."""
-        nowhere = torch.device("meta")
-        twin = KernelDraw(self._rows, self._vocab, nowhere, tile=self._tile, room=self._room, run=compiles)
-        logits, place = torch.empty(1, self._vocab, device=nowhere), torch.empty(1, dtype=torch.int64, device=nowhere)
-        number = torch.empty(1, device=nowhere)
-        results = torch.empty(1, 2, dtype=torch.float64, device=nowhere)
+        """Compile the kernels of `special` ahead of their use, without launching any; callable from any thread."""
+        meta = torch.device("meta")
+        twin = KernelDraw(self._rows, self._vocab, meta, tile=self._tile, room=self._room, run=compiles)
+        logits, place = torch.empty(1, self._vocab, device=meta), torch.empty(1, dtype=torch.int64, device=meta)
+        number = torch.empty(1, device=meta)
+        results = torch.empty(1, 2, dtype=torch.float64, device=meta)
         for top_k in (-1, 2):  # tokens are counted only for top-k
             params = SamplingParams(top_p=0.5, top_k=top_k, frequency_penalty=1.0)
             seq = Sequence("", [0], params, frozenset(), 1, notify=lambda seq: None, row=0)
@@ -93,12 +93,12 @@ class KernelDraw:
     @classmethod
     @collector_at_rest()
     def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only, tile: int = _TILE) -> None:
-        """Compile what `plain` launches; the model need not be there."""
-        nowhere = torch.device("meta")
-        number, place = torch.empty(rows, device=nowhere), torch.empty(rows, dtype=torch.int64, device=nowhere)
-        results = torch.empty(rows, 2, dtype=torch.float64, device=nowhere)
+        """Compile the kernels of `plain`; needs no model."""
+        meta = torch.device("meta")
+        number, place = torch.empty(rows, device=meta), torch.empty(rows, dtype=torch.int64, device=meta)
+        results = torch.empty(rows, 2, dtype=torch.float64, device=meta)
         batch = DrawBatch(place, number, number, number, place, results)
-        cls(rows, vocab, nowhere, tile=tile, run=compiles).plain(torch.empty(rows, vocab, device=nowhere), batch)
+        cls(rows, vocab, meta, tile=tile, run=compiles).plain(torch.empty(rows, vocab, device=meta), batch)
 
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
         self._mass(logits, batch, redraw=False)
@@ -107,7 +107,7 @@ class KernelDraw:
     def special(
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> Callable[[], None] | None:
-        """After `plain`; what it returns is called once the results have arrived."""
+        """Sample again, after `plain`; the caller calls the returned function once the results are on the host."""
         tops = self._bring_top(logits, batch, sequences)
         if not self._is_compiled.is_set():
             _draw_with_torch(logits, batch, sequences)
@@ -127,7 +127,7 @@ class KernelDraw:
         return tops
 
     def _hold(self, sequences: SequenceOf[Sequence]) -> np.ndarray:
-        """See that the settings of each row are those of the sequence that has it now; their kinds."""
+        """Upload the settings of sequences that are new to their row; returns the kinds of all."""
         fresh = [seq for seq in sequences if self._owners[seq.row] is not seq]
         if fresh:
             settings = np.array([_settings(seq) for seq in fresh], np.float32)
@@ -157,11 +157,11 @@ class KernelDraw:
         )  # fmt: skip
 
     def _cut(self, logits: torch.Tensor, batch: DrawBatch, *, counts: bool) -> None:
-        """Leaves where each row with cuts ends, and what its tiles keep."""
+        """Compute where top-k, top-p and min-p cut each row, and the mass that its tiles keep."""
         if self._cuts is None:
             self._cuts = _Cuts(self._rows, self._tiles, self._room, self._device)
         cuts, grid = self._cuts, (len(logits), self._tiles)
-        exact = {"num_warps": 8, "enable_fp_fusion": False}  # see `cut_kernels`
+        exact = {"num_warps": 8, "enable_fp_fusion": False}  # see `top_p_kernels`
         row = (logits, batch.rows, batch.temperature, self._settings, self._tops, self._masses)
         shape = (self._vocab, logits.stride(0), self._tiles)
         for at in range(_PROBES):
@@ -186,12 +186,12 @@ class KernelDraw:
     def _bring_top(
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence]
     ) -> Callable[[], None] | None:
-        """The most likely tokens before any edit, for those who asked: to the host, without waiting."""
-        asking = [(i, seq) for i, seq in enumerate(sequences) if seq.top_logprobs]
-        if not asking:
+        """Copy the most likely tokens before any edit to the host asynchronously, for sequences that request them."""
+        members = [(i, seq) for i, seq in enumerate(sequences) if seq.top_logprobs]
+        if not members:
             return None
-        rows = send(np.array([i for i, _ in asking]), self._device)
-        most = max(seq.top_logprobs for _, seq in asking)
+        rows = send(np.array([i for i, _ in members]), self._device)
+        most = max(seq.top_logprobs for _, seq in members)
         found = [logits[part].topk(most) for part in rows.split(_ROWS)]
         inverse, tops = 1 / batch.temperature[rows, None], self._tops[rows]
         best = tops.amax(1, keepdim=True)
@@ -200,7 +200,7 @@ class KernelDraw:
         values, indices = bring(logprobs), bring(torch.cat([f.indices for f in found]))
 
         def arrived() -> None:
-            for (_, seq), value, index in zip(asking, values.tolist(), indices.tolist(), strict=True):
+            for (_, seq), value, index in zip(members, values.tolist(), indices.tolist(), strict=True):
                 if seq.finish is None:
                     seq.output_top.append(list(zip(value, index, strict=True))[: seq.top_logprobs])
 
@@ -208,10 +208,10 @@ class KernelDraw:
 
 
 def _draw_with_torch(logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence]) -> None:
-    """The same tokens and log-probs, up to rounding, for those who ask for more than temperature."""
-    asking = [i for i, seq in enumerate(sequences) if not seq.params.plain]
-    for start in range(0, len(asking), _ROWS):
-        some = asking[start : start + _ROWS]
+    """Sample in torch for sequences with penalties or cuts: the same tokens and log-probs, up to rounding."""
+    members = [i for i, seq in enumerate(sequences) if not seq.params.plain]
+    for start in range(0, len(members), _ROWS):
+        some = members[start : start + _ROWS]
         places = send(np.array(some), batch.rows.device)
         tokens, logprobs = draw_each(
             logits[places], [sequences[i] for i in some], batch.uniform[places], batch.greedy[places] != 0
@@ -221,7 +221,7 @@ def _draw_with_torch(logits: torch.Tensor, batch: DrawBatch, sequences: Sequence
 
 
 class _Cuts:
-    """What the kernels of a cut leave for one another."""
+    """Buffers shared by the kernels that compute cuts."""
 
     def __init__(self, rows: int, tiles: int, room: int, device: torch.device) -> None:
         probes, state = top_p_kernels.PROBES.value, top_p_kernels.STATE.value
@@ -236,7 +236,7 @@ class _Cuts:
 
 
 def _settings(seq: Sequence) -> list[float]:
-    """In the order of the columns; whole numbers beyond fp32's are beyond every vocabulary and length as well."""
+    """Return a row of settings, in column order; fp32 is exact for integers up to any vocabulary size or length."""
     params = seq.params
     edits, cuts = params.edits_logits, not params.greedy_or_full_support
     return [

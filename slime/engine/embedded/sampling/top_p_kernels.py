@@ -1,25 +1,25 @@
 """Triton kernels that find where top-k, top-p and min-p cut a row, without sorting it.
 
-Tokens are ordered by their distance below the most likely one, in nats, and by index where it is equal. The kept ones
-are the beginning of that order: fewer than `k` tokens come before each, less mass than `p` of the whole, and none is
-further than `reach`. So a cut is a distance and an index, and it is searched for:
+Tokens are ordered by their distance below the most likely one, in nats, and by index where distances are equal. The
+kept tokens are a prefix of that order: fewer than `k` tokens and less mass than `p` of the total precede each of them,
+and none is further than `reach`. So a cut is a distance and an index. Three kernels search for it:
 
-- `probe` narrows a bracket (a, b]: all tokens within `a` stay, none beyond `b` does. It measures the mass (and the
-  number) of tokens within eight distances in the bracket; the next one begins by reading what came out. It does
-  nothing once the tokens in the bracket are few.
-- `gather` lists the tokens in the bracket by tiles of the row, and finds the mass within `a` of each tile and between
-  which distances those in the bracket lie.
-- `settle` halves that until one distance is left, and counts who of those at that distance stays.
+- `probe` narrows a bracket (a, b]: all tokens within `a` are kept, none beyond `b` is. It measures the mass (and the
+  number) of tokens within eight distances in the bracket; the next kernel starts by reading the result. It does nothing
+  once the bracket has few tokens.
+- `gather` lists the tokens in the bracket by tiles of the row, and computes for each tile the mass within `a` and the
+  smallest and largest distance in the bracket.
+- `settle` bisects that range until one distance is left, and counts how many of the tokens at that distance are kept.
 
-Distances are halved as integers, whose order is theirs, and each time both ends move to distances that some token has:
-there are at most 31 halvings, and a thousand equal logits need none. A tile with more tokens in the bracket than there
-is room for is no list; `settle` then reads the whole row each time, which takes longer and gives the same.
-A token more than 87 nats below the first weighs nothing in fp32, so nobody looks further.
+Distances are bisected as integers, which have the same order, and both ends move to distances of actual tokens: there
+are at most 31 bisections, and a thousand equal logits need none. If a tile has more tokens in the bracket than its list
+holds, `settle` reads the whole row in each iteration, which is slower and gives the same result. The weight of a token
+more than 87 nats below the first is zero in fp32, so the search ends there.
 
-These kernels branch and loop on sums of floats, and all threads of a program must take the same way, or they wait for
-one another forever. A sum over threads is the same in each only while no product is fused into its additions, since
-two threads that exchange a * b and c * d would have a * b + (c * d) and (a * b) + c * d, each with another product
-unrounded: they are compiled with `enable_fp_fusion=False`.
+These kernels branch and loop on sums of floats, and all threads of a program must take the same branch, or they
+deadlock. A sum over threads is the same in each thread only if no product is fused into its additions: two threads that
+exchange a * b and c * d would have a * b + (c * d) and (a * b) + c * d, each with a different product unrounded. They
+are therefore compiled with `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from slime.engine.embedded.sampling.sample_kernels import (
     tile_masses,
 )
 
-PROBES = tl.constexpr(8)  # distances measured at once
-STATE = tl.constexpr(8)  # numbers kept of a bracket
-MOST = tl.constexpr(1024.0)  # tokens in a bracket that is worth a list
-NOTHING = tl.constexpr(2147483647)  # beyond the key of every distance
+PROBES = tl.constexpr(8)  # distances measured per pass
+STATE = tl.constexpr(8)  # stored values per bracket
+MOST = tl.constexpr(1024.0)  # maximum tokens in a bracket that is listed
+NOTHING = tl.constexpr(2147483647)  # larger than the key of every distance
 
 
 @triton.jit
 def key_of(far):
-    """Distances as integers of the same order; -1: nothing is that near."""
+    """Distances as integers of the same order; -1 for negative distances, which no token has."""
     return tl.where(far < 0, -1, far.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def is_narrow(a, b, mass_a, mass_b):
-    """Whether what is left in the bracket can be listed, or is at one distance: each token there weighs exp(-b)."""
+    """True if the bracket's tokens fit a list or are at one distance; each of them weighs at least exp(-b)."""
     return (key_of(b) - key_of(a) <= 1) | ((mass_b - mass_a) * tl.exp(b) <= MOST)
 
 
 @triton.jit
 def wanted(own, total):
-    """How many tokens may stay, and the mass at which enough have."""
+    """Load the number of tokens and the mass at which the kept tokens are complete."""
     k, p = tl.load(own + TOP_K), tl.load(own + TOP_P)
     return tl.where(k > 0, k, float("inf")), tl.where(p < 1, p * total, float("inf"))
 
 
 @triton.jit
 def beginning(own, total, vocab):
-    """The first bracket's end: beyond it lies less than 1 - p of the mass even if every token were just there."""
+    """End of the first bracket: beyond it is less than 1 - p of the mass, even if every token were just there."""
     p = tl.load(own + TOP_P)
     rest = tl.where(p < 1, (1 - p) * total, 0.0)
     b = tl.minimum(tl.load(own + REACH), 87.0)
@@ -77,9 +77,9 @@ def beginning(own, total, vocab):
 
 @triton.jit
 def limits_in(a, b, mass_a, mass_b, count_a, count_b, k, target):
-    """Distances to measure inside the bracket: some evenly, some around where the target lies if it grows evenly.
+    """Distances to measure inside the bracket: some evenly spaced, some around the interpolated target.
 
-    The first bracket reaches from nothing (a < 0) and has more of them near its beginning, and its end, among them.
+    The first bracket starts below every token (a < 0); its distances are denser near its start and include its end.
     """
     j = tl.arange(0, PROBES)
     is_first = a < 0
@@ -100,7 +100,7 @@ def limits_in(a, b, mass_a, mass_b, count_a, count_b, k, target):
 
 @triton.jit
 def narrowed(a, b, mass_a, mass_b, count_a, count_b, limits, masses, counts, k, target):
-    """The bracket after what was measured at the limits."""
+    """Bracket narrowed by the masses and counts measured at the limits."""
     enough = (counts >= k) | (masses >= target)
     end = tl.min(tl.where(enough, limits, float("inf")), 0)
     short = (limits < end) & (enough == 0)
@@ -123,9 +123,9 @@ def load_state(STATES, b):
 def bracket(
     own, SUMS, STATES, b, total, vocab, tiles, k, target, FIRST: tl.constexpr, COUNTS: tl.constexpr, TP: tl.constexpr
 ):  # fmt: skip
-    """The bracket after the probe before this one; the first one where there was none.
+    """Bracket after the previous probe; the initial one if there was none.
 
-    SUMS [b, tiles, 2, PROBES] has what each tile measured, STATES [b, STATE] the bracket it measured in.
+    SUMS [b, tiles, 2, PROBES] has the measurements of each tile, STATES [b, STATE] the bracket of these measurements.
     """
     if FIRST:
         end = beginning(own, total, vocab)
@@ -161,7 +161,7 @@ def store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b):
 
 @triton.jit
 def distances(logits, start, end, top, inverse, WIDTH: tl.constexpr):
-    """Of the tokens from `start` on; beyond `end` they are infinite."""
+    """Indices and distances of the tokens from `start` on; distances beyond `end` are infinite."""
     i = start + tl.arange(0, WIDTH)
     return i, distance(top, tl.load(logits + i, mask=i < end, other=-float("inf")), inverse)
 
@@ -171,9 +171,9 @@ def probe_kernel(
     LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, SUMS, STATES, vocab, stride, tiles,
     FIRST: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one row; every tile of a row comes to the same bracket by itself.
+    """Measure one tile of one row; every tile of a row computes the same bracket independently.
 
-    The limits are taken one by one, so that a thread has a token's distance and weight for all of them.
+    The loop over limits is outermost, so a thread reuses a token's distance and weight for all limits.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
     own = settings_of(SETTINGS, ROWS, b)
@@ -206,10 +206,11 @@ def gather_kernel(
     vocab, stride, tiles,
     COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """KEPT [b, tiles] gets the mass of each tile within `a`.
+    """List the tokens in the bracket for one tile of one row.
 
-    SPANS [b, 3, tiles] gets the nearest and the furthest key in the bracket and how many tokens are there; where they
-    are few, LISTED [b, tiles, ROOM] gets their distances and INDEX their places, in order.
+    KEPT [b, tiles] gets the mass of each tile within `a`. SPANS [b, 3, tiles] gets the nearest and the furthest key in
+    the bracket and the number of its tokens; if they fit, LISTED [b, tiles, ROOM] gets their distances and INDEX their
+    indices, in order.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
     own = settings_of(SETTINGS, ROWS, b)
@@ -242,7 +243,7 @@ def gather_kernel(
 
 @triton.jit
 def spanned(far, low, middle, high):
-    """Of these distances: the mass and the number within (low, middle], the furthest key there, the nearest beyond."""
+    """For each distance: mass and count within (low, middle], its key there, and its key in (middle, high]."""
     key = key_of(far)
     is_near, is_beyond = (key > low) & (key <= middle), (key > middle) & (key <= high)
     return (
@@ -255,7 +256,7 @@ def spanned(far, low, middle, high):
 
 @triton.jit
 def spanned_in_row(logits, vocab, top, inverse, low, middle, high, BLOCK: tl.constexpr):
-    """The same of a whole row."""
+    """Total mass and count of a row within (low, middle], the furthest key there, and the nearest key beyond."""
     mass, count = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     furthest, nearest = tl.full((BLOCK,), -1, tl.int32), tl.full((BLOCK,), NOTHING, tl.int32)
     for start in range(0, vocab, BLOCK):
@@ -273,9 +274,10 @@ def settle_kernel(
     vocab, stride, tiles,
     TILE: tl.constexpr, TP: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: from the bracket to the last token that stays, and the mass that each tile keeps.
+    """Find the last kept token of one row and the mass that each tile keeps.
 
-    Within `low` are too few tokens, at `high` the last one; each turn halves what is between, so that the loop ends.
+    Invariant of the loop: the tokens within `low` are too few, the last kept one is at most at `high`. Each iteration
+    halves the range between, so the loop ends.
     """
     b, t = tl.program_id(0), tl.arange(0, TP)
     own = settings_of(SETTINGS, ROWS, b)
@@ -310,7 +312,7 @@ def settle_kernel(
             mass += more
             count += others
     end = tl.maximum(high, 0).to(tl.float32, bitcast=True)
-    staying = tl.minimum(k - count, tl.ceil((target - mass) * tl.exp(end)))  # of those at the last distance
+    staying = tl.minimum(k - count, tl.ceil((target - mass) * tl.exp(end)))  # kept tokens at the last distance
     last = -1
     if is_listed:
         key = key_of(listed)
@@ -332,6 +334,6 @@ def settle_kernel(
             tl.store(KEPT + b * tiles + tile, tl.sum(tl.where(stays, tl.exp(-far), 0.0), 0))
             last = tl.maximum(last, tl.max(tl.where(stays & (ties != 0), i, -1), 0))
             seen += tl.sum(ties, 0)
-    is_empty = high < 0  # no token is in the bracket: those within `a` stay
+    is_empty = high < 0  # no token in the bracket: those within `a` are kept
     tl.store(LIMIT + b, tl.where(is_empty, tl.maximum(a, 0.0), end))
     tl.store(LAST + b, tl.where(is_empty, vocab, last))

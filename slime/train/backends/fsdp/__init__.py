@@ -1,1 +1,1 @@
-"""FSDP2: transformers' models, sharded over the ranks."""
+"""FSDP2 backend: trains transformers' models, sharded over the ranks."""

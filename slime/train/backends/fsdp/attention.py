@@ -1,15 +1,19 @@
 """Attention over packed rows, as an implementation of transformers' attention interface.
 
-Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so a packed row gives every
-sequence what it would get alone. The sequence boundaries travel in a `PackedContext` that the model's owner fills
-before each forward and leaves in place until the next one; activation recompute during backward, in whatever thread
-autograd runs it, therefore sees the boundaries of the forward it repeats (a backward always precedes the next forward).
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else, so every sequence of a packed row
+gets the output that it would get alone. The sequence boundaries are in a `PackedContext` that the model's owner fills
+before each forward and leaves in place until the next one; activation recompute during backward, in any thread of
+autograd, therefore sees the boundaries of the forward it repeats (a backward always precedes the next forward).
+
+With context parallelism a rank has a part of the row's tokens between the layers. Around attention the ranks exchange
+tokens for heads and back (DeepSpeed's Ulysses), so each rank attends with some heads over all tokens, as a single rank
+would: windows, caps and sinks belong to a head. Invariant: rank r has the r-th part of the tokens and the r-th part of
+the heads; if the number of key heads is not a multiple of the number of ranks, key heads are repeated until it is.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +27,14 @@ from slime.train.backends.delta_kernels import check_delta_kernels
 from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet, is_delta_net
 from slime.train.backends.fsdp.packed_context import PackedContext, PackedIndexer, is_indexer
 from slime.train.backends.fsdp.shared_prompt_ops import spread, take_first
-from slime.train.samples.packing import SharedPrompts
+from slime.train.samples.packing import PackedLayout, SharedPrompts
 from slime.train.topology import Ranks, exchange
-
-# Attention of sequences whose tokens are on several ranks: each rank attends with some heads, over all tokens.
-#
-# Between the layers a rank has a part of the row's tokens. Around attention the ranks exchange tokens for heads and
-# back (DeepSpeed's Ulysses), so that attention itself is that of one rank: windows, caps and sinks are the head's own
-# affair. Invariant: rank r has the r-th part of the tokens and the r-th part of the heads; where ranks outnumber the
-# keys' heads, or do not divide them, these are repeated until they do.
 
 
 def to_own_heads(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranks: Ranks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """[1, heads, t, D] of this rank's tokens to [1, heads / n, T, D] of this rank's heads; `sinks`: one a head."""
+    """Exchange this rank's tokens [1, heads, t, D] for this rank's heads [1, heads / n, T, D]; `sinks`: one a head."""
     heads, kv_heads = query.shape[1], key.shape[1]
     check_context_parallel(heads, ranks.size)
     repeats = ranks.size // math.gcd(kv_heads, ranks.size)
@@ -55,7 +52,7 @@ def to_own_heads(
 
 
 def to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
-    """[1, T, heads / n, D] of this rank's heads to [1, t, heads, D] of this rank's tokens."""
+    """Exchange this rank's heads [1, T, heads / n, D] for this rank's tokens [1, t, heads, D]."""
     received = exchange(output[0].unflatten(0, (ranks.size, -1)), ranks)  # [n, t, heads / n, D], in the heads' order
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -68,13 +65,13 @@ INDEXED_LAYER_TYPE = "indexed_attention"
 
 
 def register_packed_attention() -> None:
-    """Make `attn_implementation="slime_packed"` known to transformers; calling it again changes nothing."""
+    """Register `attn_implementation="slime_packed"` with transformers; idempotent."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, packed_mask)
 
 
 def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> PackedContext:
-    """Give every module of the model the same context; refuses models whose layers mix tokens in another way."""
+    """Give every module of the model the same context; raises UserError if a layer mixes tokens in an unknown way."""
     context = PackedContext(gdn_backend)
     if any(map(is_delta_net, model.modules())):
         check_delta_kernels(gdn_backend)
@@ -96,7 +93,7 @@ def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> Pa
 
 
 def _check_layers(model: PreTrainedModel, delta_nets: int, *, is_indexed: bool) -> None:
-    """Every layer mixes tokens by attention, or is one of the delta nets that were replaced."""
+    """Raise UserError unless every layer mixes tokens by attention or is one of the delta nets that were replaced."""
     kinds = list(model.config.get_text_config().to_dict().get("layer_types") or ())
     unknown = set(kinds) - PACKABLE_LAYER_TYPES
     if delta_nets and kinds.count(DELTA_LAYER_TYPE) == delta_nets:
@@ -113,10 +110,10 @@ def _check_layers(model: PreTrainedModel, delta_nets: int, *, is_indexed: bool) 
 
 
 class RopeOfEachSequence(nn.Module):
-    """Rotary embeddings whose frequencies follow the longest position they are given, a sequence at a time.
+    """Rotary embedding whose frequencies depend on the longest position, called for one sequence length at a time.
 
-    Sequences of one length side by side share a call. `dynamic` keeps the frequencies of the longest sequence so far
-    until it meets one that is short: position 0 alone is, so no sequence depends on those before it.
+    Neighbouring sequences of one length share a call. `dynamic` keeps the frequencies of the longest sequence so far
+    until it gets a short one, so a call with position 0 alone resets it and no sequence depends on earlier ones.
     """
 
     def __init__(self, rope: nn.Module, context: PackedContext) -> None:
@@ -124,11 +121,12 @@ class RopeOfEachSequence(nn.Module):
         self.rope = rope
         self._context = context
 
-    def forward(self, states: Tensor, position_ids: Tensor, **keywords: Any) -> Any:
+    def forward(self, states: Tensor, position_ids: Tensor, **keywords: object) -> Tensor | tuple[Tensor, ...]:
+        """Embeddings of this rank's positions, as the wrapped module returns them."""
         layout, ranks = self._context.layout, self._context.sharing
-        assert layout is not None, "the rope of a packed row was asked for before its layout was set"
+        assert layout is not None, "a rotary embedding ran before a packed layout was set"
         own = slice(None)
-        if ranks is not None:  # a rank's part may have the end of a sequence without its length, so all ranks make all
+        if ranks is not None:  # a rank's part may be the end of a sequence without its length, so all ranks compute all
             own = slice(ranks.rank * position_ids.shape[-1], (ranks.rank + 1) * position_ids.shape[-1])
             whole = torch.cat([torch.arange(length, device=position_ids.device) for length in layout.lengths])
             position_ids = whole.expand(*position_ids.shape[:-1], -1)
@@ -143,7 +141,7 @@ class RopeOfEachSequence(nn.Module):
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding that has other frequencies for long sequences, in some kind of layer."""
+    """Return True for a rotary embedding with other frequencies for long sequences, in some kind of layer."""
     kinds = module.__dict__.get("rope_type", "")
     return any(
         "dynamic" in kind or kind == "longrope" for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
@@ -153,8 +151,11 @@ def _depends_on_length(module: nn.Module) -> bool:
 _window_masks = WindowMasks()
 
 
-def packed_mask(*_args: Any, config: Any = None, local_size: int | None = None, **_kwargs: Any) -> Tensor:
-    """The layers' window; boundaries and causality are the attention function's. Sparse attention cuts what is here."""
+def packed_mask(*_args: object, config: object = None, local_size: int | None = None, **_kwargs: object) -> Tensor:
+    """Mask that carries only the layers' window; the attention function handles boundaries and causality.
+
+    Layers with sparse attention get zeros, since transformers slices their mask.
+    """
     is_indexed = INDEXED_LAYER_TYPE in (vars(config).get("layer_types") or ())
     return torch.zeros(1, 1, 1, 1) if is_indexed else _window_masks(local_size=local_size)
 
@@ -172,16 +173,17 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
-    **_kwargs: Any,
+    **_kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The signature of transformers' attention functions; returns [1, T, heads, D]. `indices`: an indexer's picks."""
+    """Attention function with transformers' signature; returns [1, T, heads, D]. `indices`: an indexer's picks."""
     context = context_of(module)
     layout, ranks = context.read(), context.sharing
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if context.is_indexed:
         if indices is None:
             raise UserError(
-                "this release of transformers does not hand on what GLM-5's indexers pick: install a newer one"
+                "this release of transformers does not pass the picks of GLM-5's indexers to attention: install a newer "
+                "one"
             )
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None
@@ -195,21 +197,32 @@ def packed_attention(
 def attend_to_all(
     context: PackedContext, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """Of heads that are spread over a row whose prompts are shared: [T, heads, D] to [t, heads, D]."""
+    """Attend in a row with shared prompts: heads of all tokens [T, heads, D] to the computed tokens [t, heads, D]."""
     assert context.shared is not None
     return take_first(causal_attention(query, key, value, context.read(), scale, window), context.shared)
 
 
 def context_of(module: nn.Module) -> PackedContext:
-    """What `attach_context` gave it."""
+    """The context that `attach_context` gave the module."""
     context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
     return context
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, shared: SharedPrompts | None = None) -> Tensor:
-    """Of whole sequences: [1, heads, T, D] to [1, T, heads, D]. No index: its gradient would be a copy."""
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    shared: SharedPrompts | None = None,
+) -> Tensor:
+    """Attend within whole sequences: [1, heads, T, D] to [1, T, heads, D]."""
+    # no index: its gradient would be a copy
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if shared is None:
-        return causal_attention(q, k, v, *rest)[None]
+        return causal_attention(q, k, v, layout, scale, window, softcap, sinks)[None]
     q, k, v = (spread(states, shared) for states in (q, k, v))
-    return take_first(causal_attention(q, k, v, *rest), shared)[None]
+    return take_first(causal_attention(q, k, v, layout, scale, window, softcap, sinks), shared)[None]

@@ -1,6 +1,11 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the ranks.
+"""FSDP2 backend: parameters, gradients and optimizer state sharded over the ranks.
 
-Invariant: master weights, gradients after reduction and optimizer state are float32 whatever the compute dtype is.
+Invariant: master weights, gradients after reduction and optimizer state are float32 for every compute dtype.
+
+Scores are copied to the host asynchronously. With `--recompute-activations` a decoder layer keeps only its input for
+the backward and is recomputed there. Invariant: recomputing changes no number. transformers recomputes layers only in
+training mode, so the layer modules alone are put into it, and leave it while their function runs: neither dropout nor a
+router's noise is ever active.
 """
 
 from __future__ import annotations
@@ -9,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,19 +74,18 @@ from slime.train.samples.micro_batch import MicroBatch
 from slime.train.timers import Progress
 from slime.train.topology import Topology
 
-# Numbers on their way from the device to the host, while the device goes on.
-#
-# Invariant: `wait` waits for what was sent before it and for nothing that was launched since the last of it.
-
 
 class Arrivals:
-    """On a CPU everything has arrived."""
+    """Asynchronous copies from the device to the host; tensors on a CPU are returned directly.
+
+    Invariant: `wait` waits for the copies started before it and for nothing that was launched after the last of them.
+    """
 
     def __init__(self) -> None:
         self._last: torch.cuda.Event | None = None
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Where it will be, in float32; to be read after `wait`."""
+        """Start the copy and return its target, in float32; read it after `wait`."""
         if not tensor.is_cuda:
             return tensor.float()
         host = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
@@ -96,14 +99,8 @@ class Arrivals:
             self._last.synchronize()
 
 
-# `--recompute-activations`: a decoder layer keeps its input for the backward, and runs once more there.
-#
-# Invariant: the numbers are those without it. transformers recomputes layers only in training mode, so the layers
-# alone are in it, and only from outside: nothing inside one ever is, neither dropout nor the noise of a router.
-
-
 def recompute_layers(model: PreTrainedModel) -> None:
-    """From now on, for every backward."""
+    """Make the decoder layers recompute their activations in every backward."""
     if not model.supports_gradient_checkpointing:
         raise UserError(f"{type(model).__name__} cannot recompute activations: leave out --recompute-activations")
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -113,8 +110,10 @@ def recompute_layers(model: PreTrainedModel) -> None:
             module._gradient_checkpointing_func = partial(_recomputed, module)
 
 
-def _recomputed(layer: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
-    def evaluated(*inputs: Any) -> Any:
+def _recomputed(layer: nn.Module, function: Callable[..., object], *arguments: object) -> object:
+    """Call a layer's function with checkpointing, with the layer's training mode off inside."""
+
+    def evaluated(*inputs: object) -> object:
         layer.training = False
         try:
             return function(*inputs)
@@ -125,7 +124,7 @@ def _recomputed(layer: nn.Module, function: Callable[..., Any], *arguments: Any)
 
 
 class FSDPBackend:
-    """One model that is trained, its optimizer and its frozen sets, on this rank."""
+    """One model that is trained, its optimizer and its frozen sets: this rank's part of them."""
 
     def __init__(
         self,
@@ -156,13 +155,13 @@ class FSDPBackend:
             fuse_layers(model, in_float8=config.fp8)
         if config.recompute_activations:
             recompute_layers(model)
-        if layers is None:  # else those with an adapter are chosen already
+        if layers is None:  # otherwise `put_adapter` has chosen what is trained
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             choose_trainable(model, **patterns)
         self._on_host = config.fsdp_cpu_offload
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         self._has_whole = keeps_whole(module, mesh, on_host=self._on_host)
-        self._gathers_ahead = False  # until FSDP has been through a whole step, and made its streams
+        self._gathers_ahead = False  # until FSDP has completed a step and created its streams
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
@@ -188,7 +187,7 @@ class FSDPBackend:
     # passes
 
     def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
-        pass  # nothing of the user's is called here
+        pass  # there are no user hooks in this backend
 
     def forward_backward(
         self,
@@ -227,7 +226,7 @@ class FSDPBackend:
                 found.append(Scores(arrivals.send(values), arrivals.send(entropies) if entropy else None))
             reshard(self._active)
             if self._gathers_ahead and self._active is not self.module:
-                gather_ahead(self.module)  # while the host works with what arrives
+                gather_ahead(self.module)  # overlaps with the host's work on the scores
         arrivals.wait()
         return found
 
@@ -255,7 +254,7 @@ class FSDPBackend:
         self._before_update()
         self.optimizer.state.clear()
 
-    # what is on the device
+    # device memory
 
     def resident(self) -> Iterator[Resident]:
         reshard(self.module)
@@ -282,7 +281,7 @@ class FSDPBackend:
         if self._adapted is None:
             self._frozen.snapshot(name, decay=decay, on_host=on_host)
             return
-        assert decay == 0.0, "the average of two adapters is none of their rank"
+        assert decay == 0.0, "the average of two adapters has another rank"
         self._frozen.forget(name)
         self._adapted.sets.snapshot(name, on_host=on_host)
 
@@ -292,10 +291,7 @@ class FSDPBackend:
             self._adapted.sets.forget(name)
 
     def has(self, name: str) -> bool:
-        return name in self._frozen or self._differs_in_adapter(name)
-
-    def _differs_in_adapter(self, name: str) -> bool:
-        return self._adapted is not None and name in self._adapted.sets
+        return name in self._frozen or (self._adapted is not None and name in self._adapted.sets)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -310,7 +306,7 @@ class FSDPBackend:
         finally:
             self._active = before
 
-    # what a checkpoint holds
+    # contents of a checkpoint
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         if self._adapted is not None and weights in self._adapted.sets:
@@ -333,23 +329,20 @@ class FSDPBackend:
             parameters = self.progress.over(self._parameters.items(), "reading the optimizer: parameter")
             read_optimizer(saved, self.optimizer, parameters)
             return
-        if kind != MODEL:
-            self._prepare_set(kind, saved)
-        read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
-        if kind in self._frozen:
-            self._frozen.model(kind).follow_average()
-
-    def _prepare_set(self, kind: str, saved: SavedTensors) -> None:
-        if self._adapted is None or not any(map(is_adapter, saved.names)):
+        if kind != MODEL and self._adapted is not None and any(map(is_adapter, saved.names)):
+            self._frozen.forget(kind)  # it was loaded as a separate model; in the checkpoint it is an adapter
+            self._adapted.sets.snapshot(kind, on_host=False)
+        elif kind != MODEL:
             frozen = self._frozen.model(kind)
             reshard(frozen.module)
             if self._averages:
                 frozen.start_average()
-            return
-        self._frozen.forget(kind)  # it had been a model of its own before it followed the policy
-        self._adapted.sets.snapshot(kind, on_host=False)
+        read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
+        if kind in self._frozen:
+            self._frozen.model(kind).follow_average()
 
     def _state(self, kind: str) -> Iterator[Placed]:
+        """Tensors of one kind, with this rank's parts of them."""
         if kind == OPTIMIZER:
             return placed(optimizer_tensors(self.optimizer, self._parameters))
         if kind == MODEL:
@@ -370,7 +363,7 @@ class FSDPBackend:
             return self._adapted.trained
         return {**self._parameters, **dict(persistent_buffers(self.module.model))}
 
-    # what leaves
+    # export
 
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
@@ -383,7 +376,7 @@ class FSDPBackend:
         max_bytes: int,
         *,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,  # shards are small here, and owners compare
+        earlier: Earlier | None = None,  # unused: shards are small here, and owners compare the tensors
     ) -> Iterator[HfBucket]:
         with nullcontext() if self._adapted is None else self._adapted.gathered():
             yield from self._export.buckets(dtype, max_bytes, owners)
@@ -393,7 +386,7 @@ class FSDPBackend:
             yield from self._adapted.full_adapter()
 
     def _leaving(self, name: str) -> Tensor:
-        """This rank's rows of a parameter as they leave; a buffer as it is."""
+        """This rank's rows of a parameter, with the adapter merged; a buffer unchanged."""
         if self._adapted is not None and name in self._parameters:
             return self._adapted.rows(name)
         return part_on_device(self._leaves[name]).detach()

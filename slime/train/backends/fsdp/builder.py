@@ -1,4 +1,15 @@
-"""Models of Hugging Face folders, sharded over the ranks."""
+"""Builds sharded models from Hugging Face folders, and checks their packed forward first.
+
+Invariant: a model is built without its weights, on the meta device; each rank reads its own part of them when the model
+is sharded, so no process ever has a whole copy.
+
+Ranks are numbered with context innermost, then the ranks that share one copy of the model, then the copies. Parameters
+are sharded over all ranks of a copy, including those of a context group, and equal on the ranks of other copies.
+
+`check_packed` compares packed rows with transformers' eager forward before training. Invariant: a model that passes
+gave, on a small model of its config, the log-probs and entropies of transformers at every position of sequences that
+are longer than any window, packed into one row, with shared prompts and without.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
@@ -32,16 +42,14 @@ from slime.train.samples.packing import pack
 from slime.train.timers import Progress
 from slime.train.topology import Ranks, Topology
 
-# Hugging Face folders as models that training can run.
-#
-# Invariant: a model comes without its weights, on the meta device; each rank reads its own part of them when the model
-# is sharded, so no process ever has a whole copy.
-
 
 def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyModel:
-    """A language model; float32 for one that is trained (its master weights), the compute dtype for a frozen one."""
+    """Load a language model, without its weights.
+
+    `dtype` is float32 for a trained model (its master weights) and the compute dtype for a frozen one.
+    """
     outline = _outline(config, source, dtype)
-    sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+    sampled = config.loss_type != "sft_loss"  # supervised answers were not sampled at a temperature
     keep = config.log_probs_keep_gib
     temperature = config.rollout_temperature if sampled else 1.0
     policy = PolicyModel(
@@ -58,14 +66,14 @@ def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyMode
 
 
 def load_critic(config: Config, source: Start, dtype: torch.dtype) -> ValueModel:
-    """A language model's body with a new value head."""
+    """Load a language model's body, without its weights, with a new value head."""
     outline = _outline(config, source, dtype)
     outline.put_value_head()
     return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
 
 
 def _outline(config: Config, source: Start, dtype: torch.dtype) -> ModelOutline:
-    """The model of a folder; that of --hf-checkpoint where the source is a checkpoint, of Megatron or not."""
+    """Outline of the model in the source's folder, or in --hf-checkpoint if the source is a checkpoint."""
     register_packed_attention()
     folder = source.hf_folder or Path(config.hf_checkpoint)
     return outline_causal_lm(
@@ -77,24 +85,21 @@ def _outline(config: Config, source: Start, dtype: torch.dtype) -> ModelOutline:
     )
 
 
-# The ranks of a sharded model: who shares samples, and over whom the parameters are cut.
-#
-# Ranks are numbered with context innermost, then the ranks that share one copy of the model, then the copies.
-# Parameters are cut over all ranks of a copy, those of a context group too, and equal on the ranks of other copies.
-
-
 @dataclass(frozen=True)
 class ShardedTopology:
-    """`mesh`: what parameters are cut over; of two dimensions (copies, ranks of one) where there are copies."""
+    """Groups of ranks, and the `mesh` over which parameters are sharded.
+
+    The mesh has two dimensions (copies, ranks of a copy) if there are several copies of the model.
+    """
 
     topology: Topology
     mesh: DeviceMesh
 
 
 def shard_ranks(world: Ranks, *, copy_size: int, context_size: int = 1) -> ShardedTopology:
-    """`copy_size` ranks share a copy of the model, `context_size` of these the samples.
+    """Form the groups of ranks: `copy_size` ranks share a copy of the model, `context_size` of these share samples.
 
-    The flags were checked for what must divide what. Ranks form all groups together, in the same order.
+    The flags have been checked for divisibility. All ranks form all groups together, in the same order.
     """
     device = world.device
     num_copies = world.size // copy_size
@@ -105,30 +110,23 @@ def shard_ranks(world: Ranks, *, copy_size: int, context_size: int = 1) -> Shard
         return ShardedTopology(Topology(world=world, data=world, context=alone, model=alone), mesh)
     by_context = [list(range(first, first + context_size)) for first in range(0, world.size, context_size)]
     by_data = [list(range(place, world.size, context_size)) for place in range(context_size)]
-    context, data = (Ranks.of(_own_group(groups), device) for groups in (by_context, by_data))
+    own_groups: list[Ranks] = []
+    for groups in (by_context, by_data):
+        own, _ = dist.new_subgroups_by_enumeration(groups)
+        assert own is not None
+        own_groups.append(Ranks.of(own, device))
+    context, data = own_groups
     return ShardedTopology(Topology(world=world, data=data, context=context, model=alone), mesh)
 
 
-def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
-    """Of groups that have every rank once, this rank's."""
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    assert own is not None
-    return own
-
-
-# Whether packed rows give what transformers' eager forward gives each of their sequences, tried before a training.
-#
-# Invariant: a model that passes gave, on a small model of its config, the log-probs and entropies of transformers at
-# every position of sequences that are longer than any window, packed into one row, with shared prompts and without.
-
 _TOLERANCE = 1e-3
-"""Of log-probs, in standard deviations of the position's log-probs: rounding is off by a hundred-thousandth."""
+"""Largest error of log-probs, in standard deviations of the position's log-probs; rounding errors are about 1e-5."""
 _DRAWS = 3
-"""A token that two experts suit equally may go to either; what is computed wrongly differs for all draws of tokens."""
+"""Draws of tokens tried: a token between two equally good experts may differ in one, a wrong computation in all."""
 
 
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise UserError where a packed row of a model of this class and config would be computed wrongly."""
+    """Raise UserError if a packed row of a model of this class and config would be computed wrongly."""
     register_packed_attention()
     worst = np.inf
     for seed in range(_DRAWS):
@@ -137,7 +135,7 @@ def check_packed(model: PreTrainedModel) -> None:
             worst = min(worst, _difference(small, sample_tokens(seed)))
         except UserError:
             raise
-        except Exception as cause:  # whatever the family's code raises
+        except Exception as cause:  # the family's code may raise anything
             raise UserError(
                 f"--train-backend fsdp cannot compute packed rows of {model.config.model_type} models "
                 f"({first_line(cause)}): choose another model"
@@ -152,7 +150,7 @@ def check_packed(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _difference(small: PreTrainedModel, sequences: list[list[int]]) -> float:
-    """The largest of a log-prob or an entropy, in standard deviations of the log-probs at its position."""
+    """Largest error of a log-prob or an entropy, in standard deviations of the log-probs at its position."""
     expected, entropies, spread = [], [], []
     for tokens, logits in zip(sequences, plain_logits(small, sequences), strict=True):
         log_probs = logits[:-1].log_softmax(-1)
@@ -166,17 +164,13 @@ def _difference(small: PreTrainedModel, sequences: list[list[int]]) -> float:
     for share_prompts in (False, True):
         found = policy(pack(arrays, [len(tokens) - 1 for tokens in arrays], share_prompts=share_prompts))
         for numbers, wanted in zip(found, (expected, entropies), strict=True):
-            worst = max(worst, _worst((numbers - torch.cat(wanted)).abs() / torch.cat(spread).clamp(min=1e-6)))
+            error = float(((numbers - torch.cat(wanted)).abs() / torch.cat(spread).clamp(min=1e-6)).max())
+            worst = max(worst, error if np.isfinite(error) else float("inf"))
     return worst
 
 
-def _worst(differences: Tensor) -> float:
-    worst = float(differences.max())
-    return worst if np.isfinite(worst) else float("inf")
-
-
 class FSDPBuilder:
-    """Master weights are float32; what is frozen is in the compute dtype."""
+    """Builds a run's FSDP2 models; master weights are float32, frozen weights are in the compute dtype."""
 
     def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
         self._config = config
@@ -184,7 +178,7 @@ class FSDPBuilder:
         self.progress = progress
         sharded = shard_ranks(world, copy_size=copy_size(config), context_size=config.context_parallel_size)
         self.topology, self._mesh = sharded.topology, sharded.mesh
-        self._checked: set[str] = set()  # configs
+        self._checked: set[str] = set()  # configs whose packed forward was checked
 
     def policy(self, config: Config, start: Start) -> FSDPBackend:
         module = self._load(start, self._held_in(config))
@@ -204,7 +198,7 @@ class FSDPBuilder:
         return self._trained(config, start, module, _loads_nothing)
 
     def _held_in(self, config: Config) -> torch.dtype:
-        """The dtype of the weights: float32 for those that are trained, or what they are used in beside an adapter."""
+        """Dtype of a trained model's weights: float32, or with LoRA the compute dtype, as they are frozen."""
         return torch.float32 if lora_of(config) is None else self._compute_dtype
 
     def _trained(
@@ -233,7 +227,7 @@ class FSDPBuilder:
         )
 
     def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
-        """A model whose weights are not read yet; what a checkpoint continues is put into it later."""
+        """Load a model without its weights; a resumed checkpoint is loaded into it later."""
         module = load_policy(self._config, source, dtype)
         self._check(module)
         module.share_rows(self.topology.context)
@@ -242,7 +236,7 @@ class FSDPBuilder:
         return module
 
     def _check(self, module: PackedModel) -> None:
-        """Compare models of this config with transformers, once."""
+        """Compare the packed forward with transformers', once for each config."""
         facts = module.model.config.to_json_string(use_diff=False)
         if facts not in self._checked:
             check_packed(module.model)
@@ -250,4 +244,5 @@ class FSDPBuilder:
 
 
 def _loads_nothing(source: Start) -> PolicyModel:
+    """The `load_frozen` of a critic."""
     raise RuntimeError("a value model has no frozen sets")

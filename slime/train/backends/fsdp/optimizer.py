@@ -1,9 +1,16 @@
-"""Which parameters are trained, and the optimizer that moves them."""
+"""Optimizers of the FSDP2 backend, and the choice of trained parameters.
+
+`StreamedAdam` keeps AdamW's moments in the host's memory or in bfloat16 and brings them to the device in float32, part
+by part. Invariant: the arithmetic is that of torch's AdamW in float32, so with float32 moments the weights are the same
+bit for bit. Moments in bfloat16 are rounded stochastically, in proportion to the distance, so that a change too small
+for bfloat16 is kept on average; the random number is a function of the element's place in the whole tensor and of the
+step, so neither the number of ranks nor a resumed run changes it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,32 +23,28 @@ from slime.errors import UserError
 from slime.train.backends.fsdp.sharding import local_part
 from slime.train.lr_schedule import Rates
 
-# AdamW whose moments are kept in the host's memory or in bfloat16, and come to the device in float32, part by part.
-#
-# Invariant: the arithmetic is that of torch's AdamW in float32, so with float32 moments the weights are the same bit
-# for bit. What is kept in bfloat16 is rounded up or down by chance, in proportion to how near each is, so that a
-# change too small for it is there on average; the chance is a function of the element's place in the whole tensor and
-# of the step, so neither the number of ranks nor a resumed run changes it.
+ParamGroup = dict[str, Any]
+"""A group of parameters with its settings, as `torch.optim` defines it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_PART = 1 << 24  # elements at a time: 64 MiB of each float32 moment
+_PART = 1 << 24  # elements updated at a time: 64 MiB of each float32 moment
 _MIX = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
 _SPREAD = 0x9E3779B1
 
 
-def adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group of parameters tells torch's fused AdamW."""
+def adamw_settings(group: ParamGroup) -> ParamGroup:
+    """Keyword arguments of torch's fused AdamW for a group of parameters."""
     beta1, beta2 = group["betas"]
     rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": group["eps"]}
     return {"fused": True, "amsgrad": False, "maximize": False, "beta1": beta1, "beta2": beta2, **rates}
 
 
 class StreamedAdam(torch.optim.Optimizer):
-    """`dtypes`: what the first and the second moment are kept in."""
+    """AdamW that keeps the first and the second moment in `dtypes`, on the device or in the host's memory."""
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[ParamGroup],
         *,
         lr: float,
         betas: tuple[float, float],
@@ -63,15 +66,17 @@ class StreamedAdam(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state_of(parameter)
-                if number is None:  # the same for all: asked for once, since the device has to answer
+                if number is None:  # equal for all parameters: read once, since it waits for the device
                     number = int(state["step"].item())
-                self._update(parameter, state, group, salt=_mixed(2 * salt + (number << 12)))
+                seed = (2 * salt + (number << 12)) * _MIX[0]
+                self._update(parameter, state, group, salt=(seed ^ seed >> 13) * _MIX[1] & 0xFFFFFFFF)
                 state["step"] += 1
         if self._on_host and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the moments are on the host when the step is over
+            torch.cuda.current_stream().synchronize()  # the moments must be on the host when the step is over
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Moments as they are to be kept, whoever made them: also those that a checkpoint gave."""
+        """The state of a parameter, created if absent; its moments have the configured dtypes and are moved to the host
+        if configured, also those from a checkpoint."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
@@ -81,14 +86,16 @@ class StreamedAdam(torch.optim.Optimizer):
             if state[moment].dtype != dtype:
                 state[moment] = state[moment].to(dtype)
             if self._on_host and state[moment].device.type != "cpu":
-                state[moment] = state[moment].to("cpu", non_blocking=True)  # which makes it pinned memory
+                state[moment] = state[moment].to("cpu", non_blocking=True)  # allocates pinned memory
         return state
 
-    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], *, salt: int) -> None:
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: ParamGroup, *, salt: int) -> None:
+        """Update one parameter, `_PART` elements at a time; `salt` seeds the rounding."""
         weights, gradients = local_part(parameter.detach()).view(-1), local_part(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         kept = [local_part(state[moment]).view(-1) for moment in MOMENTS]
         first = first_element(parameter)
-        for part in _parts(weights.numel()):
+        for begin in range(0, weights.numel(), _PART):
+            part = slice(begin, min(begin + _PART, weights.numel()))
             moments = [moment[part].to(weights.device, torch.float32, non_blocking=True) for moment in kept]
             adamw(
                 [weights[part]],
@@ -101,13 +108,13 @@ class StreamedAdam(torch.optim.Optimizer):
             )
             for which, (held, new) in enumerate(zip(kept, moments, strict=True)):
                 if held.dtype == torch.bfloat16:
-                    new = rounded(new, first + part.start, salt + which)
+                    new = rounded(new, first + begin, salt + which)
                 if held[part].data_ptr() != new.data_ptr():
                     held[part].copy_(new, non_blocking=True)
 
 
 def rounded(values: Tensor, first: int, salt: int) -> Tensor:
-    """Float32 values as bfloat16, up or down by chance; `first` is the place of the first one in its tensor."""
+    """Round float32 values stochastically to bfloat16; `first` is the index of the first one in the whole tensor."""
     places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     noise = places.add_(_signed(first)).mul_(_signed(_SPREAD)).add_(_signed(salt * _SPREAD))
     noise ^= (noise >> 16) & 0xFFFF
@@ -120,47 +127,38 @@ def rounded(values: Tensor, first: int, salt: int) -> Tensor:
 
 
 def first_element(parameter: Tensor) -> int:
-    """The place of this rank's first element in the whole tensor, which is cut along its rows."""
+    """Index of this rank's first element in the whole tensor, which is sharded along its rows."""
     if not isinstance(parameter, DTensor):
         return 0
     row = 0
     for index, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
-            assert placement.dim == 0, "parameters are cut along their rows"
-            row = parameter.device_mesh.get_local_rank(index) * -(
-                -parameter.shape[0] // parameter.device_mesh.size(index)
-            )
+            assert placement.dim == 0, "parameters are sharded along their rows"
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size(index))
+            row = parameter.device_mesh.get_local_rank(index) * rows
     return row * (parameter.numel() // max(parameter.shape[0], 1))
 
 
-def _parts(count: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + _PART, count)) for begin in range(0, count, _PART))
-
-
-def _mixed(number: int) -> int:
-    return (number * _MIX[0] ^ (number * _MIX[0]) >> 13) * _MIX[1] & 0xFFFFFFFF
-
-
 def _signed(number: int) -> int:
-    """The 32 bits of a number as torch's int32 has them."""
+    """Reinterpret the lowest 32 bits of a number as an int32."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DECAYED = "decayed"
-"""In a group of parameters: whether its weight decay is that of the schedule."""
+"""Key of a group of parameters: True if the group uses the schedule's weight decay."""
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-    """What the next update is made with."""
+    """Set the learning rate and the weight decay of the next update."""
     for group in optimizer.param_groups:
         group["lr"] = rates.learning_rate
         group["weight_decay"] = rates.weight_decay if group[DECAYED] else 0.0
 
 
 def choose_trainable(module: nn.Module, *, freeze: Sequence[str] | None, only_train: Sequence[str] | None) -> None:
-    """Freeze by regular expressions over parameter names; refuses to freeze everything."""
+    """Freeze parameters by regular expressions over their names; raises UserError if none is left to train."""
     if freeze and only_train:
         raise UserError("--freeze-params-name-list and --only-train-params-name-list exclude each other: give one")
     trained = 0
@@ -177,7 +175,7 @@ def choose_trainable(module: nn.Module, *, freeze: Sequence[str] | None, only_tr
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.Optimizer:
-    """AdamW, or the one without memory; decoupled decay on matrices only (biases and norms are not decayed)."""
+    """Make the optimizer of the flags; decoupled weight decay applies to matrices only, not to biases and norms."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay, DECAYED: True},
@@ -195,16 +193,20 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's AdamW and its state, the arithmetic over this rank's parts of the parameters.
+    """torch's AdamW and its state, computed on this rank's parts of the parameters.
 
-    Through sharded tensors the call alone takes the host 30 ms for 310 parameters, and the device waits for it.
+    On sharded tensors the call alone takes the host 30 ms for 310 parameters, during which the device is idle.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state_of(parameter) for parameter in trained]
+            states = [self.state[parameter] for parameter in trained]
+            for parameter, state in zip(trained, states, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), device=parameter.device)
+                    state.update({moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS})
             first, second = ([local_part(state[moment]) for state in states] for moment in MOMENTS)
             adamw(
                 [local_part(parameter) for parameter in trained],
@@ -216,21 +218,14 @@ class ShardedAdamW(torch.optim.AdamW):
                 **adamw_settings(group),
             )
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state.update({moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS})
-        return state
-
 
 class StatelessAdam(torch.optim.Optimizer):
-    """Adam whose every step is its first: corrected for their start, both moments are those of one gradient.
+    """Adam whose every step is a first step: after bias correction both moments are those of one gradient.
 
-    So the betas cancel out, `p -= lr (g / (|g| + eps) + weight_decay p)`, and there is nothing to keep or to save.
+    So the betas cancel out, `p -= lr (g / (|g| + eps) + weight_decay p)`, and there is no state to keep or to save.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, eps: float) -> None:
+    def __init__(self, groups: list[ParamGroup], *, lr: float, eps: float) -> None:
         super().__init__(groups, {"lr": lr, "eps": eps})
 
     @torch.no_grad()

@@ -1,4 +1,8 @@
-"""What the layers of a model know of the packed row that is going through it."""
+"""Context of the packed row that is in a model's forward, as its layers read it, and GLM-5's indexer over packed rows.
+
+Invariant: the indexer's parameters keep their names. It gets no gradient, as in transformers' model, since picking
+tokens is a choice.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from slime.train.topology import Ranks
 
 
 class PackedContext:
-    """The layout of the row that is going through the model, and how many layers that mix tokens have read it.
+    """Layout of the row in the forward, with the number of layers that mix tokens and have read it.
 
-    `ranks`, where there are several, have a part of the row's tokens each (ulysses.py). `is_indexed`: indexers pick the
-    tokens that attention reads. Where prompts are `shared`, layers have each of their tokens once and attention all
-    (copies.py).
+    With several `ranks` each has a part of the row's tokens (`to_own_heads`). `is_indexed`: indexers pick the tokens
+    that attention reads. With `shared` prompts, layers compute each of their tokens once, and attention gets all copies
+    (`shared_prompt_ops.py`).
     """
 
     def __init__(self, gdn_backend: str | None = None) -> None:
@@ -32,41 +36,37 @@ class PackedContext:
 
     @property
     def sharing(self) -> Ranks | None:
-        """The ranks that this row is cut over; None where it is whole."""
+        """The ranks that share this row; None if this rank has the whole row."""
         return self.ranks if self.ranks is not None and self.ranks.size > 1 else None
 
     def begin(self, layout: PackedLayout, shared: SharedPrompts | None = None) -> None:
+        """Start a forward over a row."""
         self.layout, self.shared = layout, shared
         self.reads = 0
         self._kernels = None
 
     def read(self) -> PackedLayout:
+        """The row's layout, for a layer that mixes tokens; counts the read."""
         if self.layout is None:
             raise RuntimeError("a layer ran before a packed layout was set")
         self.reads += 1
         return self.layout
 
     def delta_kernels(self, device: torch.device) -> DeltaKernels:
-        """Of the row's gated delta nets, made by the first of them."""
+        """Kernels for the row's gated delta nets, made on the first call for a row."""
         layout = self.read()
         if self._kernels is None:
             self._kernels = delta_kernels(self._gdn_backend, layout.lengths, device)
         return self._kernels
 
 
-# The indexer of GLM-5's sparse attention over packed rows.
-#
-# Invariant: parameters keep their names. It gets no gradient, in transformers' model as here: what it picks is a
-# choice.
-
-
 def is_indexer(module: nn.Module) -> bool:
-    """DeepSeek V3.2's rotates positions in another way."""
+    """Return True for GLM-5's indexer; DeepSeek V3.2's rotates positions in another way."""
     return type(module).__name__ == "GlmMoeDsaIndexer"
 
 
 class PackedIndexer(nn.Module):
-    """Takes the place of transformers' module, with its parts."""
+    """Replaces transformers' indexer, with the same child modules."""
 
     wq_b: nn.Module
     wk: nn.Module
@@ -87,10 +87,10 @@ class PackedIndexer(nn.Module):
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> Tensor:
-        """[1, T, picks]: positions in each token's sequence; no picks where all tokens are meant."""
+        """Pick positions in each token's sequence: [1, T, picks], with zero picks if attention reads all tokens."""
         layout = self._context.layout
         assert layout is not None, "an indexer ran before a packed layout was set"
         angles = [part[0, :, None, : self._rotated // 2] for part in position_embeddings]
@@ -99,7 +99,7 @@ class PackedIndexer(nn.Module):
         return pick_tokens(query, key, self.weights_proj(hidden_states)[0], layout, self._count)[None]
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Neighbours are turned in pairs; [T, heads, D], of which the first part has positions."""
+        """Rotate the first part of [T, heads, D] by its position, in pairs of neighbouring elements."""
         rotated, rest = states.split([self._rotated, states.shape[-1] - self._rotated], dim=-1)
         even, odd = rotated[..., 0::2], rotated[..., 1::2]
         return torch.cat([even * cos - odd * sin, odd * cos + even * sin, rest], dim=-1)

@@ -1,8 +1,8 @@
-"""The models as training sees them: a packed row of tokens in, numbers for its response tokens out.
+"""Models over packed rows: a row of tokens in, log-probs or values of its response tokens out.
 
-Invariant: the output layer is applied inside the module's forward. A sharding backend that wraps the module therefore
-has the layer's weight whole when it is used. Where ranks share the row each computes its own part of it, output layer
-included, and all return the numbers of the whole row.
+Invariant: the output layer is applied inside the module's forward, so a sharding backend that wraps the module has the
+layer's weight whole when it is used. If ranks share the row, each computes its own part of it, output layer included,
+and all return the results of the whole row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime.train.topology import Ranks, gather_parts
 class PackedModel(nn.Module):
     """A Hugging Face causal language model that was loaded with the packed attention.
 
-    Parameters that are on the meta device are read when it is sharded, each from the source of its name in the model.
+    Parameters on the meta device are read when it is sharded, each from the entry of `sources` with its name.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class PackedModel(nn.Module):
         self.routers: Routers | None = None
         mixing = (PackedDeltaNet, PackedIndexer, RopeOfEachSequence)
         self._mixing = sorted({type(module).__name__ for module in model.modules() if isinstance(module, mixing)})
-        # attention reads no mask; but without one transformers asks the device whether the row is a packed one
+        # attention reads no mask, but without one transformers synchronizes with the device to detect a packed row
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if any(map(is_plain, model.modules())) else None
 
     def read_nothing(self) -> None:
-        """For a model whose weights will all be overwritten: they are zero until then."""
+        """Replace the sources by zeros, for a model whose weights will all be overwritten."""
         self.sources = {name: Zeros(source.shape, source.dtype) for name, source in self.sources.items()}
 
     def share_rows(self, ranks: Ranks) -> None:
-        """From now on each of these ranks computes a part of every row; all of them bring the same rows."""
+        """Make each of these ranks compute a part of every row; all of them pass the same rows."""
         if self.context.is_indexed and ranks.size > 1:
             raise UserError(
                 f"--context-parallel-size {ranks.size} needs full attention, and that of this model is sparse: set it "
@@ -65,16 +65,17 @@ class PackedModel(nn.Module):
         self.context.ranks = ranks
 
     def repeat_routing(self) -> None:
-        """From now on the routers of experts follow the routing that a row comes with."""
+        """Make the routers of experts follow the routing given with each row."""
         self.routers = Routers(self.model)
 
     @property
     def _can_share_prompts(self) -> bool:
-        """Not where more than attention mixes tokens, one depends on its sequence's length, or routing is given."""
+        """True unless other layers than attention mix tokens, positions depend on lengths, or routing is replayed, or
+        ranks share a row."""
         return not self._mixing and self.routers is None and self.context.sharing is None
 
     def check_sharing(self) -> None:
-        """Refuse `--share-prompts` for a model that it cannot serve."""
+        """Raise UserError if `--share-prompts` does not support the model."""
         if self._mixing:
             raise UserError(
                 f"--share-prompts needs a model in which only attention looks at other tokens, and "
@@ -82,16 +83,17 @@ class PackedModel(nn.Module):
             )
 
     def own_part(self, row: PackedRow) -> RowPart:
+        """This rank's part of a row."""
         ranks = self.context.sharing
         return row.part(0, 1) if ranks is None else row.part(ranks.rank, ranks.size)
 
     def whole(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """The rows of all ranks that share this one's, of which each rank has made its own."""
+        """Gather the results of all ranks that share the row; `counts` are their numbers of results."""
         ranks = self.context.sharing
         return own if ranks is None else gather_parts(own, counts, ranks)
 
     def hidden_states(self, row: PackedRow, part: RowPart, routing: Routing | None = None) -> Tensor:
-        """Last hidden states [t, H] of this rank's part of the row; a sequence sees only itself."""
+        """Compute the last hidden states [t, H] of this rank's part of the row, each sequence by itself."""
         shared = row.shared if self._can_share_prompts else None
         tokens, places = part.tokens, part.position_ids
         if shared is not None:
@@ -116,7 +118,7 @@ class PackedModel(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """Log-probs at the temperature that the tokens were sampled with."""
+    """The policy: log-probs at the temperature that the tokens were sampled with."""
 
     def __init__(
         self,
@@ -137,15 +139,18 @@ class PolicyModel(PackedModel):
     def forward(
         self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs [R] of the targets, and entropies [R] (zeros when not asked for).
+        """Compute log-probs [R] of the targets, and entropies [R] (zeros if not requested).
 
-        For losses that read logits: these [1, T, V] in float32, before the temperature.
+        For losses that read logits it returns these, [1, T, V] in float32, before the temperature.
         """
         projection, part = output_projection(self.model), self.own_part(row)
         hidden = self.hidden_states(row, part, routing)
         if reads == "logits":
             projected = self.whole(projection(hidden[None])[0], [len(hidden)] * len(part.counts))
-            return self._logits(projected[None]), hidden.new_zeros(1)  # no view: losses may change it in place
+            logits = projected[None].float() * self.head.scale  # no view: losses may change it in place
+            if self.head.softcap is not None:
+                logits = self.head.softcap * torch.tanh(logits / self.head.softcap)
+            return logits, hidden.new_zeros(1)
         log_probs, entropies = linear_log_probs(
             hidden.index_select(0, part.predict_index),
             projection.weight,
@@ -166,18 +171,14 @@ class PolicyModel(PackedModel):
         both = self.whole(torch.stack([log_probs, entropies], dim=1), part.counts)
         return both[:, 0], both[:, 1]
 
-    def _logits(self, projected: Tensor) -> Tensor:
-        logits = projected.float() * self.head.scale
-        return logits if self.head.softcap is None else self.head.softcap * torch.tanh(logits / self.head.softcap)
-
 
 class ValueModel(PackedModel):
-    """The critic: the expected return before each response token."""
+    """The critic: predicts the expected return before each response token."""
 
     def forward(
         self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Values [R], float32, where a policy has log-probs; its routers are its own."""
+        """Compute values [R], float32, in the place of log-probs; its routers always choose themselves."""
         part = self.own_part(row)
         hidden = self.hidden_states(row, part).index_select(0, part.predict_index)
         values = self.whole(output_projection(self.model)(hidden).float().squeeze(-1), part.counts)

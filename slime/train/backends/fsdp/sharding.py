@@ -1,4 +1,4 @@
-"""A module cut over the ranks, and the parts of a tensor that follow from it.
+"""Shards a module over the ranks with FSDP2, and converts between whole tensors and this rank's parts.
 
 Invariant: one rank runs the same code as many, so the numbers do not depend on how many there are; gradients are summed
 over ranks, never averaged.
@@ -7,7 +7,6 @@ over ranks, never averaged.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,19 @@ from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.timers import Progress
 
-COMPILE_MIN_PARAMETERS = 100_000_000  # below, half a minute of compiling costs more than it saves
+COMPILE_MIN_PARAMETERS = 100_000_000  # for smaller models, half a minute of compiling costs more than it saves
 
 
 def shard(
     packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress, *, on_host: bool = False
 ) -> None:
-    """One group per decoder layer, the rest (embedding, last norm, head) at the root; shards go to the device.
+    """Shard with one group per decoder layer and the rest (embedding, last norm, head) at the root.
 
-    A layer's whole weights are given back after its forward, unless a backward follows and one rank has them anyway;
-    where most are frozen they would be most of the memory, and copying them once more is nothing beside it.
-    Frozen weights that a rank has for itself stay plain tensors: a gathered copy would be them once more.
-    What is on the meta device is read, this rank's part of it. `on_host`: the shards and their gradients lie in the
-    host's memory.
+    A layer's gathered weights are freed after its forward, or only after the backward if one rank has all weights
+    anyway and most are trained: mostly frozen weights would take most of the memory, and gathering them again is cheap
+    in comparison. Frozen weights of which every rank has a whole copy stay plain tensors, since gathering would
+    duplicate them. Of tensors on the meta device this rank's part is read from the model's sources. `on_host`: the
+    shards and their gradients are in the host's memory.
     """
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_host else OffloadPolicy()
     layer_names = set(packed.model._no_split_modules or ())
@@ -43,14 +42,13 @@ def shard(
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
     keep = keeps_whole(packed, mesh, on_host=on_host)
     is_cut = trained > 0 or copy_size(mesh) > 1 or on_host
-    adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling took minutes
+    adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling takes minutes
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
     for module in list(packed.modules()):
         is_fused = isinstance(module, FusedLayer)
         if is_fused or type(module).__name__ in layer_names:
-            if (
-                worth_compiling and not is_fused
-            ):  # fuses norms, rotary embedding and gating; all layers share the compiled code
+            if worth_compiling and not is_fused:
+                # fuses norms, rotary embedding and gating; all layers share the compiled code
                 module.compile(dynamic=True)
             if is_cut:
                 fully_shard(
@@ -59,12 +57,17 @@ def shard(
     if is_cut:
         fully_shard(packed, mesh=mesh, mp_policy=precision, offload_policy=where, reshard_after_forward=False)
     else:
-        _move(packed, _device_of(mesh))
+        device = _device_of(mesh)
+        for tensor in (*packed.parameters(), *packed.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if mesh.size() > 1 and any(parameter.requires_grad for parameter in _single_experts(packed)):
+    experts = (parameter for name, parameter in packed.named_parameters() if re.search(r"\bexperts\.\d+\.", name))
+    if mesh.size() > 1 and any(parameter.requires_grad for parameter in experts):
+        # a rank without tokens for an expert module has no gradient of it, and would add the next parameter's to it
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UserError(
                 f"{type(packed.model).__name__} has a module for each expert, which torch {torch.__version__} cannot "
@@ -76,35 +79,21 @@ def shard(
 
 
 def keeps_whole(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
-    """Whether a rank has all weights for itself, and most of them are trained."""
+    """Return True if one rank has all weights, on the device, and most are trained: they stay gathered for backward."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in packed.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
     return copy_size(mesh) == 1 and 2 * trained > sum(size for size, _ in sizes) and not on_host
 
 
-def _single_experts(packed: PackedModel) -> Iterator[torch.Tensor]:
-    """Parameters of experts that are modules of their own.
-
-    A rank none of whose tokens went to one has no gradient of it, and would add that of the next parameter to it.
-    """
-    return (parameter for name, parameter in packed.named_parameters() if re.search(r"\bexperts\.\d+\.", name))
-
-
 def _device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in the mesh."""
     on_gpu = mesh.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
-    """What is not to be read, to the device."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
-
-
 @torch.no_grad()
 def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -> None:
-    """A tied parameter stays one; the sources are let go of."""
+    """Read this rank's parts of the parameters on the meta device; keeps ties, and releases the sources."""
     owners: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     for module in packed.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -112,9 +101,8 @@ def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -
     unread = {name: tensor for name, tensor in packed.model.named_parameters() if local_part(tensor).is_meta}
     for name, parameter in progress.over(unread.items(), "reading weights: tensor", len(unread)):
         part = read_onto(packed.sources[name], local_region(parameter), device).to(parameter.dtype)
-        placed = torch.empty_like(
-            parameter, device=device
-        )  # unlike `DTensor.from_local`, also beside the mesh's device
+        # unlike `DTensor.from_local`, `empty_like` also works on another device than the mesh's
+        placed = torch.empty_like(parameter, device=device)
         local_part(placed).copy_(part)
         filled = nn.Parameter(placed, requires_grad=parameter.requires_grad)
         for module, key in owners[parameter]:
@@ -123,7 +111,7 @@ def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -
 
 
 def local_region(parameter: torch.Tensor) -> Region:
-    """Which part of the whole this rank has."""
+    """Region of the whole tensor that this rank has."""
     region = list(whole_region(parameter.shape))
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
@@ -137,18 +125,18 @@ def local_region(parameter: torch.Tensor) -> Region:
 
 
 def copy_size(mesh: DeviceMesh) -> int:
-    """How many ranks share one copy of the model."""
+    """Number of ranks that share one copy of the model."""
     return mesh.size(mesh.ndim - 1)
 
 
 def reduce_gradients(
     packed: PackedModel, mesh: DeviceMesh, *, last: bool, keeps: bool = False, on_host: bool = False
 ) -> None:
-    """Whether the coming backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
+    """Set if the next backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
 
-    Ranks that share a copy do it every time, so that none ever holds a whole model's gradients; copies add theirs up
-    once, and a rank that has a copy for itself has nothing to give away before that, unless to the host. Weights that a
-    rank `keeps` whole until the backward are kept for the next forward too.
+    Ranks that share a copy reduce every time, so that none ever holds a whole model's gradients. Copies add theirs up
+    once, so a rank with a whole copy reduces only then, unless its gradients are on the host. Weights that a rank
+    `keeps` whole until the backward are also kept for the next forward.
     """
     assert isinstance(packed, FSDPModule)
     packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
@@ -157,9 +145,9 @@ def reduce_gradients(
 
 
 def gather_ahead(packed: PackedModel) -> None:
-    """Whole weights in the compute dtype for the next forward, made while the device still computes something else.
+    """Prefetch whole weights in the compute dtype for the next forward, while the device computes something else.
 
-    The first forward of a step would ask for them a layer at a time, and keep the device waiting for the host.
+    Otherwise the first forward of a step would gather them layer by layer, and the device would wait for the host.
     """
     for module in packed.modules():
         if isinstance(module, FSDPModule):
@@ -167,14 +155,17 @@ def gather_ahead(packed: PackedModel) -> None:
 
 
 def reshard(packed: PackedModel) -> None:
-    """A forward without a backward leaves gathered copies behind, which take memory and would outlive new weights."""
+    """Free gathered copies, which a forward without a backward leaves behind.
+
+    They take memory and would be used instead of new weights.
+    """
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `full`, placed as `parameter` is."""
+    """Shard a whole tensor as `parameter` is sharded."""
     placed = full.to(device=parameter.device, dtype=parameter.dtype)
     if not isinstance(parameter, DTensor):
         return placed
@@ -182,7 +173,7 @@ def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, on the device; a collective for a sharded one."""
+    """Gather the full tensor on the device; a collective for a sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
     at_home = tensor.device.type == tensor.device_mesh.device_type
@@ -190,13 +181,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part where ranks can send it, also of a tensor that lies on the host."""
+    """This rank's part on the mesh's device, where ranks can send it, also of a tensor on the host."""
     part = local_part(tensor)
     return part.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else part
 
 
 def total_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
-    """The norm of sharded gradients that lie on the host; the ranks of a copy add theirs up on the device."""
+    """Global norm of sharded gradients on the host; the ranks of a copy add their squares up on the device."""
     own = nn.utils.get_total_norm([local_part(gradient) for gradient in gradients])
     squared = own.to(mesh.device_type).square()
     if copy_size(mesh) > 1:
@@ -209,14 +200,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that lies on the ranks as `parameter` does; a collective for a sharded one."""
+    """Gather a tensor that is sharded as `parameter` is, from this rank's part; a collective for a sharded one."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return part
     return whole(placed_like(parameter, part))
 
 
 def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that lies on the ranks as `parameter` does, as that tensor."""
+    """Wrap this rank's part of a tensor that is sharded as `parameter` is into that sharded tensor."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(

@@ -1,7 +1,11 @@
-"""This rank's parts of what a checkpoint keeps, out and in.
+"""State of a sharded model: this rank's parts of a checkpoint, and frozen sets of weights.
 
-Invariant: of the ranks that hold the same part exactly one writes it, and they take turns; every rank reads no more
-than its own parts, wherever they were cut when they were written.
+Invariant: of the ranks that hold the same part exactly one writes it, and they take turns; every rank reads only its
+own parts, whatever the sharding was when they were written.
+
+Frozen sets are weights that are not trained, by name: reference, teacher, and the weights that the engines sample with.
+Invariant: a set of the policy's shape is sharded as the policy is, so copying the policy into it moves nothing between
+ranks. A set on the device has a module of its own; sets on the host share one module, which is on the device.
 """
 
 from __future__ import annotations
@@ -26,18 +30,17 @@ from slime.train.timers import Progress
 
 STEP = "step"
 
-
 Placed = tuple[str, torch.Tensor, torch.Tensor]
-"""The name of a tensor, one that lies on the ranks as it does, and this rank's part of it."""
+"""(name of a tensor, a tensor that is sharded like it, this rank's part of it)."""
 
 
 def placed(tensors: Iterable[NamedTensor]) -> Iterator[Placed]:
-    """Tensors that are cut as they are."""
+    """Pair tensors with this rank's parts of them."""
     return ((name, tensor, local_part(tensor.detach())) for name, tensor in tensors)
 
 
 def own_parts(kind: str, tensors: Iterable[Placed], *, rank: int) -> Iterator[Part]:
-    """What this rank has to write of some tensors; those that are whole on every rank are written by the first."""
+    """Yield the parts that this rank has to write; rank 0 writes tensors that are whole on every rank."""
     for turn, (name, like, part) in enumerate(tensors):
         if _writes(like, turn, rank) and (part.numel() or not like.numel()):
             yield Part(kind, name, part, tuple(like.shape), own_offset(like))
@@ -46,7 +49,7 @@ def own_parts(kind: str, tensors: Iterable[Placed], *, rank: int) -> Iterator[Pa
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[NamedTensor]:
-    """Moments and step counts of the parameters that were updated: `{moment}/{parameter}`."""
+    """Yield moments and step counts of the parameters that were updated, as `{moment}/{parameter}`."""
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter)
         if state:
@@ -55,14 +58,14 @@ def optimizer_tensors(
 
 
 def read_parts(saved: SavedTensors, tensors: Iterable[Placed]) -> None:
-    """Overwrite this rank's parts."""
+    """Overwrite this rank's parts of the tensors from a checkpoint."""
     for name, like, part in tensors:
         saved.read_into(name, part, own_offset(like))
 
 
 @torch.no_grad()
 def read_optimizer(saved: SavedTensors, optimizer: torch.optim.Optimizer, parameters: Iterable[NamedTensor]) -> None:
-    """Put in this rank's parts of the moments of the parameters that have any."""
+    """Load this rank's parts of the moments, for the parameters that have moments in the checkpoint."""
     for name, parameter in parameters:
         keys = [f"{part}/{name}" for part in (*MOMENTS, STEP)]
         found = [key for key in keys if key in saved]
@@ -70,39 +73,31 @@ def read_optimizer(saved: SavedTensors, optimizer: torch.optim.Optimizer, parame
             continue
         if found != keys:
             raise UserError(f"checkpoint {saved.folder} has half an optimizer state for {name}: it is damaged")
-        state = optimizer.state[parameter] = _new_state(optimizer, parameter)
+        if isinstance(optimizer, StreamedAdam):  # which decides where and in which dtype moments are
+            state = optimizer.state_of(parameter)
+        else:
+            state = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+            state[STEP] = torch.zeros((), device=parameter.device)
+        optimizer.state[parameter] = state
         read_parts(saved, placed((f"{moment}/{name}", state[moment]) for moment in MOMENTS))
         saved.read_into(f"{STEP}/{name}", state[STEP].view(1))
 
 
-def _new_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments where and as the optimizer keeps them."""
-    if isinstance(optimizer, StreamedAdam):
-        return optimizer.state_of(parameter)
-    moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-    return {**moments, STEP: torch.zeros((), device=parameter.device)}
-
-
 def own_offset(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where this rank's part of a tensor begins in it."""
+    """Offset of this rank's part within the whole tensor, for each dimension."""
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
-        for dim, (place, count) in _cuts(tensor):
-            begin = min(place * -(-size[dim] // count), size[dim])
-            size[dim] = min(-(-size[dim] // count), size[dim] - begin)
-            offset[dim] += begin
+        for index, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                dim, count = placement.dim, tensor.device_mesh.size(index)
+                begin = min(tensor.device_mesh.get_local_rank(index) * -(-size[dim] // count), size[dim])
+                size[dim] = min(-(-size[dim] // count), size[dim] - begin)
+                offset[dim] += begin
     return tuple(offset)
 
 
-def _cuts(tensor: DTensor) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The dimension that each dimension of the mesh cuts, with this rank's place and the number of pieces."""
-    for index, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            yield placement.dim, (tensor.device_mesh.get_local_rank(index), tensor.device_mesh.size(index))
-
-
 def _writes(tensor: torch.Tensor, turn: int, rank: int) -> bool:
-    """Whether it is this rank's turn among those that hold the same part."""
+    """Return True if it is this rank's turn to write, among the ranks that hold the same part."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     place, count = 0, 1
@@ -113,14 +108,8 @@ def _writes(tensor: torch.Tensor, turn: int, rank: int) -> bool:
     return place == turn % count
 
 
-# Weights that are not trained, by name: reference, teacher, and those the engines sample with.
-#
-# Invariant: a set of the policy's shape is sharded as the policy is, so copying the policy into it moves nothing
-# between ranks. A set on the device has a module of its own; those on the host share one, which is on the device.
-
-
 class FrozenModel:
-    """A model in the compute dtype."""
+    """A sharded model in the compute dtype that is not trained."""
 
     def __init__(
         self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool, in_float8: bool
@@ -137,14 +126,14 @@ class FrozenModel:
         self._changes = 0
 
     def resident(self, name: str) -> Resident:
-        """What it has on the device."""
+        """The model's tensors on the device."""
         reshard(self.module)
         parts = [local_part(parameter.detach()) for parameter in self._parameters.values()]
         return Resident(f"frozen {name}", [*parts, *self._average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
-        """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
+        """Overwrite the weights with `decay * weights + (1 - decay) * policy`; an average is also kept in float32."""
         reshard(self.module)
         reshard(policy)
         self._changes += 1
@@ -156,40 +145,43 @@ class FrozenModel:
             own.copy_(self._average[name].lerp_(new.float(), 1.0 - decay) if decay else new)
 
     def start_average(self) -> None:
-        """From here on its weights are what an average in float32 is rounded to."""
+        """Keep an average in float32 from now on, of which the weights are the rounded values."""
         if not self._average:
             parts = ((name, local_part(parameter.detach())) for name, parameter in self._parameters.items())
             self._average = {name: part.to(torch.float32, copy=True) for name, part in parts}
 
     @torch.no_grad()
     def follow_average(self) -> None:
-        """Round the average, where there is one, to the weights."""
+        """Overwrite the weights with the rounded average, if there is one."""
         reshard(self.module)
         self._changes += 1
         for name, average in self._average.items():
             local_part(self._parameters[name]).copy_(average)
 
     def state(self) -> Iterator[Placed]:
-        """What a checkpoint keeps of it."""
+        """Tensors of a checkpoint, with this rank's parts: the average if there is one, else the weights."""
         parts = ((name, parameter, local_part(parameter.detach())) for name, parameter in self._parameters.items())
         return ((name, parameter, self._average.get(name, part)) for name, parameter, part in parts)
 
     @torch.no_grad()
     def load_local(self, parts: Sequence[torch.Tensor]) -> None:
-        """Take over what `local_copy` gave."""
+        """Overwrite the weights with parts from `local_copy`."""
         reshard(self.module)
         self._changes += 1
         for parameter, part in zip(self._parameters.values(), parts, strict=True):
             local_part(parameter).copy_(part)
 
     def full_parameters(self) -> Iterator[NamedTensor]:
-        """Whole tensors; all ranks iterate together."""
+        """Yield whole parameters; all ranks iterate together."""
         for name, parameter in self._parameters.items():
             yield name, whole(parameter.detach())
 
 
 class FrozenSets:
-    """`load` reads a module that is not sharded yet, of the policy's own start when it is given none."""
+    """Frozen sets of weights, by name.
+
+    `load` makes a module that is not sharded yet; given an empty `Start`, one of the policy's shape.
+    """
 
     def __init__(
         self,
@@ -213,7 +205,7 @@ class FrozenSets:
         return name in self._resident or name in self._on_host
 
     def resident(self) -> Iterator[Resident]:
-        """What the sets have on the device."""
+        """Yield the tensors of the sets on the device."""
         for name, model in self._resident.items():
             yield model.resident(name)
         if self._stage is not None:
@@ -237,7 +229,7 @@ class FrozenSets:
         self._staged = name
 
     def _like_policy(self) -> FrozenModel:
-        """A model of the policy's shape, to be filled from it."""
+        """Make a model of the policy's shape, with weights of zero, to copy the policy into."""
         module = self._load(Start())
         module.read_nothing()
         return self._freeze(module)
@@ -249,7 +241,7 @@ class FrozenSets:
             self._staged = None
 
     def model(self, name: str) -> FrozenModel:
-        """The set on the device, brought there if it was on the host."""
+        """The set on the device, copied there if it was on the host."""
         if name in self._resident:
             return self._resident[name]
         assert self._stage is not None
@@ -260,5 +252,5 @@ class FrozenSets:
 
 
 def local_copy(module: PackedModel) -> list[torch.Tensor]:
-    """This rank's parts, on the host."""
+    """Copy this rank's parts of the parameters to the host."""
     return [local_part(parameter).detach().to("cpu", copy=True) for parameter in module.model.parameters()]

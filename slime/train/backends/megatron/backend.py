@@ -1,7 +1,7 @@
-"""Megatron-Core: matrices, layers, sequences and experts cut over the ranks.
+"""The Megatron-Core backend: matrices, layers, sequences and experts sharded across ranks.
 
-Invariant: master weights, gradients after reduction and optimizer state are float32 whatever the compute dtype is. All
-names of parameters are global: a layer or an expert has the same one wherever it is.
+Invariant: master weights, reduced gradients and optimizer state are float32 for every compute dtype. All names of
+parameters are global: a layer or an expert has the same name on every rank and in every layout.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from slime.train.samples.micro_batch import MicroBatch
 from slime.train.timers import Progress
 
 VALUE_HEAD = "lm_head.weight"
-"""What a checkpoint calls a critic's output layer."""
+"""The name of a critic's output layer in a checkpoint."""
 WHOLE_AT_ONCE = 256 * 2**20
-"""Bytes of whole weights that every rank has at a time where all of them are asked for."""
+"""Maximum size of a bucket, in bytes, when every rank gathers all weights."""
 
 
 class MegatronBackend:
-    """One model that is trained, its optimizer and its frozen sets, on this rank."""
+    """A trained model, its optimizer and its frozen sets, on this rank."""
 
     adapter: TrainedAdapter | None = None
 
@@ -109,8 +109,8 @@ class MegatronBackend:
         reads: Reads = "log_probs",
         entropy: bool = False,
     ) -> Totals:
-        assert self._active is self.model, "gradients are those of the policy"
-        assert not self._has_gradients, "gradients are summed over the ranks once an update"
+        assert self._active is self.model, "only the policy has gradients"
+        assert not self._has_gradients, "gradients are summed over the ranks once per update"
         self._has_gradients = True
         return train_passes(self.model, micro_batches, objective, self.progress, reads=reads, entropy=entropy)
 
@@ -135,7 +135,7 @@ class MegatronBackend:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Without what a layer does for the sake of training: dropout, and noise in a router."""
+        """Switch off dropout and router noise, which layers apply only in training mode."""
         before = [stage.training for stage in self._active.stages]
         for stage in self._active.wrapped:
             stage.eval()
@@ -163,7 +163,7 @@ class MegatronBackend:
         self._before_update()
         self.optimizer.forget_state()
 
-    # what is on the device
+    # device memory
 
     def resident(self) -> Iterator[Resident]:
         self.optimizer.gather_parameters()
@@ -200,17 +200,17 @@ class MegatronBackend:
         finally:
             self._active = before
 
-    # what a checkpoint holds
+    # checkpoints
 
     def tensors(self, weights: str = POLICY) -> dict[str, Tensor]:
-        """This rank's part of a set of weights as it is now, under global names."""
+        """Return this rank's part of the current weights of a set, by global name."""
         if weights != POLICY:
             return self.frozen.model(weights).tensors
         self.optimizer.gather_parameters()
         return self._tensors
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
-        """Under the names of the folder."""
+        """Yield whole tensors under the names of the folder, on every rank."""
         export = HfExport(self._placement, self.topology.world, self.tensors(weights))
         for bucket in export.buckets(torch.float32, WHOLE_AT_ONCE):
             yield from bucket.on_all_ranks(self.topology.world)
@@ -240,7 +240,7 @@ class MegatronBackend:
             read_weights(saved, self._placement, self.progress.over(frozen.kept.items(), reading), {})
             frozen.follow_average()
 
-    # what leaves
+    # export
 
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
@@ -264,7 +264,7 @@ class MegatronBackend:
 
 
 def place_model(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> Placement:
-    """Where the parts of a folder's tensors are; a value head takes the output layer's place. All ranks together."""
+    """Map the parts of a folder's tensors to ranks; a value head replaces the output layer. All ranks together."""
     entries, shapes = dict(folder.entries), {name: source.shape for name, source in folder.sources.items()}
     if isinstance(model.head, ValueHead):
         entries[OUTPUT_WEIGHT] = Entry(OUTPUT_WEIGHT, (VALUE_HEAD,), Whole())

@@ -1,11 +1,13 @@
-"""Models of Hugging Face folders, cut over the ranks as the flags say."""
+"""Builds this process's Megatron stages for a Hugging Face folder, and reads their weights.
+
+Invariant: no weight is initialised at random. A stage is built with uninitialised memory, except norms (neutral), the
+biases of experts and a value head (zero). The caller of `build_stages` fills it from a folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +19,7 @@ from torch import nn
 from slime.config import Config
 from slime.config.initial_weights import Start
 from slime.models.families.tp_sharding import padded_vocab
+from slime.models.families.weight_map import Fields
 from slime.models.heads import OutputHead
 from slime.models.tensor_sources import Source
 from slime.models.torch_dist.hugging_face import read_in_place_of
@@ -43,11 +46,6 @@ from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.timers import Progress
 from slime.train.topology import Ranks
 
-# This process's stages of a model, with weights that are still to be read.
-#
-# Invariant: no weight is drawn at random or computed: what a stage is built with is memory as it was found, except
-# norms (neutral), biases of experts and a value head (zero). Whoever builds a model fills it from a folder.
-
 _ARGUMENTS = (
     "max_sequence_length",
     "position_embedding_type",
@@ -57,21 +55,21 @@ _ARGUMENTS = (
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
 )
-"""Of GPTModel's own arguments, those that a family gives."""
+"""Arguments of GPTModel that a family's fields may set."""
 
 
 def build_stages(
     config: TransformerConfig,
-    fields: Mapping[str, Any],
+    fields: Fields,
     *,
     vocab_multiple: int = 128,
     value_head: bool = False,
     hooks: Hooks | None = None,
 ) -> list[GPTModel]:
-    """One stage, or the interleaved ones of this process, in their order.
+    """Build the stage of this process, or its interleaved stages in order.
 
-    `fields` is what the family says of the model; `vocab_multiple` is --make-vocab-size-divisible-by; `hooks` may have
-    a function of the user's that makes stages.
+    `fields` are the family's fields of the model, `vocab_multiple` is --make-vocab-size-divisible-by, and `hooks` may
+    have the user's model provider.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual is not None and virtual > 1 else [None]
@@ -80,7 +78,7 @@ def build_stages(
 
 def _stage(
     config: TransformerConfig,
-    fields: Mapping[str, Any],
+    fields: Fields,
     vocab_multiple: int,
     value_head: bool,
     vp_stage: int | None,
@@ -106,27 +104,20 @@ def _stage(
     if last and value_head:
         stage.output_layer = MegatronValueHead(config)
     mark_tensor_parallel(stage)
-    _mark_experts(stage, config)
-    return stage if config.use_cpu_initialization else stage.cuda()  # routers are made on the host
-
-
-def _mark_experts(stage: nn.Module, config: TransformerConfig) -> None:
-    """Let gradients of experts be summed over the ranks that have the same ones.
-
-    Megatron does so where there are several expert-parallel ranks; but those that cut all other matrices and have the
-    same experts whole see other tokens each, too.
-    """
+    # Megatron marks experts for their own gradient reduction only if there are several expert-parallel ranks. But ranks
+    # that shard all other matrices and have the same experts whole also see different tokens
     like_the_rest = (
         config.expert_model_parallel_size == 1
         and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
     )
     for name, parameter in stage.named_parameters():
         if ".mlp.experts." in name:
-            parameter.allreduce = like_the_rest  # type: ignore[attr-defined]
+            parameter.allreduce = like_the_rest
+    return stage if config.use_cpu_initialization else stage.cuda()  # routers are created on the host
 
 
 class MegatronValueHead(nn.Module):
-    """One number a token in the place of the output layer, the same on all tensor-parallel ranks; zero at first."""
+    """An output layer of one number per token, equal on all tensor-parallel ranks; its weight starts at zero."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -134,7 +125,7 @@ class MegatronValueHead(nn.Module):
 
 
 class MegatronBuilder:
-    """Master weights are float32; what is frozen is in the compute dtype."""
+    """Builds the models of a run: trained ones with float32 master weights, frozen ones in the compute dtype."""
 
     def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
         self._config = config
@@ -158,7 +149,7 @@ class MegatronBuilder:
 
     def _trained(self, config: Config, start: Start, folder: ModelFolder, head: Head) -> MegatronBackend:
         model = self._model(config, folder, head)
-        if not start.resumes:  # else the checkpoint has all weights
+        if not start.resumes:  # otherwise the checkpoint has all weights
             self._read(model, folder)
         backend = MegatronBackend(
             config,
@@ -180,7 +171,7 @@ class MegatronBuilder:
         return model
 
     def _model(self, config: Config, folder: ModelFolder, head: Head) -> StagedModel:
-        """Stages whose weights are not read yet."""
+        """Build the stages of a model without reading their weights."""
         settings = transformer_config(
             folder.fields,
             config,
@@ -208,7 +199,7 @@ class MegatronBuilder:
 
     def _policy_head(self, folder: ModelFolder) -> PolicyHead:
         config = self._config
-        sampled = config.loss_type != "sft_loss"  # answers that were read were sampled at no temperature
+        sampled = config.loss_type != "sft_loss"  # SFT data was not sampled at a temperature
         return PolicyHead(
             folder.fields["vocab_size"],
             OutputHead.from_config(folder.config),
@@ -226,7 +217,7 @@ class MegatronBuilder:
         )
 
     def _instead(self, source: Start, folder: ModelFolder) -> dict[str, Source]:
-        """The tensors of a checkpoint whose weights a model starts from; what is resumed is put in later."""
+        """Return the tensors of the checkpoint that a model starts from; a resumed checkpoint is loaded later."""
         if source.megatron is not None:
             return read_in_place_of(folder.path, source.megatron)
         if source.checkpoint is None or source.resumes:
@@ -235,5 +226,5 @@ class MegatronBuilder:
 
 
 def _new(head: Head) -> tuple[str, ...]:
-    """What no folder has: a new value head stays zero."""
+    """Return the parameters that no folder has: a new value head stays zero."""
     return (OUTPUT_WEIGHT,) if isinstance(head, ValueHead) else ()

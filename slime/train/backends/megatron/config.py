@@ -1,17 +1,18 @@
-"""Megatron's classes of settings, filled from the model, the flags and the layout.
+"""Megatron's config classes, filled from the model, the flags and the layout.
 
-Invariant: what the model is comes from its config.json, what a flag says from the flag, how processes share it from the
-layout. Whatever else Megatron's classes have is set by the flag of its name (`slime.config.megatron_flags`).
-Numbers are those of the other backend: gradients are sums, nothing is dropped out, routers are not balanced.
+Invariant: the shape of the model comes from its config.json, flags set what they name, and the layout sets how
+processes share the model. Every other field of Megatron's classes is set by the flag of its name
+(`slime.config.megatron_flags`). Results equal those of the FSDP backend: gradients are sums, there is no dropout, and
+routers are not balanced.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,12 @@ from slime.config import Config
 from slime.config.megatron_flags import given_settings, unused_fields
 from slime.config.parallelism import uses_transformer_engine
 from slime.errors import UserError
+from slime.models.families.weight_map import Fields
 from slime.train.backends.megatron.layout import Layout
 
 Settings = TypeVar("Settings", TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-Value = Any
 
-_DEFAULTS: dict[str, Value] = {
+_DEFAULTS: Fields = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "moe_router_load_balancing_type": "none",
@@ -40,7 +41,7 @@ _DEFAULTS: dict[str, Value] = {
     "deallocate_pipeline_outputs": True,
     "cuda_graph_scope": [],
 }
-"""Where Megatron's own defaults would change numbers, or keep memory for nothing."""
+"""Values for fields whose own defaults in Megatron would change results or waste memory."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,55 +50,54 @@ _OTHER_NAMES: dict[str, str] = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
-"""Flags of the config whose field has another name."""
+"""Fields with another name than their flag, by the name of the flag."""
 
-_CONVERTED: dict[str, Callable[[Any], Value]] = {
+_CONVERTED: dict[str, Callable[..., object]] = {
     "attention_backend": AttnBackend.__getitem__,
     "exp_avg_dtype": _DTYPES.__getitem__,
     "exp_avg_sq_dtype": _DTYPES.__getitem__,
     "moe_token_dispatcher_type": lambda given: "alltoall" if given == "allgather" else given,
 }
-"""Fields that take another kind of value than their flag, or not all of its values."""
+"""Conversions for fields whose type differs from their flag's, or that do not take all of its values."""
 
 
 def transformer_config(
-    fields: Mapping[str, Any],
+    fields: Fields,
     config: Config,
     layout: Layout,
     *,
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> TransformerConfig:
-    """Of a model with these `fields` (what its family says of it)."""
+    """Build the config of a model from the `fields` of its family, the flags and the layout."""
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     values = {
         **_DEFAULTS,
         **{name: value for name, value in fields.items() if name in _names(kind)},
         **_given(kind, config, device.type),
-        **_parallel(layout),
-        **_computed(compute_dtype, device),
+        **_computed(layout, compute_dtype, device),
         "transformer_impl": _implementation(config, device),
     }
     values["activation_func"] = _activation(values["activation_func"])
     if values.get("experimental_attention_variant") == "gated_delta_net":
-        # checks made for Megatron's own layer, which cannot share sequences; the one used here can
+        # it enables checks for Megatron's own layer, which lacks context parallelism; the layer used here has it
         del values["experimental_attention_variant"]
     if not values.get("num_moe_experts"):
-        dispatcher = "moe_token_dispatcher_type"  # asked about without experts too
+        dispatcher = "moe_token_dispatcher_type"  # checked without experts too
         values = {name: value for name, value in values.items() if not name.startswith("moe_") or name == dispatcher}
     made = _made(kind, values)
     for name, value in fields.items():
-        if name.startswith("yarn_"):  # GPTModel looks for these on the settings, which do not declare them
+        if name.startswith("yarn_"):  # GPTModel reads these from the config, which does not declare them
             setattr(made, name, value)
     return made
 
 
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
-    """How gradients are added up over the ranks with other samples: as sums, in float32."""
+    """Build the config of the gradient reduction over data-parallel ranks: sums in float32."""
     values = {
         **_given(DistributedDataParallelConfig, config, _device_type()),
         "grad_reduce_in_fp32": True,
-        "check_for_nan_in_grad": False,  # a gradient that is not finite is found by its norm
+        "check_for_nan_in_grad": False,  # the gradient norm shows non-finite gradients
         "overlap_grad_reduce": config.overlap_grad_reduce and layout.data * layout.context > 1,
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
     }
@@ -105,7 +105,7 @@ def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> OptimizerConfig:
-    """Adam as the other backend has it. Its rates are those before each update."""
+    """Build the config of Adam, equal to the FSDP backend's. The rates are set before each update."""
     values = {
         **_given(OptimizerConfig, config, _device_type()),
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
@@ -116,9 +116,19 @@ def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> Optimizer
     return _made(OptimizerConfig, values)
 
 
-def _computed(compute_dtype: torch.dtype, device: torch.device) -> dict[str, Value]:
-    """What no flag changes: the dtypes, and what the passes of this backend count on."""
+def _computed(layout: Layout, compute_dtype: torch.dtype, device: torch.device) -> Fields:
+    """Return the fields that no flag changes: parallel sizes, dtypes, and what the passes of this backend require."""
+    interleaved = layout.virtual > 1
     return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        # the other mode silently trains interleaved stages wrongly
+        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if interleaved else {}),
         "params_dtype": compute_dtype,
         "pipeline_dtype": compute_dtype,
         "autocast_dtype": compute_dtype,
@@ -133,21 +143,6 @@ def _computed(compute_dtype: torch.dtype, device: torch.device) -> dict[str, Val
     }
 
 
-def _parallel(layout: Layout) -> dict[str, Value]:
-    interleaved = layout.virtual > 1
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        "sequence_parallel": layout.sequence_parallel,
-        # interleaved stages train wrongly, and without a word, in the other mode
-        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if interleaved else {}),
-    }
-
-
 def _implementation(config: Config, device: torch.device) -> str:
     if not uses_transformer_engine(config, device.type):
         return "local"
@@ -158,7 +153,7 @@ def _implementation(config: Config, device: torch.device) -> str:
 
 
 def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that Megatron knows under this name; it compares functions, so it has to be that one."""
+    """Return Megatron's activation function of this name; Megatron compares functions by identity."""
     return {
         "silu": functional.silu,
         "gelu": functional.gelu,
@@ -176,8 +171,8 @@ def _device_type() -> str:
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
-def _given(kind: type, config: Config, device_type: str) -> dict[str, Value]:
-    """What flags say of the fields of one class: the config's under Megatron's names, and those carried along."""
+def _given(kind: type, config: Config, device_type: str) -> Fields:
+    """Return the fields of one class that flags set: flags of slime under Megatron's names, and carried flags."""
     own = {
         _OTHER_NAMES.get(field.name, field.name): getattr(config, field.name) for field in dataclasses.fields(config)
     }
@@ -188,10 +183,10 @@ def _given(kind: type, config: Config, device_type: str) -> dict[str, Value]:
     return {name: _CONVERTED[name](value) if name in _CONVERTED else value for name, value in values.items()}
 
 
-def _made(kind: type[Settings], values: Mapping[str, Value]) -> Settings:
-    """One of Megatron's classes; what its own checks find is a user's mistake."""
+def _made(kind: type[Settings], values: Fields) -> Settings:
+    """Build one of Megatron's config classes, and raise UserError if its own checks fail."""
     try:
         return kind(**{name: value for name, value in values.items() if name in _names(kind)})
     except (ValueError, AssertionError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"Megatron refuses these settings: {said or 'no reason given'}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"Megatron refuses these settings: {reason or 'no reason given'}") from error

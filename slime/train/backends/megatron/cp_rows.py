@@ -1,9 +1,9 @@
-"""A packed row as one rank of a context has it: two slices of every sequence, first with last.
+"""Split of a packed row across context-parallel ranks: each rank has two slices of every sequence.
 
-Invariant: the ranks of a context have every token of the row once. Each sequence is cut into `2 n` slices of equal
-length and rank r has slices r and `2 n - 1 - r`, so that all have the same work under a causal mask; what a sequence
-lacks to be cut that way is token 0 at its end, which nothing before it sees. What the row lacks then is a sequence of
-its own. Numbers that the ranks computed for their response tokens are put back in the order of the row.
+Invariant: the n ranks have every token of the row once. Each sequence is padded with token 0 at its end, which no
+earlier token sees, and split into `2 n` slices of equal length. Rank r has slices r and `2 n - 1 - r`, so that all have
+the same work under a causal mask. If the row then needs more padding, it is a sequence of its own. The ranks' numbers
+for their response tokens are returned to the order of the row.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Indices = np.ndarray
 
 @dataclass(frozen=True)
 class RowSlices:
-    """What one rank computes with."""
+    """The part of a packed row that one rank computes."""
 
     tokens: Tensor  # [1, t]
     position_ids: Tensor  # [1, t]
     layout: PackedLayout  # of the whole sequences, padding included
-    predict_index: Tensor  # [r], where in the slices the hidden state is that predicts
+    predict_index: Tensor  # [r], index in the slices of the hidden state that predicts each target
     targets: Tensor  # [r]
     counts: tuple[int, ...]  # r of every rank
-    order: Tensor | None  # [R]: where each number of the row is among those of all ranks; None where it is there
+    order: Tensor | None  # [R]: index of each number of the row in those of all ranks; None: already in order
     places: Tensor | None  # [T]: the same for tokens
-    source: Indices | None  # [t]: the token of the row that each one is, one past its end for padding; None: all are
+    source: Indices | None  # [t]: index of each token in the row, one past its end for padding; None: same as the row
 
     def responses(self, own: Tensor, ranks: Ranks) -> Tensor:
-        """[R, ...] of what the ranks have computed for their `r` response tokens."""
+        """Gather [R, ...] from the ranks' results for their `r` response tokens."""
         if self.order is None:
             return own
         return gather_parts(own, self.counts, ranks).index_select(0, self.order)
 
     def whole(self, own: Tensor, ranks: Ranks) -> Tensor:
-        """[T, ...] of what the ranks have computed for their `t` tokens, padding left out."""
+        """Gather [T, ...] from the ranks' results for their `t` tokens, without padding."""
         gathered = gather_parts(own, [len(own)] * ranks.size, ranks)
         return gathered if self.places is None else gathered.index_select(0, self.places)
 
 
 def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
-    """The slices of one rank of the context; from what the host knows, so that nobody waits for the device."""
+    """Build the slices of one context-parallel rank from data on the host, without device synchronisation."""
     size, device = layout.context, row.tokens.device
     lengths = np.array(row.layout.lengths)
     padded = -(-lengths // layout.sequence_unit) * layout.sequence_unit
@@ -60,7 +60,11 @@ def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
     source = np.full(own_length, row.num_tokens)  # padding: one past the row
     mine = np.flatnonzero(owner == rank)
     source[local[mine]] = mine
-    predicting = _predicting(row)
+    # where in the row each response token is predicted: `row.predict_index`, computed on the host
+    responses = np.array(row.response_lengths)
+    first = np.cumsum(row.total_lengths) - responses - 1
+    within = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
+    predicting = np.repeat(first, responses) + within
     predicted_by, predicted_at = owner[predicting], local[predicting]
     own_responses = np.flatnonzero(predicted_by == rank)
 
@@ -85,7 +89,7 @@ def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
 
 
 def _places(lengths: Indices, padded: Indices, size: int) -> tuple[Indices, Indices]:
-    """For each token of the row: the rank that has it, and where among that rank's tokens."""
+    """Return for each token of the row the rank that has it, and its index in that rank's tokens."""
     ends = np.cumsum(lengths)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     offset = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
@@ -100,7 +104,7 @@ def _places(lengths: Indices, padded: Indices, size: int) -> tuple[Indices, Indi
 
 
 def _positions(padded: Indices, size: int, rank: int) -> Indices:
-    """Positions within their sequences of a rank's tokens, padding included."""
+    """Return the positions of a rank's tokens in their sequences, padding included."""
     own = padded // size
     within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
     if size == 1:
@@ -109,11 +113,3 @@ def _positions(padded: Indices, size: int, rank: int) -> Indices:
     second = within >= slice_length
     number = np.where(second, 2 * size - 1 - rank, rank)
     return number * slice_length + within - np.where(second, slice_length, 0)
-
-
-def _predicting(row: PackedRow) -> Indices:
-    """Where in the row each response token is predicted; `row.predict_index` without asking the device."""
-    responses = np.array(row.response_lengths)
-    first = np.cumsum(row.total_lengths) - responses - 1
-    within = np.arange(int(responses.sum())) - np.repeat(np.cumsum(responses) - responses, responses)
-    return np.repeat(first, responses) + within

@@ -1,7 +1,7 @@
-"""What Megatron-Core asks of CUDA, answered on a CPU.
+"""Patches for Megatron-Core that replace its calls of CUDA, so that it runs on a CPU.
 
-Invariant: only names inside megatron's modules are touched; torch and all other libraries stay as they are. `prepare`
-is called before a model is built on a CPU; calling it again prepares what was imported since and changes nothing else.
+Invariant: only names inside megatron's modules are changed; torch and all other libraries stay as they are. `prepare`
+is called before a model is built on a CPU. Another call patches the modules imported since and changes nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -20,8 +19,8 @@ _TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("F
 
 
 def prepare() -> None:
-    """Make the modules of megatron that are imported by now run where there is no CUDA."""
-    from megatron.core import parallel_state  # noqa: F401  (what follows is imported by it or beside it)
+    """Patch all imported modules of megatron to run without CUDA."""
+    from megatron.core import parallel_state  # noqa: F401  (imported for the patches below)
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import gpt_model  # noqa: F401
@@ -29,7 +28,7 @@ def prepare() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    random._set_cuda_rng_state = _set_rng_state
+    random._set_cuda_rng_state = lambda state, *_args, **_keywords: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _on_host
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
@@ -46,7 +45,7 @@ def prepare() -> None:
 
 
 def _sweep(module: types.ModuleType) -> None:
-    """Give one module the stand-in for torch, and its functions back as they were before torch.compile."""
+    """Replace torch in one module by `_TORCH`, and compiled functions by the originals from before torch.compile."""
     if vars(module).get("torch") is torch:
         module.__dict__["torch"] = _TORCH
     for name, value in list(vars(module).items()):
@@ -58,21 +57,25 @@ def _sweep(module: types.ModuleType) -> None:
             module.__dict__[name] = plain
 
 
-def _uncompiled(value: Any) -> Callable[..., Any] | None:
-    """The function that torch.compile was given; None where it was not."""
+def _uncompiled(value: object) -> Callable[..., object] | None:
+    """Return the original of a function that torch.compile wrapped, or None for anything else."""
     return vars(value).get("_torchdynamo_orig_callable") if isinstance(value, types.FunctionType) else None
 
 
 def _respell(
-    owner: Any, name: str, *, constants: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
+    owner: type | types.ModuleType,
+    name: str,
+    *,
+    constants: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Let one function of megatron use other constants and other attribute names."""
+    """Replace string constants and attribute names in the code of one function of megatron."""
     found = vars(owner)[name]
     function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
     code = function.__code__
     spelled, called = constants or {}, names or {}
 
-    def constant(value: Any) -> Any:
+    def constant(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(constant(item) for item in value)
         if isinstance(value, types.CodeType):
@@ -85,30 +88,26 @@ def _respell(
     )
 
 
-def _set_rng_state(state: torch.Tensor, *_args: Any, **_keywords: Any) -> None:
-    torch.set_rng_state(state)
-
-
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _StandIn(types.ModuleType):
-    """A module with some names of its own; all others are those of the module it stands for."""
+    """A module that overrides some names of another module and forwards all others to it."""
 
-    def __init__(self, original: types.ModuleType, **own: Any) -> None:
+    def __init__(self, original: types.ModuleType, **own: object) -> None:
         super().__init__(original.__name__)
         self.__dict__.update(own)
         self.__dict__["_original"] = original
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["_original"], name)
 
 
 class _Stream:
-    """Of a CPU there is one, and everything on it is done when the call returns."""
+    """A stream of the CPU, where every operation is complete when its call returns; its methods do nothing."""
 
-    def __init__(self, *_args: Any, **_keywords: Any) -> None:
+    def __init__(self, *_args: object, **_keywords: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., _Stream]:
@@ -116,17 +115,19 @@ class _Stream:
 
 
 def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, device: Any = None, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+    """Wrap one of torch's factory functions to create tensors on the CPU instead of CUDA."""
+
+    def made(*args: object, device: object = None, pin_memory: bool = False, **keywords: object) -> torch.Tensor:
         return make(*args, device=CPU if str(device).startswith("cuda") else device, **keywords)
 
     return made
 
 
-def _nothing(*_args: Any, **_keywords: Any) -> None:
+def _nothing(*_args: object, **_keywords: object) -> None:
     return None
 
 
-def _rng_state(*_args: Any, **_keywords: Any) -> torch.Tensor:
+def _rng_state(*_args: object, **_keywords: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 

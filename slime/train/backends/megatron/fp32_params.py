@@ -1,26 +1,29 @@
-"""The float32 copies that Megatron's optimizer keeps of this rank's parameters, and the moments of Adam.
+"""The float32 master copies that Megatron's optimizer keeps of this rank's parameters, and the moments of Adam.
 
-Invariant: of a parameter that the optimizers of several ranks share, each has a stretch of its numbers in their order,
-and all of them know who has which. A parameter that is float32 itself is its own copy.
+Invariant: if the optimizers of several ranks share a parameter, each has a contiguous range of its flattened numbers,
+and all ranks know all ranges. A parameter that is float32 itself is its own master copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Span:
-    """The numbers from `begin` to `end` of a parameter are updated by a rank of the world."""
+    """The range [begin, end) of a parameter's flattened numbers that one rank of the world updates."""
 
     rank: int
     begin: int
@@ -29,19 +32,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Master:
-    """One trained parameter: whoever updates which of its numbers, and this rank's share."""
+    """The master copy of one trained parameter: the ranges that ranks update, and this rank's numbers."""
 
     parameter: nn.Parameter
     spans: tuple[Span, ...]
-    optimizer: Any
-    """The inner one, that computes."""
+    optimizer: torch.optim.Optimizer
+    """The inner optimizer, which computes the update."""
     main: Tensor | None
-    """This rank's numbers, in float32; None where it has none."""
+    """This rank's numbers in float32; None if it has none."""
     is_shared: bool
-    """Whether the copies of the model update different numbers of it; else each updates all."""
+    """Whether the copies of the model update different ranges of it; else each updates all numbers."""
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """Moments and step; empty before the first update."""
         return {} if self.main is None else self.optimizer.state.get(self.main, {})
 
@@ -50,20 +53,20 @@ class Master:
 
     @property
     def writer(self) -> int:
-        """Who puts the whole together: the one with most of it."""
+        """The rank that gathers and writes the whole parameter: the one with the longest range."""
         return max(self.spans, key=lambda span: (span.end - span.begin, -span.rank)).rank
 
     @property
     def step(self) -> Tensor | None:
-        """How often it was updated."""
-        found = self.state.get("step")
+        """The number of updates so far; None before the first."""
+        found: Tensor | int | None = self.state.get("step")
         if found is None and self.state:
             found = self._group.get("step")
         return None if found is None else torch.as_tensor(found, dtype=torch.float32).reshape(1).cpu()
 
     @torch.no_grad()
     def put_state(self, moments: Mapping[str, Tensor], step: float) -> None:
-        """Overwrite what Adam knows of this rank's numbers."""
+        """Overwrite Adam's moments and step of this rank's numbers."""
         if self.main is None:
             return
         state = self.optimizer.state[self.main]
@@ -78,12 +81,11 @@ class Master:
 
     @property
     def _group(self) -> dict[str, Any]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return next(group for group in groups if any(one is self.main for one in group["params"]))
+        return next(group for group in self.optimizer.param_groups if any(one is self.main for one in group["params"]))
 
 
-def find_masters(optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int) -> dict[str, Master]:
-    """Those of all trained parameters, by their global names; `optimizer` is what Megatron made for them."""
+def find_masters(optimizer: ChainedOptimizer, parameters: Mapping[str, nn.Parameter], rank: int) -> dict[str, Master]:
+    """Return the master copies of all trained parameters by global name; `optimizer` is Megatron's for the model."""
     by_parameter = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Master] = {}
     for one in optimizer.chained_optimizers:
@@ -95,7 +97,8 @@ def find_masters(optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: i
     return {name: found[name] for name in parameters if name in found}
 
 
-def _shared(optimizer: Any) -> Iterator[Master]:
+def _shared(optimizer: DistributedOptimizer) -> Iterator[Master]:
+    """Yield the parameters of a distributed optimizer, whose ranks split each gradient bucket evenly."""
     for buffer in optimizer.buffers:
         members = dist.get_process_group_ranks(buffer.data_parallel_group)
         for parameter, (begin, end, bucket_id) in buffer.param_index_map.items():
@@ -111,7 +114,8 @@ def _shared(optimizer: Any) -> Iterator[Master]:
             yield Master(parameter, spans, optimizer.optimizer, main, is_shared=True)
 
 
-def _alone(optimizer: Any, parameters: Mapping[str, nn.Parameter], rank: int) -> Iterator[Master]:
+def _alone(optimizer: MegatronOptimizer, parameters: Mapping[str, nn.Parameter], rank: int) -> Iterator[Master]:
+    """Yield the parameters of an optimizer that updates all of their numbers on this rank."""
     updated = {id(one) for group in optimizer.optimizer.param_groups for one in group["params"]}
     for parameter in parameters.values():
         copy = getattr(parameter, "main_param", None)

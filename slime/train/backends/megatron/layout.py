@@ -1,4 +1,4 @@
-"""How many processes share what; arithmetic alone.
+"""Sizes of the parallel groups of processes, computed from the flags without any communication.
 
 Invariant: `tensor x pipeline x context x data` is the number of processes, and so is `expert tensor x expert x pipeline
 x expert data` of the same processes. Ranks are numbered with tensor innermost, then context, data and pipeline.
@@ -14,7 +14,7 @@ from slime.config.parallelism import expert_tensor_size, virtual_stages
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the groups; `virtual` stages has every process of the pipeline."""
+    """Sizes of the groups; every process of the pipeline has `virtual` stages."""
 
     world: int = 1
     tensor: int = 1
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: Config, *, num_layers: int, world: int) -> Layout:
-        """Of a model of so many layers; the flags and the plan were checked for what must divide what."""
+        """Read the sizes from flags that passed the checks for divisibility, for a model of `num_layers` layers."""
         return cls(
             world=world,
             tensor=config.tensor_model_parallel_size,
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def copy(self) -> int:
-        """Processes that share their samples and one copy of the weights that are no experts'."""
+        """Processes that share their samples and one copy of the weights except the experts'."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -54,10 +54,10 @@ class Layout:
 
     @property
     def sequence_unit(self) -> int:
-        """What the length of every sequence is padded to a multiple of: two slices for each rank of the context."""
+        """The multiple to which every sequence is padded: two slices for each context-parallel rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def token_unit(self) -> int:
-        """The same for a whole row."""
+        """The multiple to which a row is padded."""
         return self.sequence_unit * (self.tensor if self.sequence_parallel else 1)

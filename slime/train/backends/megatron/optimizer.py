@@ -1,14 +1,14 @@
-"""Megatron's optimizer in two halves: the norm of the gradients and their clipping, then the update.
+"""Megatron's optimizer in two steps: gradient norm and clipping, then the update.
 
-Invariant: gradients are those that the passes have summed; between the halves nothing is changed but their length, so a
-norm that is not finite leaves weights and moments as they were.
+Invariant: the gradients are the sums of the passes. The first step only scales them, so after a non-finite norm weights
+and moments are unchanged.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,6 +20,9 @@ from slime.errors import UserError
 from slime.train.lr_schedule import Rates
 from slime.train.topology import Ranks
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 
 def choose_trainable(
     parameters: Mapping[str, nn.Parameter],
@@ -28,7 +31,7 @@ def choose_trainable(
     freeze: Sequence[str] | None,
     only_train: Sequence[str] | None,
 ) -> None:
-    """Freeze by regular expressions over Megatron's parameter names; refuses to freeze everything."""
+    """Freeze parameters by regular expressions over Megatron's names; raises UserError if none is left to train."""
     if freeze and only_train:
         raise UserError("--freeze-params-name-list and --only-train-params-name-list exclude each other: give one")
     trained = 0
@@ -37,19 +40,21 @@ def choose_trainable(
             wanted = any(re.search(pattern, name) for pattern in only_train)
         else:
             wanted = not any(re.search(pattern, name) for pattern in freeze or ())
-        wanted &= parameter.requires_grad  # a function of the user's that made the stage may have frozen it
+        wanted &= parameter.requires_grad  # the user's model provider may have frozen it
         parameter.requires_grad_(wanted)
         trained += wanted
     if not world.sum(torch.tensor([trained], device=world.device)).item():
         flag = "--only-train-params-name-list" if only_train else "--freeze-params-name-list"
         raise UserError(
-            f"{flag} leaves no parameter to train: check the patterns against Megatron's parameter names, which begin "
-            "with decoder.layers.0.self_attention and the like"
+            f"{flag} leaves no parameter to train: check the patterns against Megatron's parameter names, such as "
+            "decoder.layers.0.self_attention.linear_qkv.weight"
         )
 
 
-def sum_gradients(stages: Sequence[Any], settings: DistributedDataParallelConfig) -> list[Any]:
-    """The stages with what adds up their gradients around them; their config tells the schedules of it."""
+def sum_gradients(
+    stages: Sequence[MegatronModule], settings: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Wrap the stages in Megatron's DDP, which sums their gradients, and set its hooks in their config."""
     config = stages[0].config
     wrapped = [
         DistributedDataParallel(config, settings, stage, disable_bucketing=number > 0)
@@ -63,16 +68,21 @@ def sum_gradients(stages: Sequence[Any], settings: DistributedDataParallelConfig
 
 
 class StepOptimizer:
-    """Of the stages that `sum_gradients` gave; `is_stateless`: every update is Adam's first, and nothing is kept."""
+    """The optimizer of stages wrapped by `sum_gradients`.
 
-    def __init__(self, wrapped: Sequence[Any], settings: OptimizerConfig, *, is_stateless: bool = False) -> None:
+    With `is_stateless` it drops the moments after each update, so that every update is Adam's first.
+    """
+
+    def __init__(
+        self, wrapped: Sequence[DistributedDataParallel], settings: OptimizerConfig, *, is_stateless: bool = False
+    ) -> None:
         self.wrapped = list(wrapped)
         self.megatron = get_megatron_optimizer(settings, self.wrapped, use_gloo_process_groups=False)
         self._clip_grad = settings.clip_grad
         self._is_stateless = is_stateless
 
     def clip(self, device: torch.device) -> Tensor:
-        """The global norm before clipping."""
+        """Clip the gradients, and return their global norm before clipping."""
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         for one in self.megatron.chained_optimizers:
@@ -96,17 +106,17 @@ class StepOptimizer:
         self.megatron.zero_grad()
 
     def gather_parameters(self) -> None:
-        """Finish what an update left for the next pass: afterwards every rank has its weights as they are."""
+        """Complete the parameter gather that an update leaves to the next pass, so that all weights are current."""
         for one in self.wrapped:
             if one.ddp_config.overlap_param_gather:
                 one.start_param_sync(force_sync=True)
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Where gradients are summed; zero after `drop_gradients`."""
+        """Return the buffers in which gradients are summed; they are zero after `drop_gradients`."""
         return [part.grad_data for one in self.wrapped for part in (*one.buffers, *one.expert_parallel_buffers)]
 
     def state_tensors(self) -> list[Tensor]:
-        """The moments that there are."""
+        """Return all tensors of the optimizer's state, such as moments."""
         inner = [one.optimizer for one in self.megatron.chained_optimizers if not one.is_stub_optimizer]
         states = [value for one in inner for state in one.state.values() for value in state.values()]
         return [value for value in states if isinstance(value, Tensor)]

@@ -1,8 +1,8 @@
 """Forward and backward of micro-batches through the stages of a pipeline, by Megatron's schedules.
 
-Invariant: gradients of the objective's losses are summed over micro-batches, data ranks and context ranks, and divided
-by nothing. The objective is called on the last stage alone, once a micro-batch and in their order. Interleaved stages
-want as many micro-batches as there are stages at a time: rows of two tokens that nobody reads fill the last of them.
+Invariant: gradients of the objective's losses are summed over micro-batches, data ranks and context ranks, and never
+divided. The objective is called on the last stage only, once per micro-batch and in their order. Interleaved stages
+require a multiple of a group of micro-batches; dummy rows of two tokens, whose output is not used, fill the last group.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
 from slime.train.backends.megatron.embedding_and_head import Head
@@ -28,26 +28,33 @@ from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.timers import Progress
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 Finish = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""Of a micro-batch and what the head gives for it; a loss."""
+"""Called with (micro-batch, the head's numbers, entropies); returns the loss."""
+
+LossOutput = tuple[Tensor, Tensor, dict[str, object]]
+"""What Megatron's schedules expect of a loss function: (loss, number of tokens to divide it by, values to report)."""
 
 
 @dataclass(frozen=True)
 class StagedModel:
     """This rank's stages of one model.
 
-    `wrapped` is what Megatron's schedules call: the stages themselves, or what adds up their gradients around them.
+    Megatron's schedules call `wrapped`: the stages themselves, or the stages wrapped for the reduction of gradients.
     """
 
-    stages: list[Any]
-    wrapped: list[Any]
+    stages: list[GPTModel]
+    wrapped: list[nn.Module]
     head: Head
     groups: Groups
     routers: Routers | None = None
-    """Where routers of experts repeat what micro-batches say."""
+    """Set if the routers of experts replay the routing of micro-batches."""
 
     @property
-    def config(self) -> Any:
+    def config(self) -> TransformerConfig:
         return self.stages[0].config
 
 
@@ -60,7 +67,7 @@ def train_passes(
     reads: Reads,
     entropy: bool,
 ) -> Totals:
-    """Gradients of the objective's losses; its sums where the last stage is."""
+    """Compute the gradients of the objective's losses, and return its sums, which are empty before the last stage."""
     totals = Totals()
 
     def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
@@ -83,7 +90,10 @@ def score_passes(
     doing: str,
     own_routing: bool = False,
 ) -> list[Scores]:
-    """What the head gives for each micro-batch, on all stages; with `own_routing` routers follow nobody."""
+    """Compute the head's numbers for each micro-batch, and return them on all stages.
+
+    With `own_routing` the routers choose experts themselves.
+    """
     found: list[tuple[Tensor, Tensor]] = []
 
     def finish(_micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
@@ -114,18 +124,19 @@ def _run(
     layout = model.groups.layout
     rows: list[tuple[MicroBatch | None, PackedRow]] = [(micro, micro.row) for micro in micro_batches]
     if layout.virtual > 1:
-        nobody = (None, pack([np.zeros(2, dtype=np.int64)], [1], model.groups.topology.device))
-        rows += [nobody] * (-len(rows) % model.config.microbatch_group_size_per_vp_stage)
+        dummy = (None, pack([np.zeros(2, dtype=np.int64)], [1], model.groups.topology.device))
+        rows += [dummy] * (-len(rows) % model.config.microbatch_group_size_per_vp_stage)
 
-    def head(micro: MicroBatch | None, slices: RowSlices, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Megatron's loss function: (loss, tokens to divide it by, nothing to report)."""
+    def head(micro: MicroBatch | None, slices: RowSlices, output: Tensor) -> LossOutput:
         none = torch.zeros((), dtype=torch.int, device=output.device)
         if micro is None:
             return output.sum() * 0.0, none, {}
         values, entropies = model.head(model.stages[-1], output, slices, model.groups, reads=reads, entropy=entropy)
         return finish(micro, values, entropies), none, {}
 
-    def step(batches: Iterator[tuple[MicroBatch | None, PackedRow]], stage: Any) -> tuple[Tensor, Any]:
+    def step(
+        batches: Iterator[tuple[MicroBatch | None, PackedRow]], stage: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
         micro, row = next(batches)
         slices, place = slice_row(row, layout, model.groups.topology.context.rank), model.wrapped.index(stage)
         if model.routers is not None:
@@ -152,7 +163,7 @@ def _run(
         data_iterator=[iter(rows) for _ in model.wrapped] if several else iter(rows),
         model=model.wrapped if several else model.wrapped[0],
         num_microbatches=len(rows),
-        seq_length=1,  # every transfer tells its own length
+        seq_length=1,  # every transfer sends its own length
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -161,7 +172,7 @@ def _run(
 
 
 def _from_last_stage(found: list[Tensor], counts: Sequence[int], groups: Groups) -> list[Tensor]:
-    """Numbers of all micro-batches, on every stage."""
+    """Broadcast the numbers of all micro-batches from the last stage to every stage."""
     pipeline = groups.pipeline
     if pipeline.size == 1:
         return found

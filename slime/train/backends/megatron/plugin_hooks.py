@@ -1,14 +1,14 @@
-"""The user's functions that are called inside Megatron, with what upstream slime calls them with.
+"""Calls of the user's functions inside Megatron, with upstream slime's arguments.
 
-`args` is the namespace that all plugins see. `model` is the list of this process's stages, `optimizer` Megatron's. In
-the place of upstream's scheduler comes what the step is made with: `learning_rate` and `weight_decay`.
+`args` is the namespace that all plugins get, `model` the list of this process's stages, `optimizer` Megatron's
+optimizer. Instead of upstream's scheduler, hooks get the rates of the step: `learning_rate` and `weight_decay`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -18,14 +18,19 @@ from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
 from slime.train.lr_schedule import Rates
 
-Hook = Callable[..., Any]
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import nn
+
+Hook = Callable[..., object]
 
 _PREFIXES = {"ref": "ref_", "teacher": "teacher_"}
-"""Of the sets of weights that are no state of the policy: what upstream puts before the names of their log-probs."""
+"""Upstream's name prefixes for log-probs, by frozen set; snapshots of the policy have none."""
 
 
 class Hooks:
-    """Found once; a hook that was not given does nothing."""
+    """The user's hooks, loaded once; a hook that is not set does nothing."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -39,20 +44,29 @@ class Hooks:
         self._provider = _found(config.custom_model_provider_path, "--custom-model-provider-path")
 
     def initialised(self) -> None:
-        """The groups of ranks are there."""
+        """Call the init hook, after the process groups exist."""
         if self._init is not None:
             self._init(plugin_args(self._config))
 
-    def before_log_probs(self, model: Sequence[Any], weights: str) -> None:
+    def before_log_probs(self, model: Sequence[nn.Module], weights: str) -> None:
         if self._before_log_probs is not None:
             self._before_log_probs(plugin_args(self._config), list(model), _PREFIXES.get(weights, ""))
 
-    def before_step(self, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, rates: Rates) -> None:
+    def before_step(
+        self, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: MegatronOptimizer, rates: Rates
+    ) -> None:
         if self._before_step is not None:
             self._before_step(plugin_args(self._config), rollout_id, step_id, list(model), optimizer, rates)
 
-    def stage(self, settings: Any, first: bool, last: bool, vp_stage: int | None, default: Callable[[], Any]) -> Any:
-        """A stage of a model: the user's, or what `default` makes."""
+    def stage(
+        self,
+        settings: TransformerConfig,
+        first: bool,
+        last: bool,
+        vp_stage: int | None,
+        default: Callable[[], GPTModel],
+    ) -> GPTModel:
+        """Build a stage of a model with the user's provider, or with `default` if there is none."""
         if self._provider is None:
             return default()
         offered = {

@@ -1,6 +1,6 @@
-"""The groups of ranks that Megatron forms, as training knows them.
+"""Megatron's process groups, as the `Ranks` and `Topology` of training.
 
-Megatron keeps its groups for the process; they are formed once, and every model of a run is cut by them.
+Megatron keeps its groups in global state. They are created once, and shard every model of a run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from slime.train.topology import COLLECTIVE_MINUTES, Ranks, Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """`tensor`: who has other parts of the same matrices, `expert_tensor` the same of an expert's; `pipeline`: who has
-    other layers, in their order."""
+    """The process groups of a run.
+
+    `tensor`: ranks with other parts of the same matrices. `expert_tensor`: the same for the matrices of experts.
+    `pipeline`: ranks with other layers, in the order of the layers.
+    """
 
     layout: Layout
     topology: Topology
@@ -31,7 +34,7 @@ class Groups:
 
 
 def form_groups(layout: Layout, world: Ranks) -> Groups:
-    """All ranks call it together."""
+    """Create Megatron's process groups. All ranks call it together."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -1,15 +1,15 @@
-"""Megatron's routers, made to repeat which experts tokens went to.
+"""Replay of expert routing in Megatron's routers.
 
-Invariant: a router follows the routing of the row that it computes. In a forward that is the row begun last; in a layer
-that is computed once more it is the first one of its stage whose backward is still to come, since every stage has its
-backwards in the order of its forwards. What stands in the place of a router's choice is Megatron's own seam for it
-(`TopKRouter.router_replay`), without the list of all routers of a process that its class keeps.
+Invariant: a router uses the routing of the row that it computes. In a forward this is the row begun last. When a layer
+is recomputed, it is the first row of the stage whose backward is still pending, since every stage runs its backwards in
+the order of its forwards. Choices are replaced at Megatron's own extension point (`TopKRouter.router_replay`), without
+the list of all routers of a process that Megatron's class keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -20,13 +20,17 @@ from slime.train.backends.megatron.cp_rows import RowSlices
 from slime.train.backends.megatron.process_groups import Groups
 from slime.train.samples.micro_batch import UNKNOWN, Routing
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Routers:
-    """Those of this rank's stages of one model."""
+    """Replays routing in the routers of this rank's stages of one model."""
 
-    def __init__(self, stages: Sequence[Any], groups: Groups) -> None:
+    def __init__(self, stages: Sequence[GPTModel], groups: Groups) -> None:
         self._groups = groups
         self._stages = [_StageRouting() for _ in stages]
         for stage, routing in zip(stages, self._stages, strict=True):
@@ -36,23 +40,27 @@ class Routers:
                     module.router_replay = _Repeat(module.layer_number - 1, routing)
 
     def forget(self) -> None:
-        """Before and after passes over micro-batches: routers follow nobody."""
+        """Stop the replay, before and after passes over micro-batches: routers choose themselves."""
         for stage in self._stages:
             stage.forget()
 
     def begin(self, stage: int, routing: Routing | None, slices: RowSlices, *, counts: bool) -> None:
-        """The forward of a row through one stage is next; without a routing routers choose. Choices that they would not
-        have made are counted in some passes."""
+        """Prepare the forward of a row through one stage; without a routing its routers choose themselves.
+
+        With `counts` the pass counts the replayed choices that differ from the routers' own.
+        """
         row = None if routing is None else _Row(routing, self._own_rows(routing, slices), counts=counts)
         self._stages[stage].begin(row)
 
     def keep(self, stage: int) -> None:
-        """It is over: what its routers chose first is on the host."""
+        """End the forward: choices that its routers recorded are copied to the host."""
         self._stages[stage].keep()
 
     def _own_rows(self, routing: Routing, slices: RowSlices) -> Tensor | None:
-        """What is given of the tokens that this rank's routers see: its slices, and of these its part in the tensor
-        group under sequence parallelism."""
+        """Return the given routing of the tokens that this rank's routers see.
+
+        These are its slices, and with sequence parallelism its part of them in the tensor group.
+        """
         if routing.given is None:
             return None
         rows = routing.given
@@ -65,7 +73,7 @@ class Routers:
 
 
 class _Row:
-    """A row in one stage: what its routers do, and what they chose if they did so first."""
+    """The routing of a row in one stage: the choices to replay, and new ones to record."""
 
     def __init__(self, routing: Routing, given: Tensor | None, *, counts: bool) -> None:
         self.routing = routing
@@ -74,7 +82,7 @@ class _Row:
         self._new: dict[int, Tensor] = {}
 
     def experts(self, layer: int, device: torch.device) -> Tensor | None:
-        """[t, k] of a layer; None where nothing was decided yet."""
+        """Return the experts [t, k] of a layer to replay, or None if there are none yet."""
         if self._given is not None:
             return self._given[:, layer].to(device).long()
         found = self._new.get(layer, self.routing.recorded.get(layer))
@@ -89,11 +97,11 @@ class _Row:
 
 
 class _StageRouting:
-    """The rows that went through a stage, in their order."""
+    """The rows of a stage's forwards, in order."""
 
     def __init__(self) -> None:
         self._rows: list[_Row | None] = []
-        self._repeated: dict[int, int] = {}  # backwards of each layer that is computed once more
+        self._repeated: dict[int, int] = {}  # number of recomputations in backward, by layer
 
     def forget(self) -> None:
         self._rows, self._repeated = [], {}
@@ -106,6 +114,7 @@ class _StageRouting:
             self._rows[-1].keep()
 
     def row(self, layer: int, *, in_backward: bool) -> _Row | None:
+        """Return the row that a layer computes now; in backward it recomputes the rows in order."""
         if not self._rows:
             return None
         if not in_backward:
@@ -116,7 +125,7 @@ class _StageRouting:
 
 
 class _Repeat:
-    """In the place of `RouterReplay`: what it is asked stands in `topk_routing_with_score_function`."""
+    """Replaces Megatron's `RouterReplay`; `topk_routing_with_score_function` calls it."""
 
     def __init__(self, layer: int, stage: _StageRouting) -> None:
         self._layer = layer
@@ -130,7 +139,7 @@ class _Repeat:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) of the chosen ones; their weights are computed from these as ever."""
+        """Return (scores, experts) of the chosen experts; Megatron computes their weights from these."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         in_backward = torch._C._current_graph_task_id() != -1
         row = self._stage.row(self._layer, in_backward=in_backward)
@@ -146,12 +155,14 @@ class _Repeat:
         return scores.gather(1, chosen), chosen
 
 
-def check_routers(config: Any) -> None:
-    """Refuse routers that choose where nobody can tell them."""
+def check_routers(config: TransformerConfig) -> None:
+    """Raise UserError for routers whose choices cannot be replaced."""
     if config.moe_router_fusion:
-        raise UserError("--use-routing-replay tells routers what to choose, which --moe-router-fusion hides: keep one")
+        raise UserError(
+            "--use-routing-replay replaces the choices of routers, which --moe-router-fusion hides: drop one of the flags"
+        )
     if "sinkhorn" in config.moe_router_load_balancing_type:
         raise UserError(
-            "--use-routing-replay repeats what routers chose by their scores, and --moe-router-load-balancing-type "
-            "sinkhorn chooses by other means: keep one"
+            "--use-routing-replay replays choices by the routers' scores, and --moe-router-load-balancing-type "
+            "sinkhorn chooses by other means: drop one of the flags"
         )

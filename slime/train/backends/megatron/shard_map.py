@@ -1,7 +1,7 @@
-"""Which rank holds which part of which tensor of a model folder.
+"""A map from the tensors of a model folder to their parts and the ranks that hold them.
 
-Invariant: all ranks come to the same answer, and each part is named once, with all ranks that hold a copy of it. What
-is asked of other ranks is which layers their stages have, once.
+Invariant: all ranks compute the same map, and each part is listed once, with all ranks that hold a copy of it. Ranks
+exchange only which layers their stages have, once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EXPERT = re.compile(r"\.experts\.\w+\.\D+(\d+)$")
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part of a tensor of the folder: `number` among what `split` gives of a rank's parameter."""
+    """A part of a tensor of the folder; it is item `number` of what `split` returns for a rank's parameter."""
 
     entry: Entry
     number: int
     region: Region
     ranks: tuple[int, ...]
-    """Those that hold it, in order."""
+    """The ranks that hold it, in order."""
 
     @property
     def count(self) -> int:
@@ -38,13 +38,13 @@ class HeldPart:
 
     @property
     def place(self) -> str:
-        """Where it begins, in words."""
+        """The offset of the part in the tensor, as text."""
         return ",".join(str(cut.start) for cut in self.region)
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of the folder, in parts."""
+    """A tensor of the folder and its parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class HeldTensor:
 
 
 class Placement:
-    """Of one model that is cut over the ranks by a layout."""
+    """The parts of one model's tensors on the ranks of a layout."""
 
     def __init__(
         self, layout: Layout, world: Ranks, entries: Iterable[Entry], shapes: Shapes, own: Iterable[str]
@@ -76,23 +76,29 @@ class Placement:
     def tensors(self) -> list[HeldTensor]:
         """All tensors of the folder, in the order of the rules."""
         if self._tensors is None:
-            self._tensors = list(self._find())
+            found: dict[str, HeldTensor] = {}
+            for entry in self.entries.values():
+                if not entry.is_copy:
+                    for part in self._parts(entry):
+                        name = entry.hf[part[0]]
+                        found.setdefault(name, HeldTensor(name, self.shapes[name])).parts.append(part[1])
+            self._tensors = list(found.values())
         return self._tensors
 
     def own_shard(self, entry: Entry) -> Shard:
-        """What this rank holds of a parameter of its stages."""
+        """Return this rank's shard of a parameter of its stages."""
         size = self._cut(entry)
         return self._shard(entry, self.rank % size, size)
 
     def is_mine_to_write(self, entry: Entry, turn: int) -> bool:
-        """Whether it is this rank's turn among those that hold the same part of a parameter."""
+        """Return whether this rank writes its part of a parameter, of which other ranks may hold copies."""
         if entry.is_copy or self.own_shard(entry).is_copy:
             return False
         copies = self.layout.expert_data if entry.is_expert else self.layout.data * self.layout.context
         return self.copy_of(entry) == turn % copies
 
     def copy_of(self, entry: Entry) -> int:
-        """Which of the copies of a parameter this rank has."""
+        """Return the index of this rank's copy of a parameter."""
         layout = self.layout
         if entry.is_expert:
             return self.rank // (layout.expert_tensor * layout.expert) % layout.expert_data
@@ -101,16 +107,8 @@ class Placement:
     def stage_of(self, rank: int) -> int:
         return rank // (self.layout.world // self.layout.pipeline)
 
-    def _find(self) -> Iterator[HeldTensor]:
-        found: dict[str, HeldTensor] = {}
-        for entry in self.entries.values():
-            if not entry.is_copy:
-                for part in self._parts(entry):
-                    name = entry.hf[part[0]]
-                    found.setdefault(name, HeldTensor(name, self.shapes[name])).parts.append(part[1])
-        return iter(found.values())
-
     def _parts(self, entry: Entry) -> Iterator[tuple[int, HeldPart]]:
+        """Yield (index of the tensor, part) of the tensors that form a parameter."""
         size = self._cut(entry)
         everywhere: list[int] = []
         shards = [self._shard(entry, number, size) for number in range(size)]
@@ -129,11 +127,11 @@ class Placement:
         return entry.form.shard([self.shapes[name] for name in entry.hf], number, size)
 
     def _cut(self, entry: Entry) -> int:
-        """Over how many ranks a parameter is cut."""
+        """Return the number of ranks that share the matrices of a parameter."""
         return self.layout.expert_tensor if entry.is_expert else self.layout.tensor
 
     def _holders(self, entry: Entry, number: int) -> list[int]:
-        """The ranks that hold part `number` of a parameter."""
+        """Return the ranks that hold part `number` of a parameter."""
         layout, each = self.layout, self.layout.world // self.layout.pipeline
         begin = self._stages[_kind(entry.megatron)] * each
         if not entry.is_expert:
@@ -145,6 +143,6 @@ class Placement:
 
 
 def _kind(name: str) -> str:
-    """What decides the stage of a parameter: its layer, or its own name where it is in none."""
+    """Return what determines the stage of a parameter: its layer, or its own name if it is in no layer."""
     layer = _LAYER.match(name)
     return name if layer is None else layer[1]

@@ -1,9 +1,13 @@
-"""This rank's parts of what a checkpoint keeps, out and in, under the names of the model folder.
+"""Writing and reading of this rank's parts of a checkpoint under the names of the model folder, and frozen weights.
 
-Invariant: every tensor that is written has the name and the shape it has in the folder, so a checkpoint says nothing of
-the layout that wrote it. Of the ranks that hold the same part exactly one writes it, and they take turns; what the
-optimizers of several ranks share is put together on one of them, parameter by parameter, before it is cut into parts.
-A rank reads its parameters and no more.
+Invariant: every written tensor has the name and the shape it has in the folder, so a checkpoint is independent of the
+layout that wrote it. Of the ranks that hold the same part exactly one writes it, in turns. Parameters that the
+optimizers of several ranks share are gathered on one of them, one at a time, before they are split into parts. A rank
+reads only its own parameters.
+
+Frozen sets are weights that are not trained, by name: reference, teacher, and those that engines sample with.
+Invariant: a set of the policy's shape is sharded like the policy, so a copy of the policy moves nothing between ranks.
+A set on the device has its own stages; sets on the host share one set of stages on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ STEP = "step"
 
 
 def weight_parts(kind: str, placement: Placement, tensors: Iterable[NamedTensor]) -> Iterator[Part]:
-    """What this rank writes of some weights that all copies of the model have alike."""
+    """Yield the parts this rank writes of weights that are equal in all copies of the model."""
     for turn, (name, tensor) in enumerate(tensors):
         entry = placement.entries[name]
         if placement.is_mine_to_write(entry, turn):
@@ -40,7 +44,7 @@ def weight_parts(kind: str, placement: Placement, tensors: Iterable[NamedTensor]
 def master_parts(
     kind: str, placement: Placement, masters: Mapping[str, Master], tensors: Iterable[NamedTensor]
 ) -> Iterator[Part]:
-    """The same in float32, from the optimizer's copies of what is trained in another dtype; all ranks together."""
+    """Yield the same in float32, from the master copies where weights are in another dtype; all ranks together."""
     for turn, (name, tensor) in enumerate(tensors):
         entry, master = placement.entries[name], masters.get(name)
         whole: Tensor | None = tensor.detach()
@@ -55,7 +59,7 @@ def master_parts(
 
 
 def optimizer_parts(placement: Placement, masters: Mapping[str, Master]) -> Iterator[Part]:
-    """`{moment}/{tensor}` and `step/{tensor}` of what was updated; all ranks together."""
+    """Yield `{moment}/{tensor}` and `step/{tensor}` of all updated parameters; all ranks together."""
     for turn, (name, master) in enumerate(masters.items()):
         entry, step = placement.entries[name], master.step
         if step is None or (not master.is_shared and not placement.is_mine_to_write(entry, turn)):
@@ -76,7 +80,7 @@ def optimizer_parts(placement: Placement, masters: Mapping[str, Master]) -> Iter
 def read_weights(
     saved: SavedTensors, placement: Placement, tensors: Iterable[NamedTensor], masters: Mapping[str, Master]
 ) -> None:
-    """Overwrite this rank's parameters, and the optimizer's copies of them."""
+    """Overwrite this rank's parameters and their master copies."""
     for name, tensor in tensors:
         local, master = _read(saved, placement, placement.entries[name]), masters.get(name)
         tensor.copy_(local)
@@ -87,7 +91,7 @@ def read_weights(
 
 @torch.no_grad()
 def read_optimizer(saved: SavedTensors, placement: Placement, masters: Iterable[tuple[str, Master]]) -> None:
-    """Put in this rank's numbers of the moments of the parameters that have any."""
+    """Restore this rank's numbers of the moments, for the parameters that have moments in the checkpoint."""
     for name, master in masters:
         entry, own = placement.entries[name], master.own(placement.rank)
         keys = [f"{part}/{one}" for part in (*MOMENTS, STEP) for one in entry.hf]
@@ -95,7 +99,7 @@ def read_optimizer(saved: SavedTensors, placement: Placement, masters: Iterable[
         if not found or own is None:
             continue
         if found != keys:
-            raise UserError(f"checkpoint {saved.folder} has half an optimizer state for {entry.hf[0]}: it is damaged")
+            raise UserError(f"checkpoint {saved.folder} is damaged: the optimizer state of {entry.hf[0]} is incomplete")
         moments = {
             moment: _read(saved, placement, entry, f"{moment}/").reshape(-1)[own.begin : own.end] for moment in MOMENTS
         }
@@ -113,7 +117,7 @@ def _cut(kind: str, placement: Placement, entry: Entry, local: Tensor, prefix: s
 
 
 def _read(saved: SavedTensors, placement: Placement, entry: Entry, prefix: str = "") -> Tensor:
-    """This rank's part of a parameter, on the host and in float32."""
+    """Read this rank's part of a parameter, on the host and in float32."""
     shard, parts = placement.own_shard(entry), []
     for share in shard.shares:
         part = torch.empty(region_shape(share.region))
@@ -124,7 +128,7 @@ def _read(saved: SavedTensors, placement: Placement, entry: Entry, prefix: str =
 
 
 def _put_together(placement: Placement, entry: Entry, master: Master, own: Tensor | None) -> Tensor | None:
-    """The numbers of a parameter that several ranks have, on the one that writes them; None elsewhere."""
+    """Gather the whole parameter on the rank that writes it; returns None on other ranks."""
     if entry.is_copy or own is None or (master.is_shared and placement.own_shard(entry).is_copy):
         return None
     shape, rank = master.parameter.shape, placement.rank
@@ -150,14 +154,8 @@ def _finish(transfers: list[dist.P2POp]) -> None:
         work.wait()
 
 
-# Weights that are not trained, by name: reference, teacher, and those the engines sample with.
-#
-# Invariant: a set of the policy's shape is cut as the policy is, so copying the policy into it moves nothing between
-# ranks. A set on the device has stages of its own; those on the host share one set of stages, which is on the device.
-
-
 class FrozenModel:
-    """A model in the compute dtype."""
+    """The stages of one frozen set, in the compute dtype."""
 
     def __init__(self, model: StagedModel) -> None:
         self.model = model
@@ -169,12 +167,15 @@ class FrozenModel:
         self._changes = 0
 
     def resident(self, name: str) -> Resident:
-        """What it has on the device."""
+        """Return its tensors on the device."""
         return Resident(f"frozen {name}", [*self.tensors.values(), *self.average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: Mapping[str, Tensor], *, decay: float = 0.0) -> None:
-        """`decay` times its weights plus the rest of the policy's; what is an average is kept in float32 beside."""
+        """Set the weights to `decay` times their value plus (1 - `decay`) times the policy's.
+
+        With a decay the average is also kept in float32.
+        """
         self._changes += 1
         if decay:
             self.start_average()
@@ -183,18 +184,18 @@ class FrozenModel:
             tensor.copy_(self.average[name].lerp_(new.float(), 1.0 - decay) if decay else new)
 
     def start_average(self) -> None:
-        """From here on its weights are what an average in float32 is rounded to."""
+        """Create the average in float32, whose rounded values are the weights from now on."""
         if not self.average:
             self.average = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in self.tensors.items()}
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of it."""
+        """The tensors that a checkpoint stores: the average if there is one, else the weights."""
         return self.average or self.tensors
 
     @torch.no_grad()
     def follow_average(self) -> None:
-        """Round the average, where there is one, to the weights."""
+        """Set the weights to the rounded average, if there is one."""
         self._changes += 1
         for name, average in self.average.items():
             self.tensors[name].copy_(average)
@@ -207,7 +208,10 @@ class FrozenModel:
 
 
 class FrozenSets:
-    """`load` makes the stages of a folder with its weights, `like_policy` those of the policy's shape with any."""
+    """Frozen sets of weights by name, each on the device or on the host.
+
+    `load` builds the stages of a folder with its weights, `like_policy` stages of the policy's shape with any weights.
+    """
 
     def __init__(
         self,
@@ -227,7 +231,7 @@ class FrozenSets:
         return name in self._resident or name in self._on_host
 
     def resident(self) -> Iterator[Resident]:
-        """What the sets have on the device."""
+        """Yield the tensors of the sets on the device."""
         for name, model in self._resident.items():
             yield model.resident(name)
         if self._stage is not None:
@@ -257,7 +261,7 @@ class FrozenSets:
             self._staged = None
 
     def model(self, name: str) -> FrozenModel:
-        """The set on the device, brought there if it was on the host."""
+        """Return a set on the device, copied there first if it is on the host."""
         if name in self._resident:
             return self._resident[name]
         assert self._stage is not None

@@ -1,7 +1,10 @@
-"""Model folders, and their weights in the stages of this process.
+"""Reading of model folders into the stages of this process, and global parameter names.
 
-Invariant: a rank reads what it has, region by region, and nothing else; what a parameter is made of is for the family's
-rules to say. Every parameter and every router's bias of the stages is overwritten, or the folder is refused.
+Invariant: a rank reads only the regions that it holds. The family's rules define which tensors form a parameter. Every
+parameter and every router bias of the stages is overwritten, or UserError is raised.
+
+Invariant: a parameter has the same global name in every layout. Layers are numbered over all stages and experts over
+all expert-parallel ranks, from 0.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +33,10 @@ from slime.train.backends.megatron.fp32_params import Master
 from slime.train.backends.megatron.process_groups import Groups
 from slime.train.timers import Progress
 
-# Global names of parameters: those that the whole model has, however it is cut.
-#
-# Invariant: a parameter has the same name in every layout. Layers are numbered over all stages and experts over all
-# expert-parallel ranks, from 0.
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -41,7 +44,7 @@ Named = TypeVar("Named", bound=Tensor)
 
 
 def global_names(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter of this process's stages."""
+    """Return every parameter of this process's stages by global name."""
     return {
         name: parameter
         for stage in map(unwrapped, stages)
@@ -50,7 +53,7 @@ def global_names(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def global_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What belongs to the weights and is not trained: the biases that routers choose experts with."""
+    """Return the buffers that belong to the weights, by global name: the biases with which routers choose experts."""
     return {
         name: buffer
         for stage in map(unwrapped, stages)
@@ -60,19 +63,20 @@ def global_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def unwrapped(stage: nn.Module) -> nn.Module:
-    """The model inside what adds up its gradients or converts its inputs."""
+    """Return the model inside Megatron's wrappers, which reduce gradients or convert inputs."""
     while isinstance(inner := stage._modules.get("module"), nn.Module):
         stage = inner
     return stage
 
 
 def _globally(stage: nn.Module, named: Iterator[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
+    """Replace the names of one stage's tensors by global names."""
     for name, value in named:
         found = _LAYER.match(name)
         if found is None:
             yield name, value
             continue
-        layer: Any = stage.get_submodule(f"decoder.layers.{found[1]}")
+        layer: TransformerLayer = stage.get_submodule(f"decoder.layers.{found[1]}")
         own = f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"
         if (expert := _EXPERT.search(own)) is not None:
             number = layer.mlp.local_expert_indices[int(expert[2])]
@@ -80,19 +84,16 @@ def _globally(stage: nn.Module, named: Iterator[tuple[str, Named]]) -> Iterator[
         yield own, value
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class ModelFolder:
-    """A Hugging Face folder as Megatron's side sees it; `vocab_multiple` is --make-vocab-size-divisible-by."""
+    """A Hugging Face folder that Megatron reads; `vocab_multiple` is --make-vocab-size-divisible-by."""
 
     path: Path
     config: PretrainedConfig
     opened: FamilyFolder
     vocab_multiple: int
     instead: Callable[[ModelFolder], Mapping[str, Source]] | None = None
-    """Gives what is read in the place of the folder's own tensors: those of a checkpoint."""
+    """Returns tensors that replace the folder's own, such as those of a checkpoint."""
 
     @classmethod
     def read(
@@ -125,17 +126,17 @@ class ModelFolder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that parameters are made of."""
+        """The shapes of the tensors that parameters are made of."""
         names = (name for entry in self.entries.values() if not entry.is_copy for name in entry.hf)
         return {name: self.opened.sources[name].shape for name in names}
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """What each of Megatron's parameters is made of, in the names of the folder."""
+        """The tensors of the folder that form each parameter, by Megatron's global name."""
         return self.opened.entries
 
     def shard(self, entry: Entry, groups: Groups) -> Shard:
-        """What this rank has of a parameter."""
+        """Return this rank's shard of a parameter."""
         ranks = groups.expert_tensor if entry.is_expert else groups.tensor
         return entry.form.shard([self.sources[name].shape for name in entry.hf], ranks.rank, ranks.size)
 
@@ -149,7 +150,7 @@ def read_weights(
     *,
     without: Collection[str] = (),
 ) -> None:
-    """Overwrite all that the stages have, but those parameters that the folder has nothing of."""
+    """Read all parameters and router biases of the stages, except those named in `without`."""
     if groups.topology.world.rank == 0:
         for sentence in folder.opened.left_alone_in_words():
             logger.info(sentence)
@@ -159,13 +160,13 @@ def read_weights(
         entry = folder.entries.get(name)
         if entry is None:
             raise UserError(
-                f"{folder.family.name} says nothing of Megatron's parameter {name}: {folder.path} is not read"
+                f"cannot read {folder.path}: the family {folder.family.name} has no rule for Megatron's parameter {name}"
             )
         shard = folder.shard(entry, groups)
         if tuple(target.shape) != tuple(shard.shape):
             raise UserError(
-                f"{name} is {tuple(target.shape)} by config.json of {folder.path} and {tuple(shard.shape)} by its "
-                "weights: copy or download the folder again"
+                f"{name} has shape {tuple(target.shape)} by config.json of {folder.path}, but {tuple(shard.shape)} by "
+                "its weights: copy or download the folder again"
             )
         target.copy_(shard.join(list(_parts(folder, entry, shard, target.device))))
 
@@ -174,7 +175,7 @@ def read_weights(
 def read_masters(
     masters: Mapping[str, Master], folder: ModelFolder, groups: Groups, *, without: Collection[str] = ()
 ) -> None:
-    """Give the optimizer's float32 copies the bits that parameters in a narrower dtype have lost in `read_weights`."""
+    """Fill the float32 master copies from the folder if the parameters' dtype is narrower than the folder's."""
     for name, master in masters.items():
         own, entry = master.own(groups.topology.world.rank), folder.entries.get(name)
         if name in without or entry is None or own is None or master.main is None:
@@ -186,5 +187,6 @@ def read_masters(
 
 
 def _parts(folder: ModelFolder, entry: Entry, shard: Shard, device: torch.device) -> Iterator[Tensor]:
+    """Read the regions that form a shard."""
     for share in shard.shares:
         yield read_onto(folder.sources[entry.hf[share.source]], share.region, device)

@@ -1,15 +1,20 @@
 """Multi-latent attention (DeepSeek V3, Kimi K2, Moonlight, GLM-4.7-Flash), with or without Transformer Engine.
 
-Megatron's own layer knows no down projections but Transformer Engine's, so the layer is built here and computed there.
-Parameters have Transformer Engine's names and shapes: down projections are whole on every tensor-parallel rank, and the
-norms of the latents belong to the up projections.
+Megatron's own layer supports no down projections except Transformer Engine's, so this module builds the layer and
+Megatron's code computes it. Parameters have Transformer Engine's names and shapes: every tensor-parallel rank has the
+down projections whole, and the norms of the latents belong to the up projections.
+
+The sparse layers are GLM-5's latent attention to the tokens that an indexer selects; the indexer's parameters have
+Megatron's names. Megatron's own sparse attention does not support packed rows and uses another scoring rule than the
+model. The indexer is not trained: its selection has no gradient, also in transformers' model. A layer without an
+indexer reuses the selection of the last layer before it that has one, so both must be in one pipeline stage.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings import (
@@ -34,16 +39,30 @@ from slime.train.backends.attention import pick_tokens, picked_attention
 from slime.train.backends.megatron.spec.attention import CoreAttention, RowParams, layout_of
 from slime.train.backends.megatron.spec.linear import rms_norm, summed_gradient
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
 
 class WholeLinear(nn.Module):
-    """A linear layer that every tensor-parallel rank has whole: [.., input] to [.., output], and no bias.
+    """A linear layer without bias that every tensor-parallel rank has whole: [.., input] to [.., output].
 
-    Each rank computes the tokens it has: all of them, or its part of the sequence, and then the gradients of the ranks
-    are summed. The last `scattered` outputs are read by the heads of this rank without a layer in between that would
-    sum their gradients, so that is done here.
+    Each rank computes the tokens it has. These are all tokens, or its part of the sequence, and in that case the
+    gradients of the ranks are summed. The heads of this rank read the last `scattered` outputs without a layer in
+    between that sums their gradients over the ranks, so this layer does it.
     """
 
-    def __init__(self, inputs: int, outputs: int, config: Any, ranks: Any, *, scattered: int = 0) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        config: MLATransformerConfig,
+        ranks: dist.ProcessGroup,
+        *,
+        scattered: int = 0,
+    ) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
@@ -63,7 +82,10 @@ class WholeLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Computed by Megatron's layer; `latent_eps` is that of the latents' norms, which config.json does not name."""
+    """Multi-latent attention that Megatron's layer computes.
+
+    `latent_eps` is the epsilon of the latents' norms, which config.json does not name.
+    """
 
     def __init__(
         self,
@@ -75,7 +97,7 @@ class LatentAttention(MLASelfAttention):
         pg_collection: ProcessGroupCollection | None = None,
         latent_eps: float = 1e-6,
     ) -> None:
-        # Megatron's own initialisation asks Transformer Engine's classes about the layers it made
+        # Megatron's own initialisation requires layers of Transformer Engine's classes
         Attention.__init__(
             self,
             config=config,
@@ -87,13 +109,7 @@ class LatentAttention(MLASelfAttention):
             pg_collection=pg_collection,
         )
         self.latent_eps = latent_eps
-        self._set_facts(config)
-        self.rotary_pos_emb = rotary_embedding(config, self.pg_collection.cp)
-        self._build_attention(config, submodules, cp_comm_type)
-        self._build_projections(config, submodules)
-
-    def _set_facts(self, config: MLATransformerConfig) -> None:
-        """What Megatron's forward looks at."""
+        # attributes that Megatron's forward reads
         self.query_projection_size = config.v_head_dim * config.num_attention_heads
         self.q_head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_hidden_size, self.val_hidden_size = self.q_head_dim, config.v_head_dim
@@ -103,6 +119,9 @@ class LatentAttention(MLASelfAttention):
         scale = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
         self.softmax_scale = scale * scale / math.sqrt(self.q_head_dim)
         self.cache_mla_latents = False
+        self.rotary_pos_emb = rotary_embedding(config, self.pg_collection.cp)
+        self._build_attention(config, submodules, cp_comm_type)
+        self._build_projections(config, submodules)
 
     def _build_attention(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, cp_comm_type: str | None
@@ -150,8 +169,8 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_up_proj.eps = self.latent_eps
         self.kv_layernorm = IdentityOp()
 
-    def _up(self, module: Any, inputs: int, outputs: int, name: str) -> Any:
-        """A projection whose output is cut over the tensor-parallel ranks."""
+    def _up(self, module: ModuleSpec | type, inputs: int, outputs: int, name: str) -> ColumnParallelLinear:
+        """Build a projection whose output is sharded over the tensor-parallel ranks."""
         return build_module(
             module,
             inputs,
@@ -167,8 +186,8 @@ class LatentAttention(MLASelfAttention):
         )
 
 
-def rotary_embedding(config: MLATransformerConfig, ranks: Any) -> nn.Module:
-    """Of the part of queries and keys that has positions."""
+def rotary_embedding(config: MLATransformerConfig, ranks: dist.ProcessGroup) -> nn.Module:
+    """Build the rotary embedding for the part of queries and keys that has positions."""
     size = config.qk_pos_emb_head_dim
     if config.rope_type == "rope":
         return RotaryEmbedding(
@@ -187,24 +206,17 @@ def rotary_embedding(config: MLATransformerConfig, ranks: Any) -> nn.Module:
     )
 
 
-# GLM-5's latent attention to the tokens that an indexer picks; the indexer's parameters have Megatron's names.
-#
-# Megatron's own sparse attention takes no packed rows and scores by another rule than the model's. The indexer is not
-# trained: picking has no gradient, in transformers' model neither. Layers without an indexer read what the last one
-# before them picked, so both are on one stage of the pipeline.
-
-
 class SparseLatentAttention(LatentAttention):
-    """Latent attention whose core reads the normed latent of the queries too."""
+    """Latent attention whose core also reads the normalised latent of the queries."""
 
-    def get_query_key_value_tensors(self, *args: Any, **keywords: Any) -> tuple[Tensor, ...]:
+    def get_query_key_value_tensors(self, *args: object, **keywords: object) -> tuple[Tensor, ...]:
         query, key, value, latent, kv_latent = super().get_query_key_value_tensors(*args, **keywords)
         weight = self.linear_q_up_proj.layer_norm_weight
         return query, key, value, rms_norm(latent.detach(), weight.detach(), self.latent_eps, False), kv_latent
 
 
 class SparseAttention(CoreAttention):
-    """`indexed`: the layers, from 0, that pick tokens themselves."""
+    """Core attention to selected tokens; `indexed` are the layers, from 0, with an indexer of their own."""
 
     def __init__(
         self, config: MLATransformerConfig, layer_number: int, *args: Any, indexed: Sequence[int], **keywords: Any
@@ -215,8 +227,8 @@ class SparseAttention(CoreAttention):
         self.indexer = Indexer(config, keywords["pg_collection"]) if self.picker == layer else None
         if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
             raise UserError(
-                "--recompute-modules core_attn cannot repeat sparse attention: use --recompute-granularity full, or "
-                "leave core_attn out"
+                "--recompute-modules core_attn cannot recompute sparse attention: use --recompute-granularity full, "
+                "or leave core_attn out"
             )
 
     def forward(
@@ -225,13 +237,13 @@ class SparseAttention(CoreAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         x: Tensor | None = None,
         qr: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(packed_seq_params, RowParams), "sparse attention takes packed rows"
+        assert isinstance(packed_seq_params, RowParams), "sparse attention requires packed rows"
         assert self.scale is not None
         if self.indexer is not None:
             assert x is not None
@@ -240,17 +252,17 @@ class SparseAttention(CoreAttention):
         picked = packed_seq_params.picked.get(self.picker)
         if picked is None:
             raise UserError(
-                f"a stage of the pipeline begins between layer {self.picker + 1}, which picks the tokens that sparse "
-                "attention reads, and a layer that takes its picks: choose --pipeline-model-parallel-size or "
-                "--decoder-first-pipeline-num-layers so that stages begin with a layer that picks"
+                f"a pipeline stage begins between layer {self.picker + 1}, whose indexer selects tokens for sparse "
+                "attention, and a layer that reuses this selection: choose --pipeline-model-parallel-size or "
+                "--decoder-first-pipeline-num-layers so that every stage begins with a layer that has an indexer"
             )
         return picked_attention(query, key, value, picked, layout_of(packed_seq_params), self.scale)
 
 
 class Indexer(nn.Module):
-    """Scores of earlier tokens, by heads of its own; whole on every tensor-parallel rank."""
+    """Selects earlier tokens by scores from its own heads; every tensor-parallel rank has it whole."""
 
-    def __init__(self, config: MLATransformerConfig, ranks: Any) -> None:
+    def __init__(self, config: MLATransformerConfig, ranks: ProcessGroupCollection) -> None:
         super().__init__()
         self.config, self._ranks = config, ranks
         heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
@@ -263,7 +275,7 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, latent: Tensor, params: RowParams) -> Tensor:
-        """The picks of all tokens of the row."""
+        """Select the tokens to attend to, for all tokens of the row."""
         hidden, latent = hidden.flatten(0, -2), latent.flatten(0, -2)
         if self.config.sequence_parallel:
             hidden, latent = (
@@ -277,7 +289,7 @@ class Indexer(nn.Module):
         return pick_tokens(turned[0], turned[1][:, 0], weights, layout, self.config.dsa_indexer_topk)
 
     def _turned(self, states: Tensor, params: RowParams, longest: int) -> Tensor:
-        """With positions in the first part of each head, as in the queries and keys of latent attention."""
+        """Rotate the first part of each head by position, as for the queries and keys of latent attention."""
         made = self.rotary_pos_emb(longest, packed_seq=True)
         angles, scale = made if isinstance(made, tuple) else (made, 1.0)
         bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
