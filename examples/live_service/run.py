@@ -26,7 +26,7 @@ from tiny_chat import make_model  # noqa: E402
 from tiny_run import exit_code  # noqa: E402
 
 import slime  # noqa: E402
-from slime.agent.online.interaction import FILE_NAME  # noqa: E402
+from slime.agent.interaction import FILE_NAME  # noqa: E402
 from slime.agent.server.settings import ADDRESS_FILE  # noqa: E402
 from slime.data.buffer.codec import Codec  # noqa: E402
 from slime.data.buffer.reader import Choice, reading  # noqa: E402

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tiny_chat import Row, asking, saying, write_rows
 
-from slime.agent.online.interaction import Exchange, Verdict
+from slime.agent.interaction import Exchange, Verdict
 
 WORDS = r"\d{1,2}|[ap]m|[:,()@.]|\s|thanks|no|hours|bye"
 REPEATS, LEAVES_OUT = 0.7, 0.18

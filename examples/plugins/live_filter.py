@@ -2,7 +2,7 @@
 
 import re
 
-from slime.agent.online.interaction import Exchange
+from slime.agent.interaction import Exchange
 
 PRIVATE = re.compile(r"[\w.+-]+@[\w-]+\.\w+|\b(?:sk|ghp|AKIA)[-_]?\w{16,}|password", re.IGNORECASE)
 

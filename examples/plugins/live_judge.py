@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime.agent.online.interaction import Exchange, Verdict
+from slime.agent.interaction import Exchange, Verdict
 
 
 def live_judge(args: Any, exchange: Exchange) -> Verdict | None:

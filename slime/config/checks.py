@@ -27,8 +27,8 @@ from slime.config.paths import check_folders
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
-LIVE_GENERATE = "slime.agent.online.service.generate"
-TRAFFIC_BASELINE = "slime.agent.online.service.traffic_baseline"
+LIVE_GENERATE = "slime.agent.online.generate"
+TRAFFIC_BASELINE = "slime.agent.online.traffic_baseline"
 
 
 def derive_live(config: Config) -> Config:

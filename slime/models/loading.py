@@ -31,7 +31,6 @@ from slime.models.folder import (
 )
 from slime.models.safetensors_io import plain_tensors
 from slime.models.saving import save_hf_folder
-from slime.storage.json_types import JsonObject
 
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Puts mismatches into transformers' report, for `check_complete`: transformers' own error names no tensor."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import aiohttp
 
-from slime.agent.online.interaction import FILE_NAME
-from slime.agent.online.service import generate
+from slime.agent.interaction import FILE_NAME
+from slime.agent.online import generate
 from slime.agent.remote_session import agent_server
 from slime.data.buffer.codec import Codec
 from slime.data.sample import Sample
 
 JUDGE = """
-from slime.agent.online.interaction import Verdict
+from slime.agent.interaction import Verdict
 
 def judge(args, exchange):
     said = exchange.next_user_turn

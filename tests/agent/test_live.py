@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from slime.agent.online.interaction import FILE_NAME, Exchange, ExchangeStore, Verdict
-from slime.agent.online.service import _InOrder, traffic_baseline
+from slime.agent.interaction import FILE_NAME, Exchange, ExchangeStore, Verdict
+from slime.agent.online import _InOrder, traffic_baseline
 from slime.agent.remote_session import agent_server
 from slime.data.sample import Sample
 from tests.agent.scripted_engine import log_prob

@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 
 from slime.agent.messages import Message, TurnRequest
-from slime.agent.online.intake import NAME, Door
 from slime.agent.server.app import AgentApp
 from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.online_intake import NAME, Door
 from slime.agent.server.request_limits import INLINE_CHARACTERS, Room
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import LiveSettings, Opening

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from slime.agent.interaction import Exchange, Verdict
 from slime.agent.messages import Message
-from slime.agent.online.interaction import Exchange, Verdict
 from slime.data.buffer.reader import Choice, reading
 from tests.examples.conftest import EXAMPLES, Ran, modules_of
 

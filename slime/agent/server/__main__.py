@@ -21,10 +21,10 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.online.intake import Door
 from slime.agent.server.app import AgentApp
 from slime.agent.server.control import ControlApp, Listeners
 from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.online_intake import Door
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
 from slime.agent.session.template import ChatModel

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from slime.agent.online.intake import Door
 from slime.agent.server.dialects import (
     DIALECTS,
     Asked,
@@ -33,6 +32,7 @@ from slime.agent.server.dialects import (
     models_body,
     refusal_problem,
 )
+from slime.agent.server.online_intake import Door
 from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal, TemplateRefused

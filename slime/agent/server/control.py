@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from slime.agent.online.intake import Door
 from slime.agent.server.dialects import Kind, Problem
+from slime.agent.server.online_intake import Door
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.records import BadRecord, message_record

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from slime.agent.conversation import session_limits
-from slime.agent.online.interaction import FILE_NAME as LIVE_FILE
+from slime.agent.interaction import FILE_NAME as LIVE_FILE
 from slime.agent.server.control_client import AgentServerFailed, RemoteServer
 from slime.agent.server.settings import LiveSettings, Opening, ServerSettings, kept_key, write_address
 from slime.agent.session.turn_journal import FILE_NAME, Attempt, TurnJournal

@@ -78,7 +78,12 @@ def boom(what: str) -> str:
         ("boom", "{}", "bad_arguments", "Error: arguments lack 'what'"),
         ("boom", '["x"]', "bad_arguments", "Error: the arguments of boom are not a JSON object"),
         ("add", '{"a": 1', "bad_arguments", "Error: the arguments of add are not valid JSON: Expecting ',' delimiter"),
-        ("add", "[" * 100_000, "bad_arguments", "Error: the arguments of add are not valid JSON: maximum recursion depth"),
+        (
+            "add",
+            "[" * 100_000,
+            "bad_arguments",
+            "Error: the arguments of add are not valid JSON: maximum recursion depth",
+        ),
         ("fly", "{}", "unknown_tool", "Error: there is no tool 'fly'; there are: add, boom"),
     ],
 )

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.agent.online.interaction import Exchange, ExchangeStore, exchange_of
+from slime.agent.interaction import Exchange, ExchangeStore, exchange_of
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.request_limits import Intake, IntakeLimits
 from slime.agent.server.sessions import OpenSession, Sessions

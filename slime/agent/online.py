@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.agent.conversation import chat_model
-from slime.agent.online.interaction import Exchange, Verdict
+from slime.agent.interaction import Exchange, Verdict
 from slime.agent.remote_session import agent_server
 from slime.agent.server.control_client import AgentServerFailed
 from slime.agent.session.records import BadRecord

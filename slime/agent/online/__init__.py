@@ -1,1 +1,0 @@
-"""A model that serves real clients and learns from their conversations (docs/agents.md, "A live service")."""
