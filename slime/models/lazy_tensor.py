@@ -1,9 +1,9 @@
 """Lazy tensors: they have a shape, a type and a source, and their numbers are not read yet.
 
-Invariant: a torch function applied to lazy tensors returns a lazy tensor whose source reads the result that the function
-would have computed from the numbers. So code that fills a model from tensors (transformers' loading, which renames,
-fuses, transposes and casts them) runs without reading any of them, and the resulting parameters name the sources of
-their numbers.
+Invariant: a torch function applied to lazy tensors returns a lazy tensor, whose source reads what the function would
+have computed from the numbers. So code that fills a model from tensors (transformers' loading, which renames, fuses,
+transposes and casts them) runs without reading any of them, and the resulting parameters have the sources of their
+numbers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A LoRA adapter as PEFT writes it, and the one way in which it is put into the weights that it belongs to.
+"""Reads, writes and merges LoRA adapters in PEFT's format.
 
-    adapter_config.json         r, lora_alpha, target_modules and the rest, as PEFT has them
+    adapter_config.json         r, lora_alpha, target_modules and the other fields of PEFT
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r], float32;
-                                `__metadata__`: base_dtype, in which whoever trained it holds the weights beneath it
+                                `__metadata__`: base_dtype, the dtype of the base weights in training
 
-Invariant: A and B meet a weight in `merged` alone. Trainers and engines call it with the same numbers, so the weights
-that both sample and train with are equal to the bit.
+Invariant: A and B are merged into a weight by `merged` alone. Trainers and engines call it with the same numbers, so
+the weights that sampling and training use are bitwise equal.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime.storage.files import fsync_path
+from slime.storage.json_types import JsonMapping, JsonObject
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."
 _ENDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 _BASE_DTYPE = "base_dtype"
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     **dict.fromkeys(
@@ -38,32 +38,32 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
         (None, False, [], {}),
     ),
 }  # fmt: skip
-"""What the fields of a config may say: everything else computes something that `merged` does not."""
+"""The supported values of config fields: other values define a computation that `merged` does not do."""
 
 
 class BadAdapter(ValueError):
-    """A folder or a set of tensors that is no LoRA adapter, or one of a kind that is not known here."""
+    """A folder or a set of tensors that is not a LoRA adapter, or one of an unsupported kind."""
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What A and B alone do not tell."""
+    """The parameters of an adapter in addition to A and B."""
 
     rank: int
     alpha: float
     base_dtype: torch.dtype | None = None
-    """In which the weights beneath are held before anything is added; None: in whatever they were loaded."""
+    """The dtype of the base weights before the adapter is added; None: the dtype in which they were loaded."""
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {"r": self.rank, "lora_alpha": self.alpha, _BASE_DTYPE: _dtype_name(self.base_dtype)}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> AdapterFacts:
-        """`r`, `lora_alpha` and `base_dtype`, from a PEFT config or a message."""
+    def from_dict(cls, given: JsonMapping) -> AdapterFacts:
+        """Read `r`, `lora_alpha` and `base_dtype` from a PEFT config or a message."""
         rank, alpha, kind = given.get("r"), given.get("lora_alpha"), given.get(_BASE_DTYPE)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 1 << 16:
             raise BadAdapter(f"r must be an integer above 0, not {rank!r}")
@@ -76,14 +76,14 @@ class AdapterFacts:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A and B by the module that they belong to."""
+    """A LoRA adapter: the matrices A and B by module."""
 
     facts: AdapterFacts
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
 
     @classmethod
     def from_tensors(cls, facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> Adapter:
-        """Each module's A and B, found by their names; refuses a half of a pair and shapes that do not go together."""
+        """Pair each module's A and B by their names; BadAdapter for an incomplete pair or shapes that do not fit."""
         halves: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             module, half = module_of(name)
@@ -97,13 +97,13 @@ class Adapter:
             a, b = pair["A"], pair["B"]
             if a.dim() != 2 or b.dim() != 2 or a.shape[0] != facts.rank or b.shape[1] != facts.rank:
                 raise BadAdapter(
-                    f"{module} has A {tuple(a.shape)} and B {tuple(b.shape)}, which is no pair of rank {facts.rank}"
+                    f"{module} has A {tuple(a.shape)} and B {tuple(b.shape)}, which is not a pair of rank {facts.rank}"
                 )
         return cls(facts, {module: (pair["A"], pair["B"]) for module, pair in halves.items()})
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, int]]:
-        """The weights that it changes, by their names in the model, and the shapes that they must have."""
+        """The weights that the adapter changes, by their names in the model, with the shapes that they must have."""
         return {f"{module}.weight": (b.shape[0], a.shape[1]) for module, (a, b) in self.pairs.items()}
 
     @property
@@ -112,12 +112,12 @@ class Adapter:
 
 
 def peft_name(parameter: str) -> str:
-    """The name of a trainer's parameter (`<module>.lora_A.weight`) as it travels and is saved."""
+    """The name under which a trainer's parameter (`<module>.lora_A.weight`) is sent and saved."""
     return _PREFIX + parameter
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """Under which names a module's A and B travel and are saved."""
+    """The names under which a module's A and B are sent and saved."""
     return f"{_PREFIX}{module}{_ENDS['A']}", f"{_PREFIX}{module}{_ENDS['B']}"
 
 
@@ -126,7 +126,7 @@ def module_of(name: str) -> tuple[str, str]:
     for half, end in _ENDS.items():
         if name.startswith(_PREFIX) and name.endswith(end):
             return name[len(_PREFIX) : -len(end)], half
-    raise BadAdapter(f"{name!r} is no LoRA tensor: expected {_PREFIX}<module>{_ENDS['A']} or {_ENDS['B']}")
+    raise BadAdapter(f"{name!r} is not a LoRA tensor: expected {_PREFIX}<module>{_ENDS['A']} or {_ENDS['B']}")
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def write_adapter(
     target_modules: Sequence[str],
     sync: bool = True,
 ) -> list[Path]:
-    """The two files of an adapter, the config last; `target_modules` are names or ends of names, as in PEFT."""
+    """Write the two files of an adapter, the config last; `target_modules` are names or name suffixes, as in PEFT."""
     folder.mkdir(parents=True, exist_ok=True)
     ready = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt"}
@@ -164,21 +164,21 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter of a folder, on the CPU; a `BadAdapter` says what is wrong with it."""
+    """Read the adapter of a folder onto the CPU; `BadAdapter` if it is invalid."""
     try:
         config = json.loads((folder / CONFIG_NAME).read_text())
         if not isinstance(config, dict):
             raise BadAdapter(f"{folder / CONFIG_NAME} does not hold a JSON object")
         with safe_open(folder / TENSORS_NAME, framework="pt") as file:
-            told = {_BASE_DTYPE: (file.metadata() or {}).get(_BASE_DTYPE)}
+            base = {_BASE_DTYPE: (file.metadata() or {}).get(_BASE_DTYPE)}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError) as cause:
-        raise BadAdapter(f"{folder} holds no LoRA adapter that can be read: {cause}") from cause
+        raise BadAdapter(f"{folder} holds no readable LoRA adapter: {cause}") from cause
     for name, plain in _PLAIN.items():
         if name in config and config[name] not in plain:
-            raise BadAdapter(f"{folder / CONFIG_NAME} says {name} {config[name]!r}: only plain LoRA is known here")
+            raise BadAdapter(f"{folder / CONFIG_NAME} has {name} {config[name]!r}: only plain LoRA is supported")
     try:
-        return Adapter.from_tensors(AdapterFacts.from_dict({**config, **told}), tensors)
+        return Adapter.from_tensors(AdapterFacts.from_dict({**config, **base}), tensors)
     except BadAdapter as cause:
         raise BadAdapter(f"{folder}: {cause}") from cause
 

@@ -1,17 +1,15 @@
-"""A model folder of any shape with random weights and a tokenizer of bytes: for runs that need a model of that size and
-none that knows anything.
+"""Writes a model folder of any shape with random weights and a byte tokenizer: for runs that need an untrained model of
+that size.
 
-Invariant: the folder is one that transformers would have written, tensor names and all, and loads without complaint.
-One shard of weights is held in memory, whatever the size of the model.
+Invariant: the folder has the format and tensor names that transformers writes, and loads without warnings. At most one
+shard of weights is in memory, for any size of the model.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -21,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from slime.errors import UserError
 from slime.models.loading import as_in_folder, load_config
 from slime.models.saving import FolderDraft
+from slime.storage.json_types import JsonMapping
 
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _SPECIAL = (_PAD, _START, _END)
@@ -30,15 +29,15 @@ _TEMPLATE = (
 )
 _SPREAD = 0.02
 TOKENS = len(_SPECIAL) + 256
-"""Ids that the tokenizer has; the model may have more."""
+"""Number of ids of the tokenizer; the model may have more."""
 
 
-def write_random_model(config: Mapping[str, Any], folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Write the model that `config`, a config.json, describes; a folder that anybody else wrote is never replaced."""
+def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Write a model of the shape in `config`, a config.json; a folder that slime did not write is never replaced."""
     if config.get("vocab_size", 0) < TOKENS:
         raise UserError(
             f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has {TOKENS} tokens, "
-            "a byte each and a few marks"
+            "one for each byte and a few special tokens"
         )
     ids = {"bos_token_id": None, "eos_token_id": _SPECIAL.index(_END), "pad_token_id": _SPECIAL.index(_PAD)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -56,7 +55,7 @@ def write_random_model(config: Mapping[str, Any], folder: Path, *, dtype: str = 
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and turns of a chat in the marks of ChatML."""
+    """A tokenizer with one token per byte and a ChatML chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -69,34 +68,33 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _outline(folder: str, dtype: str) -> PreTrainedModel:
+    """The model on the meta device, in which modules without matrices (such as norms) have their initial values.
+
+    In modules with matrices the other parameters are biases.
+    """
     config = load_config(folder)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     for module in model.modules():
-        _fill_small(model, module)
+        own = dict(module.named_parameters(recurse=False))
+        if not own or any(parameter.dim() > 1 for parameter in own.values()):
+            continue
+        for name, parameter in own.items():
+            setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32)))
+        model._init_weights(module)
     return model
 
 
-def _fill_small(model: PreTrainedModel, module: nn.Module) -> None:
-    """Norms and the like get the values that the family starts with; beside matrices there are only biases."""
-    own = dict(module.named_parameters(recurse=False))
-    if not own or any(parameter.dim() > 1 for parameter in own.values()):
-        return
-    for name, parameter in own.items():
-        setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32)))
-    model._init_weights(module)
-
-
 def _named(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Tensors under their names in a folder, tied ones once."""
-    tensors = dict(model.named_parameters())  # which names a tied one once
+    """The tensors under their names in a folder, tied ones once."""
+    tensors = dict(model.named_parameters())  # names a tied parameter once
     buffers = dict(model.named_buffers())
     tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
     return as_in_folder(model, {name: tensor.detach() for name, tensor in tensors.items()})
 
 
 def _filled(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Numbers for a tensor that has none; what is no matrix is zero."""
+    """Fill a tensor that is on the meta device: matrices with normal random numbers, others with zeros."""
     if tensor.device.type != "meta":
         return tensor
     empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=chance.device)

@@ -1,7 +1,14 @@
-"""Parts of the tensors in safetensors files.
+"""Reads regions of the tensors in safetensors files, and quantises to and from blocks of 8-bit floats.
 
-Invariant: a part is read with the rows it has along its first dimension and nothing else of the file; it lies in memory
-of its own, and no file is mapped, so what was read and let go of costs no memory.
+Invariant: reading a region loads only its rows along the first dimension. The region has its own memory and no file is
+mapped, so a region that is freed costs no memory.
+
+Blocks of 8-bit floats have one scale per block of 128 x 128, as DeepSeek V3 and its successors are stored:
+
+    <module>.weight            float8_e4m3fn
+    <module>.weight_scale_inv  float32, one number per block: weight = stored x scale
+
+Invariant: representable values are restored exactly; a block of zeros stays zeros.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, region_shape
 from slime.models.folder import block_size, quantization, read_config_json
+from slime.storage.json_types import JsonObject
 
 DTYPES = {
     "F64": torch.float64,
@@ -41,7 +49,7 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file."""
+    """One tensor of a safetensors file; regions of it are read on demand."""
 
     path: Path
     name: str
@@ -64,7 +72,7 @@ class Stored:
         return read if read.shape == shape else read[(slice(None), *region[1:])].contiguous()
 
     def _bytes(self, begin: int, count: int) -> torch.Tensor:
-        """Read by pieces: the system gives at most 2 GiB at once, and less where the file ends too early."""
+        """Read bytes of the file in several calls: one call returns at most 2 GiB, and fewer bytes at the end."""
         raw = torch.empty(count, dtype=torch.uint8)
         space, done = raw.numpy().data, 0
         try:
@@ -80,7 +88,7 @@ class Stored:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
-    """The tensors of some files by name, from their headers alone; of a name in two files, the later file's."""
+    """The tensors of files by name, from their headers alone; for a name in two files, the later file wins."""
     return {stored.name: stored for path in sorted(files) for stored in _read_header(path)}
 
 
@@ -89,36 +97,29 @@ def _read_header(path: Path) -> list[Stored]:
         with path.open("rb") as file:
             start = file.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
-            header: dict[str, Any] = json.loads(file.read(length) if length <= _LONGEST_HEADER else "")
+            header: JsonObject = json.loads(file.read(length) if length <= _LONGEST_HEADER else "")
         size = path.stat().st_size
         found = [_stored(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
     except OSError as cause:
         raise UserError(f"{path} cannot be loaded: {cause.strerror}") from cause
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise UserError(f"{path} cannot be loaded: its beginning is not that of a safetensors file") from cause
+        raise UserError(f"{path} cannot be loaded: its header is not that of a safetensors file") from cause
     for stored in found:
         if stored.begin + stored.num_bytes > size:
             raise UserError(f"{path} cannot be loaded: it ends before {stored.name} does, copy or download it again")
     return found
 
 
-def _stored(path: Path, name: str, entry: Any, data_begin: int) -> Stored:
+def _stored(path: Path, name: str, entry: JsonObject, data_begin: int) -> Stored:
     kind = DTYPES.get(entry["dtype"])
     if kind is None:
         raise UserError(f"{name} in {path} is of type {entry['dtype']}, which cannot be read: convert the folder first")
     shape = tuple(int(size) for size in entry["shape"])
     begin, end = (int(offset) for offset in entry["data_offsets"])
     if min((begin, *shape), default=0) < 0 or end - begin != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{name} has {end - begin} bytes, which its shape and type do not give")
+        raise ValueError(f"{name} has {end - begin} bytes, which do not match its shape and type")
     return Stored(path, name, shape, kind, data_begin + begin)
 
-
-# Weights in 8-bit floats with one scale per block of 128 x 128, as DeepSeek V3 and its followers are stored.
-#
-#     <module>.weight            float8_e4m3fn
-#     <module>.weight_scale_inv  float32, one number per block: weight = stored x scale
-#
-# Invariant: what is representable comes back exactly; a block of zeros stays zeros.
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -127,13 +128,14 @@ BLOCK = (128, 128)
 _KEPT = re.compile(
     r"norm|embed|lm_head|router|\.gate\.weight$|shared_expert_gate|eh_proj|weights_proj|conv1d|in_proj_(a|b|ba)\.|visual"
 )
-"""Tables, norms, routers and heads lose too much; engines expect them as they are."""
+"""Weights that are not quantised: tables, norms, routers and heads lose too much, and engines expect them unquantised.
+"""
 
 
 def quantize_block(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored matrix and its scales; with `power_of_two` the scales are exact powers (UE8M0)."""
+    """Quantise a matrix; returns the 8-bit matrix and its scales, powers of two (UE8M0) with `power_of_two`."""
     rows, columns = weight.shape
     blocked = _blocks(weight.float(), block)
     largest = blocked.abs().amax(dim=(1, 3))
@@ -146,7 +148,7 @@ def quantize_block(
 
 
 def dequantize_block(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """The matrix in float32, in memory of its own size."""
+    """The dequantised matrix in float32, contiguous and without padding."""
     rows, columns = stored.shape
     blocked = _blocks(stored.float(), block) * scale.float()[:, None, :, None]
     height, _, width, _ = blocked.shape
@@ -154,7 +156,7 @@ def dequantize_block(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """(rows of blocks, rows of one, columns of blocks, columns of one), the last ones filled up with zeros."""
+    """View a matrix as (block rows, rows per block, block columns, columns per block), padded with zeros."""
     rows, columns = matrix.shape
     down, across = -rows % block[0], -columns % block[1]
     if down or across:
@@ -163,7 +165,7 @@ def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 class BlockQuantizer:
-    """Quantises a stream of named tensors and remembers which modules it left alone, for the folder's config."""
+    """Quantises a stream of named tensors and records the modules that it does not quantise, for the folder's config."""
 
     def __init__(self, *, power_of_two: bool = False) -> None:
         self.power_of_two = power_of_two
@@ -182,8 +184,8 @@ class BlockQuantizer:
                 self.kept.append(name.removesuffix(".weight"))
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def config(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+    def config(self) -> JsonObject:
+        facts: JsonObject = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
@@ -197,11 +199,11 @@ def is_linear(name: str, tensor: torch.Tensor) -> bool:
     return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
 
 
-# The tensors of a folder's safetensors files, by name and one at a time, whichever file they are in.
-
-
 class WeightReader:
-    """Maps the files, reads nothing before it is asked for; names are in the order of the layers."""
+    """Reads the tensors of several safetensors files by name, one at a time, through memory mappings.
+
+    `names` are in the order of the layers.
+    """
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._file_of: dict[str, Any] = {}
@@ -209,7 +211,7 @@ class WeightReader:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as cause:
-                raise UserError(f"{path} is no safetensors file, or only the beginning of one: {cause}") from cause
+                raise UserError(f"{path} is not a safetensors file, or a truncated one: {cause}") from cause
             self._file_of.update(dict.fromkeys(file.keys(), file))
         self.names = sorted(self._file_of, key=natural_order)
 
@@ -227,7 +229,7 @@ class WeightReader:
 
 
 def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are multiplied out, in float32."""
+    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are dequantised to float32."""
     config = read_config_json(folder)
     block, quantized = block_size(config), quantization(config)
     if block is None and quantized:
@@ -241,7 +243,12 @@ def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         tensor = weights[name]
         if tensor.dtype != FP8:
             yield name, tensor
-        elif block is None or scale not in weights or weights.shape(scale) != _scales(tensor, block):
+        elif (
+            block is None
+            or scale not in weights
+            or tensor.dim() != 2
+            or weights.shape(scale) != tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
+        ):
             raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
         else:
             yield name, dequantize_block(tensor, weights[scale], block)
@@ -254,13 +261,6 @@ def weights_of(folder: Path) -> WeightReader:
     return WeightReader(files)
 
 
-def _scales(tensor: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...] | None:
-    """The shape that the scales of a matrix have."""
-    if tensor.dim() != 2:
-        return None
-    return tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
-
-
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """A key that puts layer 10 after layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

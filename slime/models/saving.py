@@ -1,7 +1,9 @@
-"""Write a Hugging Face model folder.
+"""Writes Hugging Face model folders.
 
 Invariant: the folder at the target path is either the old one or the complete new one, never a half-written mixture.
-Only what a run saved there, and nothing was added to since, is ever replaced.
+Only a folder that slime wrote, and to which nothing was added since, is ever replaced. At most one shard of tensors is
+held in memory, every name is written exactly once, and a file is complete (and, unless `sync` is off, on disk) before
+its path is returned.
 """
 
 from __future__ import annotations
@@ -11,21 +13,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from slime.models.delta.folder import safetensors_entries
 from slime.storage.files import MANIFEST, fsync_path, mark_written, refuse_to_replace
-
-# Stream named tensors into size-bounded safetensors files.
-#
-# Invariant: at most one shard of tensors is held in memory, every name is written exactly once, and a file is complete
-# (and, unless `sync` is off, on disk) before its path is returned.
+from slime.storage.json_types import JsonObject
 
 NOTES = "notes"
-"""In the header of a file: what was noted of its tensors, as JSON."""
+"""Key in the header of a file: the notes about its tensors, as JSON."""
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -48,11 +45,11 @@ class ShardWriter:
         self.paths: list[Path] = []
         self.weight_map: dict[str, str] = {}
         self._pending: dict[str, torch.Tensor] = {}
-        self._notes: dict[str, Any] = {}
+        self._notes: JsonObject = {}
         self._pending_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor, *, note: Any = None) -> None:
-        """Take a tensor, and what the header is to say of it; `tensor` may change as soon as this returns."""
+    def add(self, name: str, tensor: torch.Tensor, *, note: object = None) -> None:
+        """Copy a tensor, with a JSON note for the header; `tensor` may change as soon as this returns."""
         if name in self.weight_map or name in self._pending:
             raise ValueError(f"tensor {name} was given twice")
         target = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -84,7 +81,7 @@ class ShardWriter:
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """The `model.safetensors.index.json` that Hugging Face readers expect beside several shards."""
+    """Write the `model.safetensors.index.json` that Hugging Face readers expect next to several shards."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     path.write_text(json.dumps(index, indent=2))
     fsync_path(path)
@@ -93,20 +90,20 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 Beside = Callable[[Path], object]
-"""Puts more files into a folder."""
+"""Adds more files to a folder."""
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
 def copy_model_files(source_folder: str | Path, target: Path) -> None:
-    """Config, generation config, tokenizer files and remote code: everything small that is not a weight."""
+    """Copy config, generation config, tokenizer files and remote code: every small file that is not a weight."""
     for file in sorted(Path(source_folder).iterdir()):
         is_small = file.name.endswith(COPIED_SUFFIXES) and not file.name.endswith(WEIGHT_SUFFIXES)
         if file.is_file() and is_small and file.name != MANIFEST:
             shutil.copy2(file, target / file.name)
 
 
-def write_config_dtype(folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None = None) -> None:
-    """Say in config.json what the weights are in; a folder of plain numbers says nothing of quantisation."""
+def write_config_dtype(folder: Path, dtype: torch.dtype, quantization: JsonObject | None = None) -> None:
+    """Write dtype and quantisation of the weights into config.json; plain weights have no quantisation entry."""
     path = folder / "config.json"
     facts = json.loads(path.read_text())
     facts.pop("torch_dtype", None)
@@ -120,7 +117,7 @@ def write_config_dtype(folder: Path, dtype: torch.dtype, quantization: dict[str,
 
 
 def replace_folder(finished: Path, target: Path) -> None:
-    """Put `finished` at `target` by renames; a previous `target` is removed only afterwards."""
+    """Move `finished` to `target` by renames; a previous `target` is removed only afterwards."""
     aside = target.with_name(f".{target.name}.old-{os.getpid()}")
     if target.exists():
         os.rename(target, aside)
@@ -136,13 +133,13 @@ def save_hf_folder(
     dtype: torch.dtype,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    quantization: Callable[[], dict[str, Any]] | None = None,
+    quantization: Callable[[], JsonObject] | None = None,
     beside: Beside | None = None,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
 
-    They are written in `dtype`; with `quantization`, which is asked for the config's entry at the end, as they are.
-    `beside` puts more files into the folder before it is in its place.
+    Tensors are converted to `dtype`, unless there is a `quantization`, which returns the config's entry at the end.
+    `beside` adds more files to the folder before it replaces the target.
     """
     with FolderDraft.begin(source_folder, out) as draft:
         writer = draft.writer(dtype if quantization is None else None, max_shard_bytes=max_shard_bytes)
@@ -153,10 +150,10 @@ def save_hf_folder(
 
 
 class FolderDraft:
-    """A model folder that is written beside its place, until `finish` puts it there.
+    """A model folder that is written next to its target, until `finish` moves it there.
 
-    One process begins and finishes it; others that know `staging` may write weights too, each under a name of its own.
-    Leaving its block removes what was not finished.
+    One process begins and finishes it; others that know `staging` may write weights too, each under its own name.
+    Leaving the `with` block removes an unfinished draft.
     """
 
     def __init__(self, staging: Path, target: Path) -> None:
@@ -165,7 +162,7 @@ class FolderDraft:
 
     @classmethod
     def begin(cls, source_folder: str | Path, out: str | Path) -> FolderDraft:
-        """A draft with the small files of `source_folder`; refuses a place that holds something else."""
+        """Begin a draft with the small files of `source_folder`; refuses a target that slime must not replace."""
         target = Path(out).resolve()
         refuse_to_replace(target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,21 +179,19 @@ class FolderDraft:
     def writer(
         self, dtype: torch.dtype | None, *, name: str = "part", max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> ShardWriter:
-        """Weights go in here; with a `dtype` they are converted."""
+        """A writer of weights into the draft; with a `dtype` they are converted."""
         return ShardWriter(self.staging, prefix=name, max_bytes=max_shard_bytes, dtype=dtype)
 
-    def finish(
-        self, dtype: torch.dtype, quantization: dict[str, Any] | None = None, beside: Beside | None = None
-    ) -> Path:
-        """Number the files that all writers wrote, say in config.json what they are in, and put the folder in place;
-        `beside` puts more files into it before."""
+    def finish(self, dtype: torch.dtype, quantization: JsonObject | None = None, beside: Beside | None = None) -> Path:
+        """Number the files of all writers, write their dtype into config.json and move the folder to its target;
+        `beside` adds more files before the move."""
         _name_parts(self.staging)
         write_config_dtype(self.staging, dtype, quantization)
         if beside is not None:
             beside(self.staging)
         mark_written(self.staging)
         fsync_path(self.staging)
-        refuse_to_replace(self.target)  # it took a while
+        refuse_to_replace(self.target)  # again: it may have changed during the write
         replace_folder(self.staging, self.target)
         return self.target
 
@@ -207,11 +202,12 @@ class FolderDraft:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was not finished."""
+        """Remove the draft, if it is not finished."""
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def _name_parts(folder: Path) -> None:
+    """Rename the files of all writers to the names of a model folder, with an index if there are several."""
     parts = sorted(folder.glob("*.safetensors"))
     if len(parts) == 1:
         parts[0].rename(folder / "model.safetensors")

@@ -1,15 +1,15 @@
-"""Where the numbers of a tensor come from, so that any part of them can be made without the rest.
+"""Tensor sources: read any region of a tensor from files, through casts, slices and joins, without the rest.
 
-Invariant: the part that a source reads is, bit for bit, the same part of what it would read as a whole; only what the
-part needs is read from the files, as far as the operations on the way are known here.
+Invariant: the region that a source reads is, bit for bit, the same region of the whole tensor. Only the bytes that the
+region needs are read from files, except through functions that are not implemented here (`Computed`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from torch import Tensor
 from slime.models.families.tp_sharding import Region, region_shape, whole_region
 from slime.models.safetensors_io import Stored, dequantize_block
 
+_T = TypeVar("_T")
+
 
 class Source(Protocol):
+    """A tensor whose regions are read on demand."""
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -26,7 +30,7 @@ class Source(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, region: Region) -> Tensor:
-        """The numbers of a part, on the host; what comes back may be changed."""
+        """Read a region to the host; the caller may modify the result."""
 
 
 def read_whole(source: Source) -> Tensor:
@@ -34,18 +38,18 @@ def read_whole(source: Source) -> Tensor:
 
 
 def read_onto(source: Source, region: Region, device: torch.device) -> Tensor:
-    """The numbers of a part on a device, which they travel to as they are stored and are cast on."""
+    """Read a region to a device; a cast is done on the device, after the copy of the stored numbers."""
     if isinstance(source, Cast):
         return source.of.read(region).to(device).to(source.dtype)
     return source.read(region).to(device)
 
 
 CHUNK_NUMBERS = 2**24
-"""How many numbers are compared at once."""
+"""Number of elements that are compared at once."""
 
 
 def same_numbers(left: Source, right: Source) -> bool:
-    """Whether two sources read the same, of which some rows at a time are read to find out."""
+    """True if two sources have equal shapes and numbers; reads some rows at a time."""
     if left.shape != right.shape or left is right:
         return left is right
     if not left.shape:
@@ -58,6 +62,8 @@ def same_numbers(left: Source, right: Source) -> bool:
 
 @dataclass(frozen=True)
 class Zeros:
+    """A tensor of zeros."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -67,7 +73,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Held:
-    """Numbers that are in memory as they are."""
+    """A tensor in memory."""
 
     tensor: Tensor
 
@@ -85,7 +91,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix in blocks of 8-bit floats, multiplied out to float32."""
+    """A matrix in blocks of 8-bit floats, dequantised to float32."""
 
     stored: Stored
     scale: Stored
@@ -99,7 +105,7 @@ class Blocks:
     def read(self, region: Region) -> Tensor:
         if 0 in region_shape(region):
             return torch.empty(region_shape(region))
-        covered = [  # whole blocks, and what of them there is at the edges
+        covered = [  # the blocks that the region touches
             slice(part.start // size, -(-part.stop // size)) for part, size in zip(region, self.block, strict=True)
         ]
         around = tuple(
@@ -115,6 +121,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Cast:
+    """Another source, converted to another dtype."""
+
     of: Source
     dtype: torch.dtype
 
@@ -128,7 +136,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Members of one shape side by side along a new dimension: the experts of a layer, say."""
+    """Members of one shape, stacked along a new dimension, such as the experts of a layer."""
 
     members: Sequence[Source]
     dim: int
@@ -152,7 +160,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Members end to end along one of their dimensions."""
+    """Members, concatenated along one of their dimensions."""
 
     members: Sequence[Source]
     dim: int
@@ -169,26 +177,22 @@ class Joined:
 
     def read(self, region: Region) -> Tensor:
         result, filled = torch.empty(region_shape(region), dtype=self.dtype), 0
-        for member, part in self._touched(region[self.dim]):
-            inner = (*region[: self.dim], part, *region[self.dim + 1 :])
-            length = part.stop - part.start
-            result.narrow(self.dim, filled, length).copy_(member.read(inner))
-            filled += length
-        return result
-
-    def _touched(self, wanted: slice) -> Iterator[tuple[Source, slice]]:
-        begin = 0
+        wanted, begin = region[self.dim], 0
         for member in self.members:
             size = member.shape[self.dim]
             part = slice(max(wanted.start - begin, 0), min(wanted.stop - begin, size))
             if part.start < part.stop:
-                yield member, part
+                inner = (*region[: self.dim], part, *region[self.dim + 1 :])
+                length = part.stop - part.start
+                result.narrow(self.dim, filled, length).copy_(member.read(inner))
+                filled += length
             begin += size
+        return result
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """Two dimensions exchanged."""
+    """Another source with two dimensions transposed."""
 
     of: Source
     first: int
@@ -205,7 +209,7 @@ class Swapped:
     def read(self, region: Region) -> Tensor:
         return self.of.read(self._swap(region)).transpose(self.first, self.second).contiguous()
 
-    def _swap(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _swap(self, parts: tuple[_T, ...]) -> tuple[_T, ...]:
         swapped = list(parts)
         swapped[self.first], swapped[self.second] = parts[self.second], parts[self.first]
         return tuple(swapped)
@@ -213,7 +217,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Cut:
-    """A stretch along one dimension."""
+    """A range of another source along one dimension."""
 
     of: Source
     dim: int
@@ -236,7 +240,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a function makes of whole tensors, for functions of which nothing more is known here."""
+    """The result of a function of whole tensors, for functions that no other source implements."""
 
     compute: Callable[[], Tensor]
     shape: tuple[int, ...]

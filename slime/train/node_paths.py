@@ -48,7 +48,7 @@ def folders_written(config: Config) -> dict[str, str]:
 
 
 def code_folders(config: Config) -> list[str]:
-    """List the folders of the files and modules that flags name, with the modules that these import from there.
+    """List the folders with the user's functions and the modules next to them: of all files and modules in flags.
 
     Installed packages and slime itself are left out.
     """

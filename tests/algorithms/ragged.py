@@ -1,4 +1,4 @@
-"""Batches of unequal sequences with masks of every kind, for hypothesis; plain numpy, float64."""
+"""Hypothesis strategies for batches of unequal sequences with all kinds of masks (numpy, float64)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of some lengths, 0/1 masks, and a source of numbers that hypothesis can replay."""
+    """Sequence lengths, 0/1 masks, and a seed from which hypothesis can replay the numbers."""
 
     lengths: list[int]
     mask: np.ndarray
     seed: int
 
     def numbers(self, stream: int, scale: float = 1.0) -> np.ndarray:
-        """[R] of normal numbers; equal streams give equal numbers."""
+        """Return [R] normal numbers; equal streams give equal numbers."""
         return np.random.default_rng([self.seed, stream]).normal(0.0, scale, sum(self.lengths))
 
     def spans(self) -> list[range]:

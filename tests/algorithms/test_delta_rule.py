@@ -1,4 +1,4 @@
-"""The gated delta rule over packed sequences is the recurrence of each sequence alone."""
+"""The gated delta rule over packed sequences equals the recurrence over each sequence alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = sum(LENGTHS)
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Token by token, of one sequence."""
+    """Reference: token-by-token recurrence over one sequence."""
     repeats = value.shape[1] // key.shape[1]
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     q, k = q.repeat_interleave(repeats, 1) * q.shape[-1] ** -0.5, k.repeat_interleave(repeats, 1)

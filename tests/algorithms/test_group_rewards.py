@@ -19,7 +19,7 @@ SAMPLES = st.lists(
 
 
 def compared(samples, group: int, population: str) -> dict[int, list[float]]:
-    """By rollout, what each of its samples that count is compared by: its own reward, or the mean of the rollout."""
+    """Map each rollout to the values that it contributes: the rewards of its samples, or their mean."""
     own: dict[int, list[float]] = {}
     for reward, other, rollout, out in samples:
         if other == group and not out:
@@ -72,7 +72,7 @@ def test_no_advantage_exceeds_the_root_of_the_samples_of_its_group(samples, popu
     ],
 )
 def test_split_rollouts_by_each_population(population: str, rewards: list[float], expected: list[float]) -> None:
-    """Two rollouts of five samples whose means are equal; three rollouts, of which the first is three samples."""
+    """Two rollouts of five samples with equal means; three rollouts, the first with three samples."""
     rollouts = [0] * 5 + [1] * 5 if len(rewards) == 10 else [0, 0, 0, 1, 2]
     got = normalize_group_rewards(rewards, [0] * len(rewards), rollouts, population=population)
     assert got[:5] == pytest.approx(expected, abs=3e-6)

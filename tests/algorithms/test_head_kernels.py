@@ -1,4 +1,4 @@
-"""The kernels of the output layer, run by Triton's interpreter, against float64."""
+"""Output layer kernels, run by Triton's interpreter, against float64."""
 
 import os
 import subprocess

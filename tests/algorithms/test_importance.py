@@ -66,7 +66,7 @@ def test_extreme_ratios_are_bounded(level, dtype) -> None:
 @given(ragged())
 def test_normalized_weights_have_a_masked_mean_of_one(batch: Ragged) -> None:
     weights, mask = torch.tensor(batch.numbers(0)).abs(), torch.tensor(batch.mask)
-    cut = len(batch.lengths) // 2  # however the step is cut
+    cut = len(batch.lengths) // 2  # the result does not depend on how the step is split
     first, second, half = batch.lengths[:cut], batch.lengths[cut:], sum(batch.lengths[:cut])
     parts = ((weights[:half], mask[:half], first), (weights[half:], mask[half:], second))
     total, count = sum(weight_sums(*part, "token") for part in parts).tolist()
@@ -76,7 +76,7 @@ def test_normalized_weights_have_a_masked_mean_of_one(batch: Ragged) -> None:
 
 
 def test_at_sequence_level_every_sequence_counts_once_whatever_its_length() -> None:
-    """Weights 2, 4 and 9 of sequences of four, one and two tokens; the last is masked as a whole: the mean is 3."""
+    """Weights 2, 4 and 9 for sequences of four, one and two tokens; the last is fully masked, so the mean is 3."""
     weights = torch.tensor([2.0] * 4 + [4.0] + [9.0] * 2)
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
     assert weight_sums(weights, mask, [4, 1, 2], "sequence").tolist() == [6.0, 2.0]

@@ -47,14 +47,14 @@ def test_unbiased_gradient_flows_through_both_factors(batch: Ragged, kind: str) 
     for t, log_prob in enumerate(log_probs.tolist()):
         d, ratio = log_prob - reference[t], math.exp(log_prob - old[t])
         expected, gradient = value(d) * ratio, (slope(d) + value(d)) * ratio
-        if kind == "low_var_kl" and expected > 10:  # the clamp is the last thing
+        if kind == "low_var_kl" and expected > 10:  # the clamp is applied last
             expected, gradient = 10.0, 0.0
         assert weighed[t].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert log_probs.grad[t].item() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
 
 
 def test_the_clamp_bounds_what_the_weight_has_made_of_the_kl() -> None:
-    """A difference of -3 has k3 = e^3 - 4 = 16.1; a ratio of 1/2 makes it 8.0, a ratio of 2 makes it 32.2."""
+    """A difference of -3 has k3 = e^3 - 4 = 16.1; a ratio of 1/2 gives 8.0, a ratio of 2 gives 32.2."""
     log_probs, halved, doubled = torch.tensor([-4.0]), torch.tensor([0.5]), torch.tensor([2.0])
     for ratio, expected in ((halved, (math.exp(3) - 4) / 2), (doubled, 10.0), (None, 10.0)):
         kl = approximate_kl(log_probs, torch.tensor([-1.0]), "low_var_kl", ratio=ratio)

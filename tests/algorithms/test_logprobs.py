@@ -1,4 +1,4 @@
-"""`linear_log_probs` against a float64 log_softmax written the plain way."""
+"""`linear_log_probs` against a straightforward float64 log_softmax."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_extreme_logits_stay_finite() -> None:
 
 
 def test_sizes_alone_decide_what_is_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory differs between ranks and reruns, and what is kept is rounded in another way."""
+    """Free memory differs between ranks and reruns, and kept gradients are rounded differently."""
     monkeypatch.setattr(logprobs, "has_kernels", lambda states: True)
     for name in ("mem_get_info", "memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: pytest.fail("the device was asked for its memory"))

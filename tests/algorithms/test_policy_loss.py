@@ -19,7 +19,7 @@ LOW, HIGH = 0.2, 0.3
 
 
 def surrogate(log_ratio: float, advantage: float, dual: float | None) -> tuple[float, float, float]:
-    """Loss, its derivative by the log-ratio, and whether the clipped branch was taken."""
+    """Return the loss, its derivative with respect to the log-ratio, and whether the clipped branch was taken."""
     ratio = math.exp(log_ratio)
     bounded = min(max(ratio, 1 - LOW), 1 + HIGH)
     is_clipped = (advantage > 0 and ratio > 1 + HIGH) or (advantage < 0 and ratio < 1 - LOW)

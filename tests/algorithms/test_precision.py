@@ -1,4 +1,4 @@
-"""What goes in as float32 or float64 comes out as that."""
+"""Algorithms return the dtype of their inputs, float32 or float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of the three reductions, and the sum they are for."""
+"""Weights of the three loss reductions, and the weighted sum that uses them."""
 
 from __future__ import annotations
 

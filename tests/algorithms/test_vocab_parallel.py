@@ -1,4 +1,4 @@
-"""Log-probs over a vocabulary that several processes share, against the plain log_softmax over all of it."""
+"""Log-probs over a vocabulary sharded across processes, against log_softmax over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.peers import together
 
 VOCAB = 11
 CASES = (
-    # temperature, softcap, scale, rows of a chunk, with a bias
+    # temperature, softcap, scale, chunk rows, with a bias
     (1.0, None, 1.0, -1, False),
     (0.7, None, 0.25, 1, True),
     (1.0, 2.5, 1.0, 3, True),
@@ -24,7 +24,7 @@ CASES = (
 
 
 def cut(ranks: Ranks, whole: torch.Tensor, padded: int) -> torch.Tensor:
-    """This rank's rows of a layer that was padded, with noise, to a size that the ranks divide."""
+    """Return this rank's rows of a layer that is padded with a constant to a multiple of the number of ranks."""
     filler = torch.full((padded - len(whole), *whole.shape[1:]), 3.0, dtype=whole.dtype)
     return torch.cat([whole.detach(), filler]).chunk(ranks.size)[ranks.rank].clone().requires_grad_()
 
@@ -71,7 +71,7 @@ def compare_with_float64(ranks: Ranks) -> int:
 def test_values_and_gradients_are_those_of_the_whole_vocabulary(count, tmp_path) -> None:
     rows = together(count, compare_with_float64, folder=tmp_path)
     assert sum(rows) == VOCAB
-    assert count == 2 or rows[-1] == 0  # a rank without tokens takes part all the same
+    assert count == 2 or rows[-1] == 0  # a rank without vocabulary rows still takes part
 
 
 class Largest(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Samples, groups and a journal for the tests of the journal."""
+"""Helpers that create samples, groups and a journal for the journal tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_journal(folder: Path, *, keep: bool = False, keep_bytes: int = 0, **cha
 
 
 def prompts(group_index: int, count: int = 2) -> list[Any]:
-    """A group as a data source hands it out."""
+    """Create a group as a data source hands it out."""
     return [
         Sample(group_index=group_index, index=group_index * count + place, prompt=f"question {group_index}")
         for place in range(count)
@@ -26,7 +26,7 @@ def prompts(group_index: int, count: int = 2) -> list[Any]:
 
 
 def finish(sample: Sample, reward: float | None = 1.0, *, tokens: int = 3, version: str = "0") -> Sample:
-    """Give a sample a response, in place."""
+    """Append a response to a sample, in place."""
     status = Sample.Status.COMPLETED if reward is not None else Sample.Status.ABORTED
     sample.tokens = sample.tokens or [9]
     sample.append_response_tokens(
@@ -41,7 +41,7 @@ def finish(sample: Sample, reward: float | None = 1.0, *, tokens: int = 3, versi
 
 
 def finished(journal: Journal, group_index: int, count: int = 2) -> list[Any]:
-    """A group that was handed out, and finished."""
+    """Create a group that was handed out and finished."""
     group = prompts(group_index, count)
     journal.hand_out([group], {"offset": group_index + 1})
     for sample in group:
@@ -51,7 +51,7 @@ def finished(journal: Journal, group_index: int, count: int = 2) -> list[Any]:
 
 @contextmanager
 def statements(journal: Journal) -> Iterator[list[str]]:
-    """The first words of what changes rows of samples, in order."""
+    """Collect the verbs of the statements that change rows of `samples`, in order."""
     seen: list[str] = []
 
     def note(statement: str) -> None:

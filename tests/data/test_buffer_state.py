@@ -1,4 +1,4 @@
-"""Buffered groups in a saved data position: recorded once, in the journal, and found there again."""
+"""Buffered groups in a saved data position: responses are stored once, in the journal, and restored from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def started(config: Config, folder: Path, start: int = 0) -> JournaledSource:
 
 
 def saved(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
-    """A source whose checkpoint of rollout 0 has in its buffer: a finished group with a fan-out, a partial, a new one."""
+    """Create a source; its checkpoint of rollout 0 buffers a finished group with a fan-out, a partial and a new one."""
     source = started(config, folder)
     trained, done, partial, new = source.get_samples(4)
     trained = [finish(sample) for sample in trained]
@@ -64,7 +64,7 @@ def saved(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
 
 
 def later(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
-    """Groups are trained on in rollout 1, which is saved too."""
+    """Train on groups in rollout 1 and save it."""
     source.journal.assign(1, groups, {})
     source.journal.consumed(1)
     source.save(1)
@@ -72,7 +72,7 @@ def later(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
 
 
 def unnumbered(groups: list[Any]) -> list[Any]:
-    """The same groups without the ids that a journal gave their samples."""
+    """Copy groups without the ids that a journal assigned to their samples."""
     groups = copy.deepcopy(groups)
     for group in groups:
         for member in group:
@@ -144,7 +144,7 @@ def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
     source, groups = saved(config, tmp_path / "run")
     trained, dropped, _ = source.get_samples(3)
     source.journal.drop([dropped])
-    later(source, [trained], kept={0, 1})  # no byte is kept to be looked at
+    later(source, [trained], kept={0, 1})  # keep_bytes is 0: no sample is kept for inspection
     source.journal.close()
     caplog.clear()
     again = started(config, tmp_path / "run", 1)
@@ -153,7 +153,7 @@ def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
         f"the samples of an earlier run do not match rollout 1: they are now in {tmp_path / 'run/journal-1.sqlite'}"
     ]
     again.journal.close()
-    once_more = started(config, tmp_path / "run", 1)  # they are in the new journal now
+    once_more = started(config, tmp_path / "run", 1)  # the groups are now in the new journal
     assert unnumbered(once_more.source.buffer) == unnumbered(groups)
 
 
@@ -230,7 +230,7 @@ def test_samples_of_no_journal_are_written_whole(config: Config, tmp_path: Path)
     assert state_of(config)["buffer"][0][0]["tokens"] == [9, 100, 101, 102]
     assert "buffer_journal" not in state_of(config)
 
-    again = started(config, tmp_path / "run", 1)  # as a state of an earlier version
+    again = started(config, tmp_path / "run", 1)  # like the state of an earlier version
     assert unnumbered(again.source.buffer) == [group]
     again.source.buffer.append([finish(Sample(index=99, prompt="from nowhere"))])
     again.save(1)

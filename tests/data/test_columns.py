@@ -1,4 +1,4 @@
-"""Columns of samples: packed inside, lists for whoever reads them."""
+"""Sample columns: stored as packed arrays, read as lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ columns = st.none() | whole | floats | mixed | st.just((1, 2))
 
 
 def exactly(value: Any) -> str:
-    """Values with their types: 1, 1.0 and True differ, so do -0.0 and 0.0, and NaN is itself."""
+    """Represent a value with its types: 1, 1.0 and True differ, 0.0 and -0.0 differ, NaN equals NaN."""
     return repr(value)
 
 
@@ -93,10 +93,10 @@ def test_a_packed_column_is_looked_at_once_in_its_life() -> None:
     assert (tokens.low, tokens.high, tokens.total) == (7, 5009, None)
     assert (mask.low, mask.high, mask.total, log_probs.is_finite) == (0, 1, 4, True)
     assert sample.effective_response_length == 4
-    tokens.high = 6000  # what it is taken for, although the array says otherwise
+    tokens.high = 6000  # the cached value now differs from the array
     with pytest.raises(BadSample, match="tokens has 6000"):
         check_sample(sample, Bounds(vocab_size=6000))
-    sample.tokens[0] = 6001  # another column
+    sample.tokens[0] = 6001  # becomes a new column
     with pytest.raises(BadSample, match="tokens has 6001"):
         check_sample(sample, Bounds(vocab_size=6000))
 
@@ -235,7 +235,7 @@ def test_a_finished_sample_takes_at_most_twelve_bytes_a_token() -> None:
         for _ in range(20):
             sample.append_response_tokens(tokens=list(range(10_000, 10_700)), log_probs=[-0.25] * 700)
             sample.append_response_tokens(tokens=list(range(10_000, 10_300)), trainable=False)
-        assert len(sample.tokens) == 20_001  # a reward function reads
+        assert len(sample.tokens) == 20_001  # as a reward function reads it
         sample.compact()
         return sample
 

@@ -38,7 +38,7 @@ def states(journal: Journal) -> list[str]:
 
 # values
 
-texts = st.text(st.characters(exclude_categories=()), max_size=20)  # half surrogate pairs and NUL included
+texts = st.text(st.characters(exclude_categories=()), max_size=20)  # includes lone surrogates and NUL
 numbers = st.floats(allow_nan=False) | st.floats(width=32, allow_nan=False) | st.integers()
 arrays = st.builds(
     lambda kind, shape, fill: np.full(shape, fill).astype(kind),
@@ -88,7 +88,7 @@ samples = st.builds(
 
 
 def types(value: Any) -> Any:
-    """The types of a value and of all in it: 1 == 1.0 == True, and a tuple read as a list would go unnoticed in ==."""
+    """Nested types of a value, because `==` does not distinguish 1, 1.0 and True."""
     if isinstance(value, dict):
         return {key: types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -121,7 +121,7 @@ def test_arrays_keep_type_and_shape_wherever_they_stand(array: np.ndarray, key: 
     back = codec.unpack(codec.pack({key: [array, (array, scalar)], b"k": scalar}, "x"))
     for found in (back[key][0], back[key][1][0]):
         assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
-        found.fill(0)  # what is read back can be changed
+        found.fill(0)  # decoded arrays are writable
     assert back[b"k"] == scalar
     assert types(back[key][1][1]) == types(scalar)
 
@@ -194,7 +194,7 @@ def test_nan_rewards_and_rewards_of_several_numbers(tmp_path: Path) -> None:
     assert rows(journal, "SELECT reward FROM samples ORDER BY id") == [(None,), (2.0,), (3.0,)]
 
 
-# the life of a group
+# group states
 
 
 def test_the_states_of_a_group(tmp_path: Path) -> None:
@@ -269,10 +269,10 @@ def test_a_fan_out_takes_the_place_of_its_sample_and_can_be_undone(tmp_path: Pat
     assert leaves[0].journal_id == first
     assert len({leaf.journal_id for leaf in leaves}) == 3
     ids = [leaf.journal_id for leaf in leaves]
-    journal.produced(snapshot[0], leaves[:2])  # again, and one fewer
+    journal.produced(snapshot[0], leaves[:2])  # recorded again with one leaf fewer
     assert [leaf.journal_id for leaf in leaves[:2]] == ids[:2]
     assert rows(journal, "SELECT COUNT(*) FROM samples") == [(3,)]
-    journal.put_back([snapshot])  # the prompts as they took off
+    journal.put_back([snapshot])  # the prompts as dispatched
     assert rows(journal, "SELECT id, member, leaf, status FROM samples ORDER BY id") == [
         (sample.journal_id, place, None, "pending") for place, sample in enumerate(snapshot)
     ]
@@ -280,7 +280,7 @@ def test_a_fan_out_takes_the_place_of_its_sample_and_can_be_undone(tmp_path: Pat
 
 
 def test_a_batch_is_what_the_rollout_function_made_of_its_groups(tmp_path: Path) -> None:
-    """Members left out, groups merged and split, samples doubled and changed, bare samples."""
+    """Covers omitted members, merged and split groups, duplicated and changed samples, and bare samples."""
     journal = open_journal(tmp_path)
     a, b, c, d = (finished(journal, number) for number in range(4))
     a[0].reward = 5.0
@@ -288,7 +288,7 @@ def test_a_batch_is_what_the_rollout_function_made_of_its_groups(tmp_path: Path)
     batch = [[a[0]], [b[0], c[0]], [c[1]], d[0], [twin, d[1]]]
     journal.assign(0, batch, {"rollout/x": 0.1})
     assert journal.batch(0) == (batch, {"rollout/x": 0.1})
-    assert len(rows(journal, "SELECT id FROM samples")) == 7  # without the second ones of a and b
+    assert len(rows(journal, "SELECT id FROM samples")) == 7  # without the second members of a and b
     assert set(states(journal)) == {"assigned"}
     again = [[b[0]]]
     journal.assign(0, again, {})
@@ -337,7 +337,7 @@ def test_threads_share_one_journal(tmp_path: Path) -> None:
     assert len(whole) == 80
 
 
-# growth
+# file size
 
 
 def run_rollouts(journal: Journal, count: int, tokens: int = 200) -> list[int]:
@@ -376,7 +376,7 @@ def test_a_file_that_was_large_shrinks(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_become_whole_after_later_rollouts_were_trained_on(tmp_path: Path) -> None:
-    """As with --async-save: what came after it is trained on again from there, and once."""
+    """As with --async-save: a restart replays the rollouts after the checkpoint."""
     journal = open_journal(tmp_path)
     for rollout in range(3):
         journal.assign(rollout, [finished(journal, rollout)], {})
@@ -416,7 +416,7 @@ def test_no_query_of_the_recording_scans_a_table(tmp_path: Path) -> None:
             assert not any(step.startswith("SCAN") for step in plan), (query, plan)
 
 
-# files that are not this journal
+# files that are not the journal of this run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -459,7 +459,7 @@ def test_a_journal_of_another_run_without_samples_is_begun_anew(tmp_path: Path) 
 
 
 def test_a_live_journal_of_another_run_is_refused(tmp_path: Path) -> None:
-    """As a killed process leaves it: with a write-ahead log."""
+    """A killed process leaves a journal with a write-ahead log."""
     journal = open_journal(tmp_path)
     finished(journal, 0)
     assert (tmp_path / "journal.sqlite-wal").stat().st_size
@@ -568,7 +568,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(program: str, folder: Path) -> tuple[int, str]:
-    """Run a process that writes until nothing more fits; how many groups it recorded, and what it was told."""
+    """Run a process that writes until a write fails; return its number of recorded groups and its error message."""
     done = subprocess.run(
         [sys.executable, "-c", f"{FILL}\n{program}\nfill(Path({str(folder)!r}))"],
         capture_output=True,

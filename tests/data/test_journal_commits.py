@@ -1,4 +1,4 @@
-"""Writes beside the event loop, rows that are bad already, and what is durable when."""
+"""Journal writes in a background thread, unusable rows, and the order in which data becomes durable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.journal_samples import finish, finished, open_journal, prompts
 
 
 class Transactions:
-    """Which thread made how many transactions; they can be kept waiting."""
+    """Records the thread of each transaction and can block transactions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[str] = []
@@ -41,7 +41,7 @@ class Transactions:
 
 
 def seen(journal: Journal) -> list[tuple[Any, ...]]:
-    """What somebody else finds in the file."""
+    """Return the rows that another connection reads from the file."""
     with closing(sqlite3.connect(journal.path)) as connection:
         return connection.execute("SELECT sample_index, status FROM samples ORDER BY id").fetchall()
 
@@ -62,7 +62,7 @@ def test_samples_are_written_by_a_thread_many_in_one_transaction(
             await asyncio.sleep(0.001)
         others = [asyncio.ensure_future(journal.record(one, finish(one))) for one in samples[1:]]
         await asyncio.sleep(0)
-        assert not first.done()  # and the loop went on
+        assert not first.done()  # the event loop was not blocked
         made.go_on.set()
         await first
         assert (samples[0].index, "completed") in seen(journal)
@@ -115,7 +115,7 @@ def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
         commits = Commits(journal._database)
         writes = [commits.write(lambda after=after: lambda connection: after) for after in (raising, None)]
         both = await asyncio.gather(*writes, return_exceptions=True)
-        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 240)  # the thread goes on
+        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 240)  # the thread continues
         commits.close()
         return both
 
@@ -125,7 +125,7 @@ def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
 
 
 def test_what_comes_later_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is put back while a write of it waits is what it was when it was put back."""
+    """A group that is put back while one of its writes waits keeps the state with which it was put back."""
     journal = open_journal(tmp_path)
     group = prompts(0, 1)
     journal.hand_out([group], None)
@@ -144,11 +144,11 @@ def test_what_comes_later_is_written_later(tmp_path: Path, monkeypatch: pytest.M
     assert seen(journal) == [(0, "pending")]
 
 
-# rows that are bad already
+# unusable rows
 
 
 def spoil(journal: Journal, index: int, how: str) -> None:
-    """What an earlier version wrote without looking, or what happened to the file since."""
+    """Damage a row like an earlier version without validation (`mask`) or a corrupt file (`bytes`)."""
     with closing(sqlite3.connect(journal.path)) as connection:
         (row_id,) = connection.execute("SELECT id FROM samples WHERE sample_index = ?", (index,)).fetchone()
         if how == "mask":
@@ -189,7 +189,7 @@ def test_a_bad_row_of_a_batch_is_a_failure_of_that_sample(tmp_path: Path, how: s
     assert bad.failure is not None
     assert bad.failure.startswith(f"journal: {cause}")
     again.close()
-    assert open_journal(tmp_path).recover(0).unusable != []  # it failed for good, and is still told
+    assert open_journal(tmp_path).recover(0).unusable != []  # it stays failed and is reported again
 
 
 def test_a_batch_with_nothing_left_is_made_anew(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_bad_row_that_waits_is_sampled_anew(tmp_path: Path, caplog: pytest.Log
     assert (served[0][0].prompt, served[0][0].group_index) == ("question 0", 0)
 
 
-# what is durable when
+# durability order
 
 
 def test_the_journal_is_durable_before_the_checkpoint_that_relies_on_it(

@@ -1,4 +1,4 @@
-"""Rows that hold what their samples are already are not written again; whatever has changed is."""
+"""The journal does not rewrite rows of unchanged samples and writes every changed sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def landed(journal: Journal, arena: SharedArena, number: int = 0) -> list[Any]:
-    """A group as it is when a batch takes it: recorded by the journal's thread, its columns in shared memory."""
+    """Create a group ready for a batch: recorded by the journal's thread, with its columns in shared memory."""
     group = prompts(number)
     journal.hand_out([group], {"offset": number + 1})
     for sample in group:
@@ -66,7 +66,7 @@ def test_landed_samples_are_not_written_again(
     journal: Journal, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [landed(journal, arena, number) for number in range(3)]
-    groups.append(finished(journal, 3))  # with columns that nobody has packed anew
+    groups.append(finished(journal, 3))  # with columns that were not packed again
     encoded: list[Sample] = []
     monkeypatch.setattr(RowCodec, "columns", lambda self, sample: encoded.append(sample))
     with statements(journal) as seen:
@@ -164,7 +164,7 @@ def test_what_changed_since_it_landed_is_written(
 def test_a_change_that_is_taken_back_is_none(journal: Journal, arena: SharedArena) -> None:
     group = landed(journal, arena)
     group[0].tokens[0] = 4
-    group[0].tokens[0] = 9  # a list by now, of the same numbers
+    group[0].tokens[0] = 9  # now a list with the same numbers
     group[0].response = "".join(["a", "bc"])
     with statements(journal) as seen:
         journal.assign(0, [group], {})
@@ -188,7 +188,7 @@ def test_fan_outs_and_groups_of_another_composition_move_without_being_written(
     batch = [[parts, fanned[1]], [b[1], a[0]], [a[1]], [c[0], c[1], twin]]
     with statements(journal) as seen:
         journal.assign(0, batch, {})
-    # b[1] is the first of its group now, a[0] and a[1] the second and first of others; b[0] is left out; one is doubled
+    # b[1] is now first in its group, a[0] second and a[1] first in others; b[0] is omitted; one is duplicated
     assert sorted(seen) == ["DELETE", "INSERT", "UPDATE", "UPDATE", "UPDATE"]
     assert journal.batch(0) == (batch, {})
     ids = [leaf.sample.journal_id for group in batch for leaf in flattened(group)]
@@ -221,7 +221,7 @@ def test_what_was_put_back_and_handed_out_again_is_written_when_it_goes_on(journ
     before = copy.deepcopy(group)
     journal.progressed(finish(group[0], None, version="1"))
     with statements(journal) as seen:
-        journal.put_back([before])  # as it was before it went on: what its row held by then is there no more
+        journal.put_back([before])  # the content before the progress: its row holds newer content
     assert seen == ["INSERT"]
     assert journal.samples([before[0].journal_id]) == {before[0].journal_id: before[0]}
     journal.produced(group[0], finish(group[0], version="2"))

@@ -1,4 +1,4 @@
-"""What stays in the journal to be looked at: the last rollouts and evaluations, within their bytes."""
+"""Journal retention: the last rollouts and evaluations stay for inspection, within a byte limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = 10**9
 
 
 class Endless:
-    """A data source of the user."""
+    """A user-defined data source."""
 
     def __init__(self) -> None:
         self.handed_out = 0
@@ -47,7 +47,7 @@ def train(journal: Journal, rollout: int, groups: int = 3) -> None:
 
 
 def kept(journal: Journal) -> list[tuple[int, int]]:
-    """Rollouts with their number of samples."""
+    """Return the kept rollouts with their number of samples."""
     return rows(journal, "SELECT rollout_id, COUNT(*) FROM trajectories GROUP BY rollout_id ORDER BY rollout_id")
 
 
@@ -69,9 +69,9 @@ def test_the_last_whole_rollouts_stay_within_the_bytes(tmp_path: Path) -> None:
     assert kept(journal) == [(7, 6), (8, 6)]
     total = rows(journal, "SELECT SUM(LENGTH(payload) + LENGTH(prompt) + LENGTH(response)) FROM samples")[0][0]
     assert rows(journal, "SELECT value + 0, SUM(bytes) FROM meta, kept WHERE key = 'kept_bytes'") == [
-        (total + 12 * 100, total + 12 * 100)  # and the columns beside the texts
+        (total + 12 * 100, total + 12 * 100)  # plus a fixed size per sample for the other columns
     ]
-    assert rows(journal, "SELECT COUNT(*) FROM groups") == [(6,)]  # the dropped one went too
+    assert rows(journal, "SELECT COUNT(*) FROM groups") == [(6,)]  # the dropped group was pruned too
     journal.close()
     journal = open_journal(tmp_path, keep_bytes=0)
     journal.recover(9)
@@ -106,7 +106,7 @@ def test_what_is_not_covered_by_a_checkpoint_is_never_touched(tmp_path: Path) ->
 
 
 def recovered(folder: Path, keep_bytes: int, start: int) -> Recovered:
-    """Three rollouts under a checkpoint, one after it, a group on its way; then a restart."""
+    """Restart after three checkpointed rollouts, one later rollout and one group in flight."""
     journal = open_journal(folder, keep_bytes=keep_bytes)
     journal.recover(0)
     for rollout in range(3):
@@ -131,13 +131,13 @@ def test_a_restart_knows_nothing_of_what_is_kept(tmp_path: Path, start: int) -> 
 def test_a_restart_before_what_is_kept_begins_anew_and_sets_it_aside(tmp_path: Path) -> None:
     found = recovered(tmp_path, EVERYTHING, 2)
     assert (found.fresh, found.batches, found.moved) == (True, [], tmp_path / "journal-1.sqlite")
-    assert found.moved_work  # rollout 3, and a group on its way
+    assert found.moved_work  # rollout 3 and the group in flight
     with closing(sqlite3.connect(tmp_path / "journal-1.sqlite")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM trajectories WHERE state = 'consumed'").fetchone() == (20,)
 
 
 def steps_of_a_checkpoint(journal: Journal, rollout: int) -> int:
-    """Steps of SQLite's machine while a rollout is retired, in tens."""
+    """Count the steps of SQLite's virtual machine during a checkpoint, in tens."""
     counted = 0
 
     def count() -> int:
@@ -177,13 +177,13 @@ def test_evaluations_are_kept_with_step_and_dataset(tmp_path: Path) -> None:
     journal.recover(0)
     for step in (0, 2, 4):
         journal.keep_evaluation(step, {"math": answers(3), "code": answers(1, 0.0)})
-    journal.keep_evaluation(2, {"math": answers(2, 0.5)})  # once more, after a crash
+    journal.keep_evaluation(2, {"math": answers(2, 0.5)})  # repeated after a crash
     assert evaluated(journal) == [
         (0, "code", 1), (0, "math", 3), (2, "math", 2), (4, "code", 1), (4, "math", 3),
     ]  # fmt: skip
     assert rows(journal, "SELECT DISTINCT reward FROM evaluated WHERE step = 2") == [(0.5,)]
     finished(journal, 0)
-    journal.recover(0)  # the weights of steps 2 and 4 are gone
+    journal.recover(0)  # the weights of steps 2 and 4 are lost
     assert evaluated(journal) == [(0, "code", 1), (0, "math", 3)]
     bytes_there = rows(journal, "SELECT SUM(bytes) FROM evaluations")[0][0]
     assert rows(journal, "SELECT value + 0 FROM meta WHERE key = 'evaluation_bytes'") == [(bytes_there,)]
@@ -197,7 +197,7 @@ def test_evaluations_have_their_bytes_too(tmp_path: Path) -> None:
     for step in range(5):
         bounded.keep_evaluation(step, {"math": answers(4)})
     assert evaluated(bounded) == [(3, "math", 4), (4, "math", 4)]
-    bounded.keep_evaluation(5, {"math": answers(50), "code": answers(50)})  # each may have half
+    bounded.keep_evaluation(5, {"math": answers(50), "code": answers(50)})  # each dataset gets half of the limit
     assert evaluated(bounded) == [(5, "code", 4), (5, "math", 4)]
     nothing = open_journal(tmp_path / "none", keep_bytes=0)
     nothing.keep_evaluation(0, {"math": answers(4)})
@@ -236,7 +236,7 @@ def test_samples_of_another_run_that_are_only_looked_at_are_set_aside(
     assert f"the samples of another run are now in {tmp_path / 'journal-1.sqlite'}" in caplog.text
     with closing(sqlite3.connect(tmp_path / "journal-1.sqlite")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM samples").fetchone() == (6,)
-    finished(other, 9)  # work that is not saved yet
+    finished(other, 9)  # unsaved work
     other.close()
     with pytest.raises(UserError, match="is the journal of another run"):
         open_journal(tmp_path)
@@ -311,7 +311,7 @@ def test_a_second_run_in_the_folder_warns_only_of_work_that_it_sets_aside(
             journal.drop(groups[1:])
         else:
             journal.put_back([[finish(sample) for sample in groups[1]]])
-        journal.checkpointed(0)  # there is no --save: the next run begins at 0 again
+        journal.checkpointed(0)  # without --save the next run starts at 0 again
         journal.close()
     (record,) = [record for record in caplog.records if "earlier run" in record.message]
     assert record.levelno == (logging.WARNING if unfinished else logging.INFO)
@@ -324,7 +324,7 @@ def test_opening_a_journal_reads_no_samples(tmp_path: Path) -> None:
     with journal._database.reading() as connection:
         traced: list[str] = []
         connection.set_trace_callback(traced.append)
-        assert content_of(connection) is Content.WORK  # --keep-samples: its batches can be trained on again
+        assert content_of(connection) is Content.WORK  # with --keep-samples its batches can be replayed
         connection.set_trace_callback(None)
         plans = [row[3] for query in traced for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert any("groups_by_state" in plan for plan in plans)

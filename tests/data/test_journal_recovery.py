@@ -1,4 +1,4 @@
-"""What a restart finds: a model of the invariants against the journal, and processes that are killed."""
+"""Journal recovery after a restart: fixed cases, a stateful model of the invariants, and killed processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def indices(groups: list[Any]) -> list[int]:
 
 
 def killed(journal: Journal, folder: Path) -> Path:
-    """The files as a kill of the process would leave them, in a folder of their own."""
+    """Copy the journal files, as a killed process would leave them, into a new folder."""
     copied = Path(tempfile.mkdtemp(dir=folder))
     for file in journal.path.parent.glob("journal.sqlite*"):
         if not file.name.endswith("-shm"):
@@ -45,7 +45,7 @@ def killed(journal: Journal, folder: Path) -> Path:
     return copied
 
 
-# the rules of a restart
+# restart rules
 
 
 def test_batches_from_the_checkpoint_on_are_replayed(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_batches_from_the_checkpoint_on_are_replayed(tmp_path: Path) -> None:
     assert journal.batch(0) is None
     for number in (1, 2):
         assert journal.batch(number) == (batches[number][::-1], {"rollout/number": number})
-    assert journal.recover(3).batches == []  # batch 2 was trained on after all: there is a checkpoint of it
+    assert journal.recover(3).batches == []  # a checkpoint covers batch 2: it was trained on
     assert journal.batch(2) is None
-    assert journal.recover(0).batches == [0, 1, 2]  # nothing is pruned yet: from the beginning
+    assert journal.recover(0).batches == [0, 1, 2]  # nothing is pruned yet: all batches are replayed
     assert journal.batch(0) == (batches[0][::-1], {"rollout/number": 0})
 
 
@@ -93,9 +93,9 @@ def test_a_rollout_that_was_pruned_begins_a_new_journal_and_loses_nothing(tmp_pa
     journal.consumed(0)
     journal.checkpointed(0)
     journal.hand_out([prompts(8)], {"offset": 9})
-    assert journal.recover(0).moved is None  # only prompts were in it
+    assert journal.recover(0).moved is None  # the journal held only prompts
     finished(journal, 9)
-    assert journal.recover(5).moved == tmp_path / "journal-2.sqlite"  # behind the checkpoint
+    assert journal.recover(5).moved == tmp_path / "journal-2.sqlite"  # the journal is behind the checkpoint
     assert sorted(file.name for file in tmp_path.glob("*.sqlite")) == [
         "journal-1.sqlite",
         "journal-2.sqlite",
@@ -106,7 +106,7 @@ def test_a_rollout_that_was_pruned_begins_a_new_journal_and_loses_nothing(tmp_pa
 def test_a_journal_that_begins_at_a_later_rollout(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     assert journal.recover(5).fresh
-    assert journal.recover(5).fresh  # nothing was recorded in between
+    assert journal.recover(5).fresh  # nothing was recorded since
     journal.assign(5, [finished(journal, 0)], {})
     assert journal.recover(5).batches == [5]
     assert journal.recover(6).batches == []
@@ -114,11 +114,11 @@ def test_a_journal_that_begins_at_a_later_rollout(tmp_path: Path) -> None:
     assert journal.recover(4).moved is None
 
 
-# a model of the invariants
+# stateful model of the invariants
 
 
 class Machine(RuleBasedStateMachine):
-    """Groups by number: open ones with the rewards that were recorded, batches, and what was consumed."""
+    """Model state: open groups by number, batches by rollout, consumed rollouts and dropped groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """Go on with the files that a kill would leave, from the last checkpoint."""
+        """Restart from the last checkpoint with the files that a kill would leave."""
         before = {rollout: self.journal.batch(rollout) for rollout in self.batches if rollout not in self.trained}
         folder = killed(self.journal, self.folder)
         self.journal.close()
@@ -249,7 +249,7 @@ class Machine(RuleBasedStateMachine):
             found = {places.pop(number, None) for number in numbers}
             if rollout >= self.start or self.keep_bytes == 10**6:
                 assert found == {state}
-            else:  # pruned, or some of the last ones still there to be looked at
+            else:  # pruned, or among the last ones that are kept for inspection
                 assert found <= ({None, state} if self.keep_bytes else {None})
         for number in self.live:
             state, rollout, consumed = places.pop(number)
@@ -268,7 +268,7 @@ Machine.TestCase.settings = settings(max_examples=examples(25), stateful_step_co
 TestJournalAgainstAModel = Machine.TestCase
 
 
-# processes that are killed
+# killed processes
 
 WRITER = """
 import sys
@@ -320,7 +320,7 @@ def test_kill_9_at_random_moments_loses_and_doubles_nothing(tmp_path: Path) -> N
             cwd=Path(__file__).parents[2],
         )
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(rng.randint(1, 100))]  # it is under way
+        lines = [process.stdout.readline() for _ in range(rng.randint(1, 100))]  # the writer is running
         time.sleep(rng.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
@@ -379,9 +379,9 @@ def test_a_source_goes_on_where_the_journal_says(tmp_path: Path, config: Config)
     assert source.get_buffer_length() == 1
     source.journal.produced(first[1][0], finish(first[1][0], None, tokens=2))
     first[3][1].tokens = [9]
-    first[3][1].append_response_tokens(tokens=[5], log_probs=[-1.0])  # no engine call of it has ended
+    first[3][1].append_response_tokens(tokens=[5], log_probs=[-1.0])  # no engine call of this sample has finished
     source.journal.progressed(first[3][1])
-    source.journal.close()  # and nothing was saved
+    source.journal.close()  # no checkpoint was saved
 
     again = JournaledSource(RolloutDataSourceWithBuffer(config), open_journal(tmp_path))
     assert again.resume(0) == [0]
@@ -429,7 +429,7 @@ def test_a_source_without_a_buffer_still_gets_its_groups_back(tmp_path: Path, co
 
 
 class Counting(RolloutDataSourceWithBuffer):
-    """A subclass that keeps more in its state."""
+    """A subclass with an extra field in its state."""
 
     def __init__(self, args: Config) -> None:
         super().__init__(args)
@@ -462,7 +462,7 @@ def test_a_subclass_with_more_state_gets_it_back(tmp_path: Path, config: Config)
 
 
 class Naturals:
-    """A source of the user: the least that works."""
+    """A user-defined source with the minimal interface."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -474,7 +474,7 @@ class Naturals:
 
 
 class SavedNaturals(Naturals):
-    """One that saves where it is, as sources of the original do, with a buffer of its own."""
+    """A source with its own buffer that saves its position in `save` and `load`, like upstream's sources."""
 
     saved: dict[int, Any]
 
@@ -525,7 +525,7 @@ def test_sources_of_the_user_hand_out_nothing_twice(
     source.journal.consumed(0)
     source.add_samples(first[1:2])
     source.save(0)
-    second = source.get_samples(3)  # one of them again
+    second = source.get_samples(3)  # the first one was put back
     assert [group[0].prompt for group in second] == ["1", "3", "4"]
     if start:
         source.journal.checkpointed(0)

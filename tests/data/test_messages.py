@@ -1,4 +1,4 @@
-"""Contents that are lists of parts, and labels that are chat messages: texts, or refused at their row."""
+"""Message contents given as parts and labels given as chat messages: converted to text or rejected with their row."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_labels_to_train_on_are_texts_or_checked_messages(
 def test_labels_to_compare_with_are_texts(write_jsonl: Callable[..., str], label: Any, expected: Any) -> None:
     path = write_jsonl([{"input": "2+2=", "label": label}])
     assert PromptDataset(path, label_key="label", label_use="answer")[0].label == expected
-    assert PromptDataset(path, label_key="label")[0].label == label  # a user's function gets what the file holds
+    assert PromptDataset(path, label_key="label")[0].label == label  # a user function gets the label unchanged
 
 
 @pytest.mark.parametrize("use", ["answer", "target"])

@@ -1,4 +1,4 @@
-"""Mixtures of datasets: shares that hold after every prompt, epochs of each dataset, positions that go on exactly."""
+"""Dataset mixtures: shares that hold after every prompt, epochs per dataset, and exact resumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make_args(write_jsonl: Callable[..., str], model_folder: Path, tmp_path: Path) -> Make:
-    """The `args` of a source over three datasets; `more` are entries of single datasets."""
+    """Build the `args` of a source over three datasets; `more` adds entries to single datasets."""
 
     def make(
         *,
@@ -120,7 +120,7 @@ def test_datasets_of_one_length_are_not_shuffled_alike(make_args: Make) -> None:
 
 
 def test_long_prompts_do_not_count_towards_a_share(make_args: Make) -> None:
-    """`copy` has only its shortest prompts left: it gives its share of them all the same."""
+    """`copy` keeps only its shortest prompts and still provides its full share."""
     whole, streamed = (
         RolloutDataSource(
             make_args(sizes={"copy": 12, "add": 7}, more={"copy": {"max_prompt_len": 6}}, streaming_data=streaming)
@@ -132,7 +132,7 @@ def test_long_prompts_do_not_count_towards_a_share(make_args: Make) -> None:
     assert {group[0].prompt for group in whole if group[0].task == "copy"} == {f"copy {i}" for i in range(10)}
 
 
-# what a prompt knows
+# settings of a prompt
 
 
 def test_a_prompt_has_the_reward_and_the_functions_of_its_dataset(make_args: Make) -> None:
@@ -162,7 +162,7 @@ def test_labels_are_checked_by_each_datasets_own_judge(make_args: Make, write_js
         RolloutDataSource(make_args(more=typed, custom_rm_path="m.f"))
 
 
-# going on
+# resumption
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 33])
@@ -213,7 +213,7 @@ def test_a_position_in_other_data_is_refused(make_args: Make, model_folder: Path
 
 
 def test_the_journal_goes_on_after_a_crash_whatever_was_under_way(make_args: Make, tmp_path: Path) -> None:
-    """Groups in a batch, dropped, put back and under way: nothing is lost, given twice, or in another share."""
+    """With groups assigned, dropped, put back and in flight, no prompt is lost or repeated and the shares hold."""
     args = make_args(rollout_shuffle=True)
     undisturbed = RolloutDataSource(args).get_samples(40)
 
@@ -230,7 +230,7 @@ def test_the_journal_goes_on_after_a_crash_whatever_was_under_way(make_args: Mak
     source.assign(0, groups[:4], {})
     source.drop([groups[5]])
     source.add_samples([groups[6], groups[7]])
-    source.journal.close()  # as a kill leaves it: 4, 8 and 9 are under way
+    source.journal.close()  # as after a kill: 4, 8 and 9 are in flight
 
     source = begin(0)
     assert source.batch(0) is not None

@@ -1,4 +1,4 @@
-"""Data sources that learn from finished groups: each group is seen once, whatever crashes between."""
+"""Data sources that learn from finished groups: each group is observed once, also after crashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.data.journal_samples import finish, open_journal
 
 
 class Numbers:
-    """Hands out numbers, and remembers what it saw."""
+    """Hands out numbers and records the observed groups."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -34,7 +34,7 @@ class Numbers:
 
 
 class Adaptive(Numbers):
-    """Has a state."""
+    """Has `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next, "seen": self.seen}
@@ -44,7 +44,7 @@ class Adaptive(Numbers):
 
 
 class Saving(Numbers):
-    """Upstream's way: only `save` and `load`, at checkpoints."""
+    """Has only `save` and `load` at checkpoints, like upstream's sources."""
 
     def __init__(self, files: dict[int, tuple[int, list[Any]]]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def args(tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def live(tmp_path: Path, args: Namespace) -> Callable[..., tuple[Any, JournaledSource]]:
-    """A source as a new process has it, resumed at `start`."""
+    """Create a source as a new process does, resumed at `start`."""
 
     def begin(start: int, inner: Any = None) -> tuple[Any, JournaledSource]:
         inner = inner or Adaptive()
@@ -79,7 +79,7 @@ def live(tmp_path: Path, args: Namespace) -> Callable[..., tuple[Any, JournaledS
 
 
 def roll_out(source: JournaledSource, count: int, reward: float = 1.0) -> list[Any]:
-    """Groups handed out and finished, in no batch yet."""
+    """Hand out and finish groups without assigning them to a batch."""
     groups = source.get_samples(count)
     for group in groups:
         for sample in group:
@@ -140,16 +140,16 @@ def test_a_crash_before_the_batch_loses_no_observation_and_one_after_it_repeats_
     _, source = live(0)
     kept, dropped = roll_out(source, 2)
     source.drop([dropped])
-    source.journal.close()  # killed before the batch was whole
+    source.journal.close()  # killed before the batch was complete
 
     inner, source = live(0)
     assert (inner.seen, inner.next) == ([], 2)
-    kept, dropped = roll_out(source, 2)  # both come back as they were
+    kept, dropped = roll_out(source, 2)  # both are recovered unchanged
     assert [kept[0].reward, dropped[0].prompt] == [1.0, "1"]
     source.drop([dropped])
     source.assign(0, [kept], {})
     source.get_samples(1)
-    source.journal.close()  # killed in training on it
+    source.journal.close()  # killed while training on the batch
 
     again, source = live(0)
     assert source.batch(0) is not None
@@ -171,12 +171,12 @@ def test_a_source_that_only_saves_observes_again_what_it_saw_after_the_checkpoin
     assert inner.seen == [[0, "0", 0.0, 0.0]]
     for rollout_id in (1, 2):
         assert source.batch(rollout_id) is not None
-        assert source.batch(rollout_id) is not None  # asked for twice, seen once
+        assert source.batch(rollout_id) is not None  # requested twice, observed once
     assert inner.seen == [[0, "0", 0.0, 0.0], [1, "1", 1.0, 1.0], [2, "2", 2.0, 2.0]]
 
 
 def test_what_a_save_knew_already_is_not_observed_again(live: Any) -> None:
-    """A rollout made ahead was seen before the checkpoint of the one before it was saved."""
+    """A rollout generated ahead was observed before the checkpoint of the previous rollout was saved."""
     files: dict[int, Any] = {}
     _, source = live(0, Saving(files))
     for rollout_id in range(2):

@@ -219,7 +219,7 @@ LENGTHS = [3, 9, 5, 12, 8, 1]
 
 
 def length_rows() -> list[dict[str, Any]]:
-    # 'é' has two bytes, so these are counted by the tokenizer and not guessed from their characters.
+    # 'é' has two bytes, so the length must come from the tokenizer, not from the number of characters.
     return [{"input": "é" * (length // 2) + "x" * (length % 2), "id": length} for length in LENGTHS]
 
 

@@ -1,5 +1,5 @@
-"""Data sets as they are published are read as they are: labels inside objects, labels with their working, questions that
-do not say how to answer."""
+"""Published datasets are read without conversion: labels inside objects, labels with worked solutions, and questions
+without answer instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers of an engine chose: read from its answers, kept narrow, checked before it is trained with."""
+"""Routed experts: read from engine responses, stored in narrow dtypes, and checked before training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rows_are_needed_as_far_as_tokens_are_trained_on() -> None:
     check_sample(sample(rows(5)), BOUNDS)
     assert "must have 5 rows for 6 tokens, not 4" in refusal(rows(4))
     assert "must have 5 rows for 6 tokens, not 6" in refusal(rows(6))
-    check_sample(sample(rows(3), loss_mask=[1, 1, 0, 0]), BOUNDS)  # a tool had the last word
+    check_sample(sample(rows(3), loss_mask=[1, 1, 0, 0]), BOUNDS)  # the response ends with tool tokens
     assert "not 2" in refusal(rows(2), loss_mask=[1, 1, 0, 0])
     assert 'need "return_routed_experts": true' in refusal(None)
     for harmless in (
@@ -64,7 +64,7 @@ def test_what_no_router_of_the_model_chose_is_named() -> None:
     assert "array of whole numbers" in refusal(rows(5)[:, 1])
     assert "array of whole numbers" in refusal([[[1, 2]]])
     one_each = RoutedModel(num_layers=1, moe_layers=(0,), num_experts=8, topk=1)
-    check_sample(sample(np.zeros((5, 1, 1), np.uint8)), Bounds(routed=one_each))  # expert 0 is a choice
+    check_sample(sample(np.zeros((5, 1, 1), np.uint8)), Bounds(routed=one_each))  # expert 0 is a valid choice
 
 
 def test_ids_take_one_byte_where_they_fit() -> None:

@@ -1,4 +1,4 @@
-"""Deep copies of samples: equal to what they are copies of, and out of each other's reach."""
+"""Deep copies of samples: equal to the original, with no shared mutable state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _full() -> Sample:
 
 
 def _containers(value: Any) -> list[int]:
-    """The ids of all that can be written into."""
+    """Ids of all mutable objects in a value."""
     if isinstance(value, dict):
         return [id(value), *(one for item in value.values() for one in _containers(item))]
     if isinstance(value, list):
@@ -32,7 +32,7 @@ def _containers(value: Any) -> list[int]:
 
 def test_a_deep_copy_equals_its_original_and_shares_nothing_that_can_change() -> None:
     sample = _full()
-    _ = sample.tokens, sample.rollout_log_probs  # as lists, too
+    _ = sample.tokens, sample.rollout_log_probs  # read as lists as well
     twin = copy.deepcopy(sample)
     assert twin == sample
     assert vars(twin).keys() == vars(sample).keys()

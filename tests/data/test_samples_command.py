@@ -32,13 +32,13 @@ def run(*words: str | os.PathLike[str], width: int = 160, terminal: bool = False
 
 
 def shown(output: str) -> list[str]:
-    """The first cell of each line of the table."""
+    """Return the first cell of each line of the table."""
     return [line.split()[0] for line in output.splitlines()[1:-1]]
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
-    """Groups 0 and 1 trained on, 2 in a batch, 3 finished, 4 cut off, 5 dropped, 6 handed out; still open."""
+    """Open journal: groups 0 and 1 consumed, 2 assigned, 3 finished, 4 partial, 5 dropped, 6 pending."""
     journal = open_journal(tmp_path, keep=True)
     groups = [finished(journal, number) for number in range(4)]
     journal.assign(0, groups[:2], {})
@@ -74,7 +74,7 @@ def test_the_list_and_its_totals_while_the_run_is_going(journal: Journal) -> Non
     assert truncated.split()[:7] == ["4", "2", "assigned", "1", "truncated", "3", "3..5"]
     assert "[bold]several words[/bold] xxx" in truncated
     assert run(journal.path) == output
-    journal.consumed(1)  # the run goes on
+    journal.consumed(1)  # the run continues
     assert "6 consumed" in run(journal.path)
     assert before.keys() == {file.name for file in journal.path.parent.iterdir() if "-shm" not in file.name}
 
@@ -271,7 +271,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
     wide = "index group state rollout status reward tokens weights label prompt response"
     assert " ".join(header.split()) == (wide if width == 200 else narrow)
     assert "100..120" in first
-    assert "what is 1" in first  # and nothing of the introduction
+    assert "what is 1" in first  # without the system prompt
     assert "what is 2" in second
     assert "xxx" in first
     assert "calculator" not in output
@@ -285,7 +285,7 @@ def test_short_texts_are_whole_and_the_rest_of_the_width_is_theirs(tmp_path: Pat
     assert lines[1].split()[-2:] == ["ping", "y" * 40]
     assert lines[2].split()[-2:] == ["pong", "short"]
     assert lines[0].split()[0] == "#"
-    assert run(journal.path, width=125).split()[0] == "index"  # headings have room beside the whole texts
+    assert run(journal.path, width=125).split()[0] == "index"  # long headings fit next to the whole texts
 
 
 @pytest.mark.parametrize(
@@ -379,12 +379,12 @@ def test_a_journal_without_evaluations_says_so(journal: Journal) -> None:
     assert run(journal.path, "0", "--eval") == "0 of 0 shown; evaluations in the journal: none\n"
 
 
-# one sample whole
+# one sample in full
 
 
 @pytest.fixture
 def conversation(tmp_path: Path, model_folder: Path) -> Path:
-    """A run folder with one sample of two turns with a tool between them, a masked beginning, and a special token."""
+    """A run folder with one sample: two turns with a tool result in between, a masked start and a special token."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(model_folder / "tokenizer.json"))

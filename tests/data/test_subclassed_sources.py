@@ -1,4 +1,4 @@
-"""Data sources and datasets the way slime plugins build on them: from a plain namespace, by subclassing, by hand."""
+"""Data sources and datasets as slime plugins use them: from a plain namespace, by subclassing, or directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = [{"input": f"question {number}", "label": str((number * 5) % 7)} for numb
 
 @pytest.fixture
 def args(write_jsonl: Callable[..., str], model_folder: Path, tmp_path: Path) -> Namespace:
-    """What somebody writes in a notebook."""
+    """Arguments as written in a notebook."""
     return Namespace(
         hf_checkpoint=str(model_folder),
         prompt_data=write_jsonl(ROWS),

@@ -1,4 +1,4 @@
-"""The timeline of a dump: where the bars are, and that a trace is only ever text on the page."""
+"""Timeline of a dump: positions of the bars, and escaping of trace content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRACE = {
 
 
 def places(page: str) -> dict[str, tuple[float, float]]:
-    """Name of a bar -> its left side and width in per cent."""
+    """Map each bar name to its left edge and width in percent."""
     found = re.findall(r'class="bar[^"]*" style="left:([\d.]+)%;top:\d+px;width:([\d.]+)%[^>]*>([^<]*)<', page)
     return {name: (float(left), float(width)) for left, width, name in found}
 

@@ -1,4 +1,4 @@
-"""Traces of samples: their format, what nests in what, and that nothing they do reaches a sample."""
+"""Sample traces: event format, span nesting, merging, and tracing failures that leave the sample unchanged."""
 
 from __future__ import annotations
 

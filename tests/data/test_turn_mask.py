@@ -1,4 +1,4 @@
-"""What the assistant wrote, found in the renderings of five families of chat templates."""
+"""Loss masks of assistant turns in the renderings of several chat template families."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOS = {"llama3": "<|begin_of_text|>", "deepseek_r1": "<｜begin▁of▁sentence�
 
 
 def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, `\\n\\n` as one token, the family's special tokens and its template."""
+    """Create a byte tokenizer with `\\n\\n` as one token, the family's special tokens and its chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
@@ -77,7 +77,7 @@ THINKING = [
 
 
 def trained(family: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
-    """The texts under the mask; the tokens must be those of one rendering."""
+    """Return the texts under the mask; check that the tokens are those of one rendering."""
     tokenizer = tokenizer_for(family)
     masked = mask_turns(tokenizer, messages, **options)
     kwargs = {**options.get("template_kwargs", {}), "tools": options.get("tools")}
@@ -93,7 +93,7 @@ def trained(family: str, messages: list[dict[str, Any]], **options: Any) -> list
     [
         ("qwen2_5", ["2, of course<|im_end|>", "<b>4</b>\n<|im_end|>"]),
         ("qwen3", ["2, of course<|im_end|>", "<think>\n\n</think>\n\n<b>4</b>\n<|im_end|>"]),
-        ("glm4", ["\n2, of course", "\n<b>4</b>\n"]),  # the model itself writes the line break after <|assistant|>
+        ("glm4", ["\n2, of course", "\n<b>4</b>\n"]),  # the model generates the line break after <|assistant|>
         ("llama3", ["2, of course<|eot_id|>", "<b>4</b><|eot_id|>"]),
         ("deepseek_r1", ["2, of course<｜end▁of▁sentence｜>", "<b>4</b>\n<｜end▁of▁sentence｜>"]),
         ("marked", ["2, of course<|im_end|>", "<b>4</b>\n<|im_end|>"]),
@@ -190,7 +190,7 @@ def test_a_first_turn_of_the_assistant_and_turns_in_a_row() -> None:
 
 
 JOINED = [message("user", "q"), message("assistant", "\n\nx")]
-"""The line break of the header and the first one of the content are one token."""
+"""The line break of the header and the first one of the content form one token."""
 
 
 def test_a_token_that_joins_header_and_content_is_not_trained() -> None:
@@ -204,7 +204,7 @@ def test_a_tool_call_is_found_where_the_template_shows_no_content_beside_it() ->
         "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    masked = mask_turns(tokenizer, WITH_TOOL)  # no rendering is a prefix of another: each begins with its length
+    masked = mask_turns(tokenizer, WITH_TOOL)  # no rendering is a prefix of another: each starts with its message count
     texts = MultiTurnLossMaskGenerator(tokenizer).get_text_from_loss_mask(masked.token_ids, masked.loss_mask)
     assert texts == ["2<|im_end|>", "add<|im_end|>", "It is 7<|im_end|>"]
 
@@ -220,7 +220,7 @@ def test_templates_that_hide_or_refuse_turns_are_named() -> None:
 
 
 class Slow:
-    """A tokenizer without offsets, around one that has them."""
+    """Wraps a fast tokenizer and hides its offsets."""
 
     is_fast = False
 

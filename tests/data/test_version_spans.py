@@ -1,4 +1,4 @@
-"""Runs of weight versions over a response: they always cover it, and the oldest one that is trained on is found."""
+"""Weight version spans of a response: they always cover it and give the oldest version trained on."""
 
 from __future__ import annotations
 

@@ -187,9 +187,9 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
     assert_same(weights(core), base)
     core.resume()
     assert core.stale is None  # a sender that is gone now has changed nothing
-    with pytest.raises(Conflict, match="bucket 2 of 3 came in the place of 3"):
+    with pytest.raises(Conflict, match="bucket 2 of 3 arrived instead of bucket 3"):
         arrive(bucket(2, names[6:]))
-    with pytest.raises(BadRequest, match=r"and \(\d+, \d+\) is what fits this model"):
+    with pytest.raises(BadRequest, match=r"but this model needs \(\d+, \d+\)"):
         arrive(bucket(3, names[6:], adapter=AdapterFacts(2, 1.0)))
     arrive(bucket(3, names[6:]))
     assert core.weight_version == "1"

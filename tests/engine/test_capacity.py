@@ -47,5 +47,5 @@ def test_what_steps_need_is_left_whatever_share_was_asked_for(free: int) -> None
 
 
 def test_a_gpu_without_room_is_refused_with_what_to_do(free: int) -> None:
-    with pytest.raises(UserError, match=r"no memory is left for the KV cache in addition to .* lower --chunked-prefill-size"):
+    with pytest.raises(UserError, match=r"is left for the KV cache in addition to .* lower --chunked-prefill-size"):
         affordable_slots(runner(), options("--chunked-prefill-size", "4000000"), SMALL, 10**9)

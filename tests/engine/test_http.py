@@ -315,12 +315,12 @@ def test_openai_dialect(engine: EngineProcess) -> None:
         ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "'regex', which may change what is sampled"),
         ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),
         ({"input_ids": [1], "session_params": {"id": "x"}}, "session_params is not supported"),
-        ({"input_ids": [1], "return_routed_experts": True}, "this model has no experts that the engine could name"),
+        ({"input_ids": [1], "return_routed_experts": True}, "this model has no routed experts"),
         ({"input_ids": [1], "routed_experts_start_len": -1}, "routed_experts_start_len must be between"),
         ({"input_ids": [[1], [2]], "lora_path": [None, "a"]}, "lora_path is not supported"),
         ({"input_ids": [1], "image_data": "x"}, "image_data is not supported"),
         ({"input_ids": [1], "rid": 7}, "rid must be a string"),
-        ({"input_ids": [1], "logprob_start_len": 4, "return_logprob": True}, "lies behind the prompt"),
+        ({"input_ids": [1], "logprob_start_len": 4, "return_logprob": True}, "is after the prompt"),
     ],
 )
 def test_malformed_requests_get_400_and_a_reason(engine: EngineProcess, body: Any, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Instruction following: every instruction of IFEval, the metadata it comes in, and those of IFBench."""
+"""Instruction-following rewards: every IFEval instruction, the metadata formats, and IFBench instructions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_all_instructions_must_be_followed_and_an_empty_response_follows_none() 
 
 
 def test_metadata_as_files_hold_it() -> None:
-    """Parquet fills absent arguments with null; JSON may come as text; numbers may come as floats."""
+    """Parquet fills absent arguments with null; JSON may be stored as text; numbers may be floats."""
     kwargs = [{"num_bullets": 1.0, "keywords": None, "relation": None}, {"num_bullets": None, "keywords": ["a"]}]
     names = ["detectable_format:number_bullet_lists", "keywords:existence"]
     assert ifbench_reward("* a", None, {"instruction_id_list": names, "kwargs": kwargs}) == 1.0

@@ -1,4 +1,4 @@
-r"""The math verifier against a table of verdicts that a person would give."""
+r"""The math verifier against a table of expected verdicts."""
 
 from __future__ import annotations
 

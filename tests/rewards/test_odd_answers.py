@@ -1,6 +1,6 @@
-"""Odd answers and the reward that each deserves, by every grader whose verdict depends on how an answer is written.
+"""Expected rewards of unusually written answers, for every grader that depends on the form of an answer.
 
-A reward that differs from upstream slime's on purpose is in a row that says what upstream does.
+A row whose reward differs from upstream slime's on purpose states what upstream does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOUR = ["Aluminium", "Boron", "Carbon monoxide", "Dubnium"]
 VOLTS = ["-1.5 V", "1.5 V", "15 V", "-15 V"]
 
 GPQA: list[Row] = [
-    # announced; the right letter is C unless the row has another
+    # announced answers; the correct letter is C unless the row has another
     ("The answer is C", "C", 1),
     ("The answer is C.", "C", 1),
     ("The answer is: C", "C", 1, "upstream: the i of is, as a letter of its ten"),
@@ -206,7 +206,7 @@ GPQA: list[Row] = [
 ]  # fmt: skip
 
 DAPO: list[Row] = [
-    # the label is 34 unless the row has another; a wrong answer has -1
+    # the label is 34 unless the row has another; a wrong answer scores -1
     ("Answer: 34", "34", 1),
     ("answer: 34", "34", 1),
     ("ANSWER : 34", "34", 1),
@@ -409,7 +409,7 @@ def test_f1(row: Row) -> None:
 
 
 def test_math_and_deepscaler(verifier: MathVerifier) -> None:
-    """Both judge the box alike; deepscaler wants the thinking to have ended."""
+    """Both grade the box in the same way; deepscaler also requires the end of thinking."""
 
     async def judged() -> list[tuple[str, Any, float, list[float]]]:
         found = []

@@ -1,4 +1,4 @@
-"""The guarded processes: what hangs, dies or eats memory costs one call, and nothing outlives its parent."""
+"""Guarded worker processes: a worker that hangs or dies fails one call, and no worker outlives its parent."""
 
 from __future__ import annotations
 

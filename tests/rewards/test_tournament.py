@@ -1,4 +1,4 @@
-"""Tournaments: for any number of players the best one wins, ranks share what they tie for, and calls are counted."""
+"""Tournaments: the best player wins for any number of players, ties share rewards, and matches are counted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_matches_of_eight(name: str, of_eight: int) -> None:
 
 @given(st.sampled_from(ALL), st.lists(st.integers(0, 4), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_rewards_are_those_of_a_ranking(name: str, quality: list[int], rng: random.Random) -> None:
-    """Whatever ties: rewards lie in [0, 1], their mean is 1/2, and no two players that tied in a match they left differ."""
+    """With any ties, rewards lie in [0, 1], their mean is 1/2, and a best player has the highest reward."""
     seeds = list(range(len(quality)))
     rng.shuffle(seeds)
     rewards = rank_rewards(played(name, quality, seeds).levels)
@@ -107,7 +107,7 @@ def test_two_that_are_equally_good_share_the_first_places_wherever_they_are_draw
         quality = [9, 1, 2, 9, 3, 4, 5]
         rewards = rank_rewards(played(name, quality, seeds).levels)
         assert max(rewards) in (rewards[0], rewards[3])  # type: ignore[type-var]
-        if name != "swiss":  # where they need not meet
+        if name != "swiss":  # in swiss the two need not meet
             assert rewards[0] == rewards[3] == pytest.approx(5.5 / 6)
 
 
@@ -144,7 +144,7 @@ def test_who_loses_the_final_unbeaten_plays_it_again() -> None:
 
     def score(a: int, b: int) -> Score:
         finals.append((a, b))
-        return 1.0 if len(finals) == 1 else 0.0  # 0 beats 1, and then loses to it twice
+        return 1.0 if len(finals) == 1 else 0.0  # 0 beats 1, then loses to it twice
 
     result = played("double_elimination", [0, 0], [0, 1], score)
     assert finals == [(0, 1)] * 3

@@ -1,4 +1,4 @@
-"""Tournaments as rewards of a group: judges that are functions or models, in both orders, and that fail."""
+"""Tournament rewards of a group: judges that are functions or models, both orders, and judge failures."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_plain_judge_does_not_block_the_event_loop() -> None:
     seen: list[bool] = []
 
     def meets(args: Any, first: Sample, second: Sample) -> float:
-        both.wait()  # for the call with the other order
+        both.wait()  # wait for the call with the other order
         seen.append(threading.current_thread() is threading.main_thread())
         return longer(args, first, second)
 
@@ -178,7 +178,7 @@ def test_a_text_without_a_verdict_is_no_tie(text: str) -> None:
         verdict_of(text)
 
 
-# a judge that is a model
+# model judge
 
 
 async def with_server(

@@ -170,7 +170,7 @@ def test_the_families_are_known_and_others_are_refused() -> None:
     config = AutoConfig.for_model("qwen3", **SIZES, head_dim=16)
     dense = PolicyModel(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
     dense.repeat_routing()
-    with pytest.raises(UserError, match="--use-routing-replay does not know the routers of Qwen3ForCausalLM"):
+    with pytest.raises(UserError, match="--use-routing-replay does not support the routers of Qwen3ForCausalLM"):
         dense.routers.check()
 
 

@@ -100,7 +100,20 @@ class Joiner:
         for number in ending_signals():
             loop.add_signal_handler(number, self.stop.set)
         terms = await self.first_terms()
-        config = self._engine_config(terms)
+        config = self._config
+        each = config.rollout_num_gpus_per_engine
+        gpus = config.rollout_num_gpus or each
+        if gpus % each:
+            raise UserError(f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}")
+        config = config.replace(
+            hf_checkpoint=self._folder,
+            rollout_backend=terms["engine_kind"] if config.rollout_backend == "auto" else config.rollout_backend,
+            rollout_dtype=terms["dtype"],
+            rollout_num_gpus=gpus,
+            colocate=True,  # use the GPUs from the first one on
+            host=own_address(self._door) if config.host == _LOOPBACK else config.host,
+            use_fault_tolerance=True,  # responses are streamed
+        )
         device = resolve_device(config.device)
         assert config.hf_checkpoint is not None
         fleet = EngineFleet(
@@ -133,11 +146,12 @@ class Joiner:
             if self._folder is None:
                 await ws.send_json({"kind": "model"})
                 files = [Listed.from_json(one) for one in (await _expected(ws, "model"))["files"]]
+                ticket = terms["ticket"]
                 folder = Path.home() / ".cache" / "slime" / "models" / digest(files)
                 if not folder.is_dir():
                     size = sum(one.size for one in files)
                     _say(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
-                    await fetch(self._door, terms["ticket"], "model", files, folder)
+                    await fetch(self._door, ticket, "model", files, folder)
                 self._folder = str(folder)
         model = read_config_json(self._folder)
         vocab_size = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
@@ -149,23 +163,6 @@ class Joiner:
                     "run's model, or drop the flag to fetch it"
                 )
         return terms
-
-    def _engine_config(self, terms: Message) -> Config:
-        """Config of the engines, as the run's terms require."""
-        config = self._config
-        each = config.rollout_num_gpus_per_engine
-        gpus = config.rollout_num_gpus or each
-        if gpus % each:
-            raise UserError(f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}")
-        return config.replace(
-            hf_checkpoint=self._folder,
-            rollout_backend=terms["engine_kind"] if config.rollout_backend == "auto" else config.rollout_backend,
-            rollout_dtype=terms["dtype"],
-            rollout_num_gpus=gpus,
-            colocate=True,  # use the GPUs from the first one on
-            host=own_address(self._door) if config.host == _LOOPBACK else config.host,
-            use_fault_tolerance=True,  # responses are streamed
-        )
 
     # while the engines work
 
@@ -219,10 +216,13 @@ class Joiner:
             with contextlib.suppress(NoAnswer, KeyError, TypeError, ValueError):
                 _, answer = ask("GET", f"{url}/get_weight_version", timeout_s=10.0, api_key=self._key)
                 version = int(answer["weight_version"])
+        try:  # the content of this file proves that this machine sees the run's folder of weights
+            marker = Path(str(terms.get("marker"))).read_text()
+        except (OSError, ValueError):
+            marker = None
         return {
             "wants": "join", "url": reachable_url, "facts": self._facts,
-            "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": version,
-            "marker": _marker(terms),
+            "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": version, "marker": marker,
         }  # fmt: skip
 
     async def fetched(self, message: Message) -> str:
@@ -313,14 +313,6 @@ async def _expected(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Message:
     if message.get("kind") != kind:
         raise Disconnected(f"the run answered {message.get('kind')} instead of {kind}")
     return message
-
-
-def _marker(terms: Message) -> str | None:
-    """Content of the marker file in the run's folder of weights; None if this machine does not see the file."""
-    try:
-        return Path(str(terms.get("marker"))).read_text()
-    except (OSError, ValueError):
-        return None
 
 
 def _say(text: str) -> None:

@@ -28,7 +28,7 @@ from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, OpenBucket, SharedMemory
 from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, adapter_in
 from slime.engine.embedded.weights.process_groups import Announced, WeightGroups
-from slime.models.delta.folder import BadDelta, DeltaIndex, read_index
+from slime.models.delta.folder import BadDelta, read_index
 from slime.models.peft_adapter import Adapter
 from slime.storage.json_types import JsonObject
 
@@ -359,30 +359,26 @@ class EngineCore(LoadedEngine):
         )
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
-        """Load a model folder, or apply a version folder with a delta to the current weights."""
+        """Load a model folder, or apply the delta of a version folder; weights that are not its base become stale."""
         try:
             if not Path(folder).is_dir():
                 raise BadRequest(f"there is no folder {shown(folder)} with safetensors files", "model_path")
             index = read_index(Path(folder))
         except (BadDelta, OSError) as cause:
             raise BadRequest(f"cannot read {shown(folder)}: {shown(str(cause))}", "model_path") from cause
-        if index is not None:
-            return self._update_from_delta(Path(folder), index, flush=flush)
-        home, trust = self.options.model_path, self.options.trust_remote_code
-        return self.update_weights(
-            lambda: loading.load_from_folder(self.views, folder, home=home, trust_remote_code=trust),
-            version,
-            flush=flush,
-        )
-
-    def _update_from_delta(self, folder: Path, index: DeltaIndex, *, flush: bool) -> int:
-        """Apply a delta to the current weights; those that do not match its base are stale afterwards."""
+        if index is None:
+            home, trust = self.options.model_path, self.options.trust_remote_code
+            return self.update_weights(
+                lambda: loading.load_from_folder(self.views, folder, home=home, trust_remote_code=trust),
+                version,
+                flush=flush,
+            )
         if self.stale is not None or self._unfinished is not None:
             raise Conflict(f"a delta needs whole weights to apply to: {self.stale or self._unfinished}")
         base = self.weight_version
         try:
             return self.update_weights(
-                lambda: loading.load_from_delta(self.views, folder, index, version=base),
+                lambda: loading.load_from_delta(self.views, Path(folder), index, version=base),
                 str(index.version),
                 flush=flush,
             )
@@ -414,7 +410,7 @@ class EngineCore(LoadedEngine):
         return self._merge(bucket.group_name, adapter, version, flush=flush)
 
     def open_shared(self, memory: DeviceMemory | HostMemory, bucket: Announced) -> OpenBucket:
-        """Open a bucket in a trainer's memory for copying; any thread may call this, as it does not change the model."""
+        """Open a bucket in a trainer's memory for copying; any thread may call this: the model does not change."""
         return self._shared.open(memory, bucket, self.views, self.runner.device)
 
     def update_from_shared(
@@ -422,7 +418,7 @@ class EngineCore(LoadedEngine):
     ) -> int:
         """Copy an opened bucket; the version changes with the last bucket.
 
-        With a pause mode it also does `pause` before and `resume` after; an engine that was already paused stays paused.
+        With a pause mode it also does `pause` before and `resume` after; an engine that was paused before stays so.
         """
         was_paused = self.paused
         if pause_mode is not None:

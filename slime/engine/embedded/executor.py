@@ -136,22 +136,19 @@ class Steps:
             extends = self.scheduler.next_extends(self.version, budget)
             self._turns.extended(sum(e.end - e.start for e in extends))
             if extends:
-                self._launch_extend(extends)
+                self.counters.steps += 1
+                try:
+                    launched = self.decoder.launch_extend(extends)
+                    sampled = [e.sequence for e in extends if e.is_sampled]
+                    for seq in sampled:
+                        seq.ahead += 1
+                        self.scheduler.prefilled(seq)
+                    self.flights.append(Flight(sampled, launched, extends=extends))
+                except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
+                    self.quiesce()
+                    self._extend_apart(extends, error)
                 return True
         return bool(members) and self._launch_decode(members)
-
-    def _launch_extend(self, extends: list[Extend]) -> None:
-        self.counters.steps += 1
-        try:
-            launched = self.decoder.launch_extend(extends)
-            sampled = [e.sequence for e in extends if e.is_sampled]
-            for seq in sampled:
-                seq.ahead += 1
-                self.scheduler.prefilled(seq)
-            self.flights.append(Flight(sampled, launched, extends=extends))
-        except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
-            self.quiesce()
-            self._extend_apart(extends, error)
 
     def _launch_decode(self, members: list[Sequence]) -> bool:
         s = self.scheduler
@@ -217,7 +214,6 @@ class Steps:
             del e.sequence.input_logprobs[e.scored :]
             if e.is_sampled and e.sequence.finish is None:
                 self.scheduler.not_prefilled(e.sequence)
-
 
     def _take_extends(self, extends: list[Extend], sampled: Sampled) -> None:
         self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)

@@ -65,7 +65,7 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     add("--compile", action=argparse.BooleanOptionalAction, default=None,
         help="torch.compile the decoder layers of a model without fused kernels; default: on cuda")  # fmt: skip
     add("--fused-kernels", action=argparse.BooleanOptionalAction, default=True,
-        help="on cuda, our own kernels for the families that have them; the engine then starts within seconds")  # fmt: skip
+        help="on cuda, our own kernels for families that have them; the engine then starts within seconds")  # fmt: skip
     add("--share-prefixes", action=argparse.BooleanOptionalAction, default=True,
         help="keep computed prefixes and share them between requests")  # fmt: skip
     add("--served-model-name", help="name in /v1/models; default: the folder's")

@@ -295,7 +295,7 @@ class Scheduler:
     # extend
 
     def next_extends(self, version: str, budget: int | None = None) -> list[Extend]:
-        """Return the pieces of one extend step of `budget` tokens (or `chunk`); empty if there are no slots for it."""
+        """Return the pieces of one extend step of `budget` tokens (or `chunk`); empty without free slots for it."""
         budget = self.chunk if budget is None else min(budget, self.chunk)
         extends: list[Extend] = []
         for seq in self.prefilling:

@@ -13,36 +13,36 @@ BUILTIN, SGLANG_ROUTER = "builtin", "sglang"
 
 def choose_backend(config: Config, device: str) -> tuple[str, str]:
     """The engine to start for `--rollout-backend`, and the reason."""
-    asked = config.rollout_backend
+    requested = config.rollout_backend
     if config.rollout_external_engine_addrs:
         return EXTERNAL, "--rollout-external-engine-addrs names engines that are only attached"
-    if asked == EMBEDDED:
-        return EMBEDDED, "asked for"
-    if asked == "auto" and device != "cuda":
+    if requested == EMBEDDED:
+        return EMBEDDED, "requested for"
+    if requested == "auto" and device != "cuda":
         return EMBEDDED, "there is no GPU for SGLang"
     version = installed_version(SGLANG, config.sglang_python)
     if version is not None:
-        return SGLANG_SERVER, f"SGLang {version} {'was asked for' if asked == SGLANG_SERVER else 'is installed'}"
-    if asked == "auto":
+        return SGLANG_SERVER, f"SGLang {version} {'was requested for' if requested == SGLANG_SERVER else 'is installed'}"
+    if requested == "auto":
         return EMBEDDED, "SGLang is not installed"
     raise UserError(_not_installed(config))
 
 
 def choose_router(config: Config, backend: str) -> tuple[str, str]:
     """The router that distributes requests over the engines of a model, and the reason."""
-    asked = config.rollout_router
-    if asked == BUILTIN:
-        return BUILTIN, "asked for"
-    if backend == EMBEDDED and asked == SGLANG_ROUTER:
+    requested = config.rollout_router
+    if requested == BUILTIN:
+        return BUILTIN, "requested for"
+    if backend == EMBEDDED and requested == SGLANG_ROUTER:
         raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
-    if backend != SGLANG_SERVER and asked != SGLANG_ROUTER:
+    if backend != SGLANG_SERVER and requested != SGLANG_ROUTER:
         return BUILTIN, f"it takes {backend} engines"
     if external_router(config) is not None:
         return SGLANG_ROUTER, "--sglang-router-ip names one"
     installed = find_router(config)
     if installed is not None:
-        return SGLANG_ROUTER, f"{installed} {'was asked for' if asked == SGLANG_ROUTER else 'is installed'}"
-    if asked == SGLANG_ROUTER:
+        return SGLANG_ROUTER, f"{installed} {'was requested for' if requested == SGLANG_ROUTER else 'is installed'}"
+    if requested == SGLANG_ROUTER:
         raise UserError(router_not_installed(config))
     return BUILTIN, "sglang-router is not installed"
 

@@ -62,7 +62,15 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
     version = str(info.get("version", "of unknown version"))
     described = _object(url, "/openapi.json", timeout_s, api_key, optional=True)
     routes = set(described.get("paths", {}))
-    meta = _sampled_meta(url, timeout_s, api_key) if generate else None
+    meta: JsonObject | None = None
+    if generate:
+        try:
+            status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
+        except NoAnswer as error:
+            raise RunFailed(f"engine {url} did not answer its first request: {error}") from error
+        if status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+            raise RunFailed(f"engine {url} answered its first request with status {status}: {str(answer)[:400]}")
+        meta = answer["meta_info"]
     pause_modes: Iterable[str] = PAUSE_MODES
     if routes:
         pause_modes = ()
@@ -131,16 +139,6 @@ def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optio
     raise RunFailed(f"engine {url} answered {path} with status {status}: this is not a known dialect of SGLang")
 
 
-def _sampled_meta(url: str, timeout_s: float, api_key: str | None) -> JsonObject:
-    try:
-        status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
-    except NoAnswer as error:
-        raise RunFailed(f"engine {url} did not answer its first request: {error}") from error
-    if status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-        raise RunFailed(f"engine {url} answered its first request with status {status}: {str(answer)[:400]}")
-    return dict(answer["meta_info"])
-
-
 FLAG = "--rollout-external-engine-addrs"
 _TIMEOUT_S = 30.0
 _ASK_TIMEOUT_S = 10.0
@@ -201,11 +199,24 @@ class ExternalEngines:
 
 
 def _discover(url: str, config: Config, timeout_s: float) -> Launch:
-    """Probe an engine, check its model, and describe it as a launch."""
+    """Probe an engine and describe it as a launch. Refuses an engine with another model, according to its model folder
+    if that is readable here, else to /model_info."""
     key = engine_key(config)
     try:
         found = probe(url, generate=False, timeout_s=timeout_s, api_key=key)
-        _check_model(url, found, config.hf_checkpoint, timeout_s, key)
+        ours = read_config_json(config.hf_checkpoint)
+        folder = Path(found.model_path)
+        if (folder / "config.json").is_file():
+            theirs = read_config_json(folder)
+        else:
+            status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s, api_key=key)
+            theirs = answer if status == 200 and isinstance(answer, dict) else {}
+        for field, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
+            if theirs.get(field) is not None and theirs[field] != ours.get(field):
+                raise UserError(
+                    f"{FLAG}: the engine at {url} serves {found.model_path} with {name} {theirs[field]}, but "
+                    f"--hf-checkpoint {config.hf_checkpoint} has {ours.get(field)}: start the engine with that model"
+                )
         info = ask("GET", f"{url}/server_info", timeout_s=timeout_s, api_key=key)[1]
     except (RunFailed, NoAnswer) as error:
         raise UserError(f"{FLAG}: {error}: start it (slime serve), or correct the address") from error
@@ -214,20 +225,3 @@ def _discover(url: str, config: Config, timeout_s: float) -> Launch:
     worker_type = mode if mode in ("prefill", "decode") else "regular"
     bootstrap = info.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None
     return Launch(url, host.strip("[]"), int(port), worker_type=worker_type, bootstrap_port=bootstrap)
-
-
-def _check_model(url: str, found: Capabilities, hf_checkpoint: str, timeout_s: float, key: str | None) -> None:
-    """Refuse an engine with another model, according to its model folder if it is readable here, else /model_info."""
-    ours = read_config_json(hf_checkpoint)
-    folder = Path(found.model_path)
-    if (folder / "config.json").is_file():
-        theirs = read_config_json(folder)
-    else:
-        status, answer = ask("GET", f"{url}/model_info", timeout_s=timeout_s, api_key=key)
-        theirs = answer if status == 200 and isinstance(answer, dict) else {}
-    for field, name in (("model_type", "architecture"), ("vocab_size", "vocabulary")):
-        if theirs.get(field) is not None and theirs[field] != ours.get(field):
-            raise UserError(
-                f"{FLAG}: the engine at {url} serves {found.model_path} with {name} {theirs[field]}, but "
-                f"--hf-checkpoint {hf_checkpoint} has {ours.get(field)}: start the engine with that model"
-            )

@@ -184,24 +184,21 @@ class EngineFleet:
                 self._processes.drop(engine.processes.pop(), _RESTART_GRACE_S)
             try:
                 if (node := engine.lost) is not None:
-                    self._move(engine, node)
+                    slots = [self._spare(slot) if self._spare and slot.node.is_lost else slot for slot in engine.seat]
+                    seat = tuple(slot for slot in slots if slot is not None)
+                    name = engine.launch.name
+                    if self._spare is None or len(seat) < len(engine.seat):
+                        self._engines = tuple(one for one in self._engines if one is not engine)
+                        raise EngineRetired(f"the node ({node.name}) of {name} is gone, and there is no other for it")
+                    logger.warning("%s: moves from the lost %s to %s", name, node.name, seat[0].node.name)
+                    engine.seat = seat
+                    engine.launch = self._make_launch(engine.number, [one.seat for one in self._engines], seat)
                 self._start_engine(engine)
                 self._await_health([engine])
                 return
             except (NodeLost, EngineDied):
                 if engine.lost is None:  # else its new node is lost as well: try another one
                     raise
-
-    def _move(self, engine: _Engine, lost: Node) -> None:
-        """Give an engine whose node is lost other slots, or remove it and raise `EngineRetired`."""
-        found = [self._spare(slot) if self._spare and slot.node.is_lost else slot for slot in engine.seat]
-        seat = tuple(slot for slot in found if slot is not None)
-        if self._spare is None or len(seat) < len(engine.seat):
-            self._engines = tuple(one for one in self._engines if one is not engine)
-            raise EngineRetired(f"the node ({lost.name}) of {engine.launch.name} is gone, and there is no other for it")
-        logger.warning("%s: moves from the lost %s to %s", engine.launch.name, lost.name, seat[0].node.name)
-        engine.seat = seat
-        engine.launch = self._make_launch(engine.number, [one.seat for one in self._engines], seat)
 
     def pids(self) -> list[int]:
         """Process ids of all engines."""

@@ -84,15 +84,27 @@ async def _serve(engines: Engines, host: str) -> None:
         await asyncio.gather(starting, return_exceptions=True)
         return
     await starting
-    url = engines.router_url
-    pool = EnginePool(engines.urls if url is None else [url], api_key=engines.key)
+    own_router_url = engines.router_url
+    pool = EnginePool(engines.urls if own_router_url is None else [own_router_url], api_key=engines.key)
     router = Router(pool, key=None if is_loopback(host) else engines.key)
     served = [*engines.urls, *chain.from_iterable(engines.model_urls.values())]
     ports = {urlsplit(one).port or 0 for one in served} if is_loopback(host) else set()
     try:
         for port in ports:
             keep_key(port, engines.key)
-        _announce(engines, engine_url(*await router.start(host)))
+        router_url = engine_url(*await router.start(host))
+        for index, url in enumerate(engines.urls):
+            print(f"engine-{index}  {url}", flush=True)
+        for name, urls in list(engines.model_urls.items())[1:]:
+            print(f"{name}  {' '.join(urls)}", flush=True)
+        print(f"router    {router_url}", flush=True)
+        needs_key = not all(is_loopback(urlsplit(url).hostname or "") for url in engines.urls)
+        if not os.environ.get(KEY_VARIABLE) and needs_key:
+            print(
+                f"other machines can reach these engines, so they need a key: {KEY_VARIABLE}={engines.key}", flush=True
+            )
+        addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
+        print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)
         while not stop.is_set():
             engines.check()
             await asyncio.wait((stopping,), timeout=_CHECK_S)
@@ -102,15 +114,3 @@ async def _serve(engines: Engines, host: str) -> None:
             forget_key(port, engines.key)
         await router.aclose()
         await pool.aclose()
-
-
-def _announce(engines: Engines, router_url: str) -> None:
-    for number, url in enumerate(engines.urls):
-        print(f"engine-{number}  {url}", flush=True)
-    for name, urls in list(engines.model_urls.items())[1:]:
-        print(f"{name}  {' '.join(urls)}", flush=True)
-    print(f"router    {router_url}", flush=True)
-    addresses = " ".join(url.removeprefix("http://") for url in engines.urls)
-    if not os.environ.get(KEY_VARIABLE) and not all(is_loopback(urlsplit(url).hostname or "") for url in engines.urls):
-        print(f"other machines can reach these engines, so they need a key: {KEY_VARIABLE}={engines.key}", flush=True)
-    print(f"attach a run with: --rollout-external-engine-addrs {addresses}", flush=True)

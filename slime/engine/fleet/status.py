@@ -78,7 +78,13 @@ class EngineStates:
                 load = self._load_of(url)
                 self._found[url] = "busy" if load is None else load
                 if load is not None:
-                    self._measure(url, load)
+                    now, before = self._now(), self._seen.get(url)
+                    if load.tokens_per_s is not None:
+                        self._rates[url] = load.tokens_per_s
+                    elif load.generated is not None:
+                        self._seen[url] = (now, load.generated)
+                        if before is not None and now > before[0]:
+                            self._rates[url] = max(0, load.generated - before[1]) / (now - before[0])
             if not isinstance(self._found[url], Load):
                 self._seen.pop(url, None)
                 self._rates.pop(url, None)
@@ -103,15 +109,6 @@ class EngineStates:
             return str(found[urls[0]]), True
         parts = ([text] if loads else []) + others
         return "; ".join(parts), bool(running or queued or others)
-
-    def _measure(self, url: str, load: Load) -> None:
-        now, before = self._now(), self._seen.get(url)
-        if load.tokens_per_s is not None:
-            self._rates[url] = load.tokens_per_s
-        elif load.generated is not None:
-            self._seen[url] = (now, load.generated)
-            if before is not None and now > before[0]:
-                self._rates[url] = max(0, load.generated - before[1]) / (now - before[0])
 
     def _keep_looking(self) -> None:
         while not self._closed.wait(INTERVAL_S):

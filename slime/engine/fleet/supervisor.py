@@ -208,14 +208,7 @@ class Supervisor:
                 self._give_up(f"engine supervisor: a round failed: {type(error).__name__}: {error}", error)
 
     def _round(self, *, probe: bool) -> None:
-        sick = self._sick(probe)
-        for url, reason in sick.items():
-            self._bring_back(url, reason)
-        for url in sorted(self.waiting):
-            self._admit(url)
-
-    def _sick(self, probe: bool) -> dict[str, str]:
-        """Engines that have ended or do not answer, with the reason."""
+        """Restart engines that have ended or, with `probe`, do not answer; then admit the waiting ones."""
         urls = self._fleet.urls
         sick = {url: reason for i, url in enumerate(urls) if (reason := self._fleet.why_ended(i)) is not None}
         if probe:
@@ -224,7 +217,10 @@ class Supervisor:
             sick |= {
                 client.base_url: reason for client, reason in zip(alive, problems, strict=True) if reason is not None
             }
-        return sick
+        for url, reason in sick.items():
+            self._bring_back(url, reason)
+        for url in sorted(self.waiting):
+            self._admit(url)
 
     async def _probe(self, clients: Sequence[EngineClient]) -> list[str | None]:
         async def ask(client: EngineClient) -> str | None:

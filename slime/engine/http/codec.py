@@ -53,7 +53,16 @@ def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
     """(ids, log-probs) of a list of `[finite log-prob, token id, ...]`, or of the columns that replace it; None if
     `entries` has another form."""
     if isinstance(entries, dict):
-        return _written_columns(entries)
+        # {"ids": base64 of int32, "logprobs": base64 of float32 or float64}, both little-endian
+        try:
+            received_ids = np.frombuffer(base64.b64decode(entries["ids"], validate=True), dtype="<i4")
+            raw = base64.b64decode(entries["logprobs"], validate=True)
+            received = np.frombuffer(raw, dtype="<f4" if len(raw) == 4 * len(received_ids) else "<f8")
+        except (KeyError, TypeError, ValueError, binascii.Error):
+            return None
+        if len(received) != len(received_ids) or not np.isfinite(received).all():
+            return None
+        return received_ids.astype(np.int32), exact_floats(received.astype(np.float64))
     if not isinstance(entries, list):
         return None
     if not entries:
@@ -74,16 +83,3 @@ def token_columns(entries: object) -> tuple[np.ndarray, np.ndarray] | None:
     except OverflowError:
         return None
     return (exact_ints(numbers), exact_floats(values)) if np.isfinite(values).all() else None
-
-
-def _written_columns(columns: JsonMapping) -> tuple[np.ndarray, np.ndarray] | None:
-    """Decode `{"ids": base64 of int32, "logprobs": base64 of float32 or float64}`, both little-endian."""
-    try:
-        ids = np.frombuffer(base64.b64decode(columns["ids"], validate=True), dtype="<i4")
-        raw = base64.b64decode(columns["logprobs"], validate=True)
-        values = np.frombuffer(raw, dtype="<f4" if len(raw) == 4 * len(ids) else "<f8")
-    except (KeyError, TypeError, ValueError, binascii.Error):
-        return None
-    if len(values) != len(ids) or not np.isfinite(values).all():
-        return None
-    return ids.astype(np.int32), exact_floats(values.astype(np.float64))

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.errors import UserError
-from slime.storage.json_types import JsonObject
 
 _VERSION_TIMEOUT_S = 60.0
 _OPTIONS_TIMEOUT_S = 300.0
@@ -93,11 +92,20 @@ def find_installed(package: Package, python: str | None = None) -> Installed | N
         return None
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime"
     cache_file = cache_folder / f"{package.name}-{version}-options.json"
-    cached = _read_kept(cache_file)
-    if cached is None:
+    try:
+        cached = json.loads(cache_file.read_text())
+    except (OSError, ValueError):
+        cached = None
+    if not isinstance(cached, dict):
         script = _OPTIONS.format(module=package.module, name=package.arguments)
         cached = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
-        _keep(cache_file, cached)
+        unfinished = cache_file.with_suffix(f".{os.getpid()}")
+        try:
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(cached))
+            unfinished.replace(cache_file)
+        except OSError:  # the next run queries the options again
+            unfinished.unlink(missing_ok=True)
     options = {
         name: Option(entry["is_switch"], None if entry["choices"] is None else tuple(entry["choices"]))
         for name, entry in cached.items()
@@ -117,22 +125,3 @@ def _ask(python: str | None, script: str, timeout_s: float) -> str:
     except (OSError, subprocess.TimeoutExpired) as failed:
         raise UserError(f"{interpreter} could not be queried about its packages ({failed})") from failed
     return completed.stdout
-
-
-def _read_kept(path: Path) -> JsonObject | None:
-    try:
-        cached = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return cached if isinstance(cached, dict) else None
-
-
-def _keep(path: Path, options: JsonObject) -> None:
-    """Write the cache; an error is ignored, and the next run queries the options again."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(options))
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)

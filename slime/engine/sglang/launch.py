@@ -207,7 +207,7 @@ def sglang_launch(
     (group, first_gpu), node = place, seat[0].node
     http, rendezvous, bootstrap = ports.take(node, PORTS_PER_ENGINE)
     http = http if http_port is None else http_port
-    own = _own_flags(config, device, group, installed) | _role_flags(group, bootstrap)
+    own = _own_flags(config, device, group, installed, bootstrap)
     if config.use_rollout_routing_replay and model.update_weights:
         own |= {ROUTED_EXPERTS: True}
     own |= {"random-seed": config.seed + first_gpu}
@@ -269,7 +269,8 @@ def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int)
 _STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
 
 
-def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed) -> Flags:
+def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed, bootstrap_port: int) -> Flags:
+    """Options that the run's flags and the group's role decide."""
     flags: Flags = {
         "device": device,
         "dtype": rollout_dtype(config, device),
@@ -280,19 +281,16 @@ def _own_flags(config: Config, device: str, group: ServerGroup, installed: Insta
         "enable-memory-saver": config.offload_rollout,
         **(_STREAMED if config.use_fault_tolerance else {}),
     }
-    return {name: value for name, value in flags.items() if name in installed.options}
-
-
-def _role_flags(group: ServerGroup, bootstrap_port: int) -> Flags:
+    flags = {name: value for name, value in flags.items() if name in installed.options}
     if group.worker_type == "prefill":
-        return {
+        flags |= {
             "disaggregation-mode": "prefill",
             "disaggregation-bootstrap-port": bootstrap_port,
             "load-balance-method": "follow_bootstrap_room",
         }
-    if group.worker_type == "decode":
-        return {"disaggregation-mode": "decode"}
-    return {}
+    elif group.worker_type == "decode":
+        flags |= {"disaggregation-mode": "decode"}
+    return flags
 
 
 def _pipeline_stages(config: Config) -> int:

@@ -100,8 +100,16 @@ class _Reader:
         self._next_gpu = 0
 
     def models(self) -> tuple[ServedModel, ...]:
-        entries = self._entries()
-        models = [self._model(entry, number) for number, entry in enumerate(entries, 1)]
+        try:
+            content = yaml.safe_load(Path(self._path).read_text())
+        except OSError as error:
+            raise UserError(f"--sglang-config {self._path} cannot be read ({error.strerror})") from error
+        except yaml.YAMLError as error:
+            raise UserError(f"--sglang-config {self._path} is not YAML: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("sglang"), list) or not content["sglang"]:
+            self._refuse("the file needs the key sglang with a list of models")
+        self._check_keys(content, ("sglang",), "the file")
+        models = [self._model(entry, number) for number, entry in enumerate(content["sglang"], 1)]
         names = [model.name for model in models]
         for name in names:
             if names.count(name) > 1:
@@ -118,19 +126,6 @@ class _Reader:
                 "there is no model with update_weights: true, so nothing would sample from the trained weights"
             )
         return (updated, *(replace(model, update_weights=False) for model in models if model is not updated))
-
-    def _entries(self) -> list[object]:
-        try:
-            content = yaml.safe_load(Path(self._path).read_text())
-        except OSError as error:
-            raise UserError(f"--sglang-config {self._path} cannot be read ({error.strerror})") from error
-        except yaml.YAMLError as error:
-            raise UserError(f"--sglang-config {self._path} is not YAML: {error}") from error
-        if not isinstance(content, dict) or not isinstance(content.get("sglang"), list) or not content["sglang"]:
-            self._refuse("the file needs the key sglang with a list of models")
-        self._check_keys(content, ("sglang",), "the file")
-        entries: list[object] = content["sglang"]
-        return entries
 
     def _model(self, value: object, number: int) -> ServedModel:
         where = f"model {number}"

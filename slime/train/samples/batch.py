@@ -1,14 +1,14 @@
-"""From `Sample`s to the arrays that training needs.
+"""Converts `Sample`s to the arrays that training needs.
 
-Invariant: position i of every list speaks about sample i, in the order the rollout handed them over. A sample that
-failed or was aborted unscored stays in the lists (it is counted) with an all-zero loss mask, a normalised reward of
-zero and no say in its group's statistics.
+Invariant: position i of every list belongs to sample i, in the order of the rollout. A sample that failed or was
+aborted without a score stays in the lists (it is counted) with an all-zero loss mask and a normalised reward of zero,
+and it does not affect its group's statistics.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count, islice
 from operator import itemgetter
@@ -19,9 +19,11 @@ import numpy as np
 from slime.cluster.rpc.messages import Joined
 from slime.config import Config
 from slime.data.columns import Packed, mask_of
-from slime.data.sample import Sample, SampleStatus
+from slime.data.counters import Spans
+from slime.data.sample import Sample
 from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 from slime.train.samples.batch_columns import Held, first_not_finite, is_trained_on, mask_totals
 from slime.train.samples.reward_shaping import placed_turn_rewards, shape_rewards
 
@@ -31,9 +33,9 @@ BY_TOKEN = ("tokens", "loss_masks", "rollout_log_probs", "teacher_log_probs", "t
 
 @dataclass
 class TrainBatch:
-    """Per-sample lists; a column of log-probs is None unless every sample that is trained on has them.
+    """Columns of a batch, a list entry per sample; log-prob columns are None unless all trained samples have them.
 
-    Arrays are those of the samples wherever they can be, in their narrow types, and not to be written.
+    Arrays are those of the samples where possible, in their narrow dtypes, and must not be written.
     """
 
     tokens: list[np.ndarray]
@@ -49,12 +51,12 @@ class TrainBatch:
     rollout_mask_sums: list[int]
     rollout_log_probs: list[np.ndarray] | None
     teacher_log_probs: list[np.ndarray] | None
-    train_metadata: list[dict[str, Any] | None]
-    version_spans: list[list[list[Any]]] | None = None  # runs of tokens by the weights that sampled them
+    train_metadata: list[JsonObject | None]
+    version_spans: list[Spans] | None = None  # runs of tokens by the weights that sampled them
     turn_rewards: list[np.ndarray] | None = None  # rewards of single turns, each at a token of its turn
-    rollout_routed_experts: list[np.ndarray] | None = None  # [rows, layers, experts per token], where they are replayed
-    mask_totals: list[int] | None = None  # the whole part of each mask's sum, where it is known
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of a user's own conversion
+    rollout_routed_experts: list[np.ndarray] | None = None  # [rows, layers, experts per token], if they are replayed
+    mask_totals: list[int] | None = None  # the integer part of each mask's sum, if it is known
+    extra: dict[str, list[object]] = field(default_factory=dict)  # columns of a user's conversion
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,25 +71,29 @@ class TrainBatch:
 
     @property
     def trained_tokens(self) -> list[int]:
-        """How many tokens of each sample are trained on."""
+        """The number of trained tokens of each sample."""
         return mask_totals(self.loss_masks) if self.mask_totals is None else self.mask_totals
 
     @property
     def trainable(self) -> list[bool]:
-        """Which samples have a token that is trained on; the others cost no forward pass."""
+        """For each sample, whether it has a trained token; the others need no forward pass."""
         pairs = zip(self.trained_tokens, self.loss_masks, strict=True)
         return [count > 0 or is_trained_on(mask) for count, mask in pairs]
 
     def select(self, positions: Sequence[int]) -> TrainBatch:
-        """The rows of these positions, in their order."""
-        pick = _picker(positions)
+        """Return the rows at these positions, in their order."""
+        getter = itemgetter(*positions) if len(positions) > 1 else None  # it returns a tuple only for two or more
+
+        def pick(column: list[Any]) -> list[Any]:
+            return list(getter(column)) if getter is not None else [column[position] for position in positions]
+
         lists: dict[str, Any] = {name: None if column is None else pick(column) for name, column in self._columns()}
         return TrainBatch(**lists, extra={name: pick(column) for name, column in self.extra.items()})
 
     def followed_by(self, other: TrainBatch) -> TrainBatch:
-        """This batch's rows, then the other's; a column that one of them lacks is dropped.
+        """Concatenate this batch's rows and the other's; a column that one of them lacks is dropped.
 
-        Turn rewards are 0 there, and where nobody recorded what routers chose, they choose again.
+        Missing turn rewards become 0 instead, and missing expert choices become empty, so that routers choose again.
         """
         if (self.turn_rewards is None) != (other.turn_rewards is None):
             return self._with_turn_rewards().followed_by(other._with_turn_rewards())
@@ -104,22 +110,22 @@ class TrainBatch:
     def _with_turn_rewards(self) -> TrainBatch:
         if self.turn_rewards is not None:
             return self
-        none = [np.zeros(length, dtype=np.float32) for length in self.response_lengths]
-        return dataclasses.replace(self, turn_rewards=none)
+        zeros = [np.zeros(length, dtype=np.float32) for length in self.response_lengths]
+        return dataclasses.replace(self, turn_rewards=zeros)
 
     def _with_experts_like(self, other: TrainBatch) -> TrainBatch:
         if self.rollout_routed_experts is not None:
             return self
-        none = [rows[:0] for rows in (other.rollout_routed_experts or ())[:1]] * len(self)
-        return dataclasses.replace(self, rollout_routed_experts=none)
+        empty = [rows[:0] for rows in (other.rollout_routed_experts or ())[:1]] * len(self)
+        return dataclasses.replace(self, rollout_routed_experts=empty)
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
         return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
 
-    def to_message(self) -> dict[str, Any]:
-        """For other processes: the tokens of all samples end to end, one array a column instead of one a sample.
+    def to_message(self) -> JsonObject:
+        """Convert to a message for other processes, with one array per column instead of one per sample.
 
-        Nothing is copied before it is sent; what is all one number, as most masks are, takes no room at all.
+        Nothing is copied before it is sent; arrays whose numbers are all equal, as in most masks, take no space.
         """
         columns = self.to_dict()
         for name in BY_TOKEN:
@@ -128,41 +134,39 @@ class TrainBatch:
         return columns
 
     @classmethod
-    def from_message(cls, columns: dict[str, Any]) -> TrainBatch:
-        """The inverse of `to_message`; the samples' arrays are views of the columns', or what a column lists."""
-        parted = dict(columns)
+    def from_message(cls, columns: JsonObject) -> TrainBatch:
+        """Invert `to_message`; the samples' arrays are views of the columns' arrays, or those that a column lists."""
+        split = dict(columns)
         for name in BY_TOKEN:
-            if isinstance(parted[name], dict):
-                parted[name] = _column_parts(**parted[name])
-        return cls(**parted)
+            if isinstance(split[name], dict):
+                split[name] = _column_parts(**split[name])
+        return cls(**split)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainBatch:
+    def from_dict(cls, values: JsonObject) -> TrainBatch:
         return cls(**values)
 
 
-def _picker(positions: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
-    if len(positions) < 2:  # of one an `itemgetter` gives no tuple, and of none there is no such thing
-        return lambda column: [column[position] for position in positions]
-    pick = itemgetter(*positions)
-    return lambda column: list(pick(column))
-
-
 def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
-    """Groups, and groups of fanned-out rollouts, to one list; samples without ids get those that the nesting implies.
+    """Flatten groups, and groups of fanned-out rollouts; samples without ids get those that the nesting implies.
 
-    Who is in one list is in one group, and who is in one list inside a group is of one rollout. Ids that a sample has
-    are left to it. A sample that stands by itself, in no list, says nothing about others.
+    Samples in one list are in one group, and samples in one list inside a group belong to one rollout. Existing ids are
+    kept. A sample that is in no list implies nothing about others.
     """
     items = list(nested)
-    if all(type(item) is list and set(map(type, item)) == {Sample} for item in items):  # as they nearly always are
+    if all(type(item) is list and set(map(type, item)) == {Sample} for item in items):  # the common case
         flat: list[Sample] = list(chain.from_iterable(items))
         if None not in [sample.group_index for sample in flat]:
             return flat
-    groups = [_rollouts_of(item) for item in items]
+    groups: list[list[list[Sample]]] = [  # groups of rollouts of samples
+        [_leaves(member) if isinstance(member, list | tuple) else [member] for member in item]
+        if isinstance(item, list | tuple)
+        else [[item]]
+        for item in items
+    ]
     flat = [sample for rollouts in groups for rollout in rollouts for sample in rollout]
     new_group = _first_unused([sample.group_index for sample in flat])
     new_rollout = _first_unused([sample.rollout_id for sample in flat])
@@ -176,23 +180,18 @@ def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
     return flat
 
 
-def _rollouts_of(item: Any) -> list[list[Sample]]:
-    """The rollouts of one group, each as the list of its samples."""
-    if not isinstance(item, list | tuple):
-        return [[item]]
-    return [_leaves(member) if isinstance(member, list | tuple) else [member] for member in item]
-
-
 def _leaves(nested: Iterable[Any]) -> list[Sample]:
+    """Flatten nested lists of samples."""
     return [leaf for item in nested for leaf in (_leaves(item) if isinstance(item, list | tuple) else [item])]
 
 
 def _first_unused(ids: Sequence[int | None]) -> Iterator[int]:
+    """Count from the first id above all of these."""
     return count(max([value for value in ids if value is not None], default=-1) + 1)
 
 
 def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
-    """Give the id that the others of a list have, or a new one, to those that have none."""
+    """Give samples of a list without an id the id of the others, or a new one."""
     values = [getattr(sample, name) for sample in together]
     if None not in values:
         return
@@ -204,9 +203,13 @@ def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
 
 
 def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
-    """The batch of one rollout."""
+    """Make the batch of one rollout."""
     held = Held.by(samples)
-    excluded = [_is_excluded(*one) for one in zip(held.status, held.reward, held.response_length, strict=True)]
+    outcomes = zip(held.status, held.reward, held.response_length, strict=True)
+    excluded = [
+        status is _FAILED or (reward is None and (status is _ABORTED or length == 0))
+        for status, reward, length in outcomes
+    ]
     groups, rollout_ids = _identities(held.group_index, held.rollout_id)
     if config.loss_type == "sft_loss":
         raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
@@ -218,6 +221,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     for rollout_id, total in zip(rollout_ids, totals, strict=True):
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + total
     columns = _LogProbs(samples, masks, trained, config.output_dir)
+    fresh_index = _first_unused(held.index)  # samples without an index get one each
     return TrainBatch(
         tokens=[
             column.array if type(column) is Packed else sample.token_array()
@@ -229,7 +233,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         raw_reward=raw_reward,
         truncated=[1 if one is _TRUNCATED else 0 for one in held.status],
         excluded=excluded,
-        sample_indices=_complete_ids(held.index),
+        sample_indices=[next(fresh_index) if index is None else index for index in held.index],
         group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
@@ -244,9 +248,9 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
 
 
 def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, float]:
-    """Means of the per-sample numbers under `rollout/`; excluded samples are counted, not averaged in.
+    """Compute means of the per-sample numbers under `rollout/`; excluded samples are counted, not averaged.
 
-    Of rewards it is the mean over rollouts, however many samples one became.
+    Rewards are averaged over rollouts, independently of the number of samples per rollout.
     """
     kept = np.flatnonzero(~np.array(batch.excluded, dtype=bool))
     columns: dict[str, Sequence[float]] = {
@@ -266,12 +270,8 @@ def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, 
     return metrics
 
 
-def _is_excluded(status: SampleStatus, reward: Any, response_length: int) -> bool:
-    return status is _FAILED or (reward is None and (status is _ABORTED or response_length == 0))
-
-
 def _loss_masks(samples: Sequence[Sample], held: Held, excluded: Sequence[bool]) -> tuple[list[np.ndarray], list[int]]:
-    """The masks, and the whole part of each one's sum, which most samples know of theirs."""
+    """Return the masks and the integer parts of their sums, which most samples already have."""
     masks, totals, unknown = [], [], []
     columns = zip(held.loss_mask, held.tokens, held.response_length, held.remove_sample, excluded, strict=True)
     for place, (mask, tokens, length, is_removed, skip) in enumerate(columns):
@@ -289,11 +289,12 @@ def _loss_masks(samples: Sequence[Sample], held: Held, excluded: Sequence[bool])
 
 
 def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
+    """Return the checked mask of a sample; all zeros if it is excluded or removed."""
     length = sample.response_length
     if excluded:
         return mask_of(0, length if 0 <= length < sample.total_length else 0)
     if not 0 <= length <= sample.total_length:
-        raise UserError(f"sample {sample.index} says response_length {length} but has {sample.total_length} tokens")
+        raise UserError(f"sample {sample.index} has response_length {length} but {sample.total_length} tokens")
     if length and length == sample.total_length:
         raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
     if sample.remove_sample:
@@ -306,8 +307,8 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     return mask if mask.dtype.kind == "i" and mask.itemsize == 1 else mask.astype(np.float32)
 
 
-def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> dict[str, Any]:
-    """`lengths` of all parts, `constant`: those of one number only, by place, and the `values` of the others."""
+def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> JsonObject:
+    """Return `lengths` of all parts, `constant` values of constant parts by place, and `values` of the others."""
     constant = {}
     if may_be_constant:
         constant = {place: part.item(0) for place, part in enumerate(parts) if part.strides == (0,) and len(part)}
@@ -316,21 +317,21 @@ def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> di
     return {"lengths": list(map(len, parts)), "constant": constant, "values": Joined(others, dtype)}
 
 
-def _column_parts(lengths: Sequence[int], constant: dict[int, Any], values: np.ndarray | Joined) -> list[np.ndarray]:
-    """The inverse; parts are views of `values`."""
+def _column_parts(lengths: Sequence[int], constant: dict[int, float], values: np.ndarray | Joined) -> list[np.ndarray]:
+    """Invert `_column_message`; parts are views of `values`."""
     whole = values.whole() if isinstance(values, Joined) else values
     real = [length for place, length in enumerate(lengths) if place not in constant]
     if len(whole) != sum(real):
-        raise ValueError(f"a column of {len(whole)} numbers does not have parts of {sum(real)}")
+        raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
     ends = accumulate(real)
     parts = [whole[end - length : end] for end, length in zip(ends, real, strict=True)]
     return with_constants(parts, lengths, constant, whole.dtype)
 
 
 def with_constants(
-    parts: Sequence[np.ndarray], lengths: Sequence[int], constant: dict[int, Any], dtype: np.dtype
+    parts: Sequence[np.ndarray], lengths: Sequence[int], constant: dict[int, float], dtype: np.dtype
 ) -> list[np.ndarray]:
-    """All parts of a column in their order: those of one number only, in no memory, among the others."""
+    """Merge constant parts, which take no memory, into the other parts of a column, in their order."""
     if not constant:
         return list(parts)
     fills = {value: np.broadcast_to(dtype.type(value), (max(lengths),)) for value in set(constant.values())}
@@ -343,16 +344,16 @@ def with_constants(
 def _identities(
     named_groups: Sequence[int | None], named_rollouts: Sequence[int | None]
 ) -> tuple[list[int], list[int]]:
-    """(group, rollout) of each sample: who shares both is of one rollout, which is in one group.
+    """Return the groups and the rollouts of the samples, so that every rollout is in one group.
 
-    Samples without a group are in that of their rollout; the same rollout id in another group is another rollout.
+    A sample without a group is in the group of its rollout; the same rollout id in another group is another rollout.
     """
     new_group, new_rollout = _first_unused(named_groups), _first_unused(named_rollouts)
-    if None not in named_groups and named_rollouts.count(None) == len(named_rollouts):  # as they nearly always are
+    if None not in named_groups and named_rollouts.count(None) == len(named_rollouts):  # the common case
         return list(named_groups), list(islice(new_rollout, len(named_rollouts)))  # type: ignore[arg-type]
     groups: list[int] = []
     rollouts: list[int] = []
-    group_of: dict[int, int] = {}  # of rollouts that name no group
+    group_of: dict[int, int] = {}  # of rollouts without a group
     renamed: dict[tuple[int, int], int] = {}
     owner: dict[int, int] = {}
     for group, rollout in zip(named_groups, named_rollouts, strict=True):
@@ -367,24 +368,18 @@ def _identities(
     return groups, rollouts
 
 
-def _complete_ids(ids: Sequence[int | None]) -> list[int]:
-    """Samples without an id get a fresh one each, so that they share nothing with others."""
-    fresh = _first_unused(ids)
-    return [next(fresh) if value is None else value for value in ids]
-
-
 class _LogProbs:
-    """Makes columns of log-probs: an array per sample."""
+    """Makes columns of log-probs, an array per sample."""
 
     def __init__(
         self, samples: Sequence[Sample], masks: Sequence[np.ndarray], trained: Sequence[bool], run_dir: str | None
     ) -> None:
         self._samples, self._masks, self._trained, self._run_dir = samples, masks, trained, run_dir
 
-    def of(self, name: str, held: Sequence[Any]) -> list[np.ndarray] | None:
-        """The column, or None when a sample that is trained on has none.
+    def of(self, name: str, held: Sequence[object]) -> list[np.ndarray] | None:
+        """Make a column; return None if a trained sample has no values.
 
-        One that is not trained on (it failed, or was removed) has zeros where it lacks them: the others keep theirs.
+        A sample that is not trained on (it failed, or was removed) gets zeros if it has none.
         """
         if held.count(None) == len(held) and any(self._trained):
             return None
@@ -399,10 +394,16 @@ class _LogProbs:
             if is_trained:
                 unknown.append(place)
         if (bad := first_not_finite([columns[place] for place in unknown])) is not None:
-            _blame(self._samples[unknown[bad]], name, columns[unknown[bad]], self._run_dir)
+            sample, column = self._samples[unknown[bad]], columns[unknown[bad]]
+            at = int(np.flatnonzero(~np.isfinite(column))[0])
+            path = keep_bad_sample(self._run_dir, None, sample.index, sample.to_dict())
+            raise UserError(
+                f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; see {path}"
+            )
         return columns
 
     def _array(self, name: str, place: int) -> np.ndarray:
+        """Return a sample's values as float32; zeros if it is not trained on and they are unusable."""
         sample, mask = self._samples[place], self._masks[place]
         values = sample.column_array(name)
         column = np.asarray([] if values is None else values, dtype=np.float32)
@@ -416,7 +417,7 @@ class _LogProbs:
 
 
 def _routed_experts(samples: Sequence[Sample], trained: Sequence[bool]) -> list[np.ndarray]:
-    """One array per sample; of a sample that is not trained on they may be missing."""
+    """Return the expert choices, an array per sample; they may be missing in samples that are not trained on."""
     columns, shape = [], (0, 0)
     for sample, is_trained in zip(samples, trained, strict=True):
         experts = sample.rollout_routed_experts
@@ -428,9 +429,3 @@ def _routed_experts(samples: Sequence[Sample], trained: Sequence[bool]) -> list[
         columns.append(experts)
         shape = shape if experts is None else experts.shape[1:]
     return [np.zeros((0, *shape), np.uint8) if experts is None else experts for experts in columns]
-
-
-def _blame(sample: Sample, name: str, column: np.ndarray, run_dir: str | None) -> None:
-    at = int(np.flatnonzero(~np.isfinite(column))[0])
-    path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
-    raise UserError(f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; it is in {path}")

@@ -1,6 +1,9 @@
-"""What samples hold, field by field: each of them is looked at once, since most of the time goes into getting there.
+"""Fields of many samples as columns, and scans over all tokens of a batch.
 
 Invariant: columns are as the samples hold them (`slime.data.columns`): a `Packed`, a list or None, not to be written.
+The fields of a sample are read once, because access takes most of the time. Scans give the numbers that numpy gives
+for each sample alone; they process many samples per call on all cores and skip constant arrays, because a call per
+sample would cost more than the tokens of most samples.
 """
 
 from __future__ import annotations
@@ -10,58 +13,59 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from slime.cluster.devices import cpu_cores
 from slime.data.columns import is_constant
-from slime.data.sample import Sample
+from slime.data.sample import Sample, SampleStatus
+from slime.storage.json_types import JsonObject
+
+T = TypeVar("T")
+
+Column = Any
+"""A column of a sample: a `Packed`, a list or None."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Of each field that training asks for a tuple, in the order of the samples."""
+    """The fields of samples that training needs, as a tuple each, in the order of the samples."""
 
-    tokens: tuple[Any, ...] = ()
-    loss_mask: tuple[Any, ...] = ()
-    rollout_log_probs: tuple[Any, ...] = ()
-    teacher_log_probs: tuple[Any, ...] = ()
-    status: tuple[Any, ...] = ()
-    reward: tuple[Any, ...] = ()
+    tokens: tuple[Column, ...] = ()
+    loss_mask: tuple[Column, ...] = ()
+    rollout_log_probs: tuple[Column, ...] = ()
+    teacher_log_probs: tuple[Column, ...] = ()
+    status: tuple[SampleStatus, ...] = ()
+    reward: tuple[object, ...] = ()
     response_length: tuple[int, ...] = ()
     remove_sample: tuple[bool, ...] = ()
     index: tuple[int | None, ...] = ()
     group_index: tuple[int | None, ...] = ()
     rollout_id: tuple[int | None, ...] = ()
-    train_metadata: tuple[dict[str, Any] | None, ...] = ()
+    train_metadata: tuple[JsonObject | None, ...] = ()
 
     @classmethod
     def by(cls, samples: Sequence[Sample]) -> Self:
+        """Collect the fields of the samples."""
         return cls(*zip(*[_FIELDS(vars(sample)) for sample in samples], strict=True))
 
 
 _FIELDS = itemgetter(*(field.name for field in fields(Held)))
 
-
-# What is known of a batch only after a look at each of its tokens.
-#
-# Invariant: every number is what numpy gives for the sample alone. Samples are looked at many at a time and on all
-# cores, and what is all one number is not looked at: a call for each sample would cost more than the tokens of most.
-
 _AT_ONCE = 1 << 18
-"""Numbers that are put together for one call: few enough to stay in a core's cache."""
+"""Numbers per call: few enough to stay in a core's cache."""
 _WORTH_THREADS = 1 << 23
 _INT8 = np.dtype(np.int8).char
 
 
 def is_trained_on(mask: np.ndarray) -> bool:
-    """Whether a mask has an entry that is not zero."""
+    """True if a mask has a non-zero entry."""
     return bool(mask[0]) if is_constant(mask) else bool(mask.any())
 
 
 def mask_totals(masks: Sequence[np.ndarray]) -> list[int]:
-    """The whole part of each mask's sum."""
+    """Return the integer part of each mask's sum."""
     totals = [0] * len(masks)
     counted = []
     for place, mask in enumerate(masks):
@@ -87,14 +91,14 @@ def mask_totals(masks: Sequence[np.ndarray]) -> list[int]:
 
 
 def first_not_finite(columns: Sequence[np.ndarray]) -> int | None:
-    """The place of the first column that has a number which is none."""
+    """Return the place of the first column with a non-finite number."""
 
     def is_fine(places: Sequence[int]) -> bool:
-        with np.errstate(all="ignore"):  # of what is no number the sum is none either
+        with np.errstate(all="ignore"):  # a sum with a non-finite number is not finite
             return math.isfinite(np.add.reduce(_together([columns[place] for place in places])))
 
     for places, fine in _by_chunk(is_fine, range(len(columns)), columns):
-        if not fine:  # or the sum of finite numbers was too large
+        if not fine:  # the sum of finite numbers may also have overflowed
             for place in places:
                 if not np.isfinite(columns[place]).all():
                     return place
@@ -106,9 +110,9 @@ def _together(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _by_chunk(
-    look: Callable[[Sequence[int]], Any], places: Sequence[int], columns: Sequence[np.ndarray]
-) -> Iterator[tuple[Sequence[int], Any]]:
-    """(places, what a look at them gave) in order."""
+    scan: Callable[[Sequence[int]], T], places: Sequence[int], columns: Sequence[np.ndarray]
+) -> Iterator[tuple[Sequence[int], T]]:
+    """Scan the columns in chunks, in threads if they are large; yield (places, result) in order."""
     chunks, total = [], 0
     begin, held = 0, 0
     for number, place in enumerate(places):
@@ -121,7 +125,7 @@ def _by_chunk(
     if begin < len(places):
         chunks.append(places[begin:])
     if total < _WORTH_THREADS:
-        yield from ((chunk, look(chunk)) for chunk in chunks)
+        yield from ((chunk, scan(chunk)) for chunk in chunks)
         return
     with ThreadPoolExecutor(cpu_cores(), thread_name_prefix="scan") as pool:
-        yield from zip(chunks, pool.map(look, chunks), strict=True)
+        yield from zip(chunks, pool.map(scan, chunks), strict=True)

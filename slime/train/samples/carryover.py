@@ -1,17 +1,17 @@
-"""Rollouts that did not fill an optimizer step and wait for the next batch: `<folder>/rollout/carried_<id>.msgpack`.
+"""Carries rollouts that did not fill an optimizer step over to the next batch, and saves them in the meantime.
 
-Invariant: a carried rollout is trained on exactly once, with the reward it was given among its own group. Waiting rows
-go in front of the next batch. They are saved beside the data position of the rollout that left them; a file is either
-absent (nothing waits) or complete, since it is written beside its final name, flushed, and renamed.
+They are saved in `<folder>/rollout/carried_<id>.msgpack`, next to the data position of the rollout that left them.
+Invariant: a carried rollout is trained on exactly once, with the reward it got in its own group. Carried rows go in
+front of the next batch. A file is either absent (nothing is carried) or complete, because it is written under a
+temporary name, flushed, and renamed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -29,20 +29,26 @@ _CHECKPOINT = re.compile(r"iter_(\d{7,})")
 
 
 def carried_path(folder: str | Path, rollout_id: int) -> Path:
-    """The file of what waits after one rollout."""
+    """Return the file of the rollouts carried over after one rollout."""
     return Path(folder) / "rollout" / f"carried_{rollout_id}.msgpack"
 
 
 def in_front_of(carried: TrainBatch | None, fresh: TrainBatch) -> TrainBatch:
-    """The rows of both, carried ones first; carried rollouts whose ids clash with fresh ones get new ids."""
+    """Put carried rows in front of fresh ones; carried rollouts whose ids clash with fresh ones get new ids."""
     if carried is None:
         return fresh
-    rollout_ids = _apart_from(fresh.rollout_ids, carried.rollout_ids)
+    taken = set(fresh.rollout_ids)
+    unused = max([*fresh.rollout_ids, *carried.rollout_ids], default=-1) + 1
+    renamed: dict[int, int] = {}
+    for rollout_id in carried.rollout_ids:
+        if rollout_id in taken and rollout_id not in renamed:
+            renamed[rollout_id] = unused + len(renamed)
+    rollout_ids = [renamed.get(rollout_id, rollout_id) for rollout_id in carried.rollout_ids]
     return dataclasses.replace(carried, rollout_ids=rollout_ids).followed_by(fresh)
 
 
 def save_carried(folder: str | Path, rollout_id: int, carried: TrainBatch | None) -> None:
-    """Write what waits after `rollout_id`, all or nothing and durably; nothing waiting leaves no file."""
+    """Write the rollouts carried over after `rollout_id`, atomically and durably; without any, delete the file."""
     path = carried_path(folder, rollout_id)
     if carried is None:
         path.unlink(missing_ok=True)
@@ -54,26 +60,29 @@ def save_carried(folder: str | Path, rollout_id: int, carried: TrainBatch | None
 
 
 def load_carried(folder: str | Path, rollout_id: int) -> TrainBatch | None:
-    """What waited after `rollout_id`, or None; a `UserError` when the file is damaged or of another version."""
+    """Load the rollouts carried over after `rollout_id`, or None.
+
+    Raises `UserError` if the file is damaged or of another version.
+    """
     path = carried_path(folder, rollout_id)
     if not path.is_file():
         return None
-    remedy = "resume from another checkpoint, or delete the file to go on without the rollouts in it"
+    remedy = "resume from another checkpoint, or delete the file to continue without the rollouts in it"
     try:
         content = path.read_bytes()
         saved = msgpack.unpackb(
             content, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass", max_ext_len=len(content)
         )
     except (OSError, ValueError, TypeError, msgpack.UnpackException) as cause:
-        raise UserError(f"{path}: the rollouts that wait for training are unreadable ({cause}): {remedy}") from cause
+        raise UserError(f"{path}: the carried-over rollouts are unreadable ({cause}): {remedy}") from cause
     batch = saved.get("batch") if isinstance(saved, dict) and saved.get("format") == FORMAT else None
     if not isinstance(batch, dict) or not REQUIRED <= batch.keys() <= KNOWN:
-        raise UserError(f"{path}: was written by another version of slime: {remedy}")
+        raise UserError(f"{path} was written by another version of slime: {remedy}")
     return TrainBatch.from_dict(batch)
 
 
 def remove_stale(folder: str | Path) -> None:
-    """Delete the files of rollouts whose checkpoint is gone."""
+    """Delete the files of rollouts whose checkpoint no longer exists."""
     checkpoints = {int(match[1]) for _, match in _matching(Path(folder), _CHECKPOINT)}
     for path, match in list(_matching(Path(folder) / "rollout", _NAME)):
         if int(match[1]) not in checkpoints:
@@ -81,23 +90,13 @@ def remove_stale(folder: str | Path) -> None:
 
 
 def _matching(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield the entries of a folder whose names match."""
     for path in folder.glob("*"):
         if (match := name.fullmatch(path.name)) is not None:
             yield path, match
 
 
-def _apart_from(taken: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """`ids`, with fresh ones for those that are taken; equal ones stay equal."""
-    unused = max([*taken, *ids], default=-1) + 1
-    used = set(taken)
-    renamed: dict[int, int] = {}
-    for value in ids:
-        if value in used and value not in renamed:
-            renamed[value] = unused + len(renamed)
-    return [renamed.get(value, value) for value in ids]
-
-
-def _encode(value: Any) -> Any:
+def _encode(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:

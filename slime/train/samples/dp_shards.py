@@ -1,9 +1,9 @@
-"""Each data-parallel rank's part of a batch, and its way to the ranks that need it.
+"""Splits a batch into the shares of the data-parallel ranks and transfers them to the ranks.
 
-Invariant: whichever way a share takes, ranks get the same numbers, and ranks that train on the same samples get one and
-the same share. Nothing of the batch is copied in the driver. Ranks on its machine are told where in shared memory the
-samples' arrays are: there since their samples finished, or else written now, for as long as the ranks have not
-answered. The others get the arrays over their channels.
+Invariant: ranks get the same numbers over any transport, and ranks that train on the same samples get the same share.
+The driver does not copy the batch. Ranks on its machine get the places of the samples' arrays in shared memory: these
+are there since their samples finished, or else are written now and kept until the ranks have answered. Other ranks get
+the arrays over their channels.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 
 from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
 from slime.cluster.rpc.messages import Joined
+from slime.storage.json_types import JsonObject
 from slime.train.microbatch_plan import Schedule
 from slime.train.samples.batch import BY_TOKEN, TrainBatch, with_constants
 
 logger = logging.getLogger(__name__)
 
-Share = dict[str, Any]
+Share = JsonObject
+"""A rank's part of a batch as a message, with numpy arrays or their places."""
 
 
 def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[Share]:
-    """Each rank's samples, with the micro-batches in local positions and the divisors of the whole step."""
+    """Make each rank's share: its samples, its micro-batches in local positions, and the divisors of the whole step."""
     if not schedule.steps:
         return []
     scheduled = [step.positions for step in schedule.steps]
@@ -53,7 +54,7 @@ def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[Share]:
 
 
 def open_share(data: Share) -> Share:
-    """The share that a rank was sent; where it was told places in shared memory, columns are lists of what is there."""
+    """Open a share on its rank; places in shared memory become lists of the arrays that are there."""
     if "places" not in data:
         return data
     share = dict(data)
@@ -67,23 +68,24 @@ def open_share(data: Share) -> Share:
 
 @dataclass(frozen=True)
 class _PlacedColumn:
-    """A column of a share whose arrays are elsewhere: the types that they have there, and the one that they get."""
+    """Layout of a column whose arrays are in shared memory: their dtypes there, and the common dtype to convert to."""
 
     lengths: list[int]
-    constant: dict[int, Any]
+    constant: dict[int, float]
     dtype: str
     dtypes: list[str] | None
-    """Of each array that is no constant, where they differ."""
+    """The dtype of each array that is not constant, if they differ."""
     rows: list[int]
-    """The shape of what there is for each token."""
+    """The shape of a token's entry."""
 
     @classmethod
-    def message(cls, lengths: list[int], constant: dict[int, Any], values: Joined) -> dict[str, Any]:
+    def message(cls, lengths: list[int], constant: dict[int, float], values: Joined) -> JsonObject:
+        """Return the layout of a column as a message."""
         dtypes = [part.dtype.str for part in values.parts] if values.is_mixed else None
         return vars(cls(lengths, constant, values.dtype.str, dtypes, list(values.rows)))
 
     def sizes(self) -> list[int]:
-        """Bytes of each array."""
+        """Return the bytes of each array."""
         real = [length for place, length in enumerate(self.lengths) if place not in self.constant]
         row = math.prod(self.rows)
         if self.dtypes is None:
@@ -92,7 +94,7 @@ class _PlacedColumn:
         return [length * row * np.dtype(own).itemsize for length, own in zip(real, self.dtypes, strict=True)]
 
     def parts(self, arrays: Iterator[np.ndarray]) -> list[np.ndarray]:
-        """Of the bytes of all arrays those of this column, as what they are."""
+        """Take this column's arrays from the bytes of all arrays and convert them."""
         dtype, rows = np.dtype(self.dtype), tuple(self.rows)
         real = list(islice(arrays, len(self.lengths) - len(self.constant)))
         if self.dtypes is None:
@@ -104,30 +106,34 @@ class _PlacedColumn:
 
 
 class HandOver:
-    """Gives ranks their shares, those on this machine through `arena`."""
+    """Transfers shares to the ranks, to those on this machine through `arena`."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
-        self._told: str | None = None
+        self._warned_reason: str | None = None
 
     @contextmanager
     def given(self, shares: Sequence[Share], here: Sequence[bool]) -> Iterator[list[Share]]:
-        """What to send to each rank in the place of its share, until the ranks have answered; `here` says which of them
-        are on this machine. Equal shares are the same object."""
+        """Yield what to send to each rank instead of its share; places stay valid until the ranks have answered.
+
+        `here` is true for ranks on this machine. Equal shares are the same object.
+        """
         wanted = {id(share): share for share, is_here in zip(shares, here, strict=True) if is_here}
         with ExitStack() as stack:
             try:
                 placed = stack.enter_context(self._placed(wanted))
             except NoRoom as error:
-                placed = {}
-                self._over_channels(str(error))
+                placed, reason = {}, str(error)
+                if self._warned_reason is None:
+                    logger.warning("samples go to the trainers over sockets, not through shared memory: %s", reason)
+                self._warned_reason = reason
             yield [
                 placed.get(id(share), share) if is_here else share for share, is_here in zip(shares, here, strict=True)
             ]
 
     @contextmanager
     def _placed(self, shares: dict[int, Share]) -> Iterator[dict[int, Share]]:
-        """Shares by their keys, with places in the place of arrays."""
+        """Yield the shares by key, with places instead of arrays."""
         arrays: list[np.ndarray] = []
         drafts = {}
         for key, share in shares.items():
@@ -139,9 +145,3 @@ class HandOver:
             drafts[key] = {**share, "batch": batch}, begin, len(arrays)
         with self._arena.lent(arrays) as places:
             yield {key: {**draft, "places": places.part(begin, end)} for key, (draft, begin, end) in drafts.items()}
-
-    def _over_channels(self, why: str) -> None:
-        """Say so, once: it takes longer, and nothing else is different."""
-        if self._told is None:
-            logger.warning("samples go to the trainers over sockets, not through shared memory: %s", why)
-        self._told = why

@@ -1,7 +1,10 @@
-"""The tensors of one forward and backward.
+"""Tensors of one forward and backward pass.
 
 Invariant: every per-token tensor has one entry for each response token of the packed row, in the row's order, and a
-weight of zero wherever the loss mask is zero.
+weight of zero wherever the loss mask is zero. Expert choices (`Routing`) that are known for a token are never
+overwritten by a later pass: they come from an engine, or from the router's own first pass over the row. Where none are
+known (the last token of a sequence, tokens after the last sampled one, padding) the router chooses in every pass; no
+trained token depends on these.
 """
 
 from __future__ import annotations
@@ -17,21 +20,16 @@ from slime.algorithms.reduce import constant_weights, per_rollout_weights, per_t
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.packing import PackedRow, pack
 
-# Which experts the tokens of a packed row go to, in every pass that repeats it.
-#
-# Invariant: what is known of a token's experts is never overwritten by a later pass: an engine's choice, or the
-# router's own in the first pass over the row. Where nothing is known (the last token of a sequence, what follows the
-# last sampled token, padding) the router chooses each time; no token that is trained on depends on it.
-
 UNKNOWN = -1
 
 
 class Routing:
-    """Of one micro-batch. `given`: [T, layers, experts per token], int16, on the host, `UNKNOWN` where nothing is.
+    """Expert choices of one micro-batch, which every pass repeats.
 
-    None where the first pass decides, which leaves `recorded`: [t, experts per token] of this rank's tokens, by layer.
-    `counted` are the choices of routers that were compared with what they had to do, and those that differed. No
-    dataclass: FSDP hands a module copies of those, and what a pass records would be lost with them.
+    `given` [T, layers, experts per token], int16, on the host, has the engine's choices, or `UNKNOWN` where it has
+    none. If it is None, the first pass fills `recorded` [t, experts per token] of this rank's tokens, by layer.
+    `counted` has the numbers of compared and of differing router choices. This is not a dataclass because FSDP passes
+    copies of dataclasses to modules, and the recorded choices would be lost with the copy.
     """
 
     def __init__(self, given: Tensor | None = None) -> None:
@@ -40,11 +38,11 @@ class Routing:
         self.counted: Tensor | None = None
 
     def forget(self) -> None:
-        """The next pass decides; what was given stays."""
+        """Discard the recorded choices: the next pass chooses again; `given` is kept."""
         self.recorded = {}
 
     def count(self, own: Tensor, chosen: Tensor) -> None:
-        """`own`: what routers would have chosen for the tokens of a layer, `chosen`: [t, k] what they had to."""
+        """Count the differences between the routers' `own` choices [t, k] in a layer and the `chosen` ones [t, k]."""
         known = (chosen >= 0).sum()
         differing = ((own[:, None, :] != chosen[:, :, None]).all(-1) & (chosen >= 0)).sum()
         found = torch.stack([known, differing]).to(torch.float64)
@@ -52,7 +50,7 @@ class Routing:
 
 
 def given_experts(rows: Sequence[np.ndarray], lengths: Sequence[int], num_tokens: int) -> Tensor:
-    """[num_tokens, layers, k] of sequences of these lengths side by side, each with its rows of the first tokens."""
+    """Pack the experts of sequences as [num_tokens, layers, k]; each sequence has rows for its first tokens."""
     shape = rows[0].shape[1:]
     experts = np.full((num_tokens, *shape), UNKNOWN, dtype=np.int16)
     begin = 0
@@ -63,7 +61,7 @@ def given_experts(rows: Sequence[np.ndarray], lengths: Sequence[int], num_tokens
 
 
 def mismatch(routings: Sequence[Routing], device: torch.device) -> Tensor:
-    """[2]: choices that were compared, and those that differed, since the last call."""
+    """Return [2]: the numbers of compared and of differing choices since the last call."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for routing in routings:
         if routing.counted is not None:
@@ -74,10 +72,10 @@ def mismatch(routings: Sequence[Routing], device: torch.device) -> Tensor:
 
 @dataclass
 class MicroBatch:
-    """One packed row and, for each of its response tokens, what the loss needs.
+    """One packed row and the inputs of the loss for each of its response tokens.
 
-    `positions` are those of its samples in the rank's data, in the row's order; none for a row that only keeps a rank
-    in step with the others. `columns` holds what was computed for the tokens (log_probs, advantages ...).
+    `positions` are those of its samples in the rank's data, in the row's order; empty for a row that only keeps a rank
+    in step with the others. `columns` holds computed values of the tokens (log_probs, advantages ...).
     """
 
     row: PackedRow
@@ -85,23 +83,23 @@ class MicroBatch:
     mask: Tensor
     weights: Tensor  # share of the step's loss; zero where masked
     metric_weights: Tensor  # share of the rollout's per-rollout mean, over all steps
-    scale: float  # what a sum over samples is divided by to become a share of the step's loss
+    scale: float  # factor from a sum over samples to a share of the step's loss
     columns: dict[str, Tensor] = field(default_factory=dict)
-    importance_scale: float = 1.0  # what the importance weights of the step are multiplied by
-    train_log_probs: Tensor | None = None  # of the first training forward, when no separate pass was made
-    routing: Routing | None = None  # which experts its tokens go to, where that is repeated
+    importance_scale: float = 1.0  # factor of the importance weights of the step
+    train_log_probs: Tensor | None = None  # of the first training forward, if there was no separate pass
+    routing: Routing | None = None  # expert choices, if passes repeat them
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return self.row.response_lengths
 
     def take(self, name: str, values: Sequence[Tensor]) -> None:
-        """Make a column of per-sample tensors `[response length]` of the rank's data."""
+        """Set a column from the per-sample tensors `[response length]` of the rank's data."""
         parts = [values[position] for position in self.positions]
         self.columns[name] = torch.cat(parts).to(self.mask) if parts else torch.zeros_like(self.mask)
 
     def give(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """(position, its part on the host) for a tensor over the row's response tokens."""
+        """Split a tensor over the row's response tokens into (position, its part on the host)."""
         if not self.positions:
             return []
         return list(zip(self.positions, values.detach().float().cpu().split(self.lengths), strict=True))
@@ -109,9 +107,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepShare:
-    """What the losses of a step are divided by.
+    """The divisor of the losses of a step.
 
-    Its rollouts; or its unmasked tokens, when `num_tokens` is given; or its rollouts times `constant_length`.
+    It is the number of rollouts; or of unmasked tokens, if `num_tokens` is set; or of rollouts times `constant_length`.
     """
 
     num_rollouts: int
@@ -119,6 +117,7 @@ class StepShare:
     constant_length: int | None = None
 
     def weights(self, mask: Tensor, rollout_mask_sums: Tensor) -> Tensor:
+        """Compute the weight of each token in the step's loss."""
         if self.num_tokens is not None:
             return per_token_weights(mask, self.num_tokens)
         if self.constant_length is not None:
@@ -141,11 +140,11 @@ def make_micro_batch(
     repeats_routing: bool = False,
     share_prompts: bool = False,
 ) -> MicroBatch:
-    """Pack some samples, those of equal length side by side (they share an attention call on the CPU).
+    """Pack samples into a micro-batch, those of equal length side by side (they share an attention call on the CPU).
 
-    The row is padded to a `multiple`, which ranks that share it can part. No positions give a one-token row of weight
-    zero, so that the rank joins the collectives. With `repeats_routing` routers follow what the engine chose, where the
-    batch says, else what they choose in the first pass. With `share_prompts` the row says which tokens are the same.
+    The row is padded to a `multiple`, so that ranks can split it equally. Without positions the result is a one-token
+    row of weight zero, so that the rank joins the collectives. With `repeats_routing` routers follow the engine's
+    choices if the batch has them, else those of the first pass. With `share_prompts` the row lists duplicate tokens.
     """
     if not positions:
         zero = torch.zeros(1, device=device)
@@ -158,6 +157,10 @@ def make_micro_batch(
     mask = torch.from_numpy(np.concatenate([batch.loss_masks[i] for i in ordered]).astype(np.float32))
     sums = np.repeat([batch.rollout_mask_sums[i] for i in ordered], [batch.response_lengths[i] for i in ordered])
     mask_sums = torch.from_numpy(sums.astype(np.float32))
+    routing = Routing() if repeats_routing else None
+    if repeats_routing and batch.rollout_routed_experts is not None:
+        rows = [batch.rollout_routed_experts[i] for i in ordered]
+        routing = Routing(given_experts(rows, [len(tokens) for tokens in sequences], row.num_tokens))
     return MicroBatch(
         row=row,
         positions=ordered,
@@ -165,12 +168,5 @@ def make_micro_batch(
         weights=share.weights(mask, mask_sums).to(device),
         metric_weights=per_rollout_weights(mask, mask_sums, total_rollouts).to(device),
         scale=share.scale,
-        routing=_routing_of(batch, ordered, row.num_tokens) if repeats_routing else None,
+        routing=routing,
     )
-
-
-def _routing_of(batch: TrainBatch, positions: Sequence[int], num_tokens: int) -> Routing:
-    if batch.rollout_routed_experts is None:
-        return Routing()
-    rows = [batch.rollout_routed_experts[i] for i in positions]
-    return Routing(given_experts(rows, [len(batch.tokens[i]) for i in positions], num_tokens))

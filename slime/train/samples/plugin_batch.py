@@ -1,19 +1,19 @@
-"""A micro-batch as custom losses know it.
+"""Converts a micro-batch to the dict that custom losses get.
 
-Invariant: samples stand in the order of the packed row; what is known for each response token is a list with one tensor
-a sample; every key that losses may ask for is there, None where the run does not have it.
+Invariant: samples are in the order of the packed row; per-token values are a list with one tensor per sample; every key
+that losses may use is present, with None if the run does not have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slime.storage.json_types import JsonMapping, JsonObject
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.rollout_data import RolloutData
 
@@ -28,12 +28,12 @@ KEYS = (
     "rollout_mask_sums",
     "multimodal_train_inputs",
 )
-"""What a loss may ask for that not every run has."""
+"""Keys that losses may use and that not every run has."""
 
 
 @dataclass(frozen=True)
 class PackedSeqParams:
-    """Where the sequences of a packed row begin and end, under the names of Megatron's class."""
+    """Bounds of the sequences of a packed row, with the field names of Megatron's class."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
@@ -48,19 +48,20 @@ class PackedSeqParams:
         return cls(cu_seqlens, cu_seqlens, max_length, max_length)
 
 
-def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
-    """The part of the data that is in a micro-batch, every key of it, in the order of the row.
+def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> JsonObject:
+    """Select the samples of a micro-batch from every column of the data, in the order of the row.
 
-    Besides: `tokens` [1, T] as the model sees them, with padding, `unconcat_tokens` by sample, `packed_seq_params`, and
+    Adds `tokens` [1, T] as the model sees them, with padding, `unconcat_tokens` by sample, `packed_seq_params`, and
     `full_loss_masks` [1, T].
     """
-    batch: dict[str, Any] = dict.fromkeys(KEYS)
-    count = len(data["response_lengths"])
+    batch: JsonObject = dict.fromkeys(KEYS)
+    count, device = len(data["response_lengths"]), micro.mask.device
     for name, values in data.items():
         if isinstance(values, list) and len(values) == count:
-            batch[name] = [_on(values[position], micro) for position in micro.positions]
+            own = [values[position] for position in micro.positions]
+            batch[name] = [value.to(device) if isinstance(value, Tensor) else value for value in own]
         elif isinstance(values, Tensor) and values.shape[:1] == (count,):
-            batch[name] = values[micro.positions].to(micro.mask.device)
+            batch[name] = values[micro.positions].to(device)
         else:
             batch[name] = values
     batch["unconcat_tokens"] = batch["tokens"]
@@ -71,14 +72,14 @@ def batch_for_plugins(data: RolloutData, micro: MicroBatch) -> dict[str, Any]:
     return batch
 
 
-def full_loss_masks(batch: Mapping[str, Any]) -> Tensor:
-    """[1, T]: the mask of each response token at the position whose logits predict it, 0 everywhere else."""
+def full_loss_masks(batch: JsonMapping) -> Tensor:
+    """Return [1, T]: the mask of each response token at the position whose logits predict it, 0 everywhere else."""
     lengths = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
     return torch.cat([pad(mask, (total - response - 1, 1)) for mask, total, response in lengths])[None]
 
 
 class DataIterator:
-    """Walks over a rank's data in micro-batches: by a size, or by the samples of each one."""
+    """Iterates over a rank's data in micro-batches of a fixed size, or of given samples."""
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class DataIterator:
         self.micro_batch_indices = micro_batch_indices
         self.offset = 0
 
-    def get_next(self, keys: Iterable[str]) -> dict[str, Any]:
-        """These columns of the next micro-batch; None for one that the data does not have."""
+    def get_next(self, keys: Iterable[str]) -> JsonObject:
+        """Return these columns of the next micro-batch; None for columns that the data does not have."""
         if self.micro_batch_indices is not None:
             indices = list(self.micro_batch_indices[self.offset])
             self.offset += 1
@@ -111,9 +112,11 @@ class DataIterator:
         return self
 
 
-def padded_batch(data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int) -> dict[str, Any]:
-    """The next micro-batch as one packed row of a length that `pad_multiplier` divides; the padding is a sequence of
-    its own at the end, of token 0 and mask 0."""
+def padded_batch(data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int) -> JsonObject:
+    """Return the next micro-batch as one packed row whose length is a multiple of `pad_multiplier`.
+
+    The padding is a sequence of its own at the end, of token 0 and mask 0.
+    """
     batch = data_iterator.get_next(keys)
     sequences: list[Tensor] = batch["tokens"]
     lengths = [len(tokens) for tokens in sequences]
@@ -126,7 +129,3 @@ def padded_batch(data_iterator: DataIterator, keys: Sequence[str], pad_multiplie
     if all(batch.get(name) is not None for name in ("loss_masks", "total_lengths", "response_lengths")):
         batch["full_loss_masks"] = pad(full_loss_masks(batch), (0, missing))
     return batch
-
-
-def _on(value: Any, micro: MicroBatch) -> Any:
-    return value.to(micro.mask.device) if isinstance(value, Tensor) else value

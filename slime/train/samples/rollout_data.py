@@ -1,4 +1,4 @@
-"""What one rank knows about its samples, under the names that plugins use.
+"""Columns of one rank's samples, under the names that plugins use.
 
 Invariant: every list has one entry per sample of the rank, in the rank's order; per-token entries are float32 tensors
 on the host, one number for each response token. Hooks may change the lists in place and add their own.
@@ -7,17 +7,17 @@ on the host, one number for each response token. Hooks may change the lists in p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.micro_batch import MicroBatch
 
-RolloutData = dict[str, Any]
+RolloutData = JsonObject
 
 PER_TOKEN = (
     "rollout_log_probs",
@@ -31,10 +31,11 @@ PER_TOKEN = (
     "advantages",
     "returns",
 )
-"""What training itself computes or reads for each response token."""
+"""Columns with a value per response token that training computes or reads."""
 
 
 def make_rollout_data(batch: TrainBatch) -> RolloutData:
+    """Make the columns of a batch."""
     data: RolloutData = {
         "tokens": [torch.from_numpy(tokens.astype(np.int64)) for tokens in batch.tokens],
         "total_lengths": batch.total_lengths,
@@ -61,14 +62,15 @@ def make_rollout_data(batch: TrainBatch) -> RolloutData:
     return data
 
 
-def _is_per_token(values: Any, lengths: list[int]) -> bool:
+def _is_per_token(values: object, lengths: list[int]) -> bool:
+    """Check for a list of tensors with one number per response token."""
     if not isinstance(values, list) or len(values) != len(lengths):
         return False
     return all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths, strict=True))
 
 
 def collect(data: RolloutData, name: str, parts: Iterable[tuple[int, Tensor]]) -> None:
-    """Put what was computed per micro-batch into the data, by sample."""
+    """Set a column from values computed per micro-batch."""
     column: list[Tensor] = [torch.zeros(length) for length in data["response_lengths"]]
     for position, values in parts:
         column[position] = values
@@ -76,7 +78,7 @@ def collect(data: RolloutData, name: str, parts: Iterable[tuple[int, Tensor]]) -
 
 
 def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
-    """Hand the per-token columns to the micro-batches."""
+    """Copy the per-token columns to the micro-batches."""
     for micro in micro_batches:
         for name in PER_TOKEN:
             if name in data:
@@ -84,7 +86,7 @@ def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
 
 
 def check_columns(data: RolloutData, names: Iterable[str], path: str) -> None:
-    """A hook has set per-token lists of the right shape."""
+    """Check that a hook has set per-token lists of the right shape."""
     for name in names:
         if name not in data or not _is_per_token(data[name], data["response_lengths"]):
             raise UserError(

@@ -59,9 +59,7 @@ class EngineBridge:
         if count > most:
             raise BadRequest(f"the request has {count} samples, --max-samples-per-request allows {most}", "n")
         if self._open + count > room:
-            raise TooMany(
-                f"{self._open} samples wait or run here and --max-queued-requests allows {room}: retry later"
-            )
+            raise TooMany(f"{self._open} samples wait or run here and --max-queued-requests allows {room}: retry later")
         self._open += count
         try:
             yield

@@ -1,4 +1,12 @@
-"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: OpenAI's dialect on top of the same requests."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/models`: OpenAI's dialect on top of `GenerateRequest`.
+
+The text of a chat's prompt is what the model's own chat template makes of `messages`, `tools` and
+`chat_template_kwargs`. Invariant: a request chooses the template's variables, never the template or how it is applied.
+
+An answer to a chat is parsed into a message, whole or in the pieces of a stream. Invariant: the pieces of a stream,
+joined, are the message of the whole answer, except for a tool call that breaks off after its name: its beginning was
+sent, and all of it follows as text.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,9 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
@@ -34,27 +43,48 @@ from slime.models.parsers.events import (
     gathered,
 )
 from slime.models.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
+from slime.storage.json_types import JsonMapping, JsonObject
 
-# From OpenAI's `messages`, `tools` and `chat_template_kwargs` to the text of a prompt.
-#
-# Invariant: the text is what the model's own chat template makes of them. A request chooses what the template reads,
-# never the template itself nor how it is applied.
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedTokenizerBase
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+             "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+             "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
+_READ = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
+         "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
+         "stream_options", "separate_reasoning"}  # fmt: skip
+_NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}
+"""Values that ask for the default behaviour."""
+_CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_search", "suffix", "echo", "regex", "ebnf",
+                   "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                   "lora_path", "session_params", "custom_logit_processor", "continue_final_message",
+                   "logits_processors", "return_hidden_states", "return_routed_experts", "functions",
+                   "function_call"}  # fmt: skip
+_MOST_TOKENS = 1 << 31
 
 
-def chat_text(tokenizer: Any, fields: Fields) -> str:
-    """The prompt of a chat request, up to where the assistant begins."""
+def chat_text(tokenizer: PreTrainedTokenizerBase, fields: Fields) -> str:
+    """Render the prompt of a chat request, up to where the assistant's message begins."""
     if tokenizer.chat_template is None:
         raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
     if "chat_template" in fields:
         raise BadRequest("chat_template: this engine uses the model's own template", "chat_template")
-    messages, tools, extra = _messages(fields), _tools(fields), _template_kwargs(tokenizer, fields)
+    messages, tools = _messages(fields), _tools(fields)
+    extra = fields.body.get("chat_template_kwargs") or {}
+    if not isinstance(extra, Mapping):
+        raise BadRequest(f"chat_template_kwargs must be an object, not {shown(extra)}", "chat_template_kwargs")
+    reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
+    if taken := sorted(reserved & extra.keys()):
+        raise BadRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False, **extra)
     except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as cause:
         raise BadRequest(f"the chat template refused the messages: {cause}", "messages") from cause
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields) -> list[JsonObject]:
+    """Return the messages with the arguments of tool calls as objects, which templates read, not as JSON text."""
     messages = fields.body.get("messages")
     if not isinstance(messages, list) or not is_conversation(messages):
         raise BadRequest("messages must be a non-empty list of objects with a role", "messages")
@@ -62,42 +92,35 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         checked = checked_messages(messages, "messages")
     except UserError as cause:
         raise BadRequest(str(cause), "messages") from cause
-    return [_with_arguments(message) for message in checked]
+    rendered = []
+    for message in checked:
+        calls = message.get("tool_calls")
+        if calls is None:
+            rendered.append(message)
+            continue
+        if not isinstance(calls, list):
+            raise BadRequest(f"tool_calls must be a list, not {shown(calls)}", "messages")
+        rendered.append({**message, "tool_calls": [_call(call) for call in calls]})
+    return rendered
 
 
-def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates read the arguments of a tool call as an object; OpenAI sends the JSON text of one."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return message
-    if not isinstance(calls, list):
-        raise BadRequest(f"tool_calls must be a list, not {shown(calls)}", "messages")
-    return {**message, "tool_calls": [_call(call) for call in calls]}
-
-
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: object) -> JsonObject:
+    """Parse the arguments of a tool call; invalid ones stay the text that the model wrote."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"a tool call must have a function with a name, not {shown(call)}", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+        with suppress(orjson.JSONDecodeError):
+            value = orjson.loads(arguments)
+            arguments = value if isinstance(value, dict) else arguments
     elif arguments is not None and not isinstance(arguments, Mapping):
         raise BadRequest(f"the arguments of a tool call must be JSON text, not {shown(arguments)}", "messages")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parsed(text: str) -> Any:
-    """The object in a call's arguments; what a model wrote wrongly stays the text that it wrote."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-    return value if isinstance(value, dict) else text
-
-
 def forced_call(fields: Fields) -> tuple[bool, str | None]:
-    """Whether the answer must be a call, and of which tool if the request names one."""
+    """Return whether the answer must be a tool call, and the tool's name if the request has one."""
     choice, tools = fields.body.get("tool_choice"), _tools(fields)
     if choice in (None, "auto", "none"):
         return False, None
@@ -112,7 +135,8 @@ def forced_call(fields: Fields) -> tuple[bool, str | None]:
     return True, name
 
 
-def _tools(fields: Fields) -> list[Any] | None:
+def _tools(fields: Fields) -> list[JsonMapping] | None:
+    """Return the tools for the chat template; None without tools, or if `tool_choice` is none."""
     tools, choice = fields.body.get("tools"), fields.body.get("tool_choice")
     if tools is None:
         return None
@@ -127,28 +151,12 @@ def _tools(fields: Fields) -> list[Any] | None:
     return None if choice == "none" else tools or None
 
 
-def _template_kwargs(tokenizer: Any, fields: Fields) -> dict[str, Any]:
-    extra = fields.body.get("chat_template_kwargs") or {}
-    if not isinstance(extra, Mapping):
-        raise BadRequest(f"chat_template_kwargs must be an object, not {shown(extra)}", "chat_template_kwargs")
-    reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
-    if taken := sorted(reserved & extra.keys()):
-        raise BadRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
-    return dict(extra)
-
-
-# A model's answer as a message of OpenAI's, whole or in the pieces of a stream.
-#
-# Invariant: the pieces of a stream, put together, are the message that the whole answer would have been, but for a
-# call that broke off after its name: its beginning was sent, and all of it follows as text.
-
-
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to one chat are read. `opening` is the end of the prompt, where that begins a call already."""
+    """The formats in which answers to one chat are parsed; `opening`: a call's beginning at the end of the prompt."""
 
     formats: Formats
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[JsonMapping] = ()
     starts_in_reasoning: bool = False
     opening: str = ""
 
@@ -157,15 +165,15 @@ class Reading:
         return self.formats != Formats()
 
     def reply(self) -> Reply:
-        """An answer that begins."""
+        """Start to parse an answer."""
         if not self.has_marks:
             return Reply(None)
         parser = make_parser(self.formats, tools=self.tools, starts_in_reasoning=self.starts_in_reasoning)
         return Reply(parser, parser.feed(self.opening))
 
 
-def reading_of(formats: Formats, given: Mapping[str, Any], *, separate_reasoning: bool) -> Reading:
-    """Calls are looked for in chats with tools, and reasoning is told apart unless the request says otherwise."""
+def reading_of(formats: Formats, given: JsonMapping, *, separate_reasoning: bool) -> Reading:
+    """Choose how to parse the answers: calls in chats with tools, and reasoning if `separate_reasoning`."""
     tools = [] if given.get("tool_choice") == "none" else given.get("tools") or []
     if not tools:
         formats = replace(formats, tool=None)
@@ -173,7 +181,7 @@ def reading_of(formats: Formats, given: Mapping[str, Any], *, separate_reasoning
 
 
 class Reply:
-    """One choice of an answer, from its text; without a parser the text is all there is."""
+    """One choice of an answer, parsed from its text; without a parser it has the text only."""
 
     def __init__(self, parser: OutputParser | None, told: Sequence[Event] = ()) -> None:
         self._parser = parser
@@ -181,10 +189,10 @@ class Reply:
         self._is_new = True
         self.calls = 0
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The whole of it."""
+    def message(self, text: str) -> JsonObject:
+        """Return the message of a whole answer."""
         output = gathered(self._events(text, ends=True))
-        message: dict[str, Any] = {"role": "assistant", "content": output.text}
+        message: JsonObject = {"role": "assistant", "content": output.text}
         if output.reasoning is not None:
             message["reasoning_content"] = output.reasoning
         if output.calls:
@@ -194,23 +202,23 @@ class Reply:
             ]
         return message
 
-    def delta(self, text: str, *, ends: bool) -> dict[str, Any]:
-        """What is new with this text."""
+    def delta(self, text: str, *, ends: bool) -> JsonObject:
+        """Return the part of the message that this new text adds."""
         events = self._events(text, ends=ends)
-        said = "".join(event.text for event in events if isinstance(event, Text))
-        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls: dict[int, dict[str, Any]] = {}
+        content = "".join(event.text for event in events if isinstance(event, Text))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls: dict[int, JsonObject] = {}
         for event in events:
             if isinstance(event, CallBegun):
                 calls[event.index] = _call_json(event.index, event.id, event.name, "")
             elif isinstance(event, CallArguments):
                 call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += event.text
-        delta: dict[str, Any] = {"role": "assistant"} if self._is_new else {}
+        delta: JsonObject = {"role": "assistant"} if self._is_new else {}
         self._is_new = False
-        delta["content"] = said if said or not (thought or calls) else None
-        if thought:
-            delta["reasoning_content"] = thought
+        delta["content"] = content if content or not (reasoning or calls) else None
+        if reasoning:
+            delta["reasoning_content"] = reasoning
         if calls:
             delta["tool_calls"] = list(calls.values())
         return delta
@@ -224,27 +232,13 @@ class Reply:
         return events
 
 
-def _call_json(index: int, id_: str, name: str, arguments: str) -> dict[str, Any]:
+def _call_json(index: int, id_: str, name: str, arguments: str) -> JsonObject:
     return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-             "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-             "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
-_READ = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
-         "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
-         "stream_options", "separate_reasoning"}  # fmt: skip
-_NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}
-"""Fields that ask for what happens anyway."""
-_CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_search", "suffix", "echo", "regex", "ebnf",
-                   "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-                   "lora_path", "session_params", "custom_logit_processor", "continue_final_message",
-                   "logits_processors", "return_hidden_states", "return_routed_experts", "functions",
-                   "function_call"}  # fmt: skip
-_MOST_TOKENS = 1 << 31
-
-
 class OpenAIRoutes:
+    """The handlers of OpenAI's routes."""
+
     def __init__(self, engine: EngineBridge) -> None:
         self._engine = engine
 
@@ -264,27 +258,26 @@ class OpenAIRoutes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
-        ids, reading = await asyncio.to_thread(self._chat, body)  # long chats take their time
+        ids, reading = await asyncio.to_thread(self._chat, body)  # long chats take long to render and encode
         return await self._complete(request, body, {"input_ids": ids}, reading)
 
     def _chat(self, body: Fields) -> tuple[list[int], Reading]:
+        """Return the token ids of a chat's prompt, and how its answers are parsed."""
         facts = self._engine.loaded
         prompt = chat_text(facts.tokenizer if facts.chat_tokenizer is None else facts.chat_tokenizer(), body)
-        reading = self._reading(body, prompt)
-        return facts.encode(prompt + reading.opening, special=False), reading
-
-    def _reading(self, body: Fields, prompt: str) -> Reading:
-        """How the answers to this chat are to be read."""
         separate = body.flag("separate_reasoning", default=True)
         reading = reading_of(self._engine.core.options.formats, body.body, separate_reasoning=separate)
         begun = opens_reasoning(reading.formats, prompt)
+        reading = replace(reading, starts_in_reasoning=begun)
         is_forced, name = forced_call(body)
-        if not is_forced:
-            return replace(reading, starts_in_reasoning=begun)
-        if reading.formats.tool is None:
-            raise BadRequest("tool_choice must be auto or none in an engine without --tool-call-parser", "tool_choice")
-        opening = call_opening(reading.formats, name, starts_in_reasoning=begun)
-        return replace(reading, starts_in_reasoning=begun, opening=opening)
+        if is_forced:
+            if reading.formats.tool is None:
+                raise BadRequest(
+                    "tool_choice must be auto or none in an engine without --tool-call-parser", "tool_choice"
+                )
+            opening = call_opening(reading.formats, name, starts_in_reasoning=begun)
+            reading = replace(reading, opening=opening)
+        return facts.encode(prompt + reading.opening, special=False), reading
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
@@ -296,9 +289,14 @@ class OpenAIRoutes:
             raise BadRequest(f"prompt must be a string, token ids, or a list of them, not {shown(prompt)}", "prompt")
         return await self._complete(request, body, {"input_ids": prompt})
 
-    def _parse(self, body: Fields, prompt: dict[str, Any], reading: Reading | None) -> list[GenerateRequest]:
+    def _parse(self, body: Fields, prompt: JsonObject, reading: Reading | None) -> list[GenerateRequest]:
+        """Convert a body to requests; refuses unknown fields that would change tokens, and notes the others."""
         given = body.body
-        self._leave_out(given)
+        for name in sorted(given.keys() - _READ):
+            has_effect = not is_neutral(given[name]) and given[name] != _NEUTRAL.get(name)
+            if name in _CHANGES_TOKENS and has_effect:
+                raise BadRequest(f"{name} is not supported by the embedded engine", name)
+            self._engine.loaded.left_out.note(name)
         params = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
         for name, here in (("seed", "sampling_seed"), ("min_tokens", "min_new_tokens")):
             if given.get(name) is not None:
@@ -316,18 +314,10 @@ class OpenAIRoutes:
                    "return_logprob": wants, "top_logprobs_num": top}  # fmt: skip
         return parse_generate(request, self._engine.loaded)[0]
 
-    def _leave_out(self, given: Mapping[str, Any]) -> None:
-        """Refuse what would change the tokens and is not known here; note the rest."""
-        for name in sorted(given.keys() - _READ):
-            is_asked = not is_neutral(given[name]) and given[name] != _NEUTRAL.get(name)
-            if name in _CHANGES_TOKENS and is_asked:
-                raise BadRequest(f"{name} is not supported by the embedded engine", name)
-            self._engine.loaded.left_out.note(name)
-
     async def _complete(
-        self, http: web.Request, body: Fields, prompt: dict[str, Any], reading: Reading | None = None
+        self, http: web.Request, body: Fields, prompt: JsonObject, reading: Reading | None = None
     ) -> web.StreamResponse:
-        """Complete a prompt; an answer that is a message has a `reading`."""
+        """Complete a prompt; the answer is a message if there is a `reading`."""
         requests = self._parse(body, prompt, reading)
         chat = reading is not None
         kind = "chat.completion" if chat else "text_completion"
@@ -338,50 +328,63 @@ class OpenAIRoutes:
                 return await self._stream(http, body, requests, head, reading)
             results = await self._engine.run_all(requests)
         done = [each for finished in results for each in finished]
-        rest = {"usage": _usage(results), "metadata": {"weight_version": self._engine.core.weight_version}}
+        usage = _counted([[each.sequence for each in finished] for finished in results])
+        rest = {"usage": usage, "metadata": {"weight_version": self._engine.core.weight_version}}
 
         def make(texts: list[str]) -> web.Response:
-            choices = [
-                {**self._choice(each, text, reading), "index": at}
-                for at, (each, text) in enumerate(zip(done, texts, strict=True))
-            ]
+            choices = []
+            for at, (each, text) in enumerate(zip(done, texts, strict=True)):
+                piece = whole(each.sequence, text)
+                reply = Reply(None) if reading is None else reading.reply()
+                content = {"text": text} if reading is None else {"message": reply.message(text)}
+                logprobs = self._logprobs(piece, each.request, is_chat=chat)
+                choices.append({**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs, "index": at})
             return json_answer({**head, "object": kind, "choices": choices, **rest})
 
         return await self._engine.answered(done, make)
 
-    def _choice(self, finished: Finished, text: str, reading: Reading | None) -> dict[str, Any]:
+    def _choice(self, finished: Finished, text: str, reading: Reading | None) -> JsonObject:
         piece = whole(finished.sequence, text)
         reply = Reply(None) if reading is None else reading.reply()
         content = {"text": text} if reading is None else {"message": reply.message(text)}
         logprobs = self._logprobs(piece, finished.request, is_chat=reading is not None)
         return {**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs}
 
-    def _logprobs(
-        self, piece: Piece, request: GenerateRequest, *, is_chat: bool, offset: int = 0
-    ) -> dict[str, Any] | None:
-        """In the shape of chats or in that of completions, whose text the piece continues at `offset`."""
+    def _logprobs(self, piece: Piece, request: GenerateRequest, *, is_chat: bool, offset: int = 0) -> JsonObject | None:
+        """Return a piece's log-probs in the form of chats or of completions, whose text it continues at `offset`.
+
+        Completions name the likeliest of several tokens with one text, and always the sampled token.
+        """
         if not request.return_logprob:
             return None
         tops = piece.top or [[] for _ in piece.ids]
         named = list({*piece.ids, *(i for best in tops for _, i in best)})
         texts = self._engine.loaded.tokenizer.batch_decode([[i] for i in named]) if named else []
         words = dict(zip(named, texts, strict=True))
-        if not is_chat:
-            return _columns(piece, tops if request.top_logprobs else None, words, offset)
-        return {
-            "content": [
-                {"token": words[t], "logprob": lp,
-                 "top_logprobs": [{"token": words[i], "logprob": p} for p, i in best]}
-                for t, lp, best in zip(piece.ids, piece.logprobs, tops, strict=True)
+        if is_chat:
+            return {
+                "content": [
+                    {"token": words[t], "logprob": lp,
+                     "top_logprobs": [{"token": words[i], "logprob": p} for p, i in best]}
+                    for t, lp, best in zip(piece.ids, piece.logprobs, tops, strict=True)
+                ]
+            }  # fmt: skip
+        tokens = [words[token] for token in piece.ids]
+        top = None
+        if request.top_logprobs:
+            top = [
+                {words[i]: p for p, i in reversed(best)} | {words[token]: logprob}
+                for token, logprob, best in zip(piece.ids, piece.logprobs, tops, strict=True)
             ]
-        }  # fmt: skip
+        offsets = [offset + before for before in itertools.accumulate(map(len, tokens), initial=0)][: len(tokens)]
+        return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
 
     async def _stream(
         self,
         http: web.Request,
         body: Fields,
         requests: list[GenerateRequest],
-        head: dict[str, Any],
+        head: JsonObject,
         reading: Reading | None,
     ) -> web.StreamResponse:
         if len(requests) > 1 or requests[0].params.n > 1:
@@ -392,33 +395,17 @@ class OpenAIRoutes:
         reply, offset = Reply(None) if reading is None else reading.reply(), 0
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
-                said: dict[str, Any] = {"text": piece.text}
+                content: JsonObject = {"text": piece.text}
                 if reading is not None:
-                    said = {"delta": reply.delta(piece.text, ends=piece.finish is not None)}
+                    content = {"delta": reply.delta(piece.text, ends=piece.finish is not None)}
                 logprobs = self._logprobs(piece, request, is_chat=reading is not None, offset=offset)
                 if logprobs is not None and reading is None:
                     offset += sum(map(len, logprobs["tokens"]))
                 ends = {"finish_reason": _reason(piece, reply), "logprobs": logprobs}
-                await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **said, **ends}]})
+                await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **content, **ends}]})
                 if piece.finish is not None and with_usage:
                     await send_event(response, {**head, "object": kind, "choices": [], "usage": _counted([[seq]])})
         return response
-
-
-def _columns(
-    piece: Piece, tops: list[list[tuple[float, int]]] | None, words: Mapping[int, str], offset: int
-) -> dict[str, Any]:
-    """Log-probs as OpenAI's completions have them. Of several tokens with one text the likeliest is named; the sampled
-    one always is."""
-    tokens = [words[token] for token in piece.ids]
-    top = None
-    if tops is not None:
-        top = [
-            {words[i]: p for p, i in reversed(best)} | {words[token]: logprob}
-            for token, logprob, best in zip(piece.ids, piece.logprobs, tops, strict=True)
-        ]
-    offsets = [offset + before for before in itertools.accumulate(map(len, tokens), initial=0)][: len(tokens)]
-    return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
 def _reason(piece: Piece, reply: Reply) -> str | None:
@@ -428,12 +415,8 @@ def _reason(piece: Piece, reply: Reply) -> str | None:
     return "tool_calls" if reply.calls and kind == "stop" else kind
 
 
-def _usage(results: list[list[Finished]]) -> dict[str, Any]:
-    return _counted([[each.sequence for each in finished] for finished in results])
-
-
-def _counted(results: list[list[EngineSequence]]) -> dict[str, Any]:
-    """Each prompt counts once, however many samples it has."""
+def _counted(results: list[list[EngineSequence]]) -> JsonObject:
+    """Count the tokens of an answer; each prompt counts once, for any number of samples."""
     prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
     completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)
     return {

@@ -264,26 +264,17 @@ def announced(fields: Fields) -> Announced:
     number, count = _integers(fields.body.get("bucket") or [1, 1], "bucket", _MOST_BUCKETS, exactly=2)
     if not 1 <= number <= count:
         raise BadRequest(f"bucket must be [number, count] with 1 <= number <= count, not {[number, count]}", "bucket")
-    return Announced(
-        group_name(fields),
-        names,
-        [DTYPES[kind] for kind in dtypes],
-        [_integers(shape, "shapes", _MOST) for shape in shapes],
-        number,
-        count,
-        _adapter_facts(fields.body.get("adapter")),
-    )
-
-
-def _adapter_facts(given: object) -> AdapterFacts | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")
-    try:
-        return AdapterFacts.from_dict(given)
-    except BadAdapter as cause:
-        raise BadRequest(f"adapter: {cause}", "adapter") from cause
+    group = group_name(fields)
+    checked_shapes = [_integers(shape, "shapes", _MOST) for shape in shapes]
+    given, adapter = fields.body.get("adapter"), None
+    if given is not None:
+        if not isinstance(given, dict):
+            raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")
+        try:
+            adapter = AdapterFacts.from_dict(given)
+        except BadAdapter as cause:
+            raise BadRequest(f"adapter: {cause}", "adapter") from cause
+    return Announced(group, names, [DTYPES[kind] for kind in dtypes], checked_shapes, number, count, adapter)
 
 
 def memory_tags(fields: Fields) -> list[str]:

@@ -163,9 +163,7 @@ def answer(
     return {"text": piece.text, "output_ids": written.ids, "meta_info": meta}
 
 
-def _meta_info(
-    seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson
-) -> JsonObject:
+def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson) -> JsonObject:
     meta: JsonObject = {
         "id": seq.rid,
         "finish_reason": piece.finish,

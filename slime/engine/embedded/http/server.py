@@ -1,6 +1,6 @@
-"""SGLang's HTTP dialect.
+"""The server of SGLang's HTTP dialect.
 
-Invariant: malformed requests get 400 and a reason; the engine never dies of one.
+Invariant: a malformed request gets status 400 with the reason, and never ends the engine.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -31,10 +30,11 @@ from slime.engine.embedded.http.requests import (
     shared_memory,
 )
 from slime.engine.embedded.http.responses import TokenJson, answer, column_answer, whole
+from slime.storage.json_types import JsonMapping, JsonObject
 
 log = logging.getLogger(__name__)
 
-_MAX_BLOB = 8 << 30  # weights that come as a body
+_MAX_BLOB = 8 << 30  # weights in a request body
 _BLOBS_AT, _BLOB = "/update_weights_from_tensor", "application/octet-stream"
 _PROBE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
@@ -57,24 +57,23 @@ _OPEN = frozenset(
         "/generate",
     }
 )
-"""Routes that change nothing but what they answer. Every other one is a control route, which asks for the key."""
+"""Routes without effect on later answers. All other routes are control routes, which require the key."""
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineServer:
-    """The routes; everything but /server_info answers 503 until the model is loaded. `connections` are those of the
-    server, where they have a limit."""
+    """The routes; all except /server_info return status 503 until the model is loaded.
+
+    `connections`: the server's connections, if their number is limited.
+    """
 
     def __init__(self, engine: EngineBridge, connections: Connections | None = None) -> None:
         self.core = engine.core
         self._engine = engine
         middlewares = [self._guard] if connections is None else [self._guard, connections.served]
         self.app = web.Application(client_max_size=engine.core.options.max_body_mb << 20, middlewares=middlewares)
-        self._add_routes()
-
-    def _add_routes(self) -> None:
         router = self.app.router
         for path in ("/health", "/readiness"):
             router.add_get(path, self.health)
@@ -121,15 +120,17 @@ class EngineServer:
             return error_answer(refused.status, str(refused), refused.param)
         except web.HTTPException as refused:
             return error_answer(refused.status, refused.reason)
-        except (ConnectionError, web.RequestPayloadError) as gone:
-            return error_answer(400, f"the request did not come to its end: {gone}")  # nobody reads it any more
+        except (ConnectionError, web.RequestPayloadError) as cause:  # the client disconnected and reads no answer
+            return error_answer(400, f"the request is incomplete: {cause}")
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             return error_answer(500, f"this request failed in the engine ({type(error).__name__}: {error})")
 
     def _refusal(self, request: web.Request) -> Refusal | None:
-        """Why the request is not served, by its key, where it comes from, and the type of its body. Health is open to
-        everybody, as with SGLang, and the key of the control routes opens all."""
+        """Check a request's key, its origin and the type of its body; None if it may be served.
+
+        Health routes need no key, as with SGLang, and the key of the control routes is valid for all routes.
+        """
         resource = request.match_info.route.resource
         if request.path.startswith("/health"):
             return None
@@ -139,8 +140,8 @@ class EngineServer:
         if not any(shows_key(request.headers, key) for key in keys):
             if options.api_key is not None or not is_open:
                 return Refusal(401, "give the API key of this engine: Authorization: Bearer KEY")
-            if (elsewhere := foreign(request.headers, names=(options.host,))) is not None:
-                return elsewhere
+            if (cross_site := foreign(request.headers, names=(options.host,))) is not None:
+                return cross_site
         takes_blobs = request.path == _BLOBS_AT and request.content_type == _BLOB
         return None if takes_blobs else not_json(request)
 
@@ -160,13 +161,20 @@ class EngineServer:
         is_list = batched or requests[0].params.n > 1
 
         def make(texts: list[str]) -> web.Response:
-            answers = [_whole_answer(each, text, version) for each, text in zip(done, texts, strict=True)]
+            answers = []
+            for each, text in zip(done, texts, strict=True):
+                seq, written = each.sequence, each.written
+                if written is None:
+                    answers.append(column_answer(seq, whole(seq, text), each.request, version))
+                else:
+                    written.catch_up(seq)
+                    answers.append(answer(seq, whole(seq, text), each.request, version, written))
             return json_answer(answers if is_list else answers[0])
 
         return await self._engine.answered(done, make)
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
-        """Events with the whole answer so far, as SGLang's are; with its flag, with what is new."""
+        """Send events with the whole answer so far, as SGLang does, or with the new part if its flag is set."""
         only_new, so_far, written = self.core.options.incremental_streaming_output, None, TokenJson()
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
@@ -186,9 +194,13 @@ class EngineServer:
         return json_answer({"status": "ok"})
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """Whether the engine's thread makes progress: any token it computes from now on is proof, also one of a request
-        that keeps all others waiting. An idle engine generates one for it."""
-        probe: asyncio.Future[Any] | None = None
+        """Check that the engine's thread makes progress: it computes any token within the time limit.
+
+        Tokens of other requests count too, also those of one that keeps all others waiting; an idle engine generates
+        a token for the check.
+        """
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
+        probe: asyncio.Future[list[Finished]] | None = None
         began, deadline = self.core.counters.computed, time.monotonic() + _PROBE_SECONDS
         try:
             while time.monotonic() < deadline:
@@ -197,7 +209,8 @@ class EngineServer:
                 if self.core.counters.computed > began:
                     return json_answer({"status": "ok"})
                 if probe is None and self.core.scheduler.idle:
-                    probe = asyncio.ensure_future(self._engine.run(self._one_token()))
+                    [one_token], _ = parse_generate(body, self._engine.loaded)
+                    probe = asyncio.ensure_future(self._engine.run(one_token))
                 if probe is not None and probe.done():
                     probe.result()
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -206,13 +219,8 @@ class EngineServer:
                 probe.cancel()
         return error_answer(503, f"no token within {_PROBE_SECONDS:.0f} s")
 
-    def _one_token(self) -> GenerateRequest:
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
-        [request], _ = parse_generate(body, self._engine.loaded)
-        return request
-
     async def server_info(self, request: web.Request) -> web.Response:
-        info: dict[str, Any] = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
+        info: JsonObject = {"version": slime.__version__, "engine": "slime-embedded", **vars(self.core.options)}
         del info["api_key"], info["admin_api_key"]
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
@@ -220,7 +228,7 @@ class EngineServer:
         return json_answer(info)
 
     async def loads(self, request: web.Request) -> web.Response:
-        """Requests at this engine in the form of SGLang, which has one entry for each data-parallel rank."""
+        """Return the numbers of requests in SGLang's form, which has one entry for each data-parallel rank."""
         info = await self._engine.call(self.core.info, meets_steps=True)
         running, waiting = info["num_running_reqs"], info["num_waiting_reqs"]
         rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
@@ -228,7 +236,7 @@ class EngineServer:
         return json_answer({"loads": [rank]})
 
     async def workers(self, request: web.Request) -> web.Response:
-        """An only engine has no router before it: whoever asks the router for its workers finds this one."""
+        """Answer a router's request for its workers: a single engine without a router lists itself."""
         return json_answer({"workers": [{"id": "0", "url": f"{request.scheme}://{request.host}"}]})
 
     async def model_info(self, request: web.Request) -> web.Response:
@@ -284,7 +292,7 @@ class EngineServer:
         return await self._updated(lambda: self.core.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
-        """JSON naming safetensors files of this machine (shared memory, say), or one safetensors blob as the body."""
+        """Load safetensors files of this machine that the JSON names, or the safetensors blob in the body."""
         if request.content_type == _BLOB:
             blob = await request.clone(client_max_size=_MAX_BLOB).read()
             version = request.query.get("weight_version")
@@ -303,7 +311,7 @@ class EngineServer:
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
         meeting = rendezvous(await json_body(request))
-        await in_daemon_thread(lambda: self.core.groups.join(meeting))  # waits for the others, perhaps for minutes
+        await in_daemon_thread(lambda: self.core.groups.join(meeting))  # waits for the other ranks, maybe minutes
         return json_answer({"success": True, "message": "joined"})
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
@@ -314,13 +322,15 @@ class EngineServer:
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
             return await self._updated(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
-        except (NotArrived, asyncio.CancelledError):  # or whoever announced it is gone, and its bucket is lost
+        except (NotArrived, asyncio.CancelledError):  # the bucket is lost; cancelled: its sender disconnected
             self.core.call(lambda: self.core.break_off(bucket.group_name))
             raise
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
-        """A bucket in the memory of a process of this machine (`slime.engine.embedded.weights.ipc`). It is opened
-        before the engine's thread hears of it, which is disturbed for the copy alone."""
+        """Copy a bucket from the memory of a process on this machine (`slime.engine.embedded.weights.ipc`).
+
+        It is opened outside of the engine's thread, which is interrupted for the copy only.
+        """
         body = await json_body(request)
         memory, bucket = shared_memory(body), announced(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
@@ -340,7 +350,7 @@ class EngineServer:
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
-        """SGLang's fields, and an update's; there is one adapter at a time, and every request is sampled with it."""
+        """Load an adapter: SGLang's fields and an update's. There is one at a time, for all requests."""
         body = await json_body(request)
         name, folder = body.string("lora_name"), body.string("lora_path")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
@@ -361,8 +371,8 @@ class EngineServer:
         found = await self._engine.call(lambda: self.core.check_weights(action))
         return json_answer({"success": True, "message": "", **found})
 
-    async def _updated(self, update: Callable[[], int], more: Mapping[str, Any] | None = None) -> web.Response:
-        """Update in the engine's thread; `more` is what else is to be said then."""
+    async def _updated(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
+        """Update the weights in the engine's thread; `more` has additional fields of the answer."""
 
         def timed() -> tuple[int, float]:
             started = time.perf_counter()
@@ -378,11 +388,3 @@ class EngineServer:
                 **(more or {}),
             }
         )
-
-
-def _whole_answer(finished: Finished, text: str, version: str) -> dict[str, Any]:
-    seq, written = finished.sequence, finished.written
-    if written is None:
-        return column_answer(seq, whole(seq, text), finished.request, version)
-    written.catch_up(seq)
-    return answer(seq, whole(seq, text), finished.request, version, written)

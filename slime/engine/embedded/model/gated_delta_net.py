@@ -156,7 +156,7 @@ class DeltaNet(nn.Module):
         self.shape = StateShape(channels, own.conv_kernel_size, self._heads, self._key_dim, self._value_dim)
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        """Map `[1, T, hidden]` to `[1, T, hidden]`; the states know the sequences of the tokens."""
+        """Map `[1, T, hidden]` to `[1, T, hidden]` for the batch in flight."""
         qkv, z, b, a = self._project(hidden_states)
         beta = b.sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)

@@ -69,7 +69,7 @@ class KernelDraw:
             try:
                 self.prepare(compiles)
             except Exception as error:  # the compiler may raise anything; torch is the fallback
-                log.error("sampling kernels could not be compiled: penalties and cuts run in torch, slowly", exc_info=error)
+                log.error("sampling kernels failed to compile: penalties and cuts run in torch, slowly", exc_info=error)
             else:
                 self._is_compiled.set()
 

@@ -1,1 +1,1 @@
-"""New weights for the model that is being served, in place: files, blobs, deltas, process groups."""
+"""Loads new weights into the served model, in place, from files, blobs, deltas, shared memory and process groups."""

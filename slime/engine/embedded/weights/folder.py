@@ -1,9 +1,9 @@
-"""The tensors of a model folder, read straight to where they are computed with.
+"""Reads the tensors of a model folder straight into the memory of the model.
 
-Several threads read pieces of the safetensors files, each into pinned memory of its own, and let the device take them
-while they read on: a gigabyte that the system has in memory takes a fraction of a second.
-Invariant: a tensor that `read_into` has filled holds what the file says, rounded to the tensor's dtype where that is
-another one. Files are described by their headers alone; nothing is guessed about a folder (`stored_in` returns None).
+Several threads read pieces of the safetensors files, each into pinned memory of its own, and copy them to the device
+while they read the next ones: a gigabyte that the system has in memory takes a fraction of a second.
+Invariant: a tensor that `read_into` filled holds the values of the file, rounded if the tensor has another dtype. Files
+are described by their headers alone; for a folder that these do not describe, `stored_in` returns None.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from slime.cluster.devices import cpu_cores
 from slime.errors import UserError
+from slime.storage.json_types import JsonObject
 
 _PIECE = 1 << 22
 _MOST_THREADS = 8
-_BUFFERS = 2  # one is read into while the device takes the other
+_BUFFERS = 2  # one is filled while the other is copied to the device
 _MOST_HEADER = 100 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies."""
+    """The location of a tensor in a file, with its dtype and shape."""
 
     file: Path
     begin: int
@@ -47,7 +47,7 @@ class Stored:
 
 
 def stored_in(folder: Path) -> dict[str, Stored] | None:
-    """The tensors of a folder by name; None where they are not plain floating-point tensors in safetensors files."""
+    """List the tensors of a folder by name; None if it has other than floating-point tensors in safetensors files."""
     try:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
@@ -57,8 +57,8 @@ def stored_in(folder: Path) -> dict[str, Stored] | None:
             names, files = None, ["model.safetensors"]
         found: dict[str, Stored] = {}
         for file in files:
-            told = _header(folder / file)
-            found |= {n: told[n] for n in told if names is None or names.get(n) == file}
+            header = _header(folder / file)
+            found |= {n: header[n] for n in header if names is None or names.get(n) == file}
         return found if names is None or found.keys() == names.keys() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
@@ -69,21 +69,24 @@ def _header(file: Path) -> dict[str, Stored]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > _MOST_HEADER:
-            raise ValueError("no safetensors header is so long")
-        entries: dict[str, Any] = json.loads(stream.read(length))
+            raise ValueError(f"{file} is not a safetensors file: its header would have {length} bytes")
+        entries: JsonObject = json.loads(stream.read(length))
     entries.pop("__metadata__", None)
     found = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
         tensor = Stored(file, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if tensor.nbytes != end - begin or 8 + length + end > size:
-            raise ValueError(f"{name} does not lie within {file}")
+            raise ValueError(f"{name} is not within {file}")
         found[name] = tensor
     return found
 
 
 def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> int:
-    """Fill each target from the tensor of its name; the bytes read. Targets are contiguous and on one device."""
+    """Fill each target from the tensor of its name; returns the bytes read.
+
+    Targets are contiguous and on one device.
+    """
     files = sorted({stored[name].file for name in targets})
     device = next(iter(targets.values())).device
     opened: dict[Path, int] = {}
@@ -124,7 +127,7 @@ def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -
 
 
 class _Shared:
-    """An iterator that several threads take from."""
+    """An iterator over pieces for several threads."""
 
     def __init__(self, pieces: Iterable[_Piece]) -> None:
         self._pieces = list(pieces)
@@ -137,7 +140,7 @@ class _Shared:
 
 @torch.inference_mode()
 def _read_pieces(pieces: _Shared, opened: Mapping[Path, int], device: torch.device) -> int:
-    """Read until nothing is left; the bytes read."""
+    """Read pieces until none is left; returns the bytes read."""
     cuda = device.type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
     buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=cuda) for _ in range(_BUFFERS)]
@@ -152,7 +155,10 @@ def _read_pieces(pieces: _Shared, opened: Mapping[Path, int], device: torch.devi
                 event.synchronize()
             buffer = buffers[at][: piece.nbytes]
             _fill(buffer.numpy(), opened[piece.file], piece.begin)
-            piece.target.copy_(_there(buffer, piece, device), non_blocking=True)
+            values = buffer.view(piece.dtype)
+            if piece.dtype != piece.target.dtype:  # copied to the device first, which rounds
+                values = values.to(device, non_blocking=True)
+            piece.target.copy_(values, non_blocking=True)
             read += piece.nbytes
             if stream is not None:
                 taken[at] = torch.cuda.Event()
@@ -162,16 +168,10 @@ def _read_pieces(pieces: _Shared, opened: Mapping[Path, int], device: torch.devi
     return read
 
 
-def _there(buffer: torch.Tensor, piece: _Piece, device: torch.device) -> torch.Tensor:
-    """The piece as it is in the file; what has to be rounded is brought over first, for the device to do it."""
-    values = buffer.view(piece.dtype)
-    return values if piece.dtype == piece.target.dtype else values.to(device, non_blocking=True)
-
-
 def _fill(buffer: np.ndarray, descriptor: int, begin: int) -> None:
     view, done = memoryview(buffer.data), 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], begin + done)
         if not count:
-            raise OSError("a file ends before its tensors do")
+            raise OSError("a file is shorter than its header says")
         done += count

@@ -1,8 +1,8 @@
-"""Weights that a trainer on the same machine put into memory of its own: of this GPU, of another one, or of the host.
+"""Copies weights from memory of a trainer on the same machine: of this GPU, of another one, or of the host.
 
-Invariant: names and shapes are checked before the memory is opened, its size before anything is read. Opening happens
-beside the engine's thread, which only copies. Device memory is closed before the call is answered, so the trainer may
-write to it or free it then; a region of the host stays mapped for the next update.
+Invariant: names and shapes are checked before the memory is opened, its size before anything is read. The memory is
+opened outside of the engine's thread, which only copies. Device memory is closed before the call is answered, so the
+trainer may write to it or free it then; a region of the host stays mapped for the next update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCE = "the shared memory"
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the GPU `device` (its UUID), from `offset` on in the allocation that CUDA names by `handle`."""
+    """Memory of the GPU `device` (its UUID), from `offset` on in the allocation with CUDA's `handle`."""
 
     handle: bytes
     offset: int
@@ -46,7 +46,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the memory."""
+    """The location of a tensor in the memory, in bytes."""
 
     begin: int
     size: int
@@ -58,11 +58,11 @@ class Place:
 
 
 Copy = Callable[[Sequence[torch.Tensor]], None]
-"""From the places of a bucket, in their order, to tensors of the model."""
+"""Copies the tensors of a bucket, in their order, to tensors of the model."""
 
 
 class Source(Protocol):
-    """Memory that is open."""
+    """Opened memory of a trainer."""
 
     @property
     def size(self) -> int: ...
@@ -73,7 +73,7 @@ class Source(Protocol):
 
 
 class OpenBucket:
-    """The tensors of a bucket in somebody's memory. A copy that is under way keeps it open."""
+    """The tensors of a bucket in a trainer's memory, which stays open while they are copied."""
 
     def __init__(self, bucket: Announced, source: Source, places: Sequence[Place]) -> None:
         self.bucket = bucket
@@ -82,14 +82,14 @@ class OpenBucket:
         self._bytes = sum(place.size for place in places)
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
-        """What opening it took (`open_seconds`), and copying its bytes (`copy_seconds`)."""
+        """Durations of opening the memory (`open_seconds`) and of copying its bytes (`copy_seconds`)."""
 
     @torch.no_grad()
     def load(self, views: FolderViews) -> int:
-        """Copy all of it into the model; the bytes copied."""
+        """Copy all of it into the model; returns the bytes copied."""
         with self._lock:
             if self._copy is None:
-                raise BadRequest("whoever sent these weights did not wait for them to be copied")
+                raise BadRequest("the sender of these weights did not wait until they were copied")
             targets = views.targets(self.bucket.names)
             began = time.perf_counter()
             try:
@@ -107,7 +107,7 @@ class OpenBucket:
 
 
 class SharedMemory:
-    """Opens what a trainer names; remembers the region of the host that it last had."""
+    """Opens memory that a trainer names; keeps the last region of the host open."""
 
     def __init__(self) -> None:
         self._region: HostRegion | None = None
@@ -116,10 +116,16 @@ class SharedMemory:
     def open(
         self, memory: DeviceMemory | HostMemory, bucket: Announced, views: FolderViews, device: torch.device
     ) -> OpenBucket:
-        """The tensors of a bucket, which lie there one behind the other, each at a multiple of 512 bytes."""
+        """Open the tensors of a bucket, which are stored in their order, each at a multiple of 512 bytes."""
         began = time.perf_counter()
         check_shapes(views, dict(zip(bucket.names, bucket.shapes, strict=True)), _SOURCE)
-        places = _places(bucket)
+        sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(bucket.shapes, bucket.dtypes, strict=True)]
+        places = [
+            Place(end - aligned(size), size, kind, shape)
+            for size, end, kind, shape in zip(
+                sizes, accumulate(map(aligned, sizes)), bucket.dtypes, bucket.shapes, strict=True
+            )
+        ]
         source = self._host(memory, device) if isinstance(memory, HostMemory) else _device(memory, device)
         needed = places[-1].begin + places[-1].size if places else 0
         try:
@@ -162,7 +168,7 @@ class _FromHost:
         return copy
 
     def close(self) -> None:
-        """Nothing: the region is there for the next update."""
+        """Do nothing: the region stays open for the next update."""
 
 
 class _SameDevice:
@@ -189,7 +195,7 @@ class _SameDevice:
 
 
 class _OtherDevice(_SameDevice):
-    """torch has no name for the device, which this process need not see: bytes are copied by their addresses."""
+    """Memory of a GPU that this process may not see: torch cannot address it, so bytes are copied by address."""
 
     def copies(self, places: Sequence[Place]) -> Copy:
         def copy(targets: Sequence[torch.Tensor]) -> None:
@@ -220,17 +226,8 @@ def _device(memory: DeviceMemory, device: torch.device) -> Source:
 
 
 def _use_in_this_thread(device: torch.device) -> None:
-    """The driver's calls are for the thread's device, which a thread has none of before it used one."""
+    """Make `device` current for the driver's calls in this thread; a thread without CUDA calls has no device yet."""
     torch.cuda.current_stream(device).query()
-
-
-def _places(bucket: Announced) -> list[Place]:
-    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(bucket.shapes, bucket.dtypes, strict=True)]
-    ends = accumulate(map(aligned, sizes))
-    return [
-        Place(end - aligned(size), size, kind, shape)
-        for size, end, kind, shape in zip(sizes, ends, bucket.dtypes, bucket.shapes, strict=True)
-    ]
 
 
 def _settle(device: torch.device) -> None:

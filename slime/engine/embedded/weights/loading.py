@@ -1,4 +1,4 @@
-"""New weights for the model that is being served, in place.
+"""Loads new weights into the served model, in place.
 
 Invariant: an update is applied whole or not at all: names and shapes of every tensor are checked before the first one
 is copied. Tensors come as safetensors (files or bytes) under the model's Hugging Face names; pickles are never read.
@@ -28,15 +28,15 @@ _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16
 
 
 class DifferentWeights(BadRequest):
-    """A delta's result has another checksum than the sender's: the weights here were not what it takes them for."""
+    """The result of a delta does not have the sender's checksum: the weights here were not the delta's base."""
 
 
 def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: str) -> int:
     """Copy the tensors of safetensors files into the model; returns the bytes copied.
 
-    Names that only a model folder has (transformers fuses the experts of a layer while loading, say) are written to
-    parts of the model's own tensors; where that cannot be, they go through transformers' loader, with the config of
-    `config_folder`.
+    Names that only a model folder has (transformers fuses the experts of a layer while loading, for example) are
+    written to parts of the model's own tensors; if that is impossible, transformers' loader reads the files, with the
+    config of `config_folder`.
     """
     with _readable(paths) as files:
         names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
@@ -44,7 +44,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
         if not names.keys() <= targets.keys() and fuses_weights(views.model, config_folder):
             return _load_through_transformers(views, paths, names, config_folder, trust_remote_code=False)
         for path, tensors in files:
-            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
                 part = tensors.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
                     raise BadRequest(f"{name} is stored as {part.get_dtype()} in {path}, which this engine cannot read")
@@ -57,7 +57,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
 
 
 def fuses_weights(model: nn.Module, folder: str) -> bool:
-    """Whether the model's own names differ from those of the folder it came from."""
+    """True if the model's own names differ from those of its folder."""
     with _readable([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
         return not {name for _, tensors in files for name in tensors.keys()} <= model.state_dict().keys()  # noqa: SIM118
 
@@ -65,9 +65,9 @@ def fuses_weights(model: nn.Module, folder: str) -> bool:
 def _load_through_transformers(
     views: FolderViews, paths: Sequence[str], names: dict[str, str], config_folder: str, *, trust_remote_code: bool
 ) -> int:
-    """A model folder is laid around the files, loaded as any folder is, and copied over."""
-    with tempfile.TemporaryDirectory() as place:
-        scratch = Path(place) / Path(config_folder).name  # transformers keeps a folder's code under this name
+    """Create a model folder around the files, load it as any folder, and copy its tensors."""
+    with tempfile.TemporaryDirectory() as parent:
+        scratch = Path(parent) / Path(config_folder).name  # transformers caches a folder's code under this name
         scratch.mkdir()
         for path in paths:
             (scratch / Path(path).name).symlink_to(Path(path).resolve())
@@ -90,17 +90,17 @@ def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
 
 
 def tensors_in(body: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of one safetensors blob, as it came over HTTP."""
+    """Parse the tensors of a safetensors blob from an HTTP body."""
     try:
         return safetensors.torch.load(body)
     except SafetensorError as cause:
         raise BadRequest(f"the body is not a safetensors blob: {cause}") from cause
-    except KeyError as cause:  # what safetensors says to a dtype that it has no torch type for
+    except KeyError as cause:  # raised by safetensors for a dtype without a torch type
         raise BadRequest(f"the body has a tensor of dtype {cause}, which this engine cannot read") from cause
 
 
 def load_tensors(views: FolderViews, tensors: Mapping[str, torch.Tensor], source: str) -> int:
-    """Copy tensors that are in memory already into the model; returns the bytes copied."""
+    """Copy tensors from memory into the model; returns the bytes copied."""
     targets = views.targets(tensors.keys())
     for name, tensor in tensors.items():
         _check(targets, name, tuple(tensor.shape), source)
@@ -115,10 +115,10 @@ def check_shapes(views: FolderViews, shapes: Mapping[str, tuple[int, ...]], sour
 
 
 def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote_code: bool) -> int:
-    """A Hugging Face folder; one whose names differ from the model's own goes through transformers' loader.
+    """Load a Hugging Face folder; transformers' loader reads it if its names differ from the model's own.
 
-    With trust, and where the model came from (`home`) has code of its own, that code reads the weights. Code that lies
-    in any other folder is never run.
+    With `trust_remote_code`, and if the served model's folder (`home`) has code of its own, that code reads the
+    weights. Code in any other folder is never run.
     """
     paths = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     if not paths:
@@ -148,18 +148,18 @@ def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote
 
 
 def names_in(paths: Sequence[str]) -> set[str]:
-    """The tensors of safetensors files."""
+    """List the tensors of safetensors files."""
     return set(_file_of_each(paths))
 
 
 def _file_of_each(paths: Sequence[str]) -> dict[str, str]:
-    """The name of the file that each tensor lies in."""
+    """Map each tensor to the name of its file."""
     with _readable(paths) as files:
         return {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
 
 
 def require_whole(views: FolderViews, names: set[str], source: str) -> None:
-    """Refuse a part of a model where a whole one is meant: what is missing would stay from other weights."""
+    """Refuse an incomplete model folder: tensors missing there would keep their old values."""
     missing = views.missing(names)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -167,7 +167,7 @@ def require_whole(views: FolderViews, names: set[str], source: str) -> None:
 
 
 def is_whole(views: FolderViews, names: set[str]) -> bool:
-    """Whether an update of `names` leaves nothing of the weights before; transformers' loader takes no other."""
+    """True if an update of `names` overwrites all weights, as every update through transformers' loader does."""
     return not names <= views.targets(names).keys() or not views.missing(names)
 
 
@@ -202,7 +202,7 @@ def _check(targets: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], 
 
 @torch.no_grad()
 def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> int:
-    """Copy each second tensor over the first; the bytes copied. What fails here leaves the model half written."""
+    """Copy each second tensor over the first; returns the bytes copied. An error leaves the model half written."""
     copied = 0
     try:
         for target, tensor in pairs:

@@ -1,8 +1,8 @@
-"""A LoRA adapter for the model that is being served, merged into its weights in place.
+"""Merges a LoRA adapter into the weights of the served model, in place.
 
-Invariant: after `load` the model is its own folder with this adapter and nothing else, whatever was loaded before: to
-the bit what whoever trains it would have sent as whole weights. Names and shapes of all pairs are checked before the
-first weight changes.
+Invariant: after `load` the weights are those of the model's folder merged with this adapter only, for any weights
+before: bit for bit the whole weights that the adapter's trainer would send. Names and shapes of all pairs are checked
+before the first weight changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.models.peft_adapter import Adapter, AdapterFacts, BadAdapter, merged,
 
 
 class MergedAdapter:
-    """What lies beneath an adapter: the folder's weights of the layers that were ever merged, kept on the host."""
+    """The merged adapter, and the base weights of all layers that were ever merged, kept on the host."""
 
     def __init__(self, views: FolderViews, folder: str, *, trust_remote_code: bool) -> None:
         self._views = views
@@ -34,15 +34,25 @@ class MergedAdapter:
         self.name: str | None = None
 
     def overwritten(self) -> None:
-        """The model's weights are no longer the folder's beneath what is merged, or may not be."""
+        """Record that the model's base weights may not be those of its folder any more."""
         self._is_overwritten, self.name = True, None
 
     @torch.no_grad()
     def load(self, name: str, adapter: Adapter) -> int:
-        """Merge `adapter` in the place of the one before; its bytes."""
+        """Merge `adapter`, which replaces the one before; returns its bytes.
+
+        The base weights are those of the folder in the dtype that the adapter is trained with; they are read from the
+        folder again if that is not the model's own dtype, or if the base was overwritten.
+        """
         shapes = adapter.weight_shapes
         loading.check_shapes(self._views, shapes, "the adapter")
-        self._lay_base(shapes.keys(), adapter.facts.base_dtype or self._own_dtype)
+        dtype = adapter.facts.base_dtype or self._own_dtype
+        fresh = shapes.keys() - self._base.keys()
+        if self._is_overwritten or dtype != self._dtype or (fresh and dtype != self._own_dtype):
+            self._start_over(shapes.keys(), dtype)
+        else:
+            current = self._views.targets(shapes.keys())
+            self._base |= {name: _on_host(current[name], pin=current[name].is_cuda) for name in fresh}
         targets = self._views.targets(shapes)
         try:
             self._restore(self._merged - shapes.keys())
@@ -53,13 +63,13 @@ class MergedAdapter:
                 target.copy_(merged(base, a, b, scale=adapter.facts.scale, dtype=target.dtype))
         except RuntimeError as cause:
             self.overwritten()
-            raise HalfWritten(f"the adapter could not be merged to its end: {cause}") from cause
+            raise HalfWritten(f"the adapter was merged only in part: {cause}") from cause
         self.name = name
         return adapter.nbytes
 
     @torch.no_grad()
     def unload(self) -> int:
-        """The model is its folder again; the bytes that were put back."""
+        """Restore the weights of the folder; returns the bytes restored."""
         self.name = None
         if self._is_overwritten or self._dtype != self._own_dtype:
             return self._start_over(set(), self._own_dtype)
@@ -72,20 +82,8 @@ class MergedAdapter:
         self._merged -= names
         return sum(targets[name].nbytes for name in names)
 
-    def _lay_base(self, names: Set[str], dtype: torch.dtype) -> None:
-        """Have the model at its folder's weights as they are in `dtype`, and those of `names` on the host besides.
-
-        Whoever trains in another dtype than the model's holds other weights, so these are read from the folder anew.
-        """
-        fresh = names - self._base.keys()
-        if self._is_overwritten or dtype != self._dtype or (fresh and dtype != self._own_dtype):
-            self._start_over(names, dtype)
-            return
-        targets = self._views.targets(names)
-        self._base |= {name: _on_host(targets[name], pin=targets[name].is_cuda) for name in fresh}
-
     def _start_over(self, names: Set[str], dtype: torch.dtype) -> int:
-        """Read the folder in `dtype`: all of it into the model, and the weights of `names` to be kept."""
+        """Read the folder in `dtype` into the model, and keep the weights of `names` on the host."""
         from slime.models.loading import load_causal_lm  # transformers
 
         try:
@@ -97,7 +95,7 @@ class MergedAdapter:
                 trust_remote_code=self._trust_remote_code,
             )
         except UserError as cause:
-            raise BadRequest(f"the weights beneath the adapter cannot be read: {cause}") from cause
+            raise BadRequest(f"the base weights of the adapter cannot be read: {cause}") from cause
         self.overwritten()
         copied = loading.load_tensors(self._views, self._views.same_of(model), self._folder)
         targets, pin = FolderViews(model).targets(names), next(self._views.model.parameters()).is_cuda
@@ -107,7 +105,7 @@ class MergedAdapter:
 
 
 class ArrivingAdapter:
-    """The tensors of an adapter that comes in buckets through a process group; merged when all are here."""
+    """The tensors of an adapter that arrives in buckets through a process group; complete with the last one."""
 
     def __init__(self, views: FolderViews) -> None:
         self._views = views
@@ -115,7 +113,7 @@ class ArrivingAdapter:
         self._next = 1
 
     def expect(self, bucket: Announced, facts: AdapterFacts) -> None:
-        """Refuse a bucket that does not follow the one before, or whose tensors fit no weight of the model."""
+        """Refuse a bucket that does not follow the one before, or that has a tensor without a matching weight."""
         if bucket.number == 1:
             self._tensors, self._next = {}, 1
         self._require_next(bucket)
@@ -130,10 +128,10 @@ class ArrivingAdapter:
                 raise BadRequest(f"the adapter is for {module}, and this model has no such layer", "names")
             fits = (facts.rank, target.shape[1]) if half == "A" else (target.shape[0], facts.rank)
             if shape != fits:
-                raise BadRequest(f"{name} has shape {shape}, and {fits} is what fits this model", "shapes")
+                raise BadRequest(f"{name} has shape {shape}, but this model needs {fits}", "shapes")
 
     def take(self, bucket: Announced, tensors: Mapping[str, torch.Tensor], facts: AdapterFacts) -> Adapter | None:
-        """Keep what a bucket brought; the adapter, once that was the last."""
+        """Keep the tensors of a bucket; returns the adapter with the last one."""
         self._require_next(bucket)  # another update may have begun while this one arrived
         self._tensors |= tensors
         self._next += 1
@@ -147,11 +145,11 @@ class ArrivingAdapter:
 
     def _require_next(self, bucket: Announced) -> None:
         if bucket.number != self._next:
-            raise Conflict(f"bucket {bucket.number} of {bucket.count} came in the place of {self._next}")
+            raise Conflict(f"bucket {bucket.number} of {bucket.count} arrived instead of bucket {self._next}")
 
 
 def adapter_in(folder: str) -> Adapter:
-    """The adapter of a folder as PEFT writes it."""
+    """Read the adapter of a folder in PEFT's format."""
     try:
         found = read_adapter(Path(folder)) if Path(folder).is_dir() else None
     except (BadAdapter, OSError) as cause:
@@ -162,5 +160,5 @@ def adapter_in(folder: str) -> Adapter:
 
 
 def _on_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
-    """A copy in host memory, of the kind that a GPU reads fastest if it is for one."""
+    """Copy a tensor to host memory, pinned if a GPU will read it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)

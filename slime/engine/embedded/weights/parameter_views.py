@@ -1,11 +1,11 @@
-"""The model's weights under the names of its Hugging Face folder, as views: writing to one changes the model.
+"""Views of the model's weights under the names of its Hugging Face folder: writing to one changes the model.
 
-transformers fuses some weights while it loads them (the experts of a layer, say), so a folder's tensor may be a part of
-a parameter. Which part is found by sending the numbers 0, 1, 2, ... in place of the weights through transformers' own
-way back to a folder: where a number comes out says where its element lies.
+transformers fuses some weights while it loads them (the experts of a layer, for example), so a folder's tensor may be a
+part of a parameter. To find the part, the numbers 0, 1, 2, ... are passed, instead of the weights, through
+transformers' own conversion back to a folder: the numbers in the result are the positions of its elements.
 
-Invariant: a layout covers every tensor of the folder exactly; a weight that is no regular part of one parameter makes
-the whole layout impossible (`NoLayout`) instead of wrong.
+Invariant: a layout covers every tensor of the folder exactly; a weight that is not a regular part of one parameter
+makes the whole layout impossible (`NoLayout`) instead of wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NoLayout(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a folder: elements of the parameter `source` at regular steps."""
+    """A tensor of a folder: elements of the parameter `source` with regular strides."""
 
     source: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Part:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part itself. A whole tensor may be stored in any order; the steps count elements in C order."""
+        """Return the view of this part; strides count elements in C order, but a whole tensor may have any order."""
         if self.offset == 0 and self.shape == tuple(tensor.shape) and self.stride == _steps(self.shape):
             return tensor
         if not tensor.is_contiguous():
@@ -51,15 +51,18 @@ Layout = dict[str, Part]
 
 
 class FolderViews:
-    """A model's weights by name; the layout is worked out when a name of the folder first asks for it."""
+    """A model's weights by name; the layout is computed when a name of the folder first needs it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._layout: Layout | None = None
 
     def targets(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """What an update of `names` writes to: the model's own tensors (tied ones under each name), and parts of
-        them where a name needs it and a layout exists."""
+        """Return the tensors that an update of `names` writes to.
+
+        They are the model's own tensors (tied ones under each name), and parts of them if a name needs these and a
+        layout exists.
+        """
         own = self.model.state_dict()
         if own.keys() >= set(names):
             return own
@@ -67,7 +70,7 @@ class FolderViews:
         return own if layout is None else folder_views(self.model, layout)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """What an update of `names` leaves as it was, under the folder's names; tied tensors count as one."""
+        """List the tensors that an update of `names` does not write, by the folder's names; tied tensors are one."""
         own = self.model.state_dict()
         seen = {_place(own[name]) for name in names if name in own}
         optional = self._optional()
@@ -82,11 +85,11 @@ class FolderViews:
         return sorted(name for name in {*parts, *(left - fused)} if name not in names)
 
     def _optional(self) -> list[re.Pattern[str]]:
-        """Names that a folder may lack."""
+        """Patterns of the names that a folder may lack."""
         return [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
 
     def _known_layout(self) -> Layout | None:
-        """None: the folder's tensors are no parts of the model's."""
+        """The layout, computed once; None if the folder's tensors are not parts of the model's."""
         try:
             if self._layout is None:
                 self._layout = folder_layout(self.model)
@@ -95,16 +98,16 @@ class FolderViews:
         return self._layout
 
     def same_of(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The weights of another model of the same kind, under the names that these have."""
+        """Return the weights of another model of the same type, under the names of this model's weights."""
         return other.state_dict()
 
     def readable(self) -> dict[str, torch.Tensor]:
-        """Every tensor under its own name and the folder's, perhaps as a copy."""
+        """Return every tensor under its own name and the folder's, possibly as a copy."""
         own = self.model.state_dict()
         return own | self._in_folder(own)
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shapes of `readable`; no weight is read or copied, so that they may be released."""
+        """Return the shapes of `readable`; reads no weight, so the weights may be released."""
         own = {name: torch.empty(each.shape, device="meta") for name, each in self.model.state_dict().items()}
         return {name: list(tensor.shape) for name, tensor in (own | self._in_folder(own)).items()}
 
@@ -113,7 +116,7 @@ class FolderViews:
 
 
 class OwnNames(FolderViews):
-    """The same for weights that were read as they are in the folder and never were transformers'."""
+    """Views of weights that were read straight from the folder, so their own names are the folder's."""
 
     def __init__(self, weights: nn.Module) -> None:
         self.model = weights
@@ -133,7 +136,7 @@ class OwnNames(FolderViews):
 
 
 def folder_layout(model: PreTrainedModel) -> Layout:
-    """Where each tensor of the model's folder lies; layers of one shape are looked at once."""
+    """Find the part of the model that each tensor of its folder is; layers of one shape are analysed once."""
     layout: Layout = {}
     known: dict[tuple[tuple[str, tuple[int, ...]], ...], Layout] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -151,13 +154,13 @@ def folder_layout(model: PreTrainedModel) -> Layout:
 
 
 def folder_views(model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tensor]:
-    """The views of a layout on the model's present weights, and the parameters under their own names."""
+    """Return the views of a layout on the model's current weights, and the parameters under their own names."""
     targets = model.state_dict()
     return targets | {name: part.of(targets[part.source]) for name, part in layout.items()}
 
 
 def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
-    """The layout of tensors that are converted together."""
+    """Compute the layout of tensors that are converted together."""
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     kept = set(_as_in_folder(model, empty)) & set(shapes)
     layout = {name: Part(name, shapes[name], _steps(shapes[name]), 0) for name in shapes if name in kept}
@@ -183,7 +186,7 @@ def _as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> d
 
 
 def _regular(name: str, numbers: torch.Tensor, source: str, whole: torch.Tensor) -> Part:
-    """The part of `whole`, which counts up in C order, that `numbers` is; looks at no other element of it."""
+    """Return the part of `whole`, which counts up in C order, that has exactly the elements `numbers`."""
     first = numbers[(0,) * numbers.dim()]
     stride = tuple(int(numbers.select(d, 1)[(0,) * (numbers.dim() - 1)] - first) if size > 1 else 1
                    for d, size in enumerate(numbers.shape))  # fmt: skip

@@ -1,8 +1,8 @@
-"""Weights that come through a process group with the trainer.
+"""Receives weights through process groups with the trainer.
 
 Invariant: names and shapes are checked before the first tensor is received, and a bucket is received whole before any
-of it is copied. Receiving happens beside the engine's thread: a trainer that sends nothing delays nobody else, and
-leaving the group ends the wait.
+of it is copied. Receiving runs outside of the engine's thread: a trainer that sends nothing delays no other request,
+and leaving the group ends the wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Announced:
-    """A bucket as it was announced: what is going to come, as which part of an update."""
+    """A bucket that a trainer announced: the tensors that it will send, and their part of the update."""
 
     group_name: str
     names: Sequence[str]
@@ -38,7 +38,7 @@ class Announced:
     number: int
     count: int
     adapter: AdapterFacts | None = None
-    """Set where the tensors are those of a LoRA adapter."""
+    """Set if the tensors are those of a LoRA adapter."""
 
     @property
     def is_last(self) -> bool:
@@ -55,7 +55,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the members of a group meet, and which of them this engine is."""
+    """The address at which the members of a process group connect, and the rank of this engine."""
 
     name: str
     backend: str
@@ -70,26 +70,26 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(eq=False)
 class _Membership:
-    """A group that this engine is in, or about to join while `group` is None."""
+    """A group that this engine has joined, or is joining while `group` is None."""
 
     group: dist.ProcessGroup | None = None
     arriving: list[Future[Tensors]] = field(default_factory=list)
-    """Buckets that were announced and have not arrived, in the order of their announcement."""
+    """Announced buckets that have not arrived yet, in the order of their announcement."""
 
 
 class WeightGroups:
-    """The process groups that this engine is in or about to join, by name; for any thread."""
+    """The process groups that this engine has joined or is joining, by name; thread-safe."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Membership] = {}
         self._lock = threading.Lock()
 
     def join(self, meeting: Rendezvous) -> None:
-        """Join as SGLang's `/init_weights_update_group` says; waits for all the others."""
+        """Join a group (SGLang's `/init_weights_update_group`); waits for all other members."""
         name, own = meeting.name, _Membership()
         with self._lock:
             if name in self._groups:
-                raise BadRequest(f"this engine is in a group {name!r} already, or about to join it", "group_name")
+                raise BadRequest(f"this engine is in a group {name!r} already, or is joining it", "group_name")
             if len(self._groups) >= _MOST_GROUPS:
                 raise Conflict(f"this engine is in {_MOST_GROUPS} groups already: leave one first")
             self._groups[name] = own
@@ -104,7 +104,7 @@ class WeightGroups:
                 backend=meeting.backend,
                 timeout_s=_JOIN_TIMEOUT_S,
             )
-        except (OSError, RuntimeError, ValueError) as cause:  # torch has no narrower type for all that can go wrong
+        except (OSError, RuntimeError, ValueError) as cause:  # torch has no narrower type for these errors
             raise BadRequest(f"cannot join the group {name!r} at {meeting.address}:{meeting.port}: {cause}") from cause
         finally:
             with self._lock:
@@ -116,33 +116,33 @@ class WeightGroups:
             raise NotArrived(f"the group {name!r} was left before all its members had joined")
 
     def leave(self, name: str) -> None:
-        """Leave a group, or stop joining it; buckets that were to come through it end with `NotArrived`."""
+        """Leave a group, or stop joining it; its buckets that have not arrived end with `NotArrived`."""
         with self._lock:
             own = self._groups.pop(name, None)
             if own is None:
-                raise BadRequest(f"this engine is in no group {name!r}", "group_name")
+                raise BadRequest(f"this engine is not in a group {name!r}", "group_name")
             ended, own.arriving = own.arriving, []
         for future in ended:
             future.set_exception(NotArrived(f"the group {name!r} was left before the bucket arrived"))
         if own.group is not None:
             held, own.group = [own.group], None
             leave_process_group(held[0], is_busy=bool(ended))
-            # The last reference to a gloo group waits for the collectives that were begun: it is dropped aside.
+            # Dropping the last reference to a gloo group waits for its collectives: another thread does it.
             threading.Thread(target=held.clear, name="leave", daemon=True).start()
 
     def receive(self, bucket: Announced, device: torch.device) -> Future[Tensors]:
-        """The tensors of a bucket, on `device`, once they have arrived.
+        """Receive the tensors of a bucket to `device`, in a thread of their own.
 
-        A thread waits for them. After the group was left, gloo holds that thread until the sender closes its
-        connection or the group's timeout ends.
+        After the group was left, gloo holds that thread until the sender closes its connection or the group's timeout
+        expires.
         """
         future: Future[Tensors] = Future()
-        future.set_running_or_notify_cancel()  # a client that goes away does not undo what the sender sends
+        future.set_running_or_notify_cancel()  # not cancellable: the sender sends, also after the client disconnected
         with self._lock:
             own = self._groups.get(bucket.group_name)
             if own is None or own.group is None:
                 raise BadRequest(
-                    f"this engine is in no group {bucket.group_name!r}: call /init_weights_update_group first"
+                    f"this engine is not in a group {bucket.group_name!r}: call /init_weights_update_group first"
                 )
             before = own.arriving[-1] if own.arriving else None
             own.arriving.append(future)
@@ -161,15 +161,15 @@ class WeightGroups:
         before: Future[Tensors] | None,
     ) -> None:
         if before is not None:
-            before.exception()  # collectives follow one another
+            before.exception()  # collectives run one after another
         tensors: Tensors = {}
         failure: Exception | None = None
         try:
             if not future.done():
                 tensors = self._arrived(group, bucket, device)
-        except Exception as cause:  # noqa: BLE001 - torch has no narrower type for all that can go wrong
-            # Without the cause, whose frames have the group: the last reference to a gloo group waits for collectives
-            # that were begun, and a cycle would drop it in whichever thread collects garbage, such as the event loop.
+        except Exception as cause:  # noqa: BLE001 - torch has no narrower type for these errors
+            # Raised without the cause, whose frames refer to the group: dropping the last reference to a gloo group
+            # waits for its collectives, and a cycle would be collected in any thread, such as the event loop's.
             failure = NotArrived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
         with self._lock:
             if future not in own.arriving:

@@ -182,8 +182,8 @@ def packed_attention(
     if context.is_indexed:
         if indices is None:
             raise UserError(
-                "this release of transformers does not pass the picks of GLM-5's indexers to attention: install a newer "
-                "one"
+                "this release of transformers does not pass the picks of GLM-5's indexers to attention: "
+                "install a newer one"
             )
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None

@@ -1,8 +1,8 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5) over packed rows.
 
-Invariant: the parameters keep their names, so folders, checkpoints and engines see the model's own; a token reads
-earlier tokens of its own sequence alone. Where ranks share a row each has a part of the tokens outside and a part of
-the heads, over all tokens, inside, as attention does (ulysses.py).
+Invariant: the parameters keep their names, so folders, checkpoints and engines see the model's own; a token reads only
+earlier tokens of its own sequence. If ranks share a row, each has a part of the tokens outside the layer and a part of
+the heads, over all tokens, inside it, as in attention (`attention.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARAMETERS = {"A_log", "dt_bias"}
 
 
 def is_delta_net(module: nn.Module) -> bool:
-    """Whether it is one of transformers' gated delta nets, by its parts."""
+    """Return True for one of transformers' gated delta nets, recognised by its children and parameters."""
     children = {name for name, _ in module.named_children()}
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     projects = "in_proj_qkvz" in children or "in_proj_qkv" in children
@@ -31,11 +31,11 @@ def is_delta_net(module: nn.Module) -> bool:
 
 
 class PackedDeltaNet(nn.Module):
-    """Takes the place of transformers' module, with its parts."""
+    """Replaces transformers' module, with the same children and parameters."""
 
-    in_proj_qkvz: nn.Module  # Qwen3-Next's, with
+    in_proj_qkvz: nn.Module  # Qwen3-Next has these two,
     in_proj_ba: nn.Module
-    in_proj_qkv: nn.Module  # or Qwen3.5's, with
+    in_proj_qkv: nn.Module  # Qwen3.5 these four
     in_proj_z: nn.Module
     in_proj_b: nn.Module
     in_proj_a: nn.Module
@@ -52,13 +52,13 @@ class PackedDeltaNet(nn.Module):
         for name, parameter in net.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         if net.activation not in ("silu", "swish"):
-            raise UserError(f"a gated delta net with the activation {net.activation} is not known here: it is silu")
+            raise UserError(f"gated delta nets support the activation silu, and this model's have {net.activation}")
         self._context = context
         self._key_heads, self._heads = int(net.num_k_heads), int(net.num_v_heads)
         self._key_dim, self._value_dim = int(net.head_k_dim), int(net.head_v_dim)
 
     def check_ranks(self, count: int) -> None:
-        """Ranks that share a row share the key heads evenly."""
+        """Raise UserError unless `count` ranks can divide the key heads evenly."""
         if self._key_heads % count:
             fitting = ", ".join(str(size) for size in range(1, self._key_heads + 1) if self._key_heads % size == 0)
             raise UserError(
@@ -67,8 +67,8 @@ class PackedDeltaNet(nn.Module):
             )
 
     @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[1, t, H] of this rank's tokens."""
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        """Compute the layer's output [1, t, H] for this rank's tokens."""
         ranks = self._context.sharing
         states, gate = self._project(hidden_states[0])
         if ranks is None:
@@ -82,7 +82,7 @@ class PackedDeltaNet(nn.Module):
         return projected
 
     def _project(self, hidden: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Queries, keys, values, rates, decays [t, key heads, ...], and the output's gate."""
+        """Project hidden states to queries, keys, values, rates, decays [t, key heads, ...], and the output's gate."""
         key, value, share = self._key_dim, self._value_dim, self._heads // self._key_heads
         if hasattr(self, "in_proj_qkvz"):
             mixed = self.in_proj_qkvz(hidden).unflatten(-1, (self._key_heads, -1))
@@ -95,7 +95,7 @@ class PackedDeltaNet(nn.Module):
         return [part.unflatten(-1, (self._key_heads, -1)) for part in states], self.in_proj_z(hidden)
 
     def _mix(self, states: list[Tensor], kernels: DeltaKernels, rank: int, size: int) -> Tensor:
-        """[T, own key heads, heads per key head x V] of the `rank`-th of `size` parts of the heads."""
+        """Mix tokens with the `rank`-th of `size` parts of the heads: [T, own key heads, heads per key head x V]."""
         q, k, v, rate, decay = states
         widths = [part[0].numel() for part in (q, k, v)]
         weight, bias = self._conv_weights(rank, size)
@@ -107,6 +107,7 @@ class PackedDeltaNet(nn.Module):
         return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
 
     def _conv_weights(self, rank: int, size: int) -> tuple[Tensor, Tensor | None]:
+        """The convolution's weight and bias for the `rank`-th of `size` parts of the heads."""
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         if size == 1:
             return weight, bias
@@ -119,12 +120,12 @@ class PackedDeltaNet(nn.Module):
 
 
 def _to_own_heads(states: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """[t, heads, W] of this rank's tokens to [T, heads / n, W] of this rank's heads."""
+    """Exchange this rank's tokens [t, heads, W] for this rank's heads [T, heads / n, W]."""
     by_rank = torch.cat(states, dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
     received = exchange(by_rank, ranks).flatten(0, 1)
     return list(received.split([part.shape[2] for part in states], dim=2))
 
 
 def _to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
-    """[T, heads / n, W] of this rank's heads to [t, heads, W] of this rank's tokens."""
+    """Exchange this rank's heads [T, heads / n, W] for this rank's tokens [t, heads, W]."""
     return exchange(output.unflatten(0, (ranks.size, -1)), ranks).transpose(0, 1).flatten(1, 2)

@@ -1,7 +1,7 @@
-"""Sharded weights on their way out: under their names in a model folder, each whole on one rank.
+"""Exports sharded weights under their names in a model folder, each whole on one rank.
 
-Invariant: every rank comes to the same plan without asking anyone. Of a tensor only its owner ever has the whole; the
-others send it the rows they hold, in the dtype in which they leave. What is whole at once is one bucket.
+Invariant: every rank computes the same plan without communication. Only a tensor's owner ever has the whole of it; the
+others send it the rows they hold, in the export dtype. A rank gathers one bucket at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.train.backends.hf_buckets import HfBucket, HfTensor, cut_buckets, lea
 
 @dataclass(frozen=True)
 class Load:
-    """Pieces that go to one owner together."""
+    """Pieces that are sent to one owner as one bucket."""
 
     owner: int
     pieces: tuple[Piece, ...]
@@ -34,7 +34,7 @@ class Load:
 
 
 class HfExport:
-    """The weights of one sharded model. `value` gives this rank's rows of a parameter as they are to leave."""
+    """Exports the weights of one sharded model. `value` returns this rank's rows of a parameter to export."""
 
     def __init__(
         self,
@@ -54,37 +54,33 @@ class HfExport:
         self._cuts: dict[str, Cut] = {}
 
     def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
-        """Who gets what, in the order of `buckets`. Owners take turns: one puts its bucket away while those of the
-        others are gathered."""
+        """Plan the owners' pieces, in the order of `buckets`.
+
+        Owners take turns, so that one consumes its bucket while the buckets of the others are gathered.
+        """
+        if dtype not in self._pieces:
+            facts = {name: (tuple(t.shape), leaving_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
+            self._pieces[dtype] = pieces_of(facts, self._convert)
         loads = []
-        for owner, own in _spread(self._pieces_in(dtype), owners or range(self._world_size)).items():
+        for owner, own in _spread(self._pieces[dtype], owners or range(self._world_size)).items():
             ranges = cut_buckets([piece.nbytes for piece in own], max_bytes)
             loads.append([Load(owner, tuple(own[begin:end])) for begin, end in ranges])
         return [load for turn in zip_longest(*loads) for load in turn if load is not None]
 
     @torch.no_grad()
     def buckets(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> Iterator[HfBucket]:
-        """All ranks iterate together; only the owner has a bucket's tensors."""
-        self._meet()
+        """Gather and yield the buckets; all ranks iterate together, and only the owner has a bucket's tensors."""
+        sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
+        device = None if sharded is None else sharded.device_mesh.device_type
+        if sharded is not None and device == "cuda" and (cut := Cut.of(sharded)).size > 1:
+            # NCCL needs all ranks of a group in its first operation, and a transfer has only two
+            dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
         for load in self.plan(dtype, max_bytes, owners):
             gathered = self._gathered(load)
             yield HfBucket(load.owner, load.tensors, None if gathered is None else self._converted(load, gathered))
 
-    def _pieces_in(self, dtype: torch.dtype) -> list[Piece]:
-        if dtype not in self._pieces:
-            facts = {name: (tuple(t.shape), leaving_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
-            self._pieces[dtype] = pieces_of(facts, self._convert)
-        return self._pieces[dtype]
-
-    def _meet(self) -> None:
-        """NCCL wants all of a group in its first operation; of a transfer only two are."""
-        sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
-        device = None if sharded is None else sharded.device_mesh.device_type
-        if sharded is not None and device == "cuda" and (cut := Cut.of(sharded)).size > 1:
-            dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
-
     def _gathered(self, load: Load) -> list[dict[str, Tensor]] | None:
-        """The parameters (or rows) of each piece, on the owner; None elsewhere."""
+        """Gather the parameters (or rows) of each piece on the owner; None elsewhere."""
         wholes: list[dict[str, Tensor]] = []
         transfers: list[dist.P2POp] = []
         for piece in load.pieces:
@@ -100,12 +96,12 @@ class HfExport:
         return wholes if load.owner == self._rank else None
 
     def _transfers_of(self, name: str, piece: Piece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:
-        """What the owner has of a parameter when the transfers are done, and this rank's transfers."""
+        """The owner's tensor of a parameter, complete when the transfers are done, and this rank's transfers."""
         tensor, dtype, is_owner = self._tensors[name], piece.makes[0].dtype, owner == self._rank
         if not isinstance(tensor, DTensor):  # all ranks have it
             return (self._value(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
         cut = self._cuts.get(name) or self._cuts.setdefault(name, Cut.of(tensor))
-        if owner not in cut.ranks:  # another copy of the model sends it
+        if owner not in cut.ranks:  # the ranks of the owner's copy of the model send it
             return None, []
         begin, end = piece.rows or (0, cut.count)
         held = {rank: span for rank in cut.ranks if (span := cut.held(rank, begin, end)) is not None}
@@ -128,8 +124,11 @@ class HfExport:
         return whole, transfers
 
     def _converted(self, load: Load, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """As in a model folder: whole parameters all at once, rows of stacks each for themselves; those that are the
-        same there are not looked at."""
+        """Convert to the tensors of a model folder.
+
+        Whole parameters are converted together and rows of stacked parameters piece by piece; pieces that are the same
+        in the folder are not converted.
+        """
         parts = list(zip(load.pieces, gathered, strict=True))
         plain: dict[str, Tensor] = {}
         for piece, members in parts:
@@ -148,7 +147,7 @@ class HfExport:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which ranks hold which rows of a parameter; `ranks` are numbers in the world, in the order of their rows."""
+    """Row sharding of a parameter over a group; `ranks` are numbers in the world, in the order of their rows."""
 
     count: int
     ranks: tuple[int, ...]
@@ -171,14 +170,14 @@ class Cut:
         return min(self.count, self.ranks.index(rank) * -(-self.count // self.size))
 
     def held(self, rank: int, begin: int, end: int) -> tuple[int, int] | None:
-        """Which of these rows a rank holds."""
+        """Range of the rows `begin` to `end` that a rank holds; None if it holds none of them."""
         first = self.begin(rank)
         last = min(self.count, first + -(-self.count // self.size))
         return (max(first, begin), min(last, end)) if max(first, begin) < min(last, end) else None
 
 
 def _spread(pieces: Sequence[Piece], owners: Sequence[int]) -> dict[int, list[Piece]]:
-    """About as many bytes for each owner, neighbours together."""
+    """Assign consecutive pieces to the owners, with about equal bytes for each."""
     total = sum(piece.nbytes for piece in pieces)
     spread: dict[int, list[Piece]] = {owner: [] for owner in owners}
     before = 0

@@ -1,8 +1,8 @@
 """LoRA in the trainer: linear layers with a frozen weight and two small matrices that are trained.
 
-Invariant: a layer that has an adapter keeps its own parameters under their own names (`<module>.weight`), so loading,
+Invariant: a layer with an adapter keeps its own parameters under their own names (`<module>.weight`), so loading,
 sharding and saving the frozen model are as without one; the matrices are `<module>.lora_A.weight` and
-`<module>.lora_B.weight`, float32. They start the same for a seed, whatever the number of ranks.
+`<module>.lora_B.weight`, float32. Their initial values depend on the seed, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from slime.models.peft_adapter import BadAdapter, read_adapter
 
 @dataclass
 class Switch:
-    """Whether the adapters of a model take part."""
+    """Switch of a model's adapters, shared by its layers."""
 
     on: bool = True
 
 
 class LoraLinear(nn.Linear):
-    """`x W^T + b + scale * x A^T B^T`, and without the last term while the switch is off."""
+    """Linear layer `x W^T + b + scale * x A^T B^T`, without the last term while the switch is off."""
 
     def __init__(self, linear: nn.Linear, lora: Lora, switch: Switch) -> None:
-        nn.Module.__init__(self)  # the weight is the layer's own: none is made
+        nn.Module.__init__(self)  # not nn.Linear's: it would create a weight, and the layer's own is used
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
@@ -48,7 +48,7 @@ class LoraLinear(nn.Linear):
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """A and B, while they take part."""
+        """A and B; None while the adapter is switched off."""
         return (self.lora_A.weight, self.lora_B.weight) if self.switch.on else None
 
     def forward(self, states: Tensor) -> Tensor:
@@ -61,23 +61,23 @@ class LoraLinear(nn.Linear):
 
 
 class LoraLayers:
-    """The adapter of one model: what it is on, and whether it takes part."""
+    """The adapter of one model: its layers, their initial values, and its switch."""
 
     def __init__(self, lora: Lora, modules: dict[str, tuple[int, int]], linears: list[str], switch: Switch) -> None:
         self.lora = lora
         self.modules = modules
         self.linears = linears
-        """All linear layers of the model, and its experts: what PEFT could take a target's name for."""
+        """All linear layers of the model, and its experts: modules that PEFT could match with a target's name."""
         self._switch = switch
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The parameters of the adapter."""
+        """Names and shapes of the adapter's parameters."""
         return adapter_shapes(self.modules, self.lora.rank)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within, the model is the one it started as."""
+        """Switch the adapter off inside the context: the model is then the base model."""
         before, self._switch.on = self._switch.on, False
         try:
             yield
@@ -85,7 +85,7 @@ class LoraLayers:
             self._switch.on = before
 
     def start_values(self, seed: int, folder: str | None) -> Iterator[tuple[str, Tensor]]:
-        """What a run begins with: the adapter in a folder, or a new one."""
+        """Yield the initial values: those of the adapter in `folder`, or of a new one."""
         if folder is None:
             yield from self.first_values(seed)
             return
@@ -96,29 +96,33 @@ class LoraLayers:
         absent, more = self.modules.keys() - found.pairs.keys(), found.pairs.keys() - self.modules.keys()
         if absent or more:
             what = f"lacks {min(absent)}, which" if absent else f"has {min(more)}, which none of"
-            raise UserError(f"--lora-load {folder} {what} the targets name: it is of another model")
+            raise UserError(f"--lora-load {folder} {what} the targets name: it belongs to another model")
         for module, (a, b) in found.pairs.items():
             if (len(b), a.shape[1]) != self.modules[module]:
                 raise UserError(
                     f"--lora-load {folder} is for {module} of {(len(b), a.shape[1])}, which is {self.modules[module]} "
-                    "here: it is of another model"
+                    "here: it belongs to another model"
                 )
             yield module + LORA_A, a
             yield module + LORA_B, b
 
     def first_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """A as PEFT draws it, B zero. A generator for each name: neither the order nor the number of ranks matters."""
+        """Yield the values of a new adapter: A drawn as in PEFT, B zero.
+
+        Each name has its own generator, so neither the order nor the number of ranks matters.
+        """
         for name, shape in self.shapes.items():
             if name.endswith(LORA_B):
                 yield name, torch.zeros(shape)
                 continue
-            generator = torch.Generator().manual_seed(_seed_of(name, seed))
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
             bound = 1.0 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5)
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def lora_of(config: Config) -> Lora | None:
-    """What the flags ask for."""
+    """Read the LoRA hyperparameters from the flags; None without `--lora-rank`."""
     if not config.lora_rank:
         return None
     alpha = 2.0 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
@@ -128,10 +132,10 @@ def lora_of(config: Config) -> Lora | None:
 def put_adapter(
     model: PreTrainedModel, lora: Lora, *, freeze: list[str] | None, only_train: list[str] | None
 ) -> LoraLayers:
-    """Freeze the model and give its targets an adapter; the matrices have no values yet.
+    """Freeze the model and add an adapter to its targets; the matrices have no values yet.
 
-    A layer whose weight would not be trained otherwise (`--freeze-params-name-list`, `--only-train-params-name-list`)
-    gets none. Works on the meta device too.
+    A layer whose weight is frozen by `--freeze-params-name-list` or `--only-train-params-name-list` gets none. It also
+    works on the meta device.
     """
     model.requires_grad_(False)
     head = model.get_output_embeddings()
@@ -147,9 +151,5 @@ def put_adapter(
 
 
 def train_head(model: PreTrainedModel) -> None:
-    """A critic's head is new, so it is trained whole: float32, as all that is trained."""
+    """Train a critic's head whole, since it is new: in float32, as all trained parameters."""
     output_projection(model).float().requires_grad_(True)
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")

@@ -1,7 +1,11 @@
-"""The adapter of a sharded model: the weights that leave with it added, and the sets that differ in it alone.
+"""Adapter of a sharded model: export of weights with the adapter merged, and frozen sets that differ only in it.
 
-Invariant: a rank adds the adapter to the rows that it holds of a weight, before anything is gathered: B is cut as the
-weight is, and A is small enough to be whole on every rank while weights leave.
+Invariant: a rank merges the adapter into the rows of a weight that it holds, before anything is gathered: B is sharded
+as the weight is, and A is small enough to be whole on every rank during an export.
+
+A frozen set of a policy with LoRA keeps only its adapter. Invariant: after `using`, also after an exception inside it,
+the policy has its own matrices again. The set without an adapter is the model that the run began with, and needs no
+memory of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +25,12 @@ from slime.train.backends.fsdp.sharding import gather_like, local_part, part_on_
 from slime.train.backends.fsdp.state import Placed
 from slime.train.backends.protocol import NamedTensor, TrainedAdapter
 
-# Frozen sets of a policy with LoRA: what differs from the policy is the adapter, so that is all a set keeps.
-#
-# Invariant: whatever happens inside `using`, the policy's own matrices are in their place after it. The set that has
-# no adapter at all is the model that the run began with, which needs no memory of its own.
-
 Parts = Mapping[str, Tensor]
 """This rank's parts of the matrices, by name."""
 
 
 class AdapterSets:
-    """Copies of the policy's adapter, by name; None stands for no adapter."""
+    """Frozen sets as copies of the policy's adapter, by name; None means no adapter."""
 
     def __init__(self, policy: PackedModel, layers: LoraLayers) -> None:
         self._policy = policy
@@ -44,7 +43,7 @@ class AdapterSets:
         return name in self._sets
 
     def add_base(self, name: str) -> None:
-        """A set of the weights beside which the adapter is trained."""
+        """Add a set that consists of the base weights, without an adapter."""
         self._sets[name] = None
 
     def snapshot(self, name: str, *, on_host: bool) -> None:
@@ -55,7 +54,7 @@ class AdapterSets:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Within, the policy's module has the weights of this set."""
+        """Give the policy's module the weights of this set inside the context."""
         parts = self._sets[name]
         if parts is None:
             with self._layers.off():
@@ -69,12 +68,12 @@ class AdapterSets:
             self._put(own)
 
     def full_parameters(self, name: str) -> Iterator[NamedTensor]:
-        """The matrices of a set, whole; all ranks iterate together. Without an adapter they are zero."""
+        """Yield the whole matrices of a set, zeros without an adapter; all ranks iterate together."""
         for key, parameter, part in self.placed(name):
             yield key, gather_like(parameter, part.to(parameter.device))
 
     def placed(self, name: str) -> Iterator[Placed]:
-        """This rank's parts of the matrices of a set, beside the parameters that they are cut as."""
+        """Yield this rank's parts of the matrices of a set, with the parameters that are sharded like them."""
         parts = self._sets[name]
         for key, parameter in self._adapter.items():
             yield key, parameter, torch.zeros_like(local_part(parameter)) if parts is None else parts[key]
@@ -91,7 +90,7 @@ class AdapterSets:
 
 
 class AdaptedModel:
-    """Made of a module that is sharded already."""
+    """The adapter of a module that is already sharded: its export and its frozen sets."""
 
     def __init__(self, module: PackedModel, layers: LoraLayers, *, base: Path, base_dtype: torch.dtype) -> None:
         self._parameters = dict(module.model.named_parameters())
@@ -104,17 +103,17 @@ class AdaptedModel:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """What is trained, which is all that a checkpoint holds: the matrices, and a critic's head."""
+        """The trained parameters, which are all that a checkpoint has: the matrices, and a critic's head."""
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     @property
     def leaving(self) -> dict[str, Tensor]:
-        """The model's own parameters, under whose names the weights leave."""
+        """The model's own parameters, under whose names the weights are exported."""
         return {name: parameter for name, parameter in self._parameters.items() if not is_adapter(name)}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, `rows` knows every A; all ranks enter together."""
+        """Gather every A for `rows` inside the context; all ranks enter together."""
         self._whole_a = {module: whole(self._parameters[module + LORA_A].detach()) for module in self._layers.modules}
         try:
             yield
@@ -122,7 +121,7 @@ class AdaptedModel:
             self._whole_a = {}
 
     def rows(self, name: str) -> Tensor:
-        """This rank's part of a parameter as it leaves: in float32 where an adapter is added."""
+        """This rank's part of a parameter for the export: with the adapter merged, in float32, if it has one."""
         own, module = part_on_device(self._parameters[name].detach()), name.removesuffix(".weight")
         if module not in self._whole_a:
             return own
@@ -130,6 +129,6 @@ class AdaptedModel:
         return merged(own, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
-        """The matrices under their names in PEFT's files, whole; all ranks iterate together."""
+        """Yield the whole matrices under their names in PEFT's files; all ranks iterate together."""
         for name in self._layers.shapes:
             yield peft_name(name), whole(self._parameters[name].detach())

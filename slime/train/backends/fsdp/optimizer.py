@@ -75,8 +75,11 @@ class StreamedAdam(torch.optim.Optimizer):
             torch.cuda.current_stream().synchronize()  # the moments must be on the host when the step is over
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter, created if absent; its moments have the configured dtypes and are moved to the host
-        if configured, also those from a checkpoint."""
+        """The state of a parameter, created if absent.
+
+        Its moments, also those from a checkpoint, are converted to the configured dtypes and moved to the host if
+        configured.
+        """
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

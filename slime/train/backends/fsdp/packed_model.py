@@ -70,8 +70,7 @@ class PackedModel(nn.Module):
 
     @property
     def _can_share_prompts(self) -> bool:
-        """True unless other layers than attention mix tokens, positions depend on lengths, or routing is replayed, or
-        ranks share a row."""
+        """True if only attention depends on other tokens, routing is not replayed, and this rank has whole rows."""
         return not self._mixing and self.routers is None and self.context.sharing is None
 
     def check_sharing(self) -> None:
@@ -178,7 +177,7 @@ class ValueModel(PackedModel):
     def forward(
         self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute values [R], float32, in the place of log-probs; its routers always choose themselves."""
+        """Compute values [R], float32, instead of log-probs; its routers always choose themselves."""
         part = self.own_part(row)
         hidden = self.hidden_states(row, part).index_select(0, part.predict_index)
         values = self.whole(output_projection(self.model)(hidden).float().squeeze(-1), part.counts)

@@ -1,9 +1,8 @@
-"""The routers of a transformers model, made to repeat which experts tokens went to.
+"""Routing replay: makes the routers of a transformers model repeat which experts tokens went to.
 
-Invariant: a router's weights for experts that are given are what it would compute had it chosen them itself, so that
-its gradient is that of its own logits, and a router that is told what it would have chosen changes no number. The
-routing of a row stays in place until the next row begins: layers that are computed once more in the backward repeat
-what they did in the forward, with the same operations.
+Invariant: a router's weights for given experts are those that it would compute had it chosen them itself, so its
+gradient is that of its own logits, and replaying its own choice changes no number. The routing of a row stays in place
+until the next row begins: layers that are recomputed in the backward repeat the operations of the forward.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from slime.errors import UserError
 from slime.train.samples.micro_batch import Routing
 
 Scoring = Callable[[Any, Tensor, Tensor], Tensor]
-"""Of (router, logits [t, experts], chosen [t, k]): the weights of the chosen experts, [t, k]."""
+"""Function of (router, logits [t, experts], chosen [t, k]) that returns the weights of the chosen experts, [t, k]."""
 
 _ROUTER = re.compile(r"Top[Kk]Router$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class Routers:
-    """Hooks at all routers of a model; `begin` says what they do in the coming pass."""
+    """Forward hooks on all routers of a model; `begin` sets the routing of the next pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -44,16 +43,16 @@ class Routers:
                 module.register_forward_hook(partial(self._route, int(place[1])))
 
     def check(self) -> None:
-        """Refuse a model whose routers cannot be told what to choose."""
+        """Raise UserError if routing cannot be replayed with this model's routers."""
         if not self.layers or self._scoring is None:
             known = ", ".join(sorted(SCORINGS))
             raise UserError(
-                f"--use-routing-replay does not know the routers of {type(self._model).__name__}: drop it, or train a "
-                f"model of one of the families {known}"
+                f"--use-routing-replay does not support the routers of {type(self._model).__name__}: drop it, or train "
+                f"a model of one of the families {known}"
             )
 
     def begin(self, routing: Routing | None, own: slice, device: torch.device) -> None:
-        """A row is next: routers follow its routing, if any; `own` are this rank's tokens of the row."""
+        """Start a row: routers follow its routing, if any; `own` are this rank's tokens of the row."""
         self._routing, self._chosen = routing, {}
         if routing is None:
             return
@@ -64,20 +63,29 @@ class Routers:
             self._chosen = {layer: experts.to(device).long() for layer, experts in routing.recorded.items()}
 
     def keep(self) -> None:
-        """The row's forward is over: what its routers chose is its routing from now on, on the host."""
+        """Finish a row's forward: record the routers' choices on the host as its routing, unless it has one."""
         routing = self._routing
         if routing is not None and routing.given is None and not routing.recorded:
             routing.recorded = {layer: experts.to(torch.int16).cpu() for layer, experts in self._chosen.items()}
 
     @torch.compiler.disable
-    def _route(self, layer: int, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """A forward hook: the router's own (logits, weights, experts), or the same with experts that are given."""
+    def _route(
+        self, layer: int, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Forward hook: replaces the router's (logits, weights, experts) by those of the given experts, if any."""
         if self._routing is None:
             return None
         assert self._scoring is not None, "checked when the model was loaded"
         logits, own_weights, own = output
-        if not self._is_checked:
-            self._check_weights(router, logits, own_weights, own)
+        if not self._is_checked:  # the formula must give the weights that the router itself computes
+            with torch.no_grad():
+                found = self._scoring(router, logits, own).to(own_weights.dtype)
+                if found.shape != own_weights.shape or not torch.allclose(found, own_weights, rtol=1e-2, atol=1e-4):
+                    raise UserError(
+                        f"--use-routing-replay: {type(router).__name__} of this version of transformers weighs its "
+                        "experts by an unknown formula: drop the flag"
+                    )
+            self._is_checked = True
         if layer in self._chosen:
             given = self._chosen[layer]
             if torch.is_grad_enabled():
@@ -87,21 +95,9 @@ class Routers:
             chosen = self._chosen[layer] = own
         return logits, self._scoring(router, logits, chosen).to(own_weights.dtype), chosen
 
-    @torch.no_grad()
-    def _check_weights(self, router: nn.Module, logits: Tensor, weights: Tensor, own: Tensor) -> None:
-        """Once: the formula gives what the router itself computes."""
-        assert self._scoring is not None
-        found = self._scoring(router, logits, own).to(weights.dtype)
-        if found.shape != weights.shape or not torch.allclose(found, weights, rtol=1e-2, atol=1e-4):
-            raise UserError(
-                f"--use-routing-replay: {type(router).__name__} of this version of transformers weighs its experts in "
-                "another way than is known: drop the flag"
-            )
-        self._is_checked = True
-
 
 def _softmax(router: Any, logits: Tensor, chosen: Tensor, *, normalised: bool | None = None) -> Tensor:
-    """A share of the probability of all experts; None: the router says whether the shares are made to add up to 1."""
+    """Softmax over all experts; normalised to a sum of 1 if `normalised`, by default as the router is configured."""
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, chosen)
     if router.norm_topk_prob if normalised is None else normalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -109,18 +105,21 @@ def _softmax(router: Any, logits: Tensor, chosen: Tensor, *, normalised: bool | 
 
 
 def _sigmoid(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Scaled sigmoid; normalised to a sum of 1 as the router is configured."""
     weights = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * router.routed_scaling_factor
 
 
-def _sigmoid_of_float(_router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+def _sigmoid_of_float(_router: object, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Sigmoid in float32, normalised to a sum of 1."""
     weights = logits.float().sigmoid().gather(1, chosen)
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def _softmax_of_chosen(_router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+def _softmax_of_chosen(_router: object, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Softmax over the chosen experts alone."""
     return torch.softmax(logits.gather(1, chosen), dim=1, dtype=logits.dtype)
 
 
@@ -133,4 +132,4 @@ SCORINGS: dict[str, Scoring] = {
     "minimax_m2": _sigmoid_of_float,
     "gpt_oss": _softmax_of_chosen,
 }
-"""How the routers of a family weigh the experts they chose."""
+"""Formula of a family's routers for the weights of the chosen experts."""

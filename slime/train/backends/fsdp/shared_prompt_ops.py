@@ -1,12 +1,12 @@
-"""From tokens that are computed once to all of a row, and back, with gradients (`SharedPrompts`).
+"""Conversions between computed tokens and all tokens of a row with shared prompts (`SharedPrompts`), with gradients.
 
-Invariant: the gradients of a token's copies are added up in the order of the row, in float32, so the numbers are those
-of the last run.
+Invariant: the gradients of a token's copies are added up in the order of the row, in float32, so results are
+reproducible between runs.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,41 +15,47 @@ from slime.train.samples.packing import SharedPrompts
 
 
 def spread(computed: Tensor, shared: SharedPrompts) -> Tensor:
-    """[t, ...] to [T, ...]: every token of the row has what its like computed."""
+    """Copy computed tokens [t, ...] to all tokens of the row [T, ...]."""
     return cast(Tensor, _Spread.apply(computed, shared))
 
 
 def take_first(states: Tensor, shared: SharedPrompts) -> Tensor:
-    """[T, ...] to [t, ...]: of copies, which are equal, the first; what becomes of the others does not matter."""
+    """Select the first of each token's copies, which are equal: [T, ...] to [t, ...]. The others get no gradient."""
     return cast(Tensor, _TakeFirst.apply(states, shared))
+
+
+class _SharedContext(Protocol):
+    """Autograd context of the functions below."""
+
+    shared: SharedPrompts
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, computed: Tensor, shared: SharedPrompts) -> Tensor:
+    def forward(ctx: _SharedContext, computed: Tensor, shared: SharedPrompts) -> Tensor:
         ctx.shared = shared
         return computed.index_select(0, shared.place)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _SharedContext, *grads: Tensor) -> tuple[Tensor, None]:
         return sum_of_copies(grads[0], ctx.shared), None
 
 
 class _TakeFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, shared: SharedPrompts) -> Tensor:
+    def forward(ctx: _SharedContext, states: Tensor, shared: SharedPrompts) -> Tensor:
         ctx.shared = shared
         return states.index_select(0, shared.first)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _SharedContext, *grads: Tensor) -> tuple[Tensor, None]:
         return to_first_copies(grads[0], ctx.shared), None
 
 
 def sum_of_copies(grad: Tensor, shared: SharedPrompts) -> Tensor:
-    """[T, ...] to [t, ...]: the sum over the copies of each computed token."""
+    """Sum over the copies of each computed token: [T, ...] to [t, ...]."""
     if grad.is_cuda:
-        from slime.train.backends.fsdp.fused.kernels import add_copies  # with Triton, which only a GPU needs
+        from slime.train.backends.fsdp.fused.kernels import add_copies  # imports Triton, needed only on a GPU
 
         return add_copies(grad, shared.copies, shared.starts)
     total = torch.zeros(len(shared.first), *grad.shape[1:], dtype=torch.float32)
@@ -57,7 +63,7 @@ def sum_of_copies(grad: Tensor, shared: SharedPrompts) -> Tensor:
 
 
 def to_first_copies(grad: Tensor, shared: SharedPrompts) -> Tensor:
-    """[t, ...] to [T, ...]: the first copy of each computed token has what it has, the others zeros."""
+    """Put each computed token at its first copy, and zeros at the others: [t, ...] to [T, ...]."""
     if grad.is_cuda:
         from slime.train.backends.fsdp.fused.kernels import put_first
 

@@ -104,8 +104,9 @@ def _stage(
     if last and value_head:
         stage.output_layer = MegatronValueHead(config)
     mark_tensor_parallel(stage)
-    # Megatron marks experts for their own gradient reduction only if there are several expert-parallel ranks. But ranks
-    # that shard all other matrices and have the same experts whole also see different tokens
+    # Gradients of experts are summed over the ranks with the same experts. Megatron does this only with several
+    # expert-parallel ranks, but ranks that shard all other matrices and have the same experts whole also need it, since
+    # they see different tokens
     like_the_rest = (
         config.expert_model_parallel_size == 1
         and config.expert_tensor_parallel_size == config.tensor_model_parallel_size

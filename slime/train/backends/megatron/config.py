@@ -2,7 +2,7 @@
 
 Invariant: the shape of the model comes from its config.json, flags set what they name, and the layout sets how
 processes share the model. Every other field of Megatron's classes is set by the flag of its name
-(`slime.config.megatron_flags`). Results equal those of the FSDP backend: gradients are sums, there is no dropout, and
+(`slime.config.megatron_flags`). Results equal those of the FSDP backend: gradients are sums, dropout is off, and
 routers are not balanced.
 """
 

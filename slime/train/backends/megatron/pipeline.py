@@ -2,7 +2,7 @@
 
 Invariant: gradients of the objective's losses are summed over micro-batches, data ranks and context ranks, and never
 divided. The objective is called on the last stage only, once per micro-batch and in their order. Interleaved stages
-require a multiple of a group of micro-batches; dummy rows of two tokens, whose output is not used, fill the last group.
+take micro-batches in groups; dummy rows of two tokens, whose output is not used, fill the last group.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train_passes(
     reads: Reads,
     entropy: bool,
 ) -> Totals:
-    """Compute the gradients of the objective's losses, and return its sums, which are empty before the last stage."""
+    """Compute the gradients of the objective's losses, and return its sums, which only the last stage has."""
     totals = Totals()
 
     def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:

@@ -159,10 +159,10 @@ def check_routers(config: TransformerConfig) -> None:
     """Raise UserError for routers whose choices cannot be replaced."""
     if config.moe_router_fusion:
         raise UserError(
-            "--use-routing-replay replaces the choices of routers, which --moe-router-fusion hides: drop one of the flags"
+            "--use-routing-replay replaces the choices of routers, which --moe-router-fusion hides: drop one flag"
         )
     if "sinkhorn" in config.moe_router_load_balancing_type:
         raise UserError(
             "--use-routing-replay replays choices by the routers' scores, and --moe-router-load-balancing-type "
-            "sinkhorn chooses by other means: drop one of the flags"
+            "sinkhorn chooses by other means: drop one flag"
         )

@@ -160,7 +160,8 @@ def read_weights(
         entry = folder.entries.get(name)
         if entry is None:
             raise UserError(
-                f"cannot read {folder.path}: the family {folder.family.name} has no rule for Megatron's parameter {name}"
+                f"cannot read {folder.path}: the family {folder.family.name} has no rule for Megatron's parameter "
+                f"{name}"
             )
         shard = folder.shard(entry, groups)
         if tuple(target.shape) != tuple(shard.shape):

@@ -1,1 +1,1 @@
-"""Decoder layers of the plain kind from a few kernels and large matrix products."""
+"""Fused decoder layers of the plain kind: a few Triton kernels and large matrix products."""

@@ -1,15 +1,15 @@
-"""The two halves of a plain decoder layer around its attention, and the norm after the last one, with gradients.
+"""Autograd functions for the two halves of a plain decoder layer around its attention, and for the last norm.
 
 Invariant: queries, keys and values are one matrix product, as are gate and up; the joined weights are made for each
-pass and never kept. What is cheap (silu(gate) * up) is computed again in backward; what a product reads is kept.
-Adapters add to the products, and only what is trained gets a gradient.
-In 8-bit floats only the products of the forward are: gradients are those of the products that they stand for.
+pass and never kept. Cheap results (silu(gate) * up) are recomputed in backward; inputs of products are kept. Adapters
+add to the products, and only trained tensors get a gradient. Only the products of the forward are in 8-bit floats;
+gradients are those of the products without quantization.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,26 @@ from slime.train.backends.fsdp.fused.layer_parts import Adapters, LayerFacts
 from slime.train.samples.packing import SharedPrompts
 
 
-class ToHeads(torch.autograd.Function):
-    """Hidden states to queries, keys and values; they pass through, so that their two gradients are added here.
+class _LayerContext(Protocol):
+    """Autograd context of the functions below."""
 
-    Of `shared` prompts there are hidden states for each token that is computed, and the others for all of the row.
+    facts: LayerFacts
+    shared: SharedPrompts | None
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+class ToHeads(torch.autograd.Function):
+    """Hidden states to queries, keys and values; also returns the hidden states, whose two gradients are added here.
+
+    With `shared` prompts there are hidden states of the computed tokens, and queries, keys and values of all tokens.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LayerContext,
         hidden: Tensor,  # [t, H]
         cos: Tensor,  # [t, D]
         sin: Tensor,
@@ -55,7 +66,7 @@ class ToHeads(torch.autograd.Function):
         return *heads, hidden
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv, passed = grads
         hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows, low, *matrices = ctx.saved_tensors
         norms = None if q_norm is None else (q_norm, k_norm)
@@ -73,14 +84,14 @@ class ToHeads(torch.autograd.Function):
 
 
 class FromHeads(torch.autograd.Function):
-    """What attention gave and the hidden states before it to those after the layer, [1, T, H].
+    """Attention's output and the hidden states before it to the hidden states after the layer, [1, T, H].
 
-    `follows`: whether a backward does; else what only that would read need not be written.
+    `follows`: True if a backward follows; otherwise tensors that only it reads are not kept.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LayerContext,
         attended: Tensor,  # [T, heads x D]
         hidden: Tensor,  # [T, H]
         follows: bool,
@@ -103,7 +114,7 @@ class FromHeads(torch.autograd.Function):
             opened = kernels.gate(both)
         else:
             opened = matmul_kernels.product(normed, gate, up)
-        after = total.new_empty(1, *total.shape)  # no view: FSDP warns of modules that return one
+        after = total.new_empty(1, *total.shape)  # not a view: FSDP warns about modules that return one
         if facts.in_float8:
             torch.add(total, matmul_kernels.fp8_product(opened, down), out=after[0])
         else:
@@ -115,7 +126,7 @@ class FromHeads(torch.autograd.Function):
         return after
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         attended, norm, out, gate, up, down, total, normed, rstd, both, *adapted = ctx.saved_tensors
         low_out, low_both, low_down, *matrices = adapted
         outward, inward, downward = _of_half(out, gate, up, down, matrices, ctx.facts)
@@ -140,16 +151,16 @@ class FromHeads(torch.autograd.Function):
 
 
 class LastNorm(torch.autograd.Function):
-    """The norm of what the last layer gave, [T, H]."""
+    """Norm of the last layer's output, [T, H]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: _LayerContext, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         _, normed, rstd = kernels.norm(hidden, weight, eps)
         ctx.save_for_backward(hidden, weight, rstd)
         return normed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rstd = ctx.saved_tensors
         return *kernels.norm_gradient(grads[0].contiguous(), hidden, weight, rstd), None
 
@@ -157,7 +168,7 @@ class LastNorm(torch.autograd.Function):
 def _of_half(
     out: Tensor, gate: Tensor, up: Tensor, down: Tensor, matrices: Sequence[Tensor | None], facts: LayerFacts
 ) -> tuple[Adapters, Adapters, Adapters]:
-    """The adapters of what follows attention, of gate and up, and of what follows them."""
+    """Adapters of the products of a layer's second half: attention's output, gate and up, down."""
     scale = facts.lora_scale
     return (
         Adapters((out,), matrices[:2], scale),
@@ -167,7 +178,7 @@ def _of_half(
 
 
 def _product(rows: Tensor, weight: Tensor, facts: LayerFacts, added: Tensor | None = None) -> Tensor:
-    """rows @ weight.T + added."""
+    """Compute rows @ weight.T + added, in 8-bit floats if configured."""
     if facts.in_float8:
         found = matmul_kernels.fp8_product(rows, weight)
         return found if added is None else found.add_(added)

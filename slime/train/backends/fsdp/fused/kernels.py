@@ -1,8 +1,10 @@
-"""What a decoder layer does between its matrix products, forward and backward (Triton).
+"""Triton kernels of the operations between a decoder layer's matrix products, forward and backward.
 
-Invariant: everything is computed in float32 and rounded once, where it is written; a sum over rows has the same order
-whatever runs beside it, so the numbers are those of the last run. No kernel is compiled again for another number of
-rows: Triton would, for one that is no multiple of sixteen.
+Invariant: everything is computed in float32 and rounded once, when it is written; a sum over rows always has the same
+order, so results are reproducible between runs. No kernel is recompiled for another number of rows: by default Triton
+would recompile for a number that is not a multiple of sixteen.
+
+The last kernels convert between the computed tokens and all tokens of a row with shared prompts.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from torch import Tensor
 
 from slime.train.samples.packing import SharedPrompts
 
-PROGRAMS = {"norm": 12 * 132, "rotate": 16 * 132}  # that share the rows where sums over them are kept
+PROGRAMS = {"norm": 12 * 132, "rotate": 16 * 132}  # largest grids of kernels that keep sums over rows
 
 
 @triton.jit
 def _norm_forward(x, added, weight, total, out, rstd, width, eps, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program: total = x + added, out = weight * total / rms(total)."""
+    """Compute total = x + added and out = weight * total / rms(total), one row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     here = columns < width
@@ -37,7 +39,7 @@ def _norm_forward(x, added, weight, total, out, rstd, width, eps, HAS_ADDED: tl.
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward(grad, x, weight, rstd, passed, dx, sums, rows, width, HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = passed + the gradient through the norm; a program's sums over its rows are the weight's gradient."""
+    """Compute dx = passed + the gradient through the norm, and each program's part of the weight's gradient."""
     columns = tl.arange(0, BLOCK)
     here = columns < width
     factor = tl.load(weight + columns, mask=here, other=0.0).to(tl.float32)
@@ -78,7 +80,7 @@ def _rotate_forward(
     SHARED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
-    """One token a program: norm of each head, then its rotation; values as they are, where they have a place too."""
+    """Normalize and rotate each head, one token per program; with shared prompts, also copy the values."""
     token = tl.program_id(0).to(tl.int64)
     source = token
     if SHARED:
@@ -119,7 +121,7 @@ def _rotate_forward(
 
 @triton.jit
 def _of_kind(q_weight, k_weight, is_query, lanes, here):
-    """The norm's weight at these lanes, for heads of queries and of keys."""
+    """Load the norms' weights at these lanes: the queries' or the keys' for each head."""
     of_query = tl.load(q_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(k_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_query, of_key)
@@ -127,7 +129,7 @@ def _of_kind(q_weight, k_weight, is_query, lanes, here):
 
 @triton.jit
 def _toward_heads(dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the gradients of these heads, of queries and then keys, at one token of the row."""
+    """Load both halves of the gradients of these heads, queries and then keys, at one token of the row."""
     is_query = (heads < HEADS)[:, None]
     of_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
     of_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
@@ -140,7 +142,7 @@ def _toward_heads(dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEA
 
 @triton.jit
 def _toward_values(dv, token, row, head, heads, lanes, here, HALF: tl.constexpr):
-    """Both halves of the gradients of these heads' values at one token of the row."""
+    """Load both halves of the gradients of these heads' values at one token of the row."""
     at = token * row + heads[:, None] * head + lanes[None, :]
     low = tl.load(dv + at, mask=here, other=0.0).to(tl.float32)
     return low, tl.load(dv + at + HALF, mask=here, other=0.0).to(tl.float32)
@@ -173,7 +175,10 @@ def _rotate_backward(
     SHARED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
-    """Programs share the tokens; `sums` [programs, 2 (queries, keys), 2 halves, BLOCK] are the weights' gradients."""
+    """Compute the gradient of the rows; programs share the tokens.
+
+    `sums` [programs, 2 (queries, keys), 2 halves, BLOCK] are each program's parts of the norm weights' gradients.
+    """
     lanes = tl.arange(0, BLOCK)
     low_half = lanes < HALF
     q_low, q_high = tl.zeros([HEADS_BLOCK, BLOCK], tl.float32), tl.zeros([HEADS_BLOCK, BLOCK], tl.float32)
@@ -244,7 +249,7 @@ def _rotate_backward(
 
 @triton.jit
 def _gate_forward(both, out, width, BLOCK: tl.constexpr):
-    """out = silu(gate) * up of rows [gate | up]."""
+    """Compute out = silu(gate) * up of rows [gate | up]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -255,7 +260,7 @@ def _gate_forward(both, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate_backward(grad, both, dboth, out, width, BLOCK: tl.constexpr):
-    """The gradient of [gate | up], and silu(gate) * up once more for the weight's gradient."""
+    """Compute the gradient of [gate | up], and recompute silu(gate) * up for the weight's gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -271,7 +276,7 @@ def _gate_backward(grad, both, dboth, out, width, BLOCK: tl.constexpr):
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + added, its RMS norm, 1 / rms of each row); x [T, H]."""
+    """Return (x + added, its RMS norm, 1 / rms of each row); x [T, H]."""
     rows, width = x.shape
     total = x if added is None else torch.empty_like(x)
     out, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -286,7 +291,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> 
 def norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, passed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(`passed`, if any, + the gradient of x, the weight's) from that of the norm; x is what was normalised."""
+    """Return (gradient of x, plus `passed` if given; gradient of the weight); x is the norm's input."""
     rows, width = x.shape
     dx, sums = (
         torch.empty_like(x),
@@ -310,9 +315,10 @@ def rotate(
     kv_heads: int,
     shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, heads, D], keys and values [T, kv heads, D] of rows [queries | keys | values]; cos and sin [t, D].
+    """Split rows [queries | keys | values] into queries [T, heads, D], keys and values [T, kv heads, D], and rotate.
 
-    There are as many rows as tokens, t = T, and the values are a view of them; of `shared` prompts there is one each.
+    cos and sin are [t, D]. Without `shared` prompts there is a row for every token, t = T, and the values are a view of
+    the rows; with them there is a row for every computed token.
     """
     dim = cos.shape[1]
     tokens = len(qkv) if shared is None else len(shared.place)
@@ -334,7 +340,7 @@ def rotate_gradient(
     eps: float,
     shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The gradient of the rows from those of queries, keys and values, and that of the norms' weights."""
+    """Return the gradients of the rows and of the norms' weights, from those of queries, keys and values."""
     dq, dk, dv = grads[0].contiguous(), grads[1].contiguous(), grads[2]
     assert dv.stride(2) == 1
     (heads, dim), kv_heads, tokens = dq.shape[1:], dk.shape[1], len(qkv)
@@ -353,7 +359,7 @@ def rotate_gradient(
 
 
 def gate(both: Tensor) -> Tensor:
-    """silu(gate) * up of rows [gate | up]."""
+    """Compute silu(gate) * up of rows [gate | up]."""
     rows, width = len(both), both.shape[1] // 2
     out, block = both.new_empty(rows, width), 1024
     _gate_forward[(rows, triton.cdiv(width, block))](both, out, width, BLOCK=block)
@@ -361,7 +367,7 @@ def gate(both: Tensor) -> Tensor:
 
 
 def gate_gradient(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """(the gradient of [gate | up], what `gate` gave)."""
+    """Return (gradient of [gate | up], the recomputed result of `gate`)."""
     out, block = torch.empty_like(grad), 1024
     dboth, (rows, width) = torch.empty_like(both), grad.shape
     _gate_backward[(rows, triton.cdiv(width, block))](grad, both, dboth, out, width, BLOCK=block)
@@ -369,6 +375,7 @@ def gate_gradient(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    """Constants of the rotation kernels."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -382,14 +389,12 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-# Between the tokens of a row and those of them that are computed (Triton).
-
 _BLOCK = 1024
 
 
 @triton.jit
 def _add_copies(grad, copies, starts, total, width, BLOCK: tl.constexpr):
-    """A piece of one computed token a program: its copies, one after the other, in float32."""
+    """Sum the copies of a block of one computed token per program, one after the other, in float32."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
@@ -402,7 +407,7 @@ def _add_copies(grad, copies, starts, total, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put_first(computed, place, first, whole, width, BLOCK: tl.constexpr):
-    """A piece of one token of the row a program."""
+    """Write a block of one token of the row per program: the computed token at its first copy, else zeros."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(place + token).to(tl.int64)
@@ -412,7 +417,7 @@ def _put_first(computed, place, first, whole, width, BLOCK: tl.constexpr):
 
 
 def add_copies(grad: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    """[T, ...] to [t, ...]: row i is the sum of the rows `copies[starts[i]:starts[i + 1]]`."""
+    """Sum copies, [T, ...] to [t, ...]: row i is the sum of the rows `copies[starts[i]:starts[i + 1]]`."""
     rows = grad.contiguous()
     total = torch.empty(len(starts) - 1, *grad.shape[1:], dtype=grad.dtype, device=grad.device)
     width, block = _pieces(total)
@@ -421,7 +426,10 @@ def add_copies(grad: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
 
 
 def put_first(computed: Tensor, place: Tensor, first: Tensor) -> Tensor:
-    """[t, ...] to [T, ...]: row i is `computed[place[i]]` where i is `first[place[i]]`, and zeros elsewhere."""
+    """Put rows at their first copies: [t, ...] to [T, ...].
+
+    Row i is `computed[place[i]]` if i is `first[place[i]]`, else zeros.
+    """
     whole = torch.empty(len(place), *computed.shape[1:], dtype=computed.dtype, device=computed.device)
     width, block = _pieces(whole)
     rows = computed.contiguous()
@@ -430,6 +438,6 @@ def put_first(computed: Tensor, place: Tensor, first: Tensor) -> Tensor:
 
 
 def _pieces(rows: Tensor) -> tuple[int, int]:
-    """The width of a row, and of what a program has of it."""
+    """Width of a row, and of the block of it that one program computes."""
     width = rows[0].numel()
     return width, min(_BLOCK, triton.next_power_of_2(width))

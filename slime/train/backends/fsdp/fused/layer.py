@@ -1,7 +1,7 @@
-"""A decoder layer of the plain kind (norm, attention, norm, gated MLP) in the place of transformers'.
+"""Fused decoder layer of the plain kind (norm, attention, norm, gated MLP), which replaces transformers'.
 
-Invariant: parameters are those of the layer it replaces, under their names, and the numbers are its numbers but for
-rounding: what lies between two matrix products is computed in float32 and rounded once.
+Invariant: parameters are those of the layer it replaces, under their names, and results differ from its results only by
+rounding: operations between two matrix products are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FLOAT8_MULTIPLE = 16  # of the sides of a matrix
 
 
 class FusedLayer(GradientCheckpointingLayer):
-    """Takes the place of transformers' layer, with its parts."""
+    """Replaces transformers' layer, with the same child modules."""
 
     input_layernorm: nn.Module
     self_attn: nn.Module
     post_attention_layernorm: nn.Module
     mlp: nn.Module
 
-    def __init__(self, layer: Any, *, in_float8: bool = False) -> None:
+    def __init__(self, layer: GradientCheckpointingLayer, *, in_float8: bool = False) -> None:
         super().__init__()
         for name, child in layer.named_children():
             self.add_module(name, child)
@@ -55,10 +55,10 @@ class FusedLayer(GradientCheckpointingLayer):
         self._window: int | None = windows
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **_: object
     ) -> Tensor:
-        """[1, t, H] to [1, t, H]."""
-        from slime.train.backends.fsdp.fused.blocks import FromHeads, ToHeads  # with Triton, which only a GPU needs
+        """Compute the layer's output: [1, t, H] to [1, t, H]."""
+        from slime.train.backends.fsdp.fused.blocks import FromHeads, ToHeads  # imports Triton, needed only on a GPU
 
         assert position_embeddings is not None
         attention: Any = self.self_attn
@@ -97,7 +97,7 @@ class FusedLayer(GradientCheckpointingLayer):
 
 
 class FusedNorm(nn.Module):
-    """Takes the place of the norm after the last layer, with its weight."""
+    """Replaces the norm after the last layer, with the same weight."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -105,16 +105,16 @@ class FusedNorm(nn.Module):
         self._eps = float(norm.variance_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[1, T, H] to [1, T, H]."""
+        """Compute the norm: [1, T, H] to [1, T, H]."""
         from slime.train.backends.fsdp.fused.blocks import LastNorm
 
         return LastNorm.apply(hidden_states.squeeze(0), self.weight, self._eps)[None]
 
 
 def fuse_layers(model: PreTrainedModel, *, in_float8: bool = False) -> None:
-    """Put a `FusedLayer` in the place of every layer that is of the plain kind, and a `FusedNorm` behind them.
+    """Replace every layer of the plain kind by a `FusedLayer`, and the norm after them by a `FusedNorm`.
 
-    `in_float8`: their matrix products of the forward are in 8-bit floats, which `check_float8` allows.
+    `in_float8`: the forward's matrix products are in 8-bit floats, as `check_float8` permits.
     """
     kinds = set()
     for parent in list(model.modules()):
@@ -122,13 +122,13 @@ def fuse_layers(model: PreTrainedModel, *, in_float8: bool = False) -> None:
             if is_plain(child):
                 kinds.add(type(child.input_layernorm))
                 setattr(parent, name, FusedLayer(child, in_float8=in_float8))
-    body: Any = model.base_model
+    body = model.base_model
     if "norm" in dict(body.named_children()) and type(body.norm) in kinds:
         body.norm = FusedNorm(body.norm)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether it is a layer of transformers' own whose halves are those above."""
+    """Return True for a layer of transformers' that `FusedLayer` can replace."""
     kind = type(layer)
     if kind.__name__ not in PLAIN_LAYERS or not kind.__module__.startswith("transformers.models."):
         return False
@@ -144,18 +144,19 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
-def _linears(layer: nn.Module) -> list[Any]:
+def _linears(layer: nn.Module) -> list[nn.Linear]:
+    """The seven linear layers of a decoder layer, in the order of `_LINEARS`."""
     return [getattr(getattr(layer, part), name) for part, names in _LINEARS.items() for name in names]
 
 
-def _matrices(linears: list[Any]) -> list[Tensor | None]:
-    """A and B of each, None twice for one without an adapter or whose adapter takes no part."""
+def _matrices(linears: list[nn.Linear]) -> list[Tensor | None]:
+    """A and B of each layer, None twice without an adapter or while it is switched off."""
     each = (linear.matrices if isinstance(linear, LoraLinear) else None for linear in linears)
     return [matrix for pair in each for matrix in pair or (None, None)]
 
 
 def check_float8(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuses `--fp8` where its products cannot be computed, before the layers are fused."""
+    """Raise UserError if `--fp8` is not supported here; called before the layers are fused."""
     if device.type != "cuda":
         raise UserError("--fp8 needs an NVIDIA GPU with units for 8-bit floats, and this run trains on a CPU: drop it")
     capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,12 @@
-"""What the kernels need to know of a decoder layer."""
+"""Constants and LoRA adapters of a fused decoder layer.
+
+`Adapters` adds LoRA to a matrix product that several linear layers are joined into:
+
+    rows_i = x W_i^T + scale * x A_i^T B_i^T        rows_i: the columns of layer i
+
+Invariant: the products of x with the A of all adapted layers are one product as well, x [A_1; A_2; ...]^T, and B_i adds
+to the columns of layer i; a layer without an adapter costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +20,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerFacts:
+    """Constants of a decoder layer that the kernels need."""
+
     heads: int
     kv_heads: int
     eps: float  # of the norm over the hidden states
-    head_eps: float  # of those over each head
+    head_eps: float  # of the norms over each head
     second_eps: float  # of the norm after attention
-    in_float8: bool = False  # whether products of the forward are
-    lora_scale: float = 0.0  # of what adapters add, if there are any
-
-
-# LoRA beside a matrix product that several linear layers are joined into.
-#
-#     rows_i = x W_i^T + scale * x A_i^T B_i^T        rows_i: the columns of layer i
-#
-# Invariant: what the layers with an adapter multiply x with is one product as well, x [A_1; A_2; ...]^T, and B_i adds
-# to the columns where the other product lies; a layer without an adapter costs nothing.
+    in_float8: bool = False  # True if the forward's products are in 8-bit floats
+    lora_scale: float = 0.0  # factor of the adapters' products, if there are any
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    place: int  # of its matrices among all
+    """The adapter of one of the joined layers."""
+
+    place: int  # index of A among all matrices; B follows
     columns: slice
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
 
 
 class Adapters:
-    """Those of layers whose `weights` are joined; `matrices` are A and B of each, or None twice."""
+    """Adapters of layers whose `weights` are joined; `matrices` are A and B of each layer, or None twice."""
 
     def __init__(self, weights: Sequence[Tensor], matrices: Sequence[Tensor | None], scale: float) -> None:
         ends = list(accumulate(map(len, weights)))
@@ -53,7 +57,7 @@ class Adapters:
         return bool(self._present)
 
     def add(self, rows: Tensor, x: Tensor) -> Tensor | None:
-        """Adds to the rows what the adapters give; x A^T of all of them, which the backward wants."""
+        """Add the adapters' products to the rows in place; returns x A^T of all adapters, for the backward."""
         if not self._present:
             return None
         low = x @ self._joined.t()
@@ -62,7 +66,7 @@ class Adapters:
         return low
 
     def pull(self, d_rows: Tensor, d_x: Tensor) -> Tensor | None:
-        """Adds to the gradient of x what comes through the adapters; the gradient of x A^T."""
+        """Add the gradient through the adapters to `d_x` in place; returns the gradient of x A^T."""
         if not self._present:
             return None
         d_low = torch.cat([d_rows[:, adapter.columns] @ adapter.b for adapter in self._present], 1).mul_(self._scale)
@@ -70,7 +74,7 @@ class Adapters:
         return d_low
 
     def gradients(self, d_rows: Tensor, x: Tensor, low: Tensor | None, d_low: Tensor | None) -> list[Tensor | None]:
-        """Those of the matrices, in their order; `low` and `d_low` are what `add` and `pull` gave."""
+        """Compute the gradients of the matrices, in their order; `low` and `d_low` are from `add` and `pull`."""
         found: list[Tensor | None] = [None] * self._count
         if low is None or d_low is None:
             return found

@@ -1,9 +1,17 @@
-"""silu(x @ gate.T) * (x @ up.T) in one kernel, for passes that nobody goes back through (Triton, on Hopper).
+"""Triton kernels for matrix products: fused gate and up products, and products in 8-bit floats (e4m3).
 
-Invariant: both products are rounded as if they had been written, so the numbers are those of `kernels.gate` on what the
-products give. Neither is written: at 1,024 hidden, reading and writing them takes a quarter of what the products take,
-and this one kernel is an eighth faster than the two. The more is added up for each number, the less that matters, and
-torch's products have the faster inner loop: from 2,560 hidden on they win.
+`product` computes silu(x @ gate.T) * (x @ up.T) in one kernel, on Hopper, for passes without a backward. Invariant:
+both products are rounded as if they had been written, so the result is that of `kernels.gate` on the products. Neither
+is written: at hidden size 1,024 reading and writing them takes a quarter of the products' time, and this one kernel is
+an eighth faster than the two. The larger the hidden size, the less that matters, and torch's products have the faster
+inner loop: they are faster from hidden size 2,560 on.
+
+`fp8_product` has a scale for each row of both factors:
+
+    s_i = max_k |x_ik| / 448;  q = e4m3(x / s);  x @ w.T ~ (q_x @ q_w.T) * s_x * s_w.T
+
+Invariant: the scales are computed from the present values, so nothing overflows and there is no state between calls. A
+row of zeros stays zero.
 """
 
 from __future__ import annotations
@@ -14,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ROWS, COLUMNS, DEPTH = 128, 64, 64  # of a tile, which has as many columns of gate and of up
-GROUP = 16  # tiles of rows that go over the columns together
+ROWS, COLUMNS, DEPTH = 128, 64, 64  # of a tile, which has `COLUMNS` columns each of gate and of up
+GROUP = 16  # tiles of rows that are computed together over all columns
 WARPS, STAGES = 4, 3
 MOST_WIDTH = 2048
-_ALIGNMENT = 16  # bytes, of the rows that the copy engine takes
+_ALIGNMENT = 16  # bytes, that the copy engine requires of rows
 _HOPPER = 9
 
 
@@ -35,7 +43,7 @@ def _gated_tile(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile a program; all three are descriptors, behind whose ends are zeros, and nothing is written."""
+    """Compute one tile per program; of the tensors' descriptors, reads past the end are zeros, writes are dropped."""
     row_tiles = tl.cdiv(rows, ROWS)
     in_group = GROUP * tl.cdiv(inner, COLUMNS)
     first = tl.program_id(0) // in_group * GROUP
@@ -53,7 +61,7 @@ def _gated_tile(
 
 
 def takes(rows: Tensor, gate: Tensor) -> bool:
-    """Whether it runs for these and is faster: on the GPUs that it was tried on."""
+    """Return True if `product` runs on these tensors and is faster, as measured on Hopper."""
     if not rows.is_cuda or rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
         return False
     if torch.cuda.get_device_capability(rows.device)[0] != _HOPPER or len(gate) % COLUMNS:
@@ -63,7 +71,10 @@ def takes(rows: Tensor, gate: Tensor) -> bool:
 
 
 def product(rows: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """[R, H] to [R, I]; gate and up are [I, H], and I is a multiple of `COLUMNS`."""
+    """Compute silu(rows @ gate.T) * (rows @ up.T), [R, H] to [R, I].
+
+    gate and up are [I, H], and I is a multiple of `COLUMNS`.
+    """
     (count, width), inner = rows.shape, len(gate)
     joined = torch.stack([weight.view(-1, COLUMNS, width) for weight in (gate, up)], dim=1).view(2 * inner, width)
     out = rows.new_empty(count, inner)
@@ -76,20 +87,13 @@ def product(rows: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-# Matrix products in 8-bit floats (e4m3), with a scale for each row of both factors (Triton, and torch's product).
-#
-#     s_i = max_k |x_ik| / 448;  q = e4m3(x / s);  x @ w.T ~ (q_x @ q_w.T) * s_x * s_w.T
-#
-# Invariant: the scales are those of the numbers at hand, so nothing overflows and nothing is remembered between calls.
-# A row of zeros stays one.
-
 LARGEST = 448.0
-"""The largest number of e4m3."""
+"""Largest finite value of e4m3."""
 
 
 @triton.jit
 def _quantize(x, out, scales, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+    """Quantize one row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     here = columns < width
@@ -100,7 +104,7 @@ def _quantize(x, out, scales, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [R, K] in e4m3, and the scale of each [R]."""
+    """Quantize rows [R, K] to e4m3; returns them and the scale of each [R]."""
     rows = rows.contiguous()
     out = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
@@ -113,11 +117,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_product(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[M, K] and [N, K] in e4m3 to [M, N]; K and N are multiples of 16."""
+    """Multiply [M, K] and [N, K] in e4m3 to [M, N]; K and N are multiples of 16."""
     scales = {"scale_a": left_scales[:, None], "scale_b": right_scales[None, :]}
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
 
 
 def fp8_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T of rows [M, K] and a weight [N, K]."""
+    """Compute left @ right.T of rows [M, K] and a weight [N, K], both quantized to e4m3."""
     return scaled_product(*quantize(left), *quantize(right), left.dtype)

@@ -128,10 +128,7 @@ class _GroupedLinear(nn.Module):
         biases = [self.get_parameter(f"bias{expert}") for expert in range(self.num_gemms)] if self.has_bias else None
         added = biases if biases is not None and not self.skip_bias_add else None
         if states.is_cuda and states.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm"):
-            # tensor cores compute all experts in one launch
-            ends = torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            stacked = torch.stack(list(weights)).transpose(1, 2)
-            output = functional.grouped_mm(states, stacked, offs=ends.to(states.device, non_blocking=True))
+            output = _grouped_product(states, weights, tokens)
             if added is not None:
                 output = output + torch.cat([row.expand(count, -1) for row, count in zip(added, tokens, strict=True)])
         else:
@@ -151,6 +148,14 @@ class ColumnGroupedLinear(_GroupedLinear):
 
 class RowGroupedLinear(_GroupedLinear):
     cut = 1
+
+
+def _grouped_product(states: Tensor, weights: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
+    """Multiply by the matrices of all experts in one kernel launch on tensor cores."""
+    ends = torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    stacked = torch.stack(list(weights)).transpose(1, 2)
+    product: Tensor = functional.grouped_mm(states, stacked, offs=ends.to(states.device, non_blocking=True))
+    return product
 
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
