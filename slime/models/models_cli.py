@@ -162,14 +162,11 @@ def models_command(words: Sequence[str]) -> int:
     if given.scripts is not None:
         for name, text in scripts().items():
             (Path(given.scripts) / name).write_text(text, encoding="utf-8")
-    elif given.name is None:
+        return 0
+    if given.name is None:
         print(table(), end="")
-    else:
-        _show_or_write(published_model(given.name).with_fields(given.set), given)
-    return 0
-
-
-def _show_or_write(model: Published, given: argparse.Namespace) -> None:
+        return 0
+    model = published_model(given.name).with_fields(given.set)
     if given.random_weights is not None:
         from slime.models.random_model import write_random_model  # imported here: it takes seconds
 
@@ -182,6 +179,7 @@ def _show_or_write(model: Published, given: argparse.Namespace) -> None:
         print(*model_args(model.config), sep="\n")
     else:
         print(json.dumps(model.config, indent=2))
+    return 0
 
 
 def layout_words(model: Published) -> list[str]:

@@ -48,7 +48,11 @@ def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloa
             writer = draft.writer(getattr(torch, dtype))
             device = "cuda" if torch.cuda.is_available() else "cpu"
             chance = torch.Generator(device).manual_seed(seed)
-            for name, tensor in _named(model).items():
+            tensors = dict(model.named_parameters())  # names a tied parameter once
+            buffers = dict(model.named_buffers())
+            tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
+            in_folder = as_in_folder(model, {name: tensor.detach() for name, tensor in tensors.items()})
+            for name, tensor in in_folder.items():
                 writer.add(name, _filled(tensor, chance))
             writer.finish()
             return draft.finish(getattr(torch, dtype))
@@ -83,14 +87,6 @@ def _outline(folder: str, dtype: str) -> PreTrainedModel:
             setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32)))
         model._init_weights(module)
     return model
-
-
-def _named(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors under their names in a folder, tied ones once."""
-    tensors = dict(model.named_parameters())  # names a tied parameter once
-    buffers = dict(model.named_buffers())
-    tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
-    return as_in_folder(model, {name: tensor.detach() for name, tensor in tensors.items()})
 
 
 def _filled(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:

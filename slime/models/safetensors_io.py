@@ -165,7 +165,7 @@ def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 class BlockQuantizer:
-    """Quantises a stream of named tensors and records the modules that it does not quantise, for the folder's config."""
+    """Quantises a stream of named tensors; records the modules that it does not quantise, for the folder's config."""
 
     def __init__(self, *, power_of_two: bool = False) -> None:
         self.power_of_two = power_of_two

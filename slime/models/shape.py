@@ -1,6 +1,9 @@
-"""Sizes of a model read from its folder alone: config.json and the headers of the weight files, nothing imported.
+"""Sizes of a model, read from its folder alone: config.json and the headers of the weight files.
 
-Invariant: reading a shape never fails on a model it does not know; what cannot be told is None.
+Invariant: reading a shape never fails on an unknown model; unknown values are None. Parameter counts are exact for the
+families named here (a test compares them with transformers), and absent for others. Activation bytes are the tensors
+that autograd saves for transformers' decoder layers and slime's packed attention; they are checked against a real
+training step (`benchmarks/training_memory.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +13,12 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
 
 from slime.errors import UserError
-
-# How many parameters a config.json describes, told layer by layer.
-#
-# Invariant: a count is exact for the families named here (a test compares them with transformers), and absent for
-# others.
+from slime.storage.json_types import JsonObject
 
 GATED_DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-"""Three of four layers are gated delta nets; the attention of the others gates its output."""
+"""Three of four layers are gated delta nets; the attention of the other layers gates its output."""
 FOUR_NORM_FAMILIES = ("gemma2", "gemma3", "gemma3_text", "glm4")
 HEAD_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text", *GATED_DELTA_FAMILIES)
 WIDE_NORM_FAMILIES = ("olmo2", "olmo3", "minimax_m2")
@@ -37,11 +35,11 @@ _COUNTED_FAMILIES = frozenset(
 
 
 class ConfigNumbers:
-    """Facts of a config.json under the names the families use for them; of a multimodal model the text part."""
+    """Sizes of a config.json, under any of the names that families use; of the text config for a multimodal model."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         text = config.get("text_config")
-        self.config: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
+        self.config: JsonObject = {**config, **text} if isinstance(text, dict) else config
         self.family = str(self.config.get("model_type", "unknown"))
         tied = self.config.get("tie_word_embeddings")
         self.tied = tied if isinstance(tied, bool) else self.family in _TIED_BY_DEFAULT
@@ -54,7 +52,7 @@ class ConfigNumbers:
         return None
 
     def size(self, *names: str) -> int:
-        """A number that counts as nothing where it is not told."""
+        """The value of the first of these fields that is an integer; 0 if there is none."""
         return self.number(*names) or 0
 
     @property
@@ -120,7 +118,7 @@ class ConfigNumbers:
 
     @property
     def attention_weights(self) -> int | None:
-        """Elements of the matrices of one attention layer."""
+        """Number of elements in the matrices of one attention layer."""
         hidden, heads, kv_heads, head_dim = self.hidden, self.heads, self.kv_heads, self.head_dim
         if hidden is None or heads is None or kv_heads is None or head_dim is None:
             return None
@@ -132,16 +130,13 @@ class ConfigNumbers:
         rank, query_out = self.number("q_lora_rank"), heads * (nope + rope)
         query = hidden * query_out if rank is None else rank * (hidden + query_out)
         latents = hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        return query + latents + self._indexer_weights(hidden, rank or 0)
-
-    def _indexer_weights(self, hidden: int, rank: int) -> int:
-        """What picks the keys of sparse attention."""
-        heads, width = self.size("index_n_heads"), self.size("index_head_dim")
-        return rank * heads * width + hidden * (width + heads)
+        index_heads, index_width = self.size("index_n_heads"), self.size("index_head_dim")
+        indexer = (rank or 0) * index_heads * index_width + hidden * (index_width + index_heads)
+        return query + latents + indexer
 
 
 def count_shape_parameters(numbers: ConfigNumbers) -> int | None:
-    """All parameters, tied ones once; None for families that are not known."""
+    """The number of all parameters, tied ones once; None for unknown families."""
     layers, hidden, vocab = numbers.layers, numbers.hidden, numbers.number("vocab_size")
     attention = numbers.attention_weights
     if numbers.family not in _COUNTED_FAMILIES or layers is None or hidden is None or vocab is None:
@@ -178,7 +173,7 @@ def _attention_extras(numbers: ConfigNumbers) -> int:
 
 
 def _delta_net(numbers: ConfigNumbers) -> int:
-    """A gated delta net: projections, convolution, decay and step biases, norm of the output."""
+    """Parameters of a gated delta net: projections, convolution, decay and step biases, norm of the output."""
     hidden, value_heads = numbers.hidden or 0, numbers.size("linear_num_value_heads")
     value_dim = numbers.size("linear_value_head_dim")
     keys = numbers.size("linear_num_key_heads") * numbers.size("linear_key_head_dim")
@@ -188,7 +183,7 @@ def _delta_net(numbers: ConfigNumbers) -> int:
 
 
 def _experts(numbers: ConfigNumbers) -> int:
-    """Experts, router and what every token passes beside them."""
+    """Parameters of experts, router and shared experts of one layer."""
     hidden, count, width = numbers.hidden or 0, numbers.experts or 0, numbers.expert_ffn or 0
     each = 3 * hidden * width + hidden
     if numbers.family == "gpt_oss":
@@ -202,7 +197,7 @@ BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The numbers that decide memory and work; None where the config does not tell."""
+    """The sizes that determine memory and compute; None if the config does not have them."""
 
     model_type: str
     num_layers: int | None
@@ -220,9 +215,9 @@ class ModelShape:
     shared_expert_ffn_size: int = 0
     num_moe_layers: int = 0
     num_attention_layers: int | None = None
-    """Layers that keep a KV cache (hybrid models have fewer than layers)."""
+    """Layers that keep a KV cache (fewer than all layers in hybrid models)."""
     counted_parameters: int | None = None
-    """From the formula of a known family, else from the headers of the weight files."""
+    """By the formula of a known family, else by the headers of the weight files."""
     attention_weights_per_layer: int | None = None
     is_latent: bool = False
     """Keys and values come from a latent (MLA)."""
@@ -234,26 +229,62 @@ class ModelShape:
     def from_folder(cls, folder: str | Path) -> ModelShape:
         """The shape of the model in a Hugging Face folder."""
         folder = Path(folder)
-        config = _read_json(folder / "config.json")
-        shape = cls.from_config(config)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            config = {}
+        shape = cls.from_config(config if isinstance(config, dict) else {})
         if shape.counted_parameters is None:
-            stored = _parameters_on_disk(folder, skip_head=shape.tied_embeddings)
-            shape = dataclasses.replace(shape, counted_parameters=stored)
+            stored: dict[str, list[int]] = {}
+            for file in sorted(folder.glob("*.safetensors")):
+                stored.update(tensor_shapes(file))
+            if shape.tied_embeddings:
+                stored.pop("lm_head.weight", None)
+            count = sum(math.prod(size) for size in stored.values()) if stored else None
+            shape = dataclasses.replace(shape, counted_parameters=count)
         return shape
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ModelShape:
-        """The shape a config.json describes; of a multimodal model the text part."""
-        return _shape(ConfigNumbers(config))
+    def from_config(cls, config: JsonObject) -> ModelShape:
+        """The shape that a config.json describes; of the text config for a multimodal model."""
+        numbers = ConfigNumbers(config)
+        family = numbers.family
+        shape = ModelShape(
+            model_type=family,
+            num_layers=numbers.layers,
+            hidden_size=numbers.hidden,
+            num_heads=numbers.heads,
+            num_kv_heads=numbers.kv_heads,
+            head_dim=numbers.head_dim,
+            ffn_size=numbers.ffn,
+            vocab_size=numbers.number("vocab_size"),
+            tied_embeddings=numbers.tied,
+            max_context=numbers.number("max_position_embeddings", "n_positions"),
+            num_experts=numbers.experts,
+            experts_per_token=numbers.number("num_experts_per_tok", "top_k_experts") if numbers.experts else None,
+            expert_ffn_size=numbers.expert_ffn,
+            shared_expert_ffn_size=numbers.shared_expert_ffn,
+            num_moe_layers=numbers.moe_layers,
+            num_attention_layers=numbers.attention_layers,
+            has_head_norms=family in (*HEAD_NORM_FAMILIES, *WIDE_NORM_FAMILIES),
+            norms_per_layer=4 if family in FOUR_NORM_FAMILIES else 2,
+            attention_weights_per_layer=numbers.attention_weights,
+            counted_parameters=count_shape_parameters(numbers),
+        )
+        if numbers.number("kv_lora_rank") is None:
+            return shape
+        # latent keys and values are cached expanded; a head's average width is used for both
+        width = numbers.size("qk_nope_head_dim") + numbers.size("qk_rope_head_dim") + numbers.size("v_head_dim")
+        return dataclasses.replace(shape, num_kv_heads=shape.num_heads, head_dim=width // 2, is_latent=True)
 
     @property
     def num_parameters(self) -> int | None:
-        """All parameters, tied ones once."""
+        """The number of all parameters, tied ones once."""
         return self.counted_parameters
 
     @property
     def active_parameters(self) -> int | None:
-        """Those that one token meets: all but the experts it is not sent to."""
+        """The parameters that process one token: all except the experts to which it is not routed."""
         if self.num_parameters is None:
             return None
         idle = (self.num_experts or 0) - (self.experts_per_token or 0)
@@ -263,18 +294,18 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int | None:
-        """Of the output layer, which is the embedding too where they are tied."""
+        """Parameters of the output layer, which is also the embedding if they are tied."""
         return None if self.vocab_size is None or self.hidden_size is None else self.vocab_size * self.hidden_size
 
     @property
     def root_parameters(self) -> int | None:
-        """Those outside the layers: embedding, last norm, output layer."""
+        """Parameters outside the layers: embedding, last norm, output layer."""
         head = self.head_parameters
         return None if head is None else head * (1 if self.tied_embeddings else 2) + (self.hidden_size or 0)
 
     @property
     def layer_parameters(self) -> int | None:
-        """Of the largest layer."""
+        """Parameters of the largest layer."""
         total, root, layers = self.num_parameters, self.root_parameters, self.num_layers
         if total is None or root is None or not layers:
             return None
@@ -306,41 +337,8 @@ class ModelShape:
         return 2 * (weights + scores)
 
 
-def _shape(numbers: ConfigNumbers) -> ModelShape:
-    family = numbers.family
-    shape = ModelShape(
-        model_type=family,
-        num_layers=numbers.layers,
-        hidden_size=numbers.hidden,
-        num_heads=numbers.heads,
-        num_kv_heads=numbers.kv_heads,
-        head_dim=numbers.head_dim,
-        ffn_size=numbers.ffn,
-        vocab_size=numbers.number("vocab_size"),
-        tied_embeddings=numbers.tied,
-        max_context=numbers.number("max_position_embeddings", "n_positions"),
-        num_experts=numbers.experts,
-        experts_per_token=numbers.number("num_experts_per_tok", "top_k_experts") if numbers.experts else None,
-        expert_ffn_size=numbers.expert_ffn,
-        shared_expert_ffn_size=numbers.shared_expert_ffn,
-        num_moe_layers=numbers.moe_layers,
-        num_attention_layers=numbers.attention_layers,
-        has_head_norms=family in (*HEAD_NORM_FAMILIES, *WIDE_NORM_FAMILIES),
-        norms_per_layer=4 if family in FOUR_NORM_FAMILIES else 2,
-        attention_weights_per_layer=numbers.attention_weights,
-        counted_parameters=count_shape_parameters(numbers),
-    )
-    return _with_latents(shape, numbers) if numbers.number("kv_lora_rank") is not None else shape
-
-
-def _with_latents(shape: ModelShape, numbers: ConfigNumbers) -> ModelShape:
-    """Keys and values are cached expanded; a head's average width stands for both."""
-    width = numbers.size("qk_nope_head_dim") + numbers.size("qk_rope_head_dim") + numbers.size("v_head_dim")
-    return dataclasses.replace(shape, num_kv_heads=shape.num_heads, head_dim=width // 2, is_latent=True)
-
-
 def check_context_parallel(heads: int | None, size: int, model: str = "the model") -> None:
-    """Processes that share sequences share the attention heads evenly."""
+    """Raise UserError unless the context-parallel size divides the number of attention heads."""
     if heads is not None and heads % size:
         fitting = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         raise UserError(
@@ -350,30 +348,12 @@ def check_context_parallel(heads: int | None, size: int, model: str = "the model
 
 
 def count_parameters(folder: str | Path) -> int | None:
-    """The parameters of the model in a folder, tied ones once; None where that cannot be told."""
+    """The number of parameters of the model in a folder, tied ones once; None if it is unknown."""
     return ModelShape.from_folder(folder).num_parameters
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _parameters_on_disk(folder: Path, *, skip_head: bool) -> int | None:
-    """Elements in the safetensors files, from their headers; None where there are none."""
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        shapes.update(tensor_shapes(file))
-    if skip_head:
-        shapes.pop("lm_head.weight", None)
-    return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
-
-
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
-    """The tensors of a safetensors file, from its header; none where it has no readable one."""
+    """The shapes of a safetensors file's tensors, by its header; empty if the header is not readable."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -385,12 +365,7 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
     return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__" and "shape" in entry}
 
 
-# What the layers of a model keep for the backward pass, per token.
-#
-# Invariant: these are the tensors that autograd saves for transformers' decoder layers and slime's packed attention;
-# the numbers are checked against a real training step (`benchmarks/training_memory.py`).
-
-_WIDE = 4  # normalisations and, on a CPU, attention compute in float32
+_WIDE = 4  # bytes of float32, in which normalisations and, on a CPU, attention compute
 
 
 def layer_bytes(
@@ -402,10 +377,10 @@ def layer_bytes(
     fused: bool = False,
     frozen_norms: bool = False,
 ) -> int | None:
-    """Bytes that one decoder layer keeps of one token; of a model with experts, the layer with the most.
+    """Bytes that one decoder layer keeps per token for the backward pass; the largest layer of a model with experts.
 
     `compiled`, `fused`: by torch.compile, or into a few kernels of our own (`train/backends/fsdp/fused`).
-    `frozen_norms`: the weights of normalisations are not trained, so what they are multiplied with is not kept.
+    `frozen_norms`: the weights of normalisations are not trained, so their inputs are not kept.
     """
     if shape.hidden_size is None or shape.num_heads is None or shape.num_kv_heads is None or shape.head_dim is None:
         return None
@@ -413,31 +388,31 @@ def layer_bytes(
     hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
     keys = shape.num_kv_heads * shape.head_dim
     narrow = shape.ffn_size or 4 * hidden
-    if shape.num_moe_layers:  # a copy of the token goes into and out of each of its experts
+    if shape.num_moe_layers:  # each expert of a token has a copy of its input and output
         per_token = (shape.experts_per_token or 1) * (shape.expert_ffn_size or narrow) + shape.shared_expert_ffn_size
         routed = 2 * hidden * (shape.experts_per_token or 1)
     else:
         per_token, routed = narrow, 0
-    if fused:  # both norms with their inputs; heads before and after their rotation, and attended; gate and up
+    if fused:  # both norms with their inputs; heads before and after rotation, attention output; gate and up
         return size * (4 * hidden + 3 * queries + 3 * keys + 2 * per_token)
-    if compiled:  # what is cheap is computed again, unless a matrix reads it, whose gradient needs it whole
+    if compiled:  # cheap results are recomputed, except the inputs of matrices, which their gradients need
         normed = queries + keys if shape.has_head_norms else 0
         return size * (4 * hidden + normed + 2 * queries + 2 * keys + 3 * per_token + routed)
     scaled = 0 if frozen_norms else size
     norms = shape.norms_per_layer * (_WIDE + scaled + size) * hidden  # input in float32, normalised, times its weight
     normed = (_WIDE + scaled) * (queries + keys) if shape.has_head_norms else 0
     attention = (size if on_gpu else _WIDE) * (2 * queries + 2 * keys)
-    output = 0 if on_gpu else size * queries  # the CPU's attention copies what goes into the projection
+    output = 0 if on_gpu else size * queries  # attention on a CPU copies the input of the output projection
     return norms + normed + attention + output + size * (4 * per_token + routed)
 
 
 def root_bytes(shape: ModelShape, *, dtype: str) -> int | None:
-    """Bytes of one token outside the layers: the last normalisation, and the rows that the output layer reads."""
+    """Bytes kept per token outside the layers: the last normalisation and the input of the output layer."""
     if shape.hidden_size is None:
         return None
     return (_WIDE + 3 * BYTES_PER_ELEMENT[dtype]) * shape.hidden_size
 
 
 def layer_input_bytes(shape: ModelShape, *, dtype: str) -> int | None:
-    """Bytes of one token that a layer keeps whose activations are recomputed."""
+    """Bytes that a layer keeps per token if its activations are recomputed."""
     return None if shape.hidden_size is None else BYTES_PER_ELEMENT[dtype] * shape.hidden_size

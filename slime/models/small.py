@@ -1,8 +1,8 @@
-"""A small model that computes what a large one does: the same code and the same kinds of layers, in smaller sizes.
+"""Shrinks a model for self-checks: the same code and the same kinds of layers, in smaller sizes.
 
-An engine or a trainer compares itself with transformers on it before it loads the weights of the large one.
-Invariant: what decides how layers mix tokens stays as it is (head sizes, kinds of layers, rotary embeddings); windows
-and lengths from which a rotary embedding changes become so short that the test sequences are longer.
+An engine or a trainer compares its own numbers with transformers' on it before it loads the weights of the large model.
+Invariant: the properties that decide how layers mix tokens do not change (head sizes, kinds of layers, rotary
+embeddings). Windows, and lengths at which a rotary embedding changes, become shorter than the test sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from slime.models.windows import LAYER_NUMBERS, window_fields
 WINDOW = 8
 ROPE_LENGTH = 16
 LENGTHS = (3, 11, 11, 24)
-"""Of the sequences that are compared: shorter than a window, longer than two, and longer than ROPE_LENGTH."""
+"""Lengths of the sequences that are compared: shorter than a window, longer than two, longer than ROPE_LENGTH."""
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _VOCAB, _FEWEST_LAYERS = 64, 48, 4, 2, 128, 2
 _MOST_PARAMETERS = 100_000_000
 _SPREAD = 2.0  # of logits
@@ -36,10 +35,10 @@ _UNSTABLE_ROPES = ("dynamic", "longrope")
 
 
 def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this class, in float32 on the CPU, with transformers' eager attention and random weights.
+    """Build a small model of this class, in float32 on the CPU, with transformers' eager attention and random weights.
 
-    Where a family's code needs sizes that go together, or all layers, others are tried. Raises UserError where
-    transformers computes no model of the config.
+    Several ways to shrink are tried, since some families require coupled sizes or all layers. Raises UserError if
+    transformers cannot compute any of the small models.
     """
     failures = []
     for ways in _WAYS:
@@ -55,7 +54,7 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTra
                 _draw_weights(model)
                 _flatten(model)
                 return model
-        except Exception as cause:  # noqa: BLE001 - whatever a family's code raises where sizes do not fit
+        except Exception as cause:  # noqa: BLE001 - a family's code may raise anything if sizes do not fit
             failures.append(cause)
     raise UserError(
         f"transformers cannot compute a small {config.model_type} model ({first_line(failures[0])}), so its numbers "
@@ -64,7 +63,7 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTra
 
 
 def sample_tokens(seed: int = 0) -> list[list[int]]:
-    """The sequences that are compared; the two of one length share the beginning, as the answers to a prompt do."""
+    """The token sequences that are compared; the two of equal length share a prefix, like responses to one prompt."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in LENGTHS]
     rows[2][:9] = rows[1][:9]
@@ -73,14 +72,14 @@ def sample_tokens(seed: int = 0) -> list[list[int]]:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """[T, V] of one sequence, in transformers' own forward."""
+    """Logits [T, V] of one sequence, by transformers' own forward."""
     found: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
     return found.float()
 
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, sequences: list[list[int]]) -> list[Tensor]:
-    """[T, V] of each sequence alone. Short ones go first: `dynamic` rotary embeddings remember the longest so far."""
+    """Logits [T, V] of each sequence alone, short ones first: `dynamic` rotary embeddings keep the longest length."""
     found: dict[int, Tensor] = {}
     for place in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
         found[place] = logits_of(model, torch.tensor(sequences[place]))
@@ -88,6 +87,7 @@ def plain_logits(model: PreTrainedModel, sequences: list[list[int]]) -> list[Ten
 
 
 def _shrunk(config: PretrainedConfig, ways: Sequence[Callable[[PretrainedConfig], None]]) -> PretrainedConfig:
+    """A copy of a config and of its parts, each shrunk in these ways."""
     made = copy.deepcopy(config)
     for part in _parts(made):
         for shrink in ways:
@@ -112,7 +112,10 @@ def _cap(config: PretrainedConfig, name: str, most: int) -> None:
 
 
 def _shrink_widths(config: PretrainedConfig, *, is_coupled: bool) -> None:
-    """`is_coupled`: the hidden size is that of all heads; otherwise only where the config has no `head_dim`."""
+    """Shrink hidden sizes and head counts.
+
+    `is_coupled`: the hidden size is the total size of all heads; otherwise only if the config has no `head_dim`.
+    """
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and "num_key_value_heads" in config.to_dict():
         config.num_key_value_heads = min(kv_heads, _KV_HEADS if kv_heads < heads else _HEADS)
@@ -139,7 +142,7 @@ def _shrink_vocabulary(config: PretrainedConfig) -> None:
 
 
 def _shrink_experts(config: PretrainedConfig) -> None:
-    """As many as a token's groups and choices need."""
+    """Reduce the experts to as many as the groups and the top-k of a token require."""
     facts = config.to_dict()
     topk = next((facts[name] for name in _TOPK if isinstance(facts.get(name), int)), 2)
     groups, kept = facts.get("n_group") or 1, facts.get("topk_group") or 1
@@ -161,15 +164,15 @@ def _shrink_windows(config: PretrainedConfig) -> None:
 
 
 def _shrink_depth(config: PretrainedConfig) -> None:
-    """The first layers, so many that every kind of layer is among them."""
+    """Keep the first layers, up to the first one of the last kind."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or layers <= _FEWEST_LAYERS:
         return
     facts = config.to_dict()
     per_layer = {name: value for name, value in facts.items() if isinstance(value, list) and len(value) == layers}
     if "layer_types" in per_layer:
-        facts.pop("max_window_layers", None)  # which the kinds were made of
-    kinds = list(zip(*map(_hashable, per_layer.values()), strict=True)) or [()] * layers
+        facts.pop("max_window_layers", None)  # layer_types were derived from it
+    kinds = list(zip(*([repr(entry) for entry in value] for value in per_layer.values()), strict=True)) or [()] * layers
     numbers = [v for name, v in facts.items() if isinstance(v, int) and any(part in name for part in LAYER_NUMBERS)]
     fewest = [*(kinds.index(kind) + 1 for kind in set(kinds)), *(number + 1 for number in numbers if number < layers)]
     depth = max(_FEWEST_LAYERS, *fewest)
@@ -179,10 +182,6 @@ def _shrink_depth(config: PretrainedConfig) -> None:
     for name, value in facts.items():
         if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):  # by layer
             setattr(config, name, {key: entry for key, entry in value.items() if int(key) < depth})
-
-
-def _hashable(values: list[Any]) -> list[str]:
-    return [repr(value) for value in values]
 
 
 _EVERYTHING = (partial(_shrink_widths, is_coupled=False), _shrink_vocabulary, _shrink_experts, _shrink_windows)
@@ -197,7 +196,7 @@ _WAYS: tuple[tuple[Callable[[PretrainedConfig], None], ...], ...] = (
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
-    """Weights with which everything matters: attention is uneven, biases and norms are not neutral."""
+    """Draw weights that make every part matter: attention is uneven, biases and norms are not neutral."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -209,7 +208,7 @@ def _draw_weights(model: PreTrainedModel) -> None:
 
 
 def _flatten(model: PreTrainedModel) -> None:
-    """Scale the output layer so that no token is certain: where one is, wrong logits would give its log-prob too."""
+    """Scale the output layer so that no token is certain: the log-prob of a certain token hides wrong logits."""
     spread = float(logits_of(model, torch.arange(3, 8)).std())
     if not math.isfinite(spread):
         raise ValueError("its logits are not finite")
@@ -219,7 +218,7 @@ def _flatten(model: PreTrainedModel) -> None:
 
 
 class _quiet:
-    """Without the notes that transformers logs about configs."""
+    """Context manager that hides the notices that transformers logs about configs."""
 
     def __enter__(self) -> None:
         self._log = logging.getLogger("transformers")

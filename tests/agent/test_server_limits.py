@@ -1,4 +1,4 @@
-"""What one client of the agent server may occupy: keys first, then limits of its session, then work off the loop."""
+"""Limits on one client of the agent server: key check before the body, session limits, work off the event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_server(
     most: int = 16,
     door_of: Callable[[Sessions], Door] | None = None,
 ) -> Any:
-    """What `use` returns, beside a server with a session `k` whose prompts have at most `CONTEXT` tokens."""
+    """Run `use` against a server with a session `k` of at most `CONTEXT` prompt tokens; return its result."""
 
     async def run() -> Any:
         pool = EnginePool([], may_be_empty=True)
@@ -69,7 +69,7 @@ def in_server(
 
 
 async def exchanged(port: int, body: bytes, *lines: str, path: str = "/v1/messages/count_tokens") -> tuple[int, Any]:
-    """(status, JSON) of the answer to exactly these bytes, of which a client may send fewer than it announces."""
+    """Send exactly these bytes, possibly fewer than announced; return (status, JSON) of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     given = (
         lines if any(line.startswith("Content-Length") for line in lines) else (*lines, f"Content-Length: {len(body)}")
@@ -100,7 +100,7 @@ def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) ->
             await exchanged(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))
         ]
 
-    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # no second request by Claude Code
+    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # a status that Claude Code does not retry
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None
 def test_conversations_that_are_not_open_yet_share_one_allowance(
     agent_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients choose the names of conversations, as many as they like."""
+    """Clients may choose any number of conversation names, so new ones share one limit."""
     live = LiveSettings("live", str(tmp_path / "live.sqlite"), {}, {}, {}, most_conversations=3)
     doors: list[Door] = []
     key = "Authorization: Bearer live"
@@ -203,12 +203,12 @@ def test_conversations_that_are_not_open_yet_share_one_allowance(
     answers, told, while_answered = in_server(agent_tokenizer, use, door_of=door_of)
     assert answers == [200, 200, 429, 429, 200, 429, 200]
     assert told == "128 requests of new conversations are in flight: retry later"
-    assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # one that is answered counts with its conversation
+    assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # a request being answered counts for its conversation
 
 
 def test_idle_connections_give_way_to_a_client_with_a_key(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # a client that has shown its key
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # a client that has sent its key
         body = asking("hi")
         lines = ("POST /v1/messages/count_tokens HTTP/1.1", "Host: x", KEY, "Content-Type: application/json")
         request = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
@@ -263,7 +263,7 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
     seen.clear()
     fits = TurnRequest((Message("user", "a b " * 2000),))
     model.check_length(fits, CONTEXT)
-    assert seen == []  # usual lengths cost nothing
+    assert seen == []  # prompts of usual length are not tokenized
     with pytest.raises(PromptTooLong):
         model.check_length(TurnRequest((Message("user", ""),) * (CONTEXT + 1)), CONTEXT)
 

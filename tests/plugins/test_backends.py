@@ -125,7 +125,7 @@ def test_what_stands_where_in_the_logits() -> None:
     assert "entropy" not in get_log_probs_and_entropy(logits, **call)[1]
     _, values = get_values(torch.arange(5.0)[None, :, None], **call)
     assert [part.tolist() for part in values["values"]] == [[0.0, 1.0], [3.0]]
-    with pytest.raises(UserError, match=r"logits of shape \[1, 4, 4\] do not belong to 5 tokens"):
+    with pytest.raises(UserError, match=r"logits of shape \[1, 4, 4\] do not match 5 tokens"):
         get_log_probs_and_entropy(logits[:, :4], **call)
 
 

@@ -199,7 +199,7 @@ def test_damaged_files_are_refused_with_the_remedy(tmp_path: Path, content: byte
     path = carried_path(tmp_path, 3)
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"carried_3\.msgpack: .*{sentence}.*delete the file to go on"):
+    with pytest.raises(UserError, match=rf"carried_3\.msgpack: .*{sentence}.*delete the file to continue"):
         load_carried(tmp_path, 3)
 
 

@@ -59,7 +59,7 @@ def test_the_parts_of_a_row_are_the_row(size) -> None:
 
 
 def test_a_row_that_cannot_be_parted_is_refused() -> None:
-    with pytest.raises(ValueError, match="45 tokens has no 2 equal parts"):
+    with pytest.raises(ValueError, match="45 tokens cannot be split into 2 equal parts"):
         packed_row(1).part(0, 2)
 
 

@@ -198,7 +198,7 @@ def test_convert_refuses_a_base_of_another_shape(
     run.trainer.save(0)
     other = str(model_folder("phi3_longrope"))
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--hf-checkpoint", other]) == 2
-    assert f"which {other} lacks: name the folder of the same model with --hf-checkpoint" in capsys.readouterr().err
+    assert f"which {other} lacks: give the folder of the same model with --hf-checkpoint" in capsys.readouterr().err
 
 
 def test_training_goes_on_from_a_saved_adapter(model_folder: Folder, tmp_path: Path) -> None:

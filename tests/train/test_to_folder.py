@@ -58,7 +58,7 @@ def test_a_model_folder_that_moved_is_asked_for(
     meta = json.loads((checkpoint / "meta.json").read_text())
     (checkpoint / "meta.json").write_text(json.dumps({**meta, "hf_checkpoint": "moved/away"}))
     assert main(["convert", str(checkpoint), str(tmp_path / "out")]) == 2
-    assert "is of the model in moved/away, which is not there: name its folder with --hf-checkpoint" in (
+    assert "is of the model in moved/away, which does not exist: give its folder with --hf-checkpoint" in (
         capsys.readouterr().err
     )
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--hf-checkpoint", meta["hf_checkpoint"]]) == 0

@@ -257,11 +257,11 @@ class _Attempt:
         output: str = answer["output"]
         if outcome is ToolOutcome.OK:
             return output.removesuffix("\n")
-        reason: str = {
+        failure = {
             ToolOutcome.TIMEOUT: self._late("and was interrupted"),
             ToolOutcome.TOO_MUCH_OUTPUT: f"the code printed more than {self._max_output} characters",
         }.get(outcome, answer["error"])
-        raise ToolFailure(outcome, f"{output.removesuffix(chr(10))}\n{reason}" if output else reason)
+        raise ToolFailure(outcome, f"{output.removesuffix(chr(10))}\n{failure}" if output else failure)
 
     def _late(self, what: str) -> str:
         return f"the code took longer than {self._timeout_s:g} s {what}"

@@ -216,10 +216,9 @@ class Joiner:
             with contextlib.suppress(NoAnswer, KeyError, TypeError, ValueError):
                 _, answer = ask("GET", f"{url}/get_weight_version", timeout_s=10.0, api_key=self._key)
                 version = int(answer["weight_version"])
-        try:  # the content of this file proves that this machine sees the run's folder of weights
+        marker: str | None = None  # the content of this file proves that this machine sees the run's folder of weights
+        with contextlib.suppress(OSError, ValueError):
             marker = Path(str(terms.get("marker"))).read_text()
-        except (OSError, ValueError):
-            marker = None
         return {
             "wants": "join", "url": reachable_url, "facts": self._facts,
             "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": version, "marker": marker,

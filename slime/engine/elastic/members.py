@@ -62,7 +62,7 @@ class Request:
 
     @classmethod
     def from_message(cls, message: Message, *, life: str, proof: str) -> Request:
-        """Validate and parse a message; raises `Refused`."""
+        """Validate and parse a message; raises a `UserError` if it is invalid."""
         try:
             url, facts = str(message["url"]), message["facts"]
             address = urlsplit(url)
@@ -239,7 +239,7 @@ class JoinedEngines:
     # admission
 
     def _check(self, request: Request) -> None:
-        """Raise `Refused` if the run cannot use the engine."""
+        """Raise a `UserError` if the run cannot use the engine."""
         url = request.url
         for name, theirs, ours in (
             ("architecture", request.model_type, self._model.get("model_type")),

@@ -251,7 +251,7 @@ class Door:
 
 
 class _Session:
-    """Connection of one joined engine; implements `Guest`."""
+    """Connection of one joined engine, in the form that `members` uses."""
 
     _numbers = itertools.count(1)
 

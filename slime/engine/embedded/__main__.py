@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def with_keys(options: EngineOptions) -> EngineOptions:
     """Fill missing keys from the environment, and remove them there: child processes need not know them.
 
-    Without any key, an engine that listens beyond loopback gets a random one for all routes, which is printed.
+    Without an API key, an engine that listens beyond loopback gets a random one for all routes, which is printed.
     """
     everywhere, control = (os.environ.pop(name, None) or None for name in (ENGINE_KEY_VARIABLE, CONTROL_KEY_VARIABLE))
     everywhere, control = options.api_key or everywhere, options.admin_api_key or control

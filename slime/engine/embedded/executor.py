@@ -267,9 +267,9 @@ class Steps:
         self.settle()
 
     def _take_step(self, running: list[Sequence], slots: np.ndarray, sampled: Sampled) -> None:
-        gone = [i for i, seq in enumerate(running) if seq.finish is not None]
-        if gone:
-            self.scheduler.cache.release(slots[gone])
+        finished = [i for i, seq in enumerate(running) if seq.finish is not None]
+        if finished:
+            self.scheduler.cache.release(slots[finished])
         alive = [step for step in zip(running, *sampled, strict=True) if step[0].finish is None]
         for seq, _, _ in alive:
             seq.computed += 1

@@ -60,7 +60,8 @@ class SamplingParams:
 _FIELDS = {f.name for f in fields(SamplingParams)}
 _WITHOUT_EFFECT = {"custom_params", "spaces_between_special_tokens"}
 """Fields for custom logit processors and slow tokenizers, which change neither tokens nor log-probs here."""
-_MOST_STOPS, _LONGEST_STOP = 64, 1024
+_MOST_STOPS = 64
+_LONGEST_STOP = 1024  # characters
 _INTS = {"max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed", "stream_interval"}
 _FLOATS = {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 _BOOLS = {"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"}

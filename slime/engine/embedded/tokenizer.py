@@ -230,8 +230,8 @@ class _Decoded:
     def push(self, token: int) -> str:
         """Add a token; returns the text that is new and final."""
         self._window.append(token)
-        told, text = self._decode(self._window[: self._told]), self._decode(self._window)
-        new = text[len(told) :]
+        before, text = self._decode(self._window[: self._told]), self._decode(self._window)
+        new = text[len(before) :]
         if new and not text.endswith("\ufffd"):
             return self._tell(new, len(self._window))
         if len(self._window) - self._told <= _MOST_PENDING:
@@ -243,8 +243,8 @@ class _Decoded:
         for kept in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER):
             end = len(self._window) - kept
             head = self._decode(self._window[:end])
-            if len(head) > len(told) and text.startswith(head):
-                return self._tell(head[len(told) :], end)
+            if len(head) > len(before) and text.startswith(head):
+                return self._tell(head[len(before) :], end)
         return ""
 
     def _tell(self, new: str, end: int) -> str:

@@ -17,12 +17,12 @@ def choose_backend(config: Config, device: str) -> tuple[str, str]:
     if config.rollout_external_engine_addrs:
         return EXTERNAL, "--rollout-external-engine-addrs names engines that are only attached"
     if requested == EMBEDDED:
-        return EMBEDDED, "requested for"
+        return EMBEDDED, "asked for"
     if requested == "auto" and device != "cuda":
         return EMBEDDED, "there is no GPU for SGLang"
     version = installed_version(SGLANG, config.sglang_python)
     if version is not None:
-        return SGLANG_SERVER, f"SGLang {version} {'was requested for' if requested == SGLANG_SERVER else 'is installed'}"
+        return SGLANG_SERVER, f"SGLang {version} {'was asked for' if requested == SGLANG_SERVER else 'is installed'}"
     if requested == "auto":
         return EMBEDDED, "SGLang is not installed"
     raise UserError(_not_installed(config))
@@ -32,7 +32,7 @@ def choose_router(config: Config, backend: str) -> tuple[str, str]:
     """The router that distributes requests over the engines of a model, and the reason."""
     requested = config.rollout_router
     if requested == BUILTIN:
-        return BUILTIN, "requested for"
+        return BUILTIN, "asked for"
     if backend == EMBEDDED and requested == SGLANG_ROUTER:
         raise UserError("--rollout-router sglang is for SGLang engines: add --rollout-backend sglang")
     if backend != SGLANG_SERVER and requested != SGLANG_ROUTER:
@@ -41,7 +41,7 @@ def choose_router(config: Config, backend: str) -> tuple[str, str]:
         return SGLANG_ROUTER, "--sglang-router-ip names one"
     installed = find_router(config)
     if installed is not None:
-        return SGLANG_ROUTER, f"{installed} {'was requested for' if requested == SGLANG_ROUTER else 'is installed'}"
+        return SGLANG_ROUTER, f"{installed} {'was asked for' if requested == SGLANG_ROUTER else 'is installed'}"
     if requested == SGLANG_ROUTER:
         raise UserError(router_not_installed(config))
     return BUILTIN, "sglang-router is not installed"

@@ -152,7 +152,7 @@ class EngineFleet:
         return self.urls
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raise `EngineDied` if an engine has ended, or ends `within_s` seconds: its connections break before the
+        """Raise `EngineDied` if an engine has ended or ends within `within_s` seconds: its connections break before the
         process ends."""
         until = time.monotonic() + within_s
         while True:

@@ -1,6 +1,6 @@
 """Asynchronous HTTP client of one engine.
 
-`EngineClient` has a method for each call, `EngineCalls` the transport, `Growing` accumulates a streamed response.
+`EngineClient` has a method for each call; `Growing` accumulates a streamed response.
 """
 
 from __future__ import annotations

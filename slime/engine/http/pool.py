@@ -325,7 +325,7 @@ class EnginePool:
         if self._given_up is not None and not self.up:
             raise EngineProtocolError(self._nobody("").url, "/generate", f"was given up: {self._given_up}")
 
-    async def broadcast(self, method: str, *args: object, **kwargs: object) -> list[object]:
+    async def broadcast(self, method: str, *args: object, **kwargs: object) -> Sequence[object]:
         """Call an `EngineClient` method on every engine that is up; returns the results in order. The first error is
         raised after all calls have ended."""
         calls = [getattr(client, method)(*args, **kwargs) for client in self.up]

@@ -261,9 +261,9 @@ class RoutedPool(EnginePool):
     """Pool of engines behind a router: sends generation requests to the router, all other calls to the engines.
 
     The affinity key is sent as a header, for router policies that use it. Two kinds of generation requests go directly
-    to the engines: those of a fault-tolerant run (`generate_kept`), because the router hides which engine failed; and
-    those with fields that the router would drop, unless only the router can serve them (`router_only`: prefill and
-    decode servers).
+    to the engines: the resumable ones of a fault-tolerant run, because the router hides which engine failed; and those
+    with fields that the router would drop, unless only the router can serve them (`router_only`: prefill and decode
+    servers).
     """
 
     def __init__(

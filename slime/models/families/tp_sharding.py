@@ -139,18 +139,18 @@ class StretchShard:
         found: list[list[tuple[int, Tensor]]] = [[] for _ in self._parts()]
         for where, part, inner in self._places():
             found[part].append((inner.begin, local.narrow(self.dim, where, inner.length)))
-        return tuple(
-            self._together([piece for _, piece in sorted(pieces, key=lambda one: one[0])], local) for pieces in found
-        )
+        result: list[Tensor] = []
+        for pieces in found:
+            ordered = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]
+            if not ordered:
+                result.append(local.narrow(self.dim, 0, 0))
+            elif len(ordered) == 1:
+                result.append(ordered[0])
+            else:
+                import torch  # here, because plans read families without importing torch
 
-    def _together(self, pieces: list[Tensor], local: Tensor) -> Tensor:
-        if not pieces:
-            return local.narrow(self.dim, 0, 0)
-        if len(pieces) == 1:
-            return pieces[0]
-        import torch  # here, because plans read families without importing torch
-
-        return torch.cat(pieces, self.dim)
+                result.append(torch.cat(ordered, self.dim))
+        return tuple(result)
 
     def _parts(self) -> list[Stretch]:
         """The spans, with neighbours in the folder merged; a tensor of which nothing is held has an empty part."""

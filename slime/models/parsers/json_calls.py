@@ -70,7 +70,16 @@ class Mistral(ToolFormat):
 
     def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
         if (yield from reader.next()) == "[":
-            yield from self._array(reader, calls)
+            character = ","
+            while character == ",":
+                reader.at += 1
+                yield from named_object(reader, calls)
+                calls.end()
+                character = yield from reader.next()
+            if character not in ("]", ""):
+                raise Unreadable("invalid JSON: expected a comma or ]")
+            reader.at += len(character)
+            reader.begin()
             return
         name = yield from tool_name(reader)
         if (yield from reader.take("[CALL_ID]")):
@@ -83,20 +92,6 @@ class Mistral(ToolFormat):
 
     def opening(self, name: str | None) -> str:
         return "[TOOL_CALLS] [" + opened_object(name)
-
-    def _array(self, reader: Reader, calls: Calls) -> Steps[None]:
-        reader.at += 1
-        while True:
-            yield from named_object(reader, calls)
-            calls.end()
-            character = yield from reader.next()
-            if character in ("]", ""):
-                reader.at += len(character)
-                reader.begin()
-                return
-            if character != ",":
-                raise Unreadable("invalid JSON: expected a comma or ]")
-            reader.at += 1
 
 
 class KimiK2(ToolFormat):

@@ -131,11 +131,11 @@ def _literal(node: ast.expr | None) -> object:
             return [_literal(each) for each in elements]
         case ast.Dict(keys=keys, values=values):
             made: dict[str, object] = {}
-            for key, value in zip(keys, values, strict=True):
+            for key, item in zip(keys, values, strict=True):
                 name = _literal(key)
                 if not isinstance(name, str):
                     raise ValueError("a key is not a string")
-                made[name] = _literal(value)
+                made[name] = _literal(item)
             if len(made) == len(keys):
                 return made
     raise ValueError("a value is not a literal")

@@ -31,22 +31,13 @@ class Qwen3Coder(ToolFormat):
             yield from reader.next()
             if not (yield from reader.take(_FUNCTION)):
                 raise Unreadable(f"{_FUNCTION} is missing")
-        yield from self._function(reader, calls)
-        if mark != _FUNCTION:
-            yield from closed(reader, "</tool_call>")
-        calls.end()
-
-    def opening(self, name: str | None) -> str:
-        return f"<tool_call>\n{_FUNCTION}" + (f"{name}>\n" if name is not None else "")
-
-    def _function(self, reader: Reader, calls: Calls) -> Steps[None]:
         tool = yield from tool_name(reader)
         yield from _closed_tag(reader)
         calls.begin(tool)
         while True:
             yield from reader.next()
             if (yield from reader.take("</function>")):
-                return
+                break
             if not (yield from reader.take("<parameter=")):
                 raise Unreadable("a parameter or </function> is missing")
             name = (yield from reader.run(_NAME, 256)).strip()
@@ -55,6 +46,12 @@ class Qwen3Coder(ToolFormat):
             if value is None:
                 raise Unreadable("the answer ends inside a call")
             calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
+        if mark != _FUNCTION:
+            yield from closed(reader, "</tool_call>")
+        calls.end()
+
+    def opening(self, name: str | None) -> str:
+        return f"<tool_call>\n{_FUNCTION}" + (f"{name}>\n" if name is not None else "")
 
 
 def _closed_tag(reader: Reader) -> Steps[None]:

@@ -1,7 +1,7 @@
-"""A distributed checkpoint as the tensors of a model folder.
+"""Reads a distributed checkpoint as the tensors of a model folder.
 
-Invariant: every tensor that the model's rules know comes from the parameters it is a part of, bit for bit; padding of
-the vocabulary is left behind. At most one parameter is in memory between two reads.
+Invariant: every tensor that the model's rules name is, bit for bit, the part of its Megatron parameters; padding of the
+vocabulary is dropped. At most one parameter is in memory between two reads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slime.models.tensor_sources import Cut, Source, read_whole
 from slime.models.torch_dist.index import TorchDist, find_parameter
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the tensors of a model folder, by name."""
+"""Shapes of the tensors of a model folder, by name."""
 
 
 @dataclass
 class _Split:
-    """The parts of a parameter that was read last: neighbours in the folder are parts of one."""
+    """Cache with the parts of the parameter that was read last, since neighbours in the folder often share one."""
 
     name: str | None = None
     parts: tuple[Tensor, ...] = ()
@@ -36,6 +36,8 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Parameter:
+    """A parameter of the checkpoint, split into tensors of the folder when it is read."""
+
     name: str
     source: Source
     shard: Shard
@@ -51,7 +53,7 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class PartsOfParameters:
-    """A tensor of a folder, made of parts of parameters."""
+    """A tensor of a folder, assembled from parts of parameters; a tensor source."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +70,7 @@ class PartsOfParameters:
 
 
 def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Entry], bool]:
-    """The parameters of a folder's model, and whether Megatron keeps all its layers in one tensor each."""
+    """The parameters of a folder's model, and whether all its layers are of one kind, so that Megatron stacks them."""
     config = read_text_config(model_folder)
     family = family_of(config)
     fields, rules = family.fields(config), as_in_folder(family.rules(config), names)
@@ -77,14 +79,14 @@ def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Entr
 
 
 def read_in_place_of(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
-    """The numbers of a checkpoint under the names of the model folder that it is a checkpoint of."""
+    """The tensors of a checkpoint, under the names of its model folder."""
     shapes = {name: source.shape for name, source in plain_sources(model_folder).items()}
     entries, _ = model_entries(model_folder, shapes)
     return dict(folder_tensors(checkpoint, entries, shapes))
 
 
 def folder_tensors(folder: Path, entries: Iterable[Entry], shapes: Shapes) -> dict[str, PartsOfParameters]:
-    """Where the numbers of every tensor are; a checkpoint that lacks one, or is of another model, is a `UserError`."""
+    """A source for every tensor of the folder; `UserError` if the checkpoint lacks one or is of another model."""
     checkpoint, last = TorchDist(folder), _Split()
     found: dict[str, PartsOfParameters] = {}
     for entry in entries:
@@ -103,12 +105,12 @@ def folder_tensors(folder: Path, entries: Iterable[Entry], shapes: Shapes) -> di
 def _parameter(checkpoint: TorchDist, entry: Entry, shapes: Shapes, last: _Split) -> _Parameter:
     absent = next((name for name in entry.hf if name not in shapes), None)
     if absent is not None:
-        raise UserError(f"the model folder lacks {absent}, which {entry.megatron} is made of: choose the whole folder")
+        raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: use the complete folder")
     source = find_parameter(checkpoint, entry.megatron)
     if source is None:
         raise UserError(f"{checkpoint.folder} lacks {entry.megatron}: it is a checkpoint of another model")
     shard = entry.form.shard([shapes[name] for name in entry.hf], 0, 1)
-    if isinstance(entry.form, Vocab):  # padded for as many ranks as there were
+    if isinstance(entry.form, Vocab):  # padded for the number of ranks that wrote it
         rows = shapes[entry.hf[0]][0]
         if source.shape[0] >= rows:
             shard = Columns().shard([shapes[entry.hf[0]]], 0, 1)

@@ -1,11 +1,24 @@
-"""The index of a distributed checkpoint: which block of which tensor lies where in which file.
+"""Reads distributed checkpoints: the index of tensor blocks, their numbers, and the tensor of a Megatron parameter.
 
-    <folder>/.metadata       a pickle: shapes, types and blocks of the tensors, and where each block begins
+    <folder>/.metadata       a pickle: shapes, types and blocks of the tensors, and the file position of each block
              __0_0.distcp    blocks, each as torch.save writes a tensor
-             common.pt       what is no tensor; never opened
+             common.pt       everything that is not a tensor; never opened
 
-Invariant: nothing that a pickle names is called. Of its classes only those of an index are let in, and none of them as
-itself: each becomes a record of what the file says. Everything the records say is checked before a file is opened.
+Invariant: nothing that a pickle names is called. Only the classes of an index are accepted, and each is replaced by a
+passive record of its state. All values of the records are checked before a file is opened.
+
+A region is read only from the blocks that it touches. A block is read as numbers only (`weights_only`); one that is
+truncated, or whose shape differs from the index, is a `UserError`.
+
+Megatron stores a parameter under one of these names; L is the number of layers, E the number of experts:
+
+    decoder.layers.self_attention.linear_qkv.weight [L, ...]        layers of one kind: one tensor with a row for each
+    decoder.layers.3.self_attention.linear_qkv.weight               layers of several kinds: one tensor for each
+    decoder.layers.3.mlp.experts.experts.linear_fc1.weight [E, ...] the experts of a layer
+    ..._w, ..._v; .query, .key, ...                                 parts that are sharded over tensor-parallel ranks
+
+Invariant: names are global (layers count over the pipeline, experts over expert-parallel ranks), and a tensor is the
+parameter as a single tensor-parallel rank would have it.
 """
 
 from __future__ import annotations
@@ -54,14 +67,14 @@ _RECORDS = {
 
 
 class _Record:
-    """Stands for an object of an index; `said` is what the file has of it."""
+    """A passive replacement of an object in an index; `said` is its state in the file."""
 
     said: Any = None
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: object) -> None:
         self.said = values
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.said = state
 
     def __getitem__(self, name: str) -> Any:
@@ -69,7 +82,7 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name in _RECORDS.get(module, ()):
             return type(name, (_Record,), {})
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
@@ -81,7 +94,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor: where it stands in it, and where its bytes are."""
+    """A block of a tensor: its offset and size in the tensor, and the range of its bytes in a file."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -92,7 +105,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Indexed:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint, by its index."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -100,13 +113,17 @@ class Indexed:
 
 
 def read_index(folder: Path) -> dict[str, Indexed]:
-    """All tensors of a checkpoint by key; what is not understood, or names anything else, is a `UserError`."""
+    """Read the index of a checkpoint: all tensors by key; `UserError` if it is invalid or names other classes."""
     path = folder / INDEX
     try:
         if path.stat().st_size > LARGEST_INDEX:
             raise ValueError(f"it has more than {LARGEST_INDEX} bytes")
         found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-        places = {_key(index): info.said for index, info in found["storage_data"].items()}
+        places: dict[object, Any] = {}
+        for index, info in found["storage_data"].items():
+            offset = index.said.get("offset")
+            where = (index["fqn"], None if offset is None else _numbers(offset))
+            places[where] = info.said
         return {
             key: _indexed(folder, key, entry.said, places)
             for key, entry in found["state_dict_metadata"].items()
@@ -125,57 +142,45 @@ def read_index(folder: Path) -> dict[str, Indexed]:
         RuntimeError,
         OverflowError,
     ) as cause:
-        raise UserError(f"{path} is no index of a torch_dist checkpoint ({cause}): choose another one") from cause
-
-
-def _key(index: _Record) -> tuple[str, tuple[int, ...] | None]:
-    offset = index.said.get("offset")
-    return index["fqn"], None if offset is None else _numbers(offset)
+        raise UserError(f"{path} is not an index of a torch_dist checkpoint ({cause}): choose another one") from cause
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
+    """Check that values of an index are sizes."""
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are not sizes")
     return numbers
 
 
-def _indexed(folder: Path, key: str, entry: dict[str, Any], places: dict[Any, Any]) -> Indexed:
+def _indexed(folder: Path, key: str, entry: dict[str, Any], places: dict[object, Any]) -> Indexed:
+    """Check the entry of one tensor and locate its blocks."""
     shape = _numbers(entry["size"])
     properties = entry["properties"].said
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key} is of no known type")
+        raise ValueError(f"{key} has an unknown dtype")
     blocks = []
     for chunk in entry["chunks"]:
         offset, size = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
         inside = len(shape) == len(offset) == len(size)
         if not inside or any(a + b > c for a, b, c in zip(offset, size, shape, strict=True)):
-            raise ValueError(f"{key} of the shape {shape} has no block of {size} at {offset}")
-        blocks.append(_block(folder, key, offset, size, places[key, offset]))
+            raise ValueError(f"{key} of shape {shape} has a block of {size} at {offset}, which is outside")
+        place = places[key, offset]
+        name = place["relative_path"]
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{key} has a block outside the folder")
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{key} is compressed")
+        begin, length = _numbers((place["offset"], place["length"]))
+        blocks.append(Block(offset, size, folder / name, begin, length))
     if sum(math.prod(block.size) for block in blocks) != math.prod(shape):
-        raise ValueError(f"the blocks of {key} do not make a tensor of the shape {shape}")
+        raise ValueError(f"the blocks of {key} do not cover its shape {shape}")
     return Indexed(shape, dtype, tuple(blocks))
 
 
-def _block(folder: Path, key: str, offset: tuple[int, ...], size: tuple[int, ...], place: dict[str, Any]) -> Block:
-    name = place["relative_path"]
-    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{key} is said to be outside the folder")
-    if place.get("transform_descriptors"):
-        raise ValueError(f"{key} is compressed")
-    begin, length = _numbers((place["offset"], place["length"]))
-    return Block(offset, size, folder / name, begin, length)
-
-
-# The tensors of a distributed checkpoint, whole or any part of them, whoever wrote which block.
-#
-# Invariant: a part is read from the blocks it touches and from no others. A block is read as numbers only
-# (`weights_only`); one that is cut off or of another shape than the index says is a `UserError`.
-
-
 class TorchDist:
-    """One `iter_...` or `release` folder."""
+    """A distributed checkpoint: one `iter_...` or `release` folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -189,13 +194,13 @@ class TorchDist:
         return key in self._tensors
 
     def source(self, key: str) -> StoredBlocks:
-        """One of its tensors, to read parts of."""
+        """A source for one of its tensors."""
         return StoredBlocks(key, self._tensors[key])
 
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A tensor in blocks, as a source of numbers."""
+    """A tensor that is stored in blocks; a tensor source."""
 
     key: str
     indexed: Indexed
@@ -232,21 +237,11 @@ class StoredBlocks:
         try:
             found = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as cause:
-            raise UserError(f"{self.key} in {block.path} is no tensor: the checkpoint is damaged") from cause
+            raise UserError(f"{self.key} in {block.path} is not a tensor: the checkpoint is damaged") from cause
         if not isinstance(found, Tensor) or tuple(found.shape) != block.size or found.dtype != self.dtype:
             raise UserError(f"{self.key} in {block.path} is not what the index says: the checkpoint is damaged")
         return found
 
-
-# Which tensor of a distributed checkpoint a Megatron parameter is, or which part of one.
-#
-#     decoder.layers.self_attention.linear_qkv.weight [L, ...]        all layers alike: one tensor with a row for each
-#     decoder.layers.3.self_attention.linear_qkv.weight               layers of several kinds: each its own
-#     decoder.layers.3.mlp.experts.experts.linear_fc1.weight [E, ...] the experts of a layer
-#     ..._w, ..._v; .query, .key, ...                                 what is shared by tensor-parallel ranks in pieces
-#
-# Invariant: names are global (layers count over the pipeline, experts over expert-parallel ranks), and a tensor is the
-# parameter as one tensor-parallel rank alone would have it.
 
 _LAYER = re.compile(r"^(.*?layers\.)(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*mlp\.experts\.)(linear_fc\d)\.(weight|bias)(\d+)$")
@@ -259,12 +254,12 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of a checkpoint, and the row of it (of its rows' rows) that a parameter is."""
+    """A tensor of a checkpoint, and the index of the row (along one or two dimensions) that is a parameter."""
 
     key: str
     row: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
-    """How many rows there are; known where they are written."""
+    """Number of rows along each of these dimensions; set only for writing."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +283,7 @@ class Row:
 
 
 def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
-    """The numbers of a parameter; None where the checkpoint has none of that name."""
+    """The source of a parameter; None if the checkpoint does not have it."""
     for place in _places(name):
         for suffixes in (("",), *_PIECES):
             if all(place.key + suffix in checkpoint for suffix in suffixes):
@@ -303,7 +298,7 @@ def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
 
 
 def place_to_write(name: str, *, layers: int, experts: int, alike: bool) -> Place:
-    """Where Megatron looks for a parameter; `alike`: whether all layers are of one kind."""
+    """The place where Megatron looks for a parameter; `alike`: all layers are of one kind."""
     plain, stacked = _by_layer(name)
     place = stacked if alike and stacked is not None else plain
     rows = (layers,) * len(place.row)
@@ -314,7 +309,7 @@ def place_to_write(name: str, *, layers: int, experts: int, alike: bool) -> Plac
 
 
 def count_rows(names: Iterable[str]) -> tuple[int, int]:
-    """How many layers and how many experts some parameters are of."""
+    """Count the layers and the experts to which parameters belong."""
     layers, experts = 0, 0
     for name in names:
         if (layer := _LAYER.match(name)) is not None:
@@ -325,7 +320,7 @@ def count_rows(names: Iterable[str]) -> tuple[int, int]:
 
 
 def _places(name: str) -> Iterator[Place]:
-    """Where a parameter may be."""
+    """The places where a parameter may be stored."""
     for place in _by_layer(name):
         if place is None:
             continue
@@ -339,6 +334,6 @@ def _places(name: str) -> Iterator[Place]:
 
 
 def _by_layer(name: str) -> tuple[Place, Place | None]:
-    """On its own, and as a row of a tensor of all layers."""
+    """The places of a parameter as a tensor of its own, and as a row of a tensor of all layers."""
     layer = _LAYER.match(name)
     return Place(name), None if layer is None else Place(layer[1] + layer[3], (int(layer[2]),))

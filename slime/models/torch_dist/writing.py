@@ -1,10 +1,10 @@
-"""A model folder's weights as a distributed checkpoint that Megatron loads in any layout.
+"""Writes a model folder's weights as a distributed checkpoint that Megatron loads in any layout.
 
     <target>/latest_checkpointed_iteration.txt   `release`
              release/.metadata, __0_0.distcp ... the tensors, one block for each parameter
-             release/common.pt, metadata.json    what Megatron wants beside them
+             release/common.pt, metadata.json    other files that Megatron requires
 
-Invariant: one parameter at a time is in memory. What stands at the target is the old folder or the complete new one.
+Invariant: one parameter at a time is in memory. The target is either the old folder or the complete new one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 def write_release(
     sources: Mapping[str, Source], entries: Iterable[Entry], target: Path, *, dtype: torch.dtype, alike: bool
 ) -> Path:
-    """The parameters of `entries`, made of a folder's tensors, in `dtype`; `alike`: all layers are of one kind."""
+    """Write the parameters of `entries` in `dtype`, from a folder's tensors; `alike`: all layers are of one kind."""
     target = target.resolve()
     refuse_to_replace(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_release(
         (staging / LATEST).write_text(RELEASE)
         mark_written(staging)
         fsync_path(staging)
-        refuse_to_replace(target)  # it took a while
+        refuse_to_replace(target)  # again: it may have changed during the write
         replace_folder(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -69,6 +69,8 @@ def write_release(
 
 
 class _Writer:
+    """Writes the tensors, the index and the other files of one `release` folder."""
+
     def __init__(self, folder: Path, entries: list[Entry], *, dtype: torch.dtype, alike: bool) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
@@ -99,7 +101,7 @@ class _Writer:
     def _parameter(self, entry: Entry, sources: Mapping[str, Source]) -> Tensor:
         absent = next((name for name in entry.hf if name not in sources), None)
         if absent is not None:
-            raise UserError(f"the model folder lacks {absent}, which {entry.megatron} is made of: download it again")
+            raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: download it again")
         shard = entry.form.shard([sources[name].shape for name in entry.hf], 0, 1)
         parts = [sources[entry.hf[share.source]].read(share.region) for share in shard.shares]
         joined = shard.join(parts)
@@ -117,10 +119,12 @@ class _Writer:
         size = torch.Size((*(1 for _ in rows), *shape))
         entry.chunks.append(ChunkStorageMetadata(offset, size))
         index = MetadataIndex(place.key, offset, len(entry.chunks) - 1)
-        self._stored[index] = self._save(tensor.reshape(size).contiguous().clone())
+        content = io.BytesIO()
+        torch.save(tensor.reshape(size).contiguous().clone(), content)
+        self._stored[index] = self._save_bytes(content.getbuffer())
 
     def _add_extra_states(self) -> None:
-        """Of every layer that computes: none; Megatron's layers ask for it by name."""
+        """Add an empty extra state for every layer that computes: Megatron's layers request it by name."""
         nothing = io.BytesIO()
         torch.save([None], nothing)
         stored = self._save_bytes(nothing.getbuffer())
@@ -134,11 +138,6 @@ class _Writer:
             for one in modules:
                 self._tensors[f"{one}._extra_state/{shard}"] = BytesStorageMetadata()
                 self._stored[MetadataIndex(f"{one}._extra_state/{shard}")] = stored
-
-    def _save(self, tensor: Tensor) -> _StorageInfo:
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        return self._save_bytes(buffer.getbuffer())
 
     def _save_bytes(self, content: memoryview) -> _StorageInfo:
         if self._file is not None and self._file.tell() + len(content) > FILE_BYTES:

@@ -1,1 +1,1 @@
-"""Training state on disk."""
+"""Training checkpoints on disk."""

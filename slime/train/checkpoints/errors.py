@@ -1,7 +1,7 @@
-"""Files of trainers that could not be written, in a way that leaves the trainers usable.
+"""Recoverable write failures of trainers.
 
-Invariant: when one rank cannot write, all ranks go through the collectives of the whole operation first and then raise
-`NotWritten` together, so that the next call finds them in step.
+Invariant: if one rank cannot write, all ranks first run the collectives of the whole operation and then raise
+`NotWritten` together, so that they are in step for the next call.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ WRITE_ERRORS = (OSError, SafetensorError, FolderTaken)
 
 
 class NotWritten(RunFailed):
-    """A full or lost disk, or a path that is taken; the weights are still there."""
+    """Raised when the disk is full or lost, or a path is already in use; the trainers keep the weights."""
 
 
 class Peers(Protocol):
-    """The ranks, as far as they have to agree."""
+    """Ranks that exchange error messages."""
 
     def union(self, names: Iterable[str]) -> set[str]: ...
 
 
 def agreed(ranks: Peers, write: Callable[[], T] | None, what: str) -> T | None:
-    """What `write` gives (on ranks that have one) when nobody failed; else all ranks raise the same `NotWritten`."""
+    """Run `write` on ranks that have one and return its result; if any rank fails, all raise the same `NotWritten`."""
     problem, result = None, None
     if write is not None:
         try:
             result = write()
         except WRITE_ERRORS as error:
-            problem = _reason(error)
+            problem = str(error)
+            if isinstance(error, OSError) and error.strerror is not None:
+                named = isinstance(error.filename, str | os.PathLike)
+                problem = error.strerror + (f" ({os.fspath(error.filename)})" if named else "")
     problems = ranks.union([problem] if problem is not None else [])
     if problems:
         raise NotWritten(f"cannot write {what}: {min(problems)}")
@@ -45,23 +48,16 @@ def agreed(ranks: Peers, write: Callable[[], T] | None, what: str) -> T | None:
 
 
 def written_together(
-    ranks: Peers, tensors: Iterator[Any], write: Callable[[Iterator[Any]], Any] | None, what: str
+    ranks: Peers, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
 ) -> None:
-    """Have `write` consume `tensors` (on the rank that has it; the others just go through them)."""
+    """Let `write` consume `tensors` on the rank that has it; the other ranks iterate without writing."""
 
     def consume() -> None:
         try:
             if write is not None:
                 write(tensors)
         finally:
-            for _ in tensors:  # what is left of them: gathering each takes all ranks
+            for _ in tensors:  # finish the iteration: all ranks take part in gathering each tensor
                 pass
 
     agreed(ranks, consume, what)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror is not None:
-        where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str | os.PathLike) else ""
-        return error.strerror + where
-    return str(error)

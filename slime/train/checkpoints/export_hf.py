@@ -1,6 +1,6 @@
-"""A checkpoint of a run as a Hugging Face folder, without starting a trainer.
+"""Exports a checkpoint of a run as Hugging Face tensors, without starting a trainer.
 
-Invariant: every tensor has the name and the shape it has in the model folder that the run started from.
+Invariant: every tensor has its name and shape from the model folder that the run started from.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,13 +18,14 @@ from slime.models.hf_tensor_plan import by_layer
 from slime.models.loading import as_in_folder, load_config
 from slime.models.lora import is_adapter
 from slime.models.peft_adapter import Adapter, AdapterFacts, merged, peft_name
-from slime.models.safetensors_io import WeightReader, plain_tensors, weights_of
+from slime.models.safetensors_io import plain_tensors, weights_of
+from slime.storage.json_types import JsonMapping
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.reader import SavedTensors
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that a folder is, or the newest one it holds; None for any other folder."""
+    """Return the folder if it is a checkpoint, or the newest checkpoint in it; None for any other folder."""
     if (folder / "meta.json").is_file():
         return folder
     latest = folder / LATEST
@@ -34,17 +34,18 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def model_of_checkpoint(checkpoint: Path) -> Path:
-    """The model folder that the run of a checkpoint started from."""
+    """Return the model folder that the run of a checkpoint started from."""
     folder = _named_model(checkpoint)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"checkpoint {checkpoint} is of the model in {folder}, which is not there: name its folder "
+            f"checkpoint {checkpoint} is of the model in {folder}, which does not exist: give its folder "
             "with --hf-checkpoint"
         )
     return folder
 
 
 def _named_model(checkpoint: Path) -> Path:
+    """Read the model folder from a checkpoint's metadata."""
     try:
         return Path(str(json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -54,9 +55,9 @@ def _named_model(checkpoint: Path) -> Path:
 def checkpoint_tensors(
     checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
 ) -> Iterator[NamedTensor]:
-    """The weights under their names in the model folder; with `add_missing` also those that were not trained.
+    """Yield the weights under their names in the model folder; with `add_missing` also those that were not trained.
 
-    A checkpoint of an adapter becomes the weights that it was trained beside, with the adapter added.
+    A checkpoint of an adapter yields the base weights with the adapter merged in.
     """
     lora = adapter_of(checkpoint)
     if lora is not None:
@@ -67,10 +68,19 @@ def checkpoint_tensors(
         raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     original = weights_of(model_folder)
     model = None if all(name in original for name in saved.names) else _empty_model(model_folder, trust_remote_code)
-    written = set()
+    written, tied = set(), "lm_head.weight"  # some folders leave out the weight that config.json ties to the embedding
     for members in by_layer(saved):
         for name, tensor in (members if model is None else as_in_folder(model, members)).items():
-            _check_name(name, tensor, original, checkpoint, model_folder)
+            if name not in original and name != tied:
+                raise UserError(
+                    f"checkpoint {checkpoint} has {name}, which {model_folder} lacks: it is of another model, or a "
+                    "critic's"
+                )
+            if name in original and original.shape(name) != tuple(tensor.shape):
+                raise UserError(
+                    f"{name} is {tuple(tensor.shape)} in checkpoint {checkpoint} but {original.shape(name)} in "
+                    f"{model_folder}: give the folder of the same model with --hf-checkpoint"
+                )
             written.add(name)
             yield name, tensor
     if add_missing:
@@ -78,9 +88,9 @@ def checkpoint_tensors(
 
 
 def _adapted_tensors(
-    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+    checkpoint: Path, model_folder: Path, lora: JsonMapping, trust_remote_code: bool
 ) -> Iterator[NamedTensor]:
-    """All weights of the base, those that have an adapter with it; rounded first as the trainer had them."""
+    """Yield all base weights, with the adapter merged in; they are first rounded to the trainer's base dtype."""
     facts, saved = AdapterFacts.from_dict({"r": lora["rank"], "lora_alpha": lora["alpha"], **lora}), {}
     for name, tensor in SavedTensors(checkpoint, "model"):
         if not is_adapter(name):
@@ -101,48 +111,35 @@ def _adapted_tensors(
         if tuple(tensor.shape) != (len(b), a.shape[1]):
             shape = (len(b), a.shape[1])
             raise UserError(
-                f"the adapter in {checkpoint} is for {name} of the shape {shape}, but it is {tuple(tensor.shape)} in "
-                f"{model_folder}: name the folder of the same model with --hf-checkpoint"
+                f"the adapter in {checkpoint} is for {name} of shape {shape}, but it is {tuple(tensor.shape)} in "
+                f"{model_folder}: give the folder of the same model with --hf-checkpoint"
             )
         yield name, merged(plain, a, b, scale=facts.scale, dtype=torch.float32)
     if pairs:
         raise UserError(
-            f"the adapter in {checkpoint} is for {min(pairs)}, which {model_folder} lacks: name the folder of the same "
+            f"the adapter in {checkpoint} is for {min(pairs)}, which {model_folder} lacks: give the folder of the same "
             "model with --hf-checkpoint"
         )
 
 
 def _base_tensors(
-    checkpoint: Path, model_folder: Path, lora: dict[str, Any], trust_remote_code: bool
+    checkpoint: Path, model_folder: Path, lora: JsonMapping, trust_remote_code: bool
 ) -> Iterator[NamedTensor]:
-    """What the adapter was trained beside: the folder or checkpoint that it names, unless another one is given."""
+    """Return the adapter's base weights: of the folder or checkpoint in its metadata, unless another one is given."""
     given = model_folder.resolve() != _named_model(checkpoint).resolve()
     base = model_folder if given else Path(str(lora.get("base")))
     if (base / "meta.json").is_file():
         return checkpoint_tensors(base, model_folder, trust_remote_code=trust_remote_code)
     if not (base / "config.json").is_file():
         raise UserError(
-            f"checkpoint {checkpoint} holds an adapter of the model in {base}, which is not there: name its folder "
+            f"checkpoint {checkpoint} holds an adapter of the model in {base}, which does not exist: give its folder "
             "with --hf-checkpoint"
         )
     return plain_tensors(base)
 
 
 def _empty_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """The model without weights: it knows what transformers fused while loading."""
+    """Make the model without weights; it knows which tensors transformers fuses when loading."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _check_name(name: str, tensor: torch.Tensor, original: WeightReader, checkpoint: Path, folder: Path) -> None:
-    tied = "lm_head.weight"  # some folders leave out what config.json ties to the embedding
-    if name not in original and name != tied:
-        raise UserError(
-            f"checkpoint {checkpoint} has {name}, which {folder} lacks: it is of another model, or a critic's"
-        )
-    if name in original and original.shape(name) != tuple(tensor.shape):
-        raise UserError(
-            f"{name} is {tuple(tensor.shape)} in checkpoint {checkpoint} but {original.shape(name)} in {folder}: "
-            "name the folder of the same model with --hf-checkpoint"
-        )

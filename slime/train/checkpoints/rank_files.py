@@ -1,9 +1,9 @@
-"""What one rank has of the tensors of a checkpoint, and the files it writes of it.
+"""Writes one rank's parts of the tensors of a checkpoint.
 
-    {kind}-r{rank:05d}-{i:05d}.safetensors    parts of tensors; the header says of each where it stands
+    {kind}-r{rank:05d}-{i:05d}.safetensors    parts of tensors; the header has the position of each part
 
-Invariant: the parts that all ranks write of a tensor cover it, each element once. A rank writes what it has, so nothing
-is gathered.
+Invariant: the parts that all ranks write of a tensor cover each of its elements once. A rank writes its own parts, so
+nothing is gathered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SHARD_BYTES = 1024**3
 MODEL, OPTIMIZER = "model", "optim"
 """Kinds of parts; any other is the name of a set of frozen weights."""
 AGAIN = "#"
-"""Stands, with a number, after the name of a tensor of which a rank has more than one part."""
+"""Separates the name of a tensor and the number of a part, if a rank has more than one part of it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a tensor whose whole has `shape`; it begins at `offset`.
+    """A block of a tensor of the whole `shape`; it begins at `offset`.
 
-    `kind` says what of the state it is, and names the files.
+    `kind` is the part of the training state (model, optimizer, a frozen set) and the prefix of the file names.
     """
 
     kind: str
@@ -39,16 +39,16 @@ class Part:
     offset: tuple[int, ...]
 
     def on_host(self) -> Part:
-        """A copy that further training does not change."""
+        """Copy the part to the host, so that further training does not change it."""
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
 def write_parts(
     folder: Path, rank: int, parts: Iterable[Part], *, added: Callable[[str], None] = lambda _: None
 ) -> dict[str, int]:
-    """Write the parts of one rank, those of one kind after another, durably; the names and sizes of the files.
+    """Write the parts of one rank durably, one kind after another; return the names and sizes of the files.
 
-    At most one file's worth of tensors is held here; `added` hears of each one.
+    At most the tensors of one file are held in memory; `added` is called with each part's name.
     """
     paths: list[Path] = []
     for kind, members in groupby(parts, key=lambda part: part.kind):

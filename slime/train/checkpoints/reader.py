@@ -1,10 +1,10 @@
-"""The tensors of a checkpoint, whole or any block of them, whoever wrote which part.
+"""Reads whole tensors or any block of them from a checkpoint, independently of the ranks that wrote it.
 
     {kind}-r{rank:05d}-{i:05d}.safetensors    format 2: parts of tensors (`slime.train.checkpoints.rank_files`)
     {kind}-{i:05d}.safetensors                format 1: whole tensors
 
-Invariant: what is read is bit for bit what was written, at any number of ranks on either side; reading a block takes
-the bytes of that block. A file that is cut off, missing or not understood is a `UserError`; nothing is ever unpickled.
+Invariant: tensors are read bit for bit as they were written, for any number of ranks on either side; reading a block
+reads only its bytes. A file that is truncated, missing or invalid raises `UserError`; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.models.saving import NOTES
 from slime.train.checkpoints.rank_files import AGAIN
 
 OPEN_FILES = 64
-"""So many files are held open at a time: the parts of many ranks may be more than a process can open."""
+"""Maximum number of open files: the parts of many ranks may be more files than a process can open."""
 
 Box = tuple[tuple[int, int], ...]
 """A block of a tensor: begin and end in each dimension."""
@@ -35,7 +35,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One of the tensors, as a source of numbers."""
+    """One tensor of a checkpoint, as a `Source`."""
 
     saved: SavedTensors
     name: str
@@ -43,13 +43,14 @@ class SavedTensor:
     dtype: torch.dtype
 
     def read(self, region: tuple[slice, ...]) -> torch.Tensor:
+        """Read a region to the host."""
         part = torch.empty([cut.stop - cut.start for cut in region], dtype=self.dtype)
         self.saved.read_into(self.name, part, [cut.start for cut in region])
         return part
 
 
 class SavedTensors:
-    """All tensors of one kind (`model`, `optim`, `ref`, ...); names are in the order of the layers."""
+    """The tensors of one kind (`model`, `optim`, `ref`, ...); names are in the order of the layers."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
@@ -67,11 +68,11 @@ class SavedTensors:
         return ((name, self[name]) for name in self.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self._shapes[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The whole tensor, in the dtype it was saved in."""
+        """Read the whole tensor, in its saved dtype."""
         path, key, box = self._places[name][0]
         with self._explained():
             first = self._file(path).get_tensor(key)
@@ -83,35 +84,33 @@ class SavedTensors:
 
     @torch.no_grad()
     def read_into(self, name: str, target: torch.Tensor, offset: Sequence[int] | None = None) -> None:
-        """Overwrite `target`, of any device and dtype, with the block of its shape that begins at `offset`."""
+        """Overwrite `target`, on any device and of any dtype, with the block of its shape that begins at `offset`."""
         if name not in self._places:
             raise self._damaged(f"lacks {name}")
         begin = tuple(offset) if offset is not None else (0,) * target.dim()
         wanted, whole = _box(begin, target.shape), _box((0,) * len(self.shape(name)), self.shape(name))
         if len(wanted) != len(whole) or _common(wanted, whole) != wanted:
-            raise ValueError(f"{name} of the shape {self.shape(name)} has no block {wanted}")
+            raise ValueError(f"{name} of shape {self.shape(name)} has no block {wanted}")
         filled = 0
         for path, key, box in self._places[name]:
             common = _common(box, wanted)
             if _volume(common):
                 with self._explained():
-                    target[_slices(common, wanted)].copy_(self._block(path, key, box, common))
+                    file = self._file(path)
+                    block = file.get_tensor(key) if common == box else file.get_slice(key)[_slices(common, box)]
+                    target[_slices(common, wanted)].copy_(block)
                 filled += _volume(common)
         if filled != target.numel():
             raise self._damaged(f"has {filled} of {target.numel()} numbers of {name}")
 
     def source(self, name: str, dtype: torch.dtype) -> SavedTensor:
-        """For a reader that will ask for parts of one tensor, in `dtype`."""
+        """Return a source that reads parts of one tensor in `dtype`."""
         if name not in self._places:
             raise self._damaged(f"lacks {name}")
         return SavedTensor(self, name, self.shape(name), dtype)
 
-    def _block(self, path: Path, key: str, box: Box, wanted: Box) -> torch.Tensor:
-        """A block of the part that a file has."""
-        file = self._file(path)
-        return file.get_tensor(key) if wanted == box else file.get_slice(key)[_slices(wanted, box)]
-
     def _file(self, path: Path) -> Any:
+        """Open a file, or return the open one; the least recently used file is closed."""
         file = self._open.pop(path, None) or safe_open(path, framework="pt")
         self._open[path] = file
         if len(self._open) > OPEN_FILES:
@@ -119,7 +118,7 @@ class SavedTensors:
         return file
 
     def _take_up(self, path: Path) -> None:
-        """Note what a file holds, as its header says."""
+        """Index the parts in a file from its header."""
         with self._explained():
             file = self._file(path)
             sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -131,7 +130,7 @@ class SavedTensors:
                 name = key.partition(AGAIN)[0]
                 box = _box(offset, size)
                 if not len(shape) == len(offset) == len(size) or _common(box, _box((0,) * len(shape), shape)) != box:
-                    raise ValueError(f"{name} {box} is no block of {shape}")
+                    raise ValueError(f"{name} {box} is not a block of {shape}")
                 if self._shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"{name} is {shape} here and {self._shapes[name]} in another file")
                 self._places.setdefault(name, []).append((path, key, box))
@@ -140,6 +139,7 @@ class SavedTensors:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """Convert read errors to UserError."""
         try:
             yield
         except (SafetensorError, OSError) as cause:
@@ -150,17 +150,18 @@ class SavedTensors:
 
 
 def _placement(note: dict[str, list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Whole shape and offset, as a header has them."""
+    """Parse the whole shape and the offset of a part from a header."""
     shape, offset = (tuple(int(number) for number in note[key]) for key in ("shape", "offset"))
     return shape, offset
 
 
 def _box(offset: Sequence[int], size: Sequence[int]) -> Box:
+    """Make a box from its offset and size."""
     return tuple((begin, begin + length) for begin, length in zip(offset, size, strict=True))
 
 
 def _common(one: Box, other: Box) -> Box:
-    """What both have; nothing of it (`_volume` 0) where they are apart."""
+    """Return the intersection of two boxes; its `_volume` is 0 if they are disjoint."""
     pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
     return tuple((begin, max(begin, end)) for begin, end in pairs)
 
@@ -170,5 +171,5 @@ def _volume(box: Box) -> int:
 
 
 def _slices(box: Box, within: Box) -> tuple[slice, ...]:
-    """The box as slices of a tensor that stands at `within`."""
+    """Return the box as slices of a tensor that covers the box `within`."""
     return tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(box, within, strict=True))

@@ -1,1 +1,1 @@
-"""What is minimised: functions of response log-probs that know no model, rank or stage."""
+"""Losses: functions of response log-probs, independent of model, rank and pipeline stage."""

@@ -1,6 +1,6 @@
-"""Advantages of one rollout, by the estimator that was chosen.
+"""Computes the advantages of one rollout with the selected estimator.
 
-Invariant: they depend on the samples, not on which rank holds which: whitening uses sums over all ranks.
+Invariant: advantages depend on the samples, not on their distribution over ranks: whitening uses sums over all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.train.topology import Summing
 
 
 def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
-    """Fill in `advantages` and `returns` (and `kl`, `opd_reverse_kl` where they take part)."""
+    """Set `advantages` and `returns` in the data (and `kl`, `opd_reverse_kl` if they are used)."""
     if config.kl_coef != 0:
         pairs = zip(_old_log_probs(config, data), data["ref_log_probs"], strict=True)
         data["kl"] = [approximate_kl(own, reference, config.kl_loss_type) for own, reference in pairs]
@@ -31,37 +31,30 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
         custom(plugin_args(config), data)
         check_columns(data, ("advantages", "returns"), path)
     else:
-        _estimate(config, data)
+        given = Scored(
+            rewards=data["rewards"],
+            masks=data["loss_masks"],
+            kl=data.get("kl"),
+            values=data.get("values"),
+            placed=data.get("turn_rewards"),
+            kl_coef=config.kl_coef,
+            gamma=config.gamma,
+            lambd=config.lambd,
+        )
+        advantages, returns = estimator_of(config).advantages(given)
+        data["advantages"], data["returns"] = list(advantages), list(returns)
     if config.use_opd:
-        _distil(config, data)
+        if "teacher_log_probs" not in data:
+            raise UserError("--use-opd: the samples have no teacher log-probs; the rollout must set teacher_log_probs")
+        student, teacher = _old_log_probs(config, data), data["teacher_log_probs"]
+        data["advantages"] = distilled(data["advantages"], student, teacher, config.opd_kl_coef)
+        data["opd_reverse_kl"] = [reverse_kl(s, t) for s, t in zip(student, teacher, strict=True)]
     if config.normalize_advantages:
         data["advantages"] = _whitened(data["advantages"], data["loss_masks"], ranks)
 
 
-def _estimate(config: Config, data: RolloutData) -> None:
-    given = Scored(
-        rewards=data["rewards"],
-        masks=data["loss_masks"],
-        kl=data.get("kl"),
-        values=data.get("values"),
-        placed=data.get("turn_rewards"),
-        kl_coef=config.kl_coef,
-        gamma=config.gamma,
-        lambd=config.lambd,
-    )
-    advantages, returns = estimator_of(config).advantages(given)
-    data["advantages"], data["returns"] = list(advantages), list(returns)
-
-
-def _distil(config: Config, data: RolloutData) -> None:
-    if "teacher_log_probs" not in data:
-        raise UserError("--use-opd found no teacher log-probs on the samples: the rollout must set teacher_log_probs")
-    student, teacher = _old_log_probs(config, data), data["teacher_log_probs"]
-    data["advantages"] = distilled(data["advantages"], student, teacher, config.opd_kl_coef)
-    data["opd_reverse_kl"] = [reverse_kl(s, t) for s, t in zip(student, teacher, strict=True)]
-
-
 def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
+    """Return the log-probs of the old policy: the engine's, or the trainer's own."""
     name = "rollout_log_probs" if config.use_rollout_logprobs else "log_probs"
     if name not in data:
         raise UserError(
@@ -72,6 +65,7 @@ def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
 
 
 def _whitened(advantages: list[Tensor], masks: list[Tensor], ranks: Summing) -> list[Tensor]:
+    """Whiten advantages over the unmasked tokens of all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for values, mask in zip(advantages, masks, strict=True):
         sums += whitening_sums(values, mask)

@@ -1,9 +1,13 @@
-"""Losses other than the policy's: supervised, value, and the user's own."""
+"""Losses other than the policy's: supervised, value, and the user's custom loss.
+
+`policy_loss`, `sft_loss` and `critic_loss` are the objectives of the run in the form of a custom loss:
+`(args, batch, logits, sum_of_sample_mean)`. Invariant: the reducer that is passed in is a weighted sum; its weights
+replace the micro-batch's weights, and a loss has the scale of that reducer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
+from slime.storage.json_types import JsonMapping
 from slime.train.losses.policy import PolicyObjective
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import pack
@@ -27,13 +32,13 @@ LOSS_PARAMS = ("args", "batch", "logits", "sum_of_sample_mean")
 
 
 def supervised_loss(micro: MicroBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood of the unmasked response tokens."""
+    """Compute the negative log-likelihood of the unmasked response tokens."""
     loss = weighted_sum(-log_probs, micro.weights)
     return loss, {"loss": loss.detach()}
 
 
 def value_loss(micro: MicroBatch, values: Tensor, *, value_clip: float) -> tuple[Tensor, Metrics]:
-    """Squared distance of the values to the returns, clipped around the old values."""
+    """Compute the squared error of the values against the returns, clipped around the old values."""
     token_loss, was_clipped = clipped_value_loss(
         values, micro.columns["values"], micro.columns["returns"], value_clip=value_clip
     )
@@ -46,17 +51,17 @@ def value_loss(micro: MicroBatch, values: Tensor, *, value_clip: float) -> tuple
 
 
 class CustomObjective:
-    """`f(args, batch, logits, sum_of_sample_mean)`; its loss has the scale of `sum_of_sample_mean`."""
+    """The user's loss `f(args, batch, logits, sum_of_sample_mean)`, on the scale of `sum_of_sample_mean`."""
 
     def __init__(self, config: Config) -> None:
         path = config.custom_loss_function_path
-        assert path is not None, "checked when the flags were"
+        assert path is not None, "the flags were checked"
         self._path = path
         self._config = config
-        self._function: Callable[..., Any] = load_function(path, what="--custom-loss-function-path", params=LOSS_PARAMS)
+        self._function = load_function(path, what="--custom-loss-function-path", params=LOSS_PARAMS)
 
     def __call__(self, data: RolloutData, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Metrics]:
-        """A row without samples contributes nothing, but is in the graph, so that ranks stay in step."""
+        """Compute the loss; a row without samples contributes 0 but stays in the graph, so that ranks stay in step."""
         if not micro.positions:
             return logits.sum() * 0.0, {}
 
@@ -75,12 +80,8 @@ class CustomObjective:
         return loss, {"loss": loss.detach(), **scaled}
 
 
-# Our own losses as a custom loss calls them: `(args, batch, logits, sum_of_sample_mean)`.
-#
-# Invariant: they are the objectives of the run itself. The reducer that is passed in is a weighted sum, so its weights
-# take the place of the micro-batch's own; a loss has the scale of that reducer.
-
-Batch = Mapping[str, Any]
+Batch = JsonMapping
+"""The dict that custom losses get; its values are tensors and lists."""
 Reducer = Callable[[Tensor], Tensor]
 
 
@@ -90,11 +91,10 @@ def response_rows(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(the rows of `outputs` [1, T, V] that predict the response, its tokens), sample by sample."""
+    """Yield the rows of `outputs` [1, T, V] that predict the response, and its tokens, sample by sample."""
     if outputs.dim() != 3 or len(outputs) != 1 or outputs.shape[1] < sum(total_lengths):
         raise UserError(
-            f"logits of shape {list(outputs.shape)} do not belong to {sum(total_lengths)} tokens: a packed row's are "
-            "[1, T, V]"
+            f"logits of shape {list(outputs.shape)} do not match {sum(total_lengths)} tokens: they must be [1, T, V]"
         )
     end = 0
     for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
@@ -105,7 +105,7 @@ def response_rows(
 def scored(
     logits: Tensor, batch: Batch, *, temperature: float, chunk_rows: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [R] and entropies [R] (zeros when not asked for) of the batch's response tokens."""
+    """Compute log-probs [R] and entropies [R] (zeros if not requested) of the batch's response tokens."""
     rows = list(response_rows(logits, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"]))
     found = [
         log_probs_of_logits(part / temperature, tokens, chunk_rows=chunk_rows, with_entropy=with_entropy)
@@ -117,13 +117,13 @@ def scored(
 
 
 def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
-    """The surrogate with entropy, KL and corrections as the flags say."""
+    """Compute the surrogate loss with entropy, KL and corrections according to the flags."""
     objective = PolicyObjective(config)
     correction = objective.settings.correction
     if correction is not None and correction.batch_normalize:
         raise UserError(
-            "--tis-batch-normalize needs the importance weights of a whole step, and a custom loss sees one "
-            "micro-batch: drop the flag, or train with --loss-type policy_loss"
+            "--tis-batch-normalize needs the importance weights of a whole step, but a custom loss gets one "
+            "micro-batch: remove the flag, or use --loss-type policy_loss"
         )
     log_probs, entropy = scored(
         logits,
@@ -136,20 +136,21 @@ def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) 
 
 
 def sft_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
-    """Negative log-likelihood; nothing was sampled, so there is no temperature."""
+    """Compute the negative log-likelihood at temperature 1, because the tokens were not sampled."""
     chunk_rows = config.log_probs_chunk_size
     log_probs, _ = scored(logits, batch, temperature=1.0, chunk_rows=chunk_rows, with_entropy=False)
     return supervised_loss(_micro_batch(batch, log_probs, reducer), log_probs)
 
 
 def critic_loss(config: Config, batch: Batch, outputs: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
-    """Of values [1, T, 1] against the batch's returns, clipped around its values."""
+    """Compute the value loss of `outputs` [1, T, 1] against the batch's returns, clipped around its values."""
     rows = response_rows(outputs, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"])
     values = torch.cat([part.squeeze(-1) for part, _ in rows])
     return value_loss(_micro_batch(batch, values, reducer), values, value_clip=config.value_clip)
 
 
 def _micro_batch(batch: Batch, like: Tensor, reducer: Reducer) -> MicroBatch:
+    """Make a micro-batch with the reducer's weights."""
     weights = weights_of(reducer, like.detach())
     sequences = [tokens.cpu().numpy() for tokens in batch["unconcat_tokens"]]
     columns = {

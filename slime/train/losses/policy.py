@@ -1,15 +1,14 @@
 """The policy's loss on one micro-batch.
 
-Invariant: every term is a sum of per-token values times the micro-batch's weights, so the parts of a step add up to the
-whole however it was cut; what a correction rejects leaves the numerator of every term (surrogate, entropy, KL) and
-stays in the denominator.
+Invariant: every term is a sum of per-token values times the micro-batch's weights, so the micro-batches of a step add
+up to the same total for any split; tokens that a correction rejects leave the numerator of every term (surrogate,
+entropy, KL) and stay in the denominator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ from slime.errors import UserError
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.topology import Summing
 
-# What the loss is made of, as plain values.
-
 
 @dataclass(frozen=True)
 class Correction:
@@ -58,7 +55,7 @@ class Correction:
     reject_upper: float
     veto_threshold: float | None
     optional: bool = False
-    """Rollouts without the engine's log-probs are trained on without it."""
+    """Train without the correction on rollouts that lack the engine's log-probs."""
 
     @classmethod
     def from_config(cls, config: Config) -> Correction | None:
@@ -83,6 +80,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class LossSettings:
+    """Settings of the policy's loss, as plain values."""
+
     loss_type: str
     policy_loss: str
     eps_clip: float
@@ -122,20 +121,24 @@ Metrics = dict[str, Tensor]
 
 
 class PolicyObjective:
-    """Surrogate - entropy bonus + KL to the reference, with the corrections and functions the user chose."""
+    """Surrogate - entropy bonus + KL to the reference, with the selected corrections and user functions."""
 
     def __init__(self, config: Config) -> None:
         self.settings = LossSettings.from_config(config)
         self._config = config
-        self._custom_correction = _plugin(config.custom_tis_function_path, "--custom-tis-function-path", None)
-        self._custom_reducer = _plugin(
-            config.custom_pg_loss_reducer_function_path,
-            "--custom-pg-loss-reducer-function-path",
-            ("total_lengths", "response_lengths", "loss_masks"),
-        )
+        self._custom_correction: Callable[..., object] | None = None
+        self._custom_reducer: Callable[..., Callable[[Tensor], Tensor]] | None = None
+        if config.custom_tis_function_path is not None:
+            self._custom_correction = load_function(config.custom_tis_function_path, what="--custom-tis-function-path")
+        if config.custom_pg_loss_reducer_function_path is not None:
+            self._custom_reducer = load_function(
+                config.custom_pg_loss_reducer_function_path,
+                what="--custom-pg-loss-reducer-function-path",
+                params=("total_lengths", "response_lengths", "loss_masks"),
+            )
 
     def __call__(self, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-        """The loss, and metrics that are partial sums of this micro-batch."""
+        """Compute the loss, and metrics that are partial sums of this micro-batch."""
         s = self.settings
         old = self.old_log_probs(micro, log_probs)
         log_ratio = log_probs - old
@@ -153,7 +156,16 @@ class PolicyObjective:
             metrics["opsm_clipfrac"] = weighted_sum(1.0 - keep, micro.weights)
         token_loss, kept, more = self._corrected(micro, token_loss, log_probs, log_ratio)
         weights = micro.weights * kept
-        pg_loss = self._reduced(micro, token_loss, kept)
+        if self._custom_reducer is None:
+            pg_loss = weighted_sum(token_loss, weights)
+        else:
+            reducer = self._custom_reducer(
+                list(micro.row.total_lengths),
+                list(micro.lengths),
+                list((micro.mask * kept).split(micro.lengths)),
+                calculate_per_token_loss=self._config.calculate_per_token_loss,
+            )
+            pg_loss = reducer(token_loss) * micro.scale if micro.positions else token_loss.sum() * 0.0
         loss = pg_loss
         with torch.set_grad_enabled(s.entropy_coef != 0.0):
             entropy_loss = weighted_sum(entropy, weights)
@@ -166,7 +178,11 @@ class PolicyObjective:
             "ppo_kl": weighted_sum(-log_ratio.detach(), weights),
         }
         if s.use_kl_loss:
-            kl_loss = self._kl(micro, log_probs, log_probs - old, weights)
+            token_log_ratio = log_probs - old
+            with torch.set_grad_enabled(s.kl_loss_coef != 0.0):
+                ratio = finite_ratio(token_log_ratio) if s.unbiased_kl else None
+                kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type, ratio=ratio)
+                kl_loss = weighted_sum(kl, weights)
             loss = loss + s.kl_loss_coef * kl_loss if s.kl_loss_coef else loss
             metrics["kl_loss"] = kl_loss.detach()
         if "rollout_log_probs" in micro.columns:
@@ -176,17 +192,18 @@ class PolicyObjective:
         return loss, metrics
 
     def own_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
-        """The trainer's own log-probs before the rollout's first update; those of this forward if that is it."""
+        """Return the trainer's log-probs from before the rollout's first update; by default those of this forward."""
         own = micro.columns.get("log_probs")
         return log_probs.detach() if own is None else own
 
     def old_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
-        """Those of the old policy in the ratio: the engine's, or the trainer's own."""
+        """Return the log-probs of the old policy in the ratio: the engine's, or the trainer's own."""
         if not self.settings.rollout_is_old:
             return self.own_log_probs(micro, log_probs)
         return _rollout_log_probs(micro, "--use-rollout-logprobs")
 
     def _surrogate(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of each token, and 1 where it is clipped."""
         s, advantages = self.settings, micro.columns["advantages"]
         if s.policy_loss == CISPO:
             return cispo_loss(log_probs, log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high)
@@ -194,19 +211,12 @@ class PolicyObjective:
             log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high, eps_clip_c=s.eps_clip_c
         )
 
-    def _kl(self, micro: MicroBatch, log_probs: Tensor, token_log_ratio: Tensor, weights: Tensor) -> Tensor:
-        s = self.settings
-        with torch.set_grad_enabled(s.kl_loss_coef != 0.0):
-            ratio = finite_ratio(token_log_ratio) if s.unbiased_kl else None
-            kl = approximate_kl(log_probs, micro.columns["ref_log_probs"], s.kl_loss_type, ratio=ratio)
-            return weighted_sum(kl, weights)
-
     # corrections
 
     def _corrected(
         self, micro: MicroBatch, token_loss: Tensor, log_probs: Tensor, log_ratio: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
-        """(weighted token loss, 0/1 of what was not rejected, metrics)."""
+        """Return the weighted token loss, 1 for tokens that are not rejected, and metrics."""
         correction, everything = self.settings.correction, torch.ones_like(micro.mask)
         if correction is None or not _has_rollout_log_probs(correction, micro):
             return token_loss, everything, {}
@@ -216,13 +226,14 @@ class PolicyObjective:
             changed, kept, more = self._call_custom(self._custom_correction, micro, token_loss, train, rollout)
         else:
             changed, kept, more = self._weigh_and_reject(correction, micro, token_loss, train, rollout)
-        if not (correction.weigh or correction.reject):  # --get-mismatch-metrics alone only looks
+        if not (correction.weigh or correction.reject):  # --get-mismatch-metrics alone changes nothing
             changed, kept = token_loss, everything
         return changed, kept, metrics | more
 
     def _weigh_and_reject(
         self, c: Correction, micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
+        """Apply the importance weights and the rejection that the flags select."""
         found = _weights(c, micro, train, rollout)
         weights = found.weights * micro.importance_scale
         metrics = {
@@ -246,8 +257,9 @@ class PolicyObjective:
         return (token_loss * weights if c.weigh else token_loss), kept, metrics
 
     def _call_custom(
-        self, function: Callable[..., Any], micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
+        self, function: Callable[..., object], micro: MicroBatch, token_loss: Tensor, train: Tensor, rollout: Tensor
     ) -> tuple[Tensor, Tensor, Metrics]:
+        """Apply the user's correction and check its result."""
         masks = list(micro.mask.split(micro.lengths))
         answer = function(
             plugin_args(self._config),
@@ -264,7 +276,7 @@ class PolicyObjective:
         changed, new_masks, found = answer
         lengths = list(micro.lengths) if new_masks is None else [len(mask) for mask in new_masks]
         if not isinstance(changed, Tensor) or changed.shape != token_loss.shape or lengths != list(micro.lengths):
-            raise UserError(f"{path} must return a loss for each token, and masks as long as the responses or None")
+            raise UserError(f"{path} must return a loss for each token, and masks as long as the responses, or None")
         kept = torch.ones_like(micro.mask)
         if new_masks is not None:
             kept = (torch.cat([mask.to(micro.mask) for mask in new_masks]) != 0).to(micro.mask)
@@ -274,21 +286,9 @@ class PolicyObjective:
         metrics = {n: weighted_sum(v.reshape(-1).expand_as(micro.mask), micro.weights) for n, v in values.items()}
         return changed, kept, metrics
 
-    def _reduced(self, micro: MicroBatch, token_loss: Tensor, kept: Tensor) -> Tensor:
-        if self._custom_reducer is None:
-            return weighted_sum(token_loss, micro.weights * kept)
-        masks = list((micro.mask * kept).split(micro.lengths))
-        reducer = self._custom_reducer(
-            list(micro.row.total_lengths),
-            list(micro.lengths),
-            masks,
-            calculate_per_token_loss=self._config.calculate_per_token_loss,
-        )
-        return reducer(token_loss) * micro.scale if micro.positions else token_loss.sum() * 0.0
-
 
 def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: Summing) -> None:
-    """`--tis-batch-normalize`: importance weights have a mean of 1 over the step, however it is cut."""
+    """Scale importance weights to a mean of 1 over the step, for any split (`--tis-batch-normalize`)."""
     if correction is None or not correction.batch_normalize:
         return
     sums = torch.zeros(2, dtype=torch.float64)
@@ -303,9 +303,9 @@ def set_importance_scale(correction: Correction | None, micro_batches: Sequence[
 
 
 def _has_rollout_log_probs(correction: Correction, micro: MicroBatch) -> bool:
-    """Whether there is anything to weigh: all samples of a rollout have the engine's log-probs, on all ranks, or none.
+    """Check for the engine's log-probs: all samples of a rollout have them, on all ranks, or none have them.
 
-    Where they were asked for, none is an error.
+    Raises UserError if the flags request the correction and they are missing.
     """
     if correction.optional and "rollout_log_probs" not in micro.columns:
         return False
@@ -315,29 +315,26 @@ def _has_rollout_log_probs(correction: Correction, micro: MicroBatch) -> bool:
 
 
 def _rollout_log_probs(micro: MicroBatch, flag: str) -> Tensor:
-    """The engine's log-probs, which a flag needs."""
+    """Return the engine's log-probs, which a flag needs."""
     if "rollout_log_probs" not in micro.columns:
         raise UserError(f"{flag}: a sample has no rollout log-probs; its generate function must set them")
     return micro.columns["rollout_log_probs"]
 
 
 def _weights(c: Correction, micro: MicroBatch, train: Tensor, rollout: Tensor) -> ImportanceWeights:
+    """Compute the importance weights that the flags select."""
     return importance_weights(
         train, rollout, micro.mask, micro.lengths, level=c.level, mode=c.mode, lower=c.lower, upper=c.upper
     )
 
 
 def largest_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:
-    """Largest |train - rollout| log-prob difference over the unmasked tokens."""
+    """Compute the largest |train - rollout| log-prob difference over the unmasked tokens."""
     if "rollout_log_probs" not in micro.columns:
         return None
     return largest(micro, (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs())
 
 
 def largest(micro: MicroBatch, values: Tensor) -> Tensor:
-    """The largest of values that are not negative, over the unmasked tokens."""
+    """Compute the maximum of non-negative values over the unmasked tokens."""
     return torch.where(micro.weights != 0, values, torch.zeros_like(values)).max()
-
-
-def _plugin(path: str | None, flag: str, params: tuple[str, ...] | None) -> Callable[..., Any] | None:
-    return None if path is None else load_function(path, what=flag, params=params)

@@ -74,10 +74,10 @@ def load_carried(folder: str | Path, rollout_id: int) -> TrainBatch | None:
             content, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass", max_ext_len=len(content)
         )
     except (OSError, ValueError, TypeError, msgpack.UnpackException) as cause:
-        raise UserError(f"{path}: the carried-over rollouts are unreadable ({cause}): {remedy}") from cause
+        raise UserError(f"{path}: the carried-over rollouts are unreadable ({cause}); {remedy}") from cause
     batch = saved.get("batch") if isinstance(saved, dict) and saved.get("format") == FORMAT else None
     if not isinstance(batch, dict) or not REQUIRED <= batch.keys() <= KNOWN:
-        raise UserError(f"{path} was written by another version of slime: {remedy}")
+        raise UserError(f"{path}: the file is of another version of slime; {remedy}")
     return TrainBatch.from_dict(batch)
 
 

@@ -1,7 +1,7 @@
-"""A training batch that the user's own function made of the samples.
+"""Makes a training batch with the user's conversion function.
 
-Invariant: what the function leaves out is filled in as if every sample stood alone; columns that training does not know
-travel along to custom losses and hooks under their own names.
+Invariant: missing columns are filled in as if every sample were alone in its group and rollout; unknown columns are
+passed to custom losses and hooks under their own names.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ REQUIRED = ("tokens", "response_lengths", "rewards")
 
 
 def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
-    """Call the conversion and check what it returned."""
+    """Call the conversion function and check its result."""
     path = config.custom_convert_samples_to_train_data_path
     assert path is not None
     hook = load_function(path, what=FLAG, params=("args", "samples"))
     made = hook(plugin_args(config), list(samples))
     if not isinstance(made, Mapping):
-        raise UserError(f"{path} returned a {type(made).__name__}: {FLAG} must return a dict of lists")
+        raise UserError(f"{FLAG}: {path} returned a {type(made).__name__}; it must return a dict of lists")
     for name in REQUIRED:
         if name not in made:
-            raise UserError(f"{path} returned no {name!r}: {FLAG} must return at least {', '.join(REQUIRED)}")
+            raise UserError(f"{FLAG}: {path} returned no {name!r}; it must return at least {', '.join(REQUIRED)}")
     count = len(made["tokens"])
     for name, column in made.items():
         if len(column) != count:
-            raise UserError(f"{path} returned {len(column)} entries of {name!r} for {count} of 'tokens'")
+            raise UserError(f"{FLAG}: {path} returned {len(column)} entries of {name!r} and {count} of 'tokens'")
     batch = _batch_of({name: list(column) for name, column in made.items()}, count)
     if config.use_rollout_routing_replay and batch.rollout_routed_experts is None:
-        raise UserError(f"{path} returned no 'rollout_routed_experts', which --use-rollout-routing-replay trains with")
+        raise UserError(f"{FLAG}: {path} returned no 'rollout_routed_experts': --use-rollout-routing-replay needs them")
     return batch
 
 
 def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
+    """Convert the columns and fill in missing ones."""
     tokens = [np.asarray(ids, dtype=np.int64) for ids in made.pop("tokens")]
     lengths = [int(length) for length in made.pop("response_lengths")]
     rewards = [float(reward) for reward in made.pop("rewards")]
@@ -54,7 +55,8 @@ def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
     sums: dict[int, int] = {}
     for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
         sums[rollout_id] = sums.get(rollout_id, 0) + int(mask.sum())
-    made.pop("rollout_mask_sums", None)  # counted here
+    experts = made.pop("rollout_routed_experts", None)
+    made.pop("rollout_mask_sums", None)  # computed here
     made.pop("total_lengths", None)
     return TrainBatch(
         tokens=tokens,
@@ -71,14 +73,10 @@ def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
         rollout_log_probs=_floats(made.pop("rollout_log_probs", None)),
         teacher_log_probs=_floats(made.pop("teacher_log_probs", None)),
         train_metadata=made.pop("train_metadata", [None] * count),
-        rollout_routed_experts=_experts(made.pop("rollout_routed_experts", None)),
+        rollout_routed_experts=None if experts is None else [narrowed(np.asarray(rows)) for rows in experts],
         extra=made,
     )
 
 
-def _floats(column: list[Any] | None) -> list[np.ndarray] | None:
+def _floats(column: list[object] | None) -> list[np.ndarray] | None:
     return None if column is None else [np.asarray(values, dtype=np.float32) for values in column]
-
-
-def _experts(column: list[Any] | None) -> list[np.ndarray] | None:
-    return None if column is None else [narrowed(np.asarray(rows)) for rows in column]

@@ -54,10 +54,10 @@ def name_samples(
     """Save the samples whose numbers, in `found` (position, numbers), are not finite; return a sentence for each."""
     masks = [data["loss_masks"][position] for position, _ in found]
     bad = not_finite([values for _, values in found], masks)
-    count, sentences = len(data["response_lengths"]), []
+    sentences = []
     for one in bad[:MOST_NAMED]:
         position = found[one][0]
-        index = data["sample_indices"][position]
+        index, count = data["sample_indices"][position], len(data["response_lengths"])
         facts = {"rollout_id": rollout_id, "what": what}
         for name, values in data.items():
             if isinstance(values, list | Tensor) and len(values) == count:
@@ -88,8 +88,6 @@ def _largest_advantage(data: RolloutData, positions: Iterable[int], ranks: Ranks
             if len(values) and float(values.max()) > own[0]:
                 own = [float(values.max()), float(data["sample_indices"][position])]
     size, index = max(part.tolist() for part in ranks.gather(torch.tensor(own, dtype=torch.float64)))
-    return (
-        [f"no sample has numbers that are not finite; sample {index:.0f} has the largest advantage, {size:.3g}"]
-        if size >= 0
-        else []
-    )
+    if size >= 0:
+        return [f"no sample has non-finite numbers; sample {index:.0f} has the largest advantage, {size:.3g}"]
+    return []

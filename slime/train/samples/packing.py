@@ -1,10 +1,15 @@
-"""Several sequences as one row, without padding between them.
+"""Packs sequences into rows without padding between them.
 
 Invariant: `row.tokens` is the concatenation of the sequences; `row.predict_index[k]` is the position whose hidden state
-predicts `row.targets[k]`, and the k run over the response tokens of all sequences in order. Positions restart at zero
-in every sequence. Where the length of a row must be a multiple of something, what is missing is a sequence of its own
-at the end, of token 0, which predicts nothing. The parts of a row are equally long, and in the order of the ranks they
-are the row; so are their targets. `shared` says which tokens are copies of others, for whoever computes each once.
+predicts `row.targets[k]`, and k runs over the response tokens of all sequences in order. Positions restart at zero in
+every sequence. If the length of a row must be a multiple of some number, the padding is a sequence of its own at the
+end, of token 0, which predicts nothing. The parts of a row have equal lengths; concatenated in rank order, they and
+their targets give the row and its targets. `shared` lists tokens that are copies of others, for backends that compute
+each distinct token once.
+
+Shared prompts: the n samples of a group have one prompt, the samples of a forked conversation share earlier turns, and
+agents often share instructions. The per-token operations of a layer (norms, projections, MLP, experts) give the same
+result for all copies of a token, and attention uses earlier tokens only, so copies stay equal through all layers.
 """
 
 from __future__ import annotations
@@ -17,25 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What several sequences of a packed row begin with, computed once.
-#
-# The n samples of a group have one prompt, the samples of a conversation that forked its turns until then, agents
-# often their instructions. All that a layer does to a token by itself (norms, projections, MLP, experts) gives the
-# same for every copy of it, and attention looks at earlier tokens only, so that copies stay equal through all layers.
-
 WORTH_SHARING = 1 / 8
-"""The share of a row's tokens that must be copies: attention takes them all, and spreading them costs time too."""
+"""Minimum share of copies in a row: attention processes all tokens anyway, and scattering results takes time."""
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Which tokens of a row are computed, and which are copies of them.
+    """The computed tokens of a row and their copies.
 
-    The copies of computed token i are `copies[starts[i]:starts[i + 1]]`, in the order of the row; the first is itself.
+    The copies of computed token i are `copies[starts[i]:starts[i + 1]]`, in the order of the row; the first one is
+    token i itself.
     """
 
-    first: Tensor  # [t] where the computed tokens stand in the row, ascending
-    place: Tensor  # [T] of which of them each token of the row is a copy
+    first: Tensor  # [t] positions of the computed tokens in the row, ascending
+    place: Tensor  # [T] index of the computed token of which each token of the row is a copy
     copies: Tensor  # [T]
     starts: Tensor  # [t + 1]
 
@@ -43,13 +43,13 @@ class SharedPrompts:
 def find_shared_prompts(
     tokens: Sequence[np.ndarray], padding: int, put: Callable[[np.ndarray], Tensor]
 ) -> SharedPrompts | None:
-    """Those of sequences one behind the other; None where it is not worth it."""
+    """Find the shared prompts of sequences packed in this order; None if there are too few copies."""
     places: list[np.ndarray] = []
     computed = 0
-    for sequence, (lender, length) in zip(tokens, common_beginnings(tokens), strict=True):
+    for sequence, (source, length) in zip(tokens, common_beginnings(tokens), strict=True):
         own = len(sequence) - length
         new = np.arange(computed, computed + own)
-        places.append(np.concatenate([places[lender][:length], new]) if length else new)
+        places.append(np.concatenate([places[source][:length], new]) if length else new)
         computed += own
     place = np.concatenate([*places, np.arange(computed, computed + padding)])
     if len(place) - computed - padding < WORTH_SHARING * len(place):
@@ -60,14 +60,18 @@ def find_shared_prompts(
 
 
 def common_beginnings(sequences: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """Of each sequence: one before it that begins with as many of its tokens as any, and how many; (0, 0) if with none.
+    """Return for each sequence the earlier sequence with the longest common prefix, and its length; else (0, 0).
 
-    In alphabetical order what two have in common is the least that neighbours between them have, so the best earlier
-    one is the next earlier one on either side.
+    In lexicographic order the common prefix of two sequences is the shortest of the neighbours between them, so the
+    best earlier sequence is the next earlier one on either side.
     """
     letters = [np.asarray(sequence, dtype=">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=letters.__getitem__)
-    common = [_common(sequences[one], sequences[next_one]) for one, next_one in pairwise(order)]
+    common = []
+    for one, next_one in pairwise(order):
+        most = min(len(sequences[one]), len(sequences[next_one]))
+        differs = np.flatnonzero(np.asarray(sequences[one][:most]) != np.asarray(sequences[next_one][:most]))
+        common.append(int(differs[0]) if len(differs) else most)
     found = [(0, 0)] * len(sequences)
     for rank, index in enumerate(order):
         for step in (-1, 1):
@@ -81,17 +85,9 @@ def common_beginnings(sequences: Sequence[np.ndarray]) -> list[tuple[int, int]]:
     return found
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
-    most = min(len(one), len(other))
-    differs = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
-    return int(differs[0]) if len(differs) else most
-
-
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of a row begin and end, padding included; `lengths` is the same on the host, so that nobody
-    asks the device."""
+    """Bounds of the sequences of a row, padding included; `lengths` is on the host, to avoid device transfers."""
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
@@ -114,18 +110,24 @@ class PackedRow:
 
     @property
     def total_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence that is data, prompt and response."""
+        """Number of tokens of each sequence (prompt and response), without padding."""
         return self.layout.lengths[: len(self.response_lengths)]
 
     def part(self, rank: int, size: int) -> RowPart:
-        """The tokens of one of `size` ranks that share the row."""
+        """Return the part of one of `size` ranks that share the row."""
         if size == 1:
             counts = (sum(self.response_lengths),)
             return RowPart(self.tokens, self.position_ids, self.predict_index, self.targets, counts)
         length, rest = divmod(self.num_tokens, size)
         if rest:
-            raise ValueError(f"a row of {self.num_tokens} tokens has no {size} equal parts: pack it to a multiple")
-        before = self._predicted_before([length * place for place in range(size + 1)])
+            raise ValueError(
+                f"a row of {self.num_tokens} tokens cannot be split into {size} equal parts: pack it to a multiple"
+            )
+        lengths, responses = np.array(self.total_lengths), np.array(self.response_lengths)
+        first = np.cumsum(lengths) - responses - 1
+        bounds = [length * place for place in range(size + 1)]
+        # response tokens that are predicted at positions below each bound, from host data
+        before = [int(np.clip(bound - first, 0, responses).sum()) for bound in bounds]
         own, predicted = slice(length * rank, length * (rank + 1)), slice(before[rank], before[rank + 1])
         return RowPart(
             tokens=self.tokens[:, own],
@@ -135,16 +137,10 @@ class PackedRow:
             counts=tuple(end - begin for begin, end in pairwise(before)),
         )
 
-    def _predicted_before(self, bounds: Sequence[int]) -> list[int]:
-        """How many response tokens are predicted at positions below each bound; from what the host knows."""
-        lengths, responses = np.array(self.total_lengths), np.array(self.response_lengths)
-        first = np.cumsum(lengths) - responses - 1
-        return [int(np.clip(bound - first, 0, responses).sum()) for bound in bounds]
-
 
 @dataclass(frozen=True)
 class RowPart:
-    """A rank's tokens of a row, and the response tokens that are predicted from them."""
+    """A rank's tokens of a row, and the response tokens that they predict."""
 
     tokens: Tensor  # [1, t]
     position_ids: Tensor  # [1, t]
@@ -163,7 +159,7 @@ def pack(
 ) -> PackedRow:
     """Pack sequences whose last `response_length` tokens are the response (each after at least one prompt token).
 
-    The row is padded to a multiple of `multiple` tokens. With `share_prompts` it says which tokens are the same.
+    The row is padded to a multiple of `multiple` tokens. With `share_prompts` it lists duplicate tokens.
     """
     lengths = [len(sequence) for sequence in tokens]
     for length, response_length in zip(lengths, response_lengths, strict=True):

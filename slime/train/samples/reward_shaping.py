@@ -1,7 +1,7 @@
-"""From the rewards of samples to those that advantages are made of.
+"""Shapes the rewards of samples into those that advantages are computed from.
 
-Invariant: groups go by `group_index` and count what `--advantage-population` says, whatever their sizes; a sample that
-is excluded gets zero and has no say; every reward that leaves here is a finite number.
+Invariant: groups are defined by `group_index` and count rollouts or samples as `--advantage-population` says, for any
+group size; an excluded sample gets zero and does not affect others; every resulting reward is finite.
 """
 
 from __future__ import annotations
@@ -29,17 +29,28 @@ def shape_rewards(
     rollout_ids: Sequence[int],
     excluded: Sequence[bool],
 ) -> tuple[list[float], list[float]]:
-    """(raw rewards for the logs, rewards the advantages are made of)."""
+    """Return the raw rewards for the logs, and the rewards that advantages are computed from."""
     if config.custom_reward_post_process_path is not None:
         return _custom(config, config.custom_reward_post_process_path, samples, excluded)
-    rewards = _rewards_of(config, samples, excluded)
+    given = [sample.reward for sample in samples]
+    if set(map(type, given)) == {float} and np.isfinite(np.array(given)).all():  # the common case
+        rewards: list[float] = given  # type: ignore[assignment]
+    else:
+        rewards = [_reward_of(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
     notes = [sample.metadata for sample in samples]
     raw = [
         float(note["raw_reward"]) if "raw_reward" in note else value for note, value in zip(notes, rewards, strict=True)
     ]
     before_penalty = rewards
     if config.overlong_buffer_len:
-        rewards = _less_overlong(config, samples, rewards)
+        assert config.rollout_max_response_len is not None, "the flags were checked"
+        penalties = overlong_penalties(
+            [sample.response_length for sample in samples],
+            max_len=config.rollout_max_response_len,
+            buffer_len=config.overlong_buffer_len,
+            penalty=config.overlong_penalty,
+        )
+        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     if config.disable_rewards_normalization:
         return raw, rewards
     estimator = estimator_of(config)
@@ -59,16 +70,21 @@ def shape_rewards(
 def placed_turn_rewards(
     config: Config, samples: Sequence[Sample], masks: Sequence[np.ndarray], excluded: Sequence[bool]
 ) -> list[np.ndarray] | None:
-    """For each response token what its turn earned, at the last token of the turn that is trained on.
+    """Place each turn's reward at the last trained token of the turn; return a reward per response token.
 
-    Only for estimators with a reward at every token; the others go by the reward of the whole. Where that is nothing
-    but the sum of the turns' it is taken off again at the end, where the estimators put it. None where no turn has a
-    reward, or a function of the user makes the rewards.
+    This applies only to estimators with a reward at every token; the others use the reward of the whole sample. If that
+    is the sum of the turns' rewards, it is subtracted at the last token, where the estimators add it. Returns None if
+    no turn has a reward, or if a user function shapes the rewards.
     """
     own_shaping = config.custom_reward_post_process_path is not None
     if estimator_of(config).level != TOKEN or own_shaping:
         return None
-    turns = [[] if skip else _turns_of(sample) for sample, skip in zip(samples, excluded, strict=True)]
+    turns: list[list[tuple[int, int, float]]] = []
+    for sample, skip in zip(samples, excluded, strict=True):
+        try:
+            turns.append([] if skip else turn_rewards(sample))
+        except BadSample as error:
+            raise UserError(f"sample {sample.index}: {error}") from error
     if not any(turns):
         return None
     sums = [sample.metadata.get("turn_rewards_sum") for sample in samples]
@@ -78,64 +94,41 @@ def placed_turn_rewards(
     ]
 
 
-def _turns_of(sample: Sample) -> list[tuple[int, int, float]]:
-    try:
-        return turn_rewards(sample)
-    except BadSample as error:
-        raise UserError(f"sample {sample.index}: {error}") from error
-
-
 def _placed(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_end: float) -> np.ndarray:
+    """Place the rewards of a sample's turns, and subtract `at_the_end` at its last trained token."""
     placed = np.zeros(len(mask), dtype=np.float32)
     actions = np.flatnonzero(mask)
     if not len(actions):
         return placed
     for _, stop, reward in turns:
         before = int(np.searchsorted(actions, stop))
-        if before:  # a turn of which nothing is trained on is paid to the one before
+        if before:  # the reward of an untrained turn goes to the turn before it
             placed[actions[before - 1]] += reward
     placed[actions[-1]] -= at_the_end
     return placed
 
 
-def _rewards_of(config: Config, samples: Sequence[Sample], excluded: Sequence[bool]) -> list[float]:
-    given = [sample.reward for sample in samples]
-    if set(map(type, given)) == {float} and np.isfinite(np.array(given)).all():
-        return given  # type: ignore[return-value]  # as they nearly always are
-    return [_reward_of(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
-
-
 def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
+    """Return the checked reward of a sample."""
     if excluded and not isinstance(sample.reward, int | float):
         return math.nan
     if sample.reward is None:
-        if config.use_opd:  # the teacher may be the only judge
+        if config.use_opd:  # the teacher may replace the reward
             return 0.0
         raise UserError(f"sample {sample.index} has no reward: its reward function must set one or fail the sample")
     reward = float(sample.reward_number(config))
     if not math.isfinite(reward) and not excluded:
         path = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
         raise UserError(
-            f"sample {sample.index} has reward {reward}: rewards must be finite (see its reward function); it is in "
-            f"{path}"
+            f"sample {sample.index} has reward {reward}: its reward function must return a finite number; see {path}"
         )
     return reward
-
-
-def _less_overlong(config: Config, samples: Sequence[Sample], rewards: Sequence[float]) -> list[float]:
-    assert config.rollout_max_response_len is not None, "checked when the flags were"
-    penalties = overlong_penalties(
-        [sample.response_length for sample in samples],
-        max_len=config.rollout_max_response_len,
-        buffer_len=config.overlong_buffer_len,
-        penalty=config.overlong_penalty,
-    )
-    return [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
 
 
 def _custom(
     config: Config, path: str, samples: Sequence[Sample], excluded: Sequence[bool]
 ) -> tuple[list[float], list[float]]:
+    """Shape the rewards with the user's function and check its result."""
     hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
     raw, rewards = hook(plugin_args(config), list(samples))
     if len(raw) != len(samples) or len(rewards) != len(samples):
@@ -144,6 +137,6 @@ def _custom(
         if not skip and not math.isfinite(reward):
             kept = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
             raise UserError(
-                f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite; it is in {kept}"
+                f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite; see {kept}"
             )
     return [float(value) for value in raw], [float(value) for value in rewards]

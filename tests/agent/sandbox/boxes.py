@@ -1,4 +1,4 @@
-"""The sandboxes of this machine, each by every way it can be made here; what cannot be is asserted to say so."""
+"""Local sandboxes of every kind; a kind that this machine does not support must raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = (*LOCAL, "subprocess")
 
 
 def box(way: str, **options: Any) -> MachineSandbox | None:
-    """A sandbox of that kind; None where this machine has none, after checking that it says so in one sentence."""
+    """Return a sandbox of that kind, or None where this machine does not support it, after checking the error."""
     if way == "subprocess":
         return SubprocessSandbox(**options)
     if (why := refusal(way)) is not None:
@@ -32,7 +32,7 @@ def box(way: str, **options: Any) -> MachineSandbox | None:
 
 
 def inside(way: str, use: Callable[[MachineSandbox], Awaitable[None]], **options: Any) -> None:
-    """Start a sandbox, use it, end it."""
+    """Start a sandbox, use it and end it."""
     made = box(way, **options)
     if made is None:
         return
@@ -45,7 +45,7 @@ def inside(way: str, use: Callable[[MachineSandbox], Awaitable[None]], **options
 
 
 def alive(mark: str) -> list[int]:
-    """The processes of this machine whose environment or command line holds the mark."""
+    """Return the processes of this machine whose environment or command line contains the mark."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -62,7 +62,7 @@ def alive(mark: str) -> list[int]:
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Poll until something holds."""
+    """Poll until the condition holds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come to hold"

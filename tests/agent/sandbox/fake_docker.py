@@ -1,7 +1,7 @@
-"""A stand-in for docker that keeps a record of its command lines and really runs things, in a network of their own.
+"""Fake `docker` that records its command lines and runs real processes in a network namespace of their own.
 
-`run` starts a process in new namespaces where that is allowed and runs the image's "container" there; `exec` enters
-them; `inspect` and `kill` are what they are. The folder in FAKE_DOCKER holds the record and the pids.
+`run` starts the first process of the "container" in a new network namespace; `exec` enters that namespace; `inspect`
+prints the process id and `kill` ends the process. The folder in FAKE_DOCKER holds the record and the process id.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ def options(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def first_process() -> None:
-    """Of the container: with a loopback interface, until its standard input ends."""
+    """First process of the container: brings up the loopback interface and runs until its standard input ends."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, 0x8914, struct.pack("16sh22x", b"lo", 1))
     (HERE / "workspace").mkdir(exist_ok=True)

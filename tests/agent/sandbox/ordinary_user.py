@@ -1,4 +1,4 @@
-"""A program that an ordinary user runs: a local sandbox, or the sentence why there is none."""
+"""Program run as an ordinary user that prints a report on a local sandbox, or the reason why there is none."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
-"""A program that owns a sandbox with daemons in it, some of them stopped, says so, and waits: `WAY MARK [fork]`.
+"""Program that owns a sandbox with daemons, some of them stopped, prints its folders and waits: `WAY MARK [fork]`.
 
-With `fork` there is a copy of it that holds all that it holds.
+With `fork`, a forked copy holds the same file descriptors.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Control groups of both versions, in folders made like the kernel's: which files are written where."""
+"""Control groups v1 and v2: files written, in folders that imitate the kernel's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path
     def write(path: str, text: str) -> None:
         written.append(os.path.relpath(path, tmp_path))
         if path.endswith("user.slice/cgroup.subtree_control"):
-            raise OSError(16, "Device or resource busy")  # a group that has processes
+            raise OSError(16, "Device or resource busy")  # the group has processes
         real(path, text)
 
     monkeypatch.setattr(cgroups, "_write", write)
@@ -90,7 +90,7 @@ def test_groups_of_the_dead_are_removed_and_no_others(tmp_path: Path, monkeypatc
     for folder in (gone, other, tmp_path / NAME):
         folder.mkdir()
     cgroups.remove_stale(str(tmp_path))
-    assert gone.exists()  # it may be about to be used
+    assert gone.exists()  # a process may be about to join it
     later = time.time() + 3600
     monkeypatch.setattr(cgroups.time, "time", lambda: later)
     cgroups.remove_stale(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Commands, files and pipes of the sandboxes of this machine."""
+"""Commands, files and pipes of local sandboxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """The path of a unix socket has 108 bytes at most, macOS's 104; pytest's folders are longer."""
+    """Short folder: a unix socket path has at most 108 bytes (104 on macOS), and pytest's folders are longer."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

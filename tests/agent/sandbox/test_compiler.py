@@ -1,4 +1,4 @@
-"""The machine's C compiler: found, used in a sandbox, quoted."""
+"""The machine's C compiler: detection, builds in a sandbox, quoted errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers against a stand-in for docker: its command lines, and what comes of them when it really runs things."""
+"""Containers against a fake docker: its command lines, and the results of the processes that it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record(docker: Path) -> list[list[str]]:
 
 
 def can_enter_networks() -> bool:
-    """Root of a machine with namespaces; elsewhere what the sandbox says about it is checked."""
+    """Return true for root on a machine with namespaces; elsewhere the tests check the sandbox's refusal."""
     return os.geteuid() == 0 and refusal("unshare") is None
 
 
@@ -57,7 +57,7 @@ def test_commands_files_and_endings(docker: Path) -> None:
         async with made as sandbox:
             assert await sandbox.exec("echo $WHAT; echo e >&2; exit 3", env={"WHAT": "x y"}) == (3, "x y\n", "e\n")
             assert await sandbox.exec(["echo", "a b"], user="agent") == (0, "a b\n", "")
-            for seconds in (0.5, 5, 50):  # longer, if the command had not begun when its time was over
+            for seconds in (0.5, 5, 50):  # retry with a longer timeout if the command had not begun
                 mark, before = f"container-{os.urandom(8).hex()}", len(record(docker))
                 line = f"(setsid sleep 600 &) ; echo '[\"begun\"]' >> {docker}/record; sleep 600"
                 late = await sandbox.exec(line, env={"MARK": mark}, timeout=seconds)

@@ -1,4 +1,4 @@
-"""What a hostile or broken command does stays in its sandbox, ends with it, and is called by its name."""
+"""Containment: effects of hostile or broken commands stay in their sandbox, end with it, and have a named cause."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_fork_bomb_that_runs_out_of_time_is_gone_and_the_sandbox_is_not(way: s
         await sandbox.box.sweep(own_processes=sandbox.own_processes)
         await asyncio.to_thread(wait_until, lambda: not alive(mark))
         while (outcome := await sandbox.exec("echo here")).cause == "processes":
-            pass  # the places of the last ones are about to be free
+            pass  # the process slots of the last ones are being freed
         assert outcome.out == "here\n"
 
     inside(way, use, limits=SandboxLimits(processes=48, grace_seconds=0.1))
@@ -187,7 +187,7 @@ def test_no_file_of_the_host_is_read_by_whatever_path(way: str, tmp_path: Path) 
         with pytest.raises((FileNotFoundError, PermissionError, SandboxError)):
             await sandbox.read_file(f"around{secret}")
         await sandbox.exec(f"ln -s {secret} out")
-        await sandbox.write_file("out", "changed")  # the sandbox has a /tmp of its own
+        await sandbox.write_file("out", "changed")  # the sandbox has its own /tmp
         found = await sandbox.exec(
             f"cat {secret} /proc/*/root{secret} /proc/*/cwd/../..{secret} 2>/dev/null; ls /root /home"
         )
@@ -221,7 +221,7 @@ def test_there_is_no_privilege_to_gain(way: str) -> None:
         assert {line.split()[-1] for line in status.splitlines() if line.startswith("Cap")} == {"0" * 16}
         assert "NoNewPrivs:\t1" in status
         assert (await sandbox.exec("id -u")).out.strip() != "0"
-        assert (await sandbox.exec("ls /proc/self/fd")).out.split() == ["0", "1", "2", "3"]  # the last is of ls itself
+        assert (await sandbox.exec("ls /proc/self/fd")).out.split() == ["0", "1", "2", "3"]  # 3 belongs to ls itself
         for line in (
             "unshare -U true",
             "unshare -rm true",
@@ -365,7 +365,7 @@ asyncio.run(main())
 
 
 def test_where_namespaces_are_forbidden_a_sandbox_is_refused_unless_none_is_asked_for() -> None:
-    """Such as in a sandbox."""
+    """A sandbox itself forbids namespaces, so this test runs inside one."""
     root = Path(__file__).parents[3]
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -427,7 +427,7 @@ def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
 
 
 def filtered(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the filter answers to a call: the program, interpreted."""
+    """Interpret the BPF program of the filter and return its verdict on a call."""
     code = syscalls.program(machine)
     data = struct.pack(
         "=IIQ6Q", number, architecture or syscalls.ARCHITECTURES[machine], 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6]
@@ -459,12 +459,12 @@ def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machi
     assert filtered(machine, syscalls.CLONE[column], 0x10000011) == fail | errno.EPERM
     assert filtered(machine, syscalls.CLONE[column], 0x3D0F00) == allow  # a thread
     assert filtered(machine, syscalls.IOCTL[column], 0, 0x5412) == fail | errno.EPERM
-    assert filtered(machine, 0, architecture=0x40000003) == fail | errno.ENOSYS  # of 32 bits
+    assert filtered(machine, 0, architecture=0x40000003) == fail | errno.ENOSYS  # a 32-bit call
     assert filtered(machine, 0x40000000) == (fail | errno.ENOSYS if machine == "x86_64" else allow)
 
 
 def test_the_numbers_of_system_calls_are_those_of_the_headers() -> None:
-    """Of the machine's own headers; both files come with Linux's, on every machine."""
+    """Compares with the installed Linux headers, which have both files on every architecture; skips missing files."""
     files = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
     named = {
         **syscalls.NOT_THERE, **syscalls.FORBIDDEN, "socket": syscalls.SOCKET, "socketpair": syscalls.SOCKETPAIR,

@@ -1,4 +1,4 @@
-"""Device nodes in sandboxes: those that were asked for, nothing else, and only what a GPU's nodes are like."""
+"""Device nodes in sandboxes: only requested ones are visible, and only character devices are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.agent.sandbox.boxes import LOCAL, inside
 
 @pytest.fixture
 def node() -> Iterator[str]:
-    """A device of our own: another name for /dev/zero."""
+    """Temporary device node with the device number of /dev/zero."""
     path = f"/dev/slime-{os.urandom(6).hex()}"
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))

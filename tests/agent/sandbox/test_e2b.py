@@ -1,4 +1,4 @@
-"""E2B's sandboxes against a stand-in for its package: which calls are made, with what, and how often."""
+"""E2B sandboxes against a fake `e2b` package: calls, arguments and retries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotFoundException(Exception):
 
 
 class Server:
-    """What the package's sandbox does, written down; `failures` are raised first, one a call."""
+    """Fake of the package's sandbox that records calls; each call first raises the next of `failures`, if any."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The flags of sandboxes are the limits of the sandboxes that a run makes."""
+"""Sandbox flags set the limits of the sandboxes of a run."""
 
 from __future__ import annotations
 

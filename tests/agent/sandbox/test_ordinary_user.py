@@ -1,4 +1,4 @@
-"""A local sandbox without being root: a user namespace in the place of a throw-away user."""
+"""Local sandboxes of non-root users: a user namespace replaces the temporary user."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RUN = (
     "exec setpriv --reuid $USER_ID --regid $USER_ID --clear-groups env -i PATH=/usr/bin:/bin PYTHONPATH=/media "
     'PYTHONDONTWRITEBYTECODE=1 SNAPSHOT="$SNAPSHOT" "/mnt/bin/$PYTHON" -m tests.agent.sandbox.ordinary_user'
 )
-"""The interpreter and the checkout may be in a folder that only root may enter: show them elsewhere."""
+"""Binds the interpreter and the checkout elsewhere: they may be in a folder that only root may enter."""
 WEAK_ROOT = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
-"""As in a container that has no right to make namespaces without one of users."""
+"""Drops CAP_SYS_ADMIN, as in a container that may create namespaces only inside a user namespace."""
 
 
 @pytest.fixture(scope="module", params=["a user", *(["root without capabilities"] if os.geteuid() == 0 else [])])
 def said(request: pytest.FixtureRequest) -> dict[str, Any] | None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own are for nobody else
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # other users cannot read pytest's folders
         os.chmod(folder, 0o755)
         return answer_of(Path(folder), is_weak_root=request.param != "a user")
 

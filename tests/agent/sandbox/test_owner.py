@@ -1,4 +1,4 @@
-"""However the process that owns a sandbox ends, nothing is left: no process, no control group, no folder."""
+"""The death of the process that owns a sandbox leaves no process, control group or folder."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def end_the_owner(way: str, how: signal.Signals, *more: str) -> None:
     finally:
         for pid in apart:
             os.kill(pid, signal.SIGKILL)
-    own = folders if way == "subprocess" else folders[1:]  # /workspace is a path inside
+    own = folders if way == "subprocess" else folders[1:]  # /workspace exists only inside the sandbox
     wait_until(lambda: not [folder for folder in own if os.path.exists(folder)])

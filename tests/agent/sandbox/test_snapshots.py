@@ -1,4 +1,4 @@
-"""Many sandboxes from one prepared folder: each its own, the folder unchanged, and what each changed."""
+"""Sandboxes started from one snapshot folder: isolation, the unchanged folder, and the diff of each sandbox."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_folders_nested_beyond_any_path_are_compared_and_removed(way: str, tmp_p
     task.mkdir()
     (task / "led astray").symlink_to("..")
     (tmp_path / "file").write_text("outside\n")
-    depth = 1100  # 6600 characters, and more than Python recurses
+    depth = 1100  # 6600 characters, and deeper than Python's recursion limit
     dig = f"""
 import os
 os.unlink("led astray"); os.mkdir("led astray"); open("led astray/file", "w").write("inside\\n")
@@ -182,11 +182,11 @@ os.mkdir("shut"); open("shut/file", "w").close(); os.chmod("shut", 0)
         await sandbox.exec("mkfifo pipe; head -c 2000000 /dev/zero > large")
         changes = await sandbox.diff()
         deep = "inner/" * depth
-        found = {path: kind for kind, path in changes.files if path != f"{deep}shut/file"}  # which root may see
+        found = {path: kind for kind, path in changes.files if path != f"{deep}shut/file"}  # visible only to root
         assert found == {
             "led astray": "deleted", "led astray/file": "added", "pipe": "added", "large": "added", f"{deep}deep": "added"
         }  # fmt: skip
-        assert changes.truncated  # no patch holds a pipe, nor a large file
+        assert changes.truncated  # patches hold neither pipes nor large files
         assert "outside" not in changes.patch
         assert "+inside\n" in changes.patch
         assert "+here\n" in changes.patch
@@ -223,7 +223,7 @@ def test_two_sandboxes_of_one_snapshot_do_not_meet(way: str, task: Path) -> None
 
 
 def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
-    """A copy is a fallback: as root on a kernel that maps owners of mounts, no sandbox pays for one."""
+    """Copying is a fallback: as root on a kernel with id-mapped mounts (5.19), the overlay must work."""
 
     async def run() -> bool:
         try:
@@ -241,7 +241,7 @@ def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
 
 @pytest.mark.parametrize("how", ["auto", "copy"])
 def test_a_whole_root_file_system(how: str, tmp_path: Path) -> None:
-    """Made of static parts of this one: a busybox would do; here its shell and the libraries that it needs."""
+    """The root file system consists of this machine's shell, three tools and their libraries."""
     if refusal("unshare") is not None:
         assert box("unshare") is None
         return

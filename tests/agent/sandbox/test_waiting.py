@@ -1,4 +1,4 @@
-"""Long commands, in sandboxes of this machine and in one that only has upstream's protocol."""
+"""Long-running commands, in local sandboxes and in one that implements only upstream's protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 
 
 class Upstream:
-    """A sandbox that has no more than upstream's protocol; what it does is done by a real one."""
+    """Sandbox that implements only upstream's protocol and delegates to a real one."""
 
     def __init__(self, below: MachineSandbox) -> None:
         self.below = below
@@ -58,7 +58,7 @@ def test_a_long_command_gives_its_exit_code_or_runs_out_of_time(way: str) -> Non
 
 
 def runs(mark: str) -> bool:
-    """Whether a process has the mark in its own environment; in the words of a shell it may be earlier."""
+    """Return true if the environment of a process has the mark; a shell's command line may contain it earlier."""
     for pid in alive(mark):
         with contextlib.suppress(OSError):
             if f"MARK={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
@@ -68,7 +68,7 @@ def runs(mark: str) -> bool:
 
 def test_a_sandbox_with_upstreams_protocol_is_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"sandbox-detached-{os.urandom(8).hex()}"
-    reads = itertools.count()  # the first one sets the deadline, whether or not the command runs already
+    reads = itertools.count()  # the first read sets the deadline, even if the command has begun
     clock = SimpleNamespace(monotonic=lambda: 1000.0 if next(reads) and runs(mark) else 0.0)
 
     async def run() -> None:

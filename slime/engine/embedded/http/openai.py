@@ -332,11 +332,11 @@ class OpenAIRoutes:
         rest = {"usage": usage, "metadata": {"weight_version": self._engine.core.weight_version}}
 
         def make(texts: list[str]) -> web.Response:
-            choices = []
+            choices: list[JsonObject] = []
             for at, (each, text) in enumerate(zip(done, texts, strict=True)):
                 piece = whole(each.sequence, text)
                 reply = Reply(None) if reading is None else reading.reply()
-                content = {"text": text} if reading is None else {"message": reply.message(text)}
+                content: JsonObject = {"text": text} if reading is None else {"message": reply.message(text)}
                 logprobs = self._logprobs(piece, each.request, is_chat=chat)
                 choices.append({**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs, "index": at})
             return json_answer({**head, "object": kind, "choices": choices, **rest})

@@ -246,7 +246,7 @@ def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
 
 
 def announced(fields: Fields) -> Announced:
-    """Parse an announced bucket: SGLang's fields, and two of ours.
+    """Parse the announcement of a bucket: SGLang's fields, and two of ours.
 
     `bucket` is the bucket's number and the count of the update's buckets ([1, 3]: the first of three); `adapter` (`r`,
     `lora_alpha`, `base_dtype`) marks the tensors of a LoRA adapter.
@@ -266,7 +266,8 @@ def announced(fields: Fields) -> Announced:
         raise BadRequest(f"bucket must be [number, count] with 1 <= number <= count, not {[number, count]}", "bucket")
     group = group_name(fields)
     checked_shapes = [_integers(shape, "shapes", _MOST) for shape in shapes]
-    given, adapter = fields.body.get("adapter"), None
+    given = fields.body.get("adapter")
+    adapter: AdapterFacts | None = None
     if given is not None:
         if not isinstance(given, dict):
             raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")

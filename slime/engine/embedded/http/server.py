@@ -35,7 +35,8 @@ from slime.storage.json_types import JsonMapping, JsonObject
 log = logging.getLogger(__name__)
 
 _MAX_BLOB = 8 << 30  # weights in a request body
-_BLOBS_AT, _BLOB = "/update_weights_from_tensor", "application/octet-stream"
+_BLOBS_AT = "/update_weights_from_tensor"
+_BLOB = "application/octet-stream"
 _PROBE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
 _COLUMNS_HEADER = "X-Slime-Columns"  # the tokens of an answer as columns, for slime's own client

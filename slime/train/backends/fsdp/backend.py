@@ -42,7 +42,6 @@ from slime.train.backends.fsdp.sharding import (
     reduce_gradients,
     reshard,
     shard,
-    shard_like,
     total_norm,
     whole,
 )
@@ -187,7 +186,7 @@ class FSDPBackend:
     # passes
 
     def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
-        pass  # there are no user hooks in this backend
+        pass  # this backend has no user hooks
 
     def forward_backward(
         self,
@@ -350,12 +349,6 @@ class FSDPBackend:
         if self._adapted is not None and kind in self._adapted.sets:
             return self._adapted.sets.placed(kind)
         return self._frozen.model(kind).state()
-
-    @torch.no_grad()
-    def load_parameter(self, name: str, full: Tensor) -> None:
-        """Overwrite this rank's part of one parameter."""
-        parameter = self._parameters[name]
-        local_part(parameter).copy_(local_part(shard_like(parameter, full)))
 
     def _saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint."""

@@ -94,7 +94,8 @@ class StreamedAdam(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, state: dict[str, Tensor], group: ParamGroup, *, salt: int) -> None:
         """Update one parameter, `_PART` elements at a time; `salt` seeds the rounding."""
-        weights, gradients = local_part(parameter.detach()).view(-1), local_part(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        weights = local_part(parameter.detach()).view(-1)
+        gradients = local_part(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         kept = [local_part(state[moment]).view(-1) for moment in MOMENTS]
         first = first_element(parameter)
         for begin in range(0, weights.numel(), _PART):
@@ -225,7 +226,7 @@ class ShardedAdamW(torch.optim.AdamW):
 class StatelessAdam(torch.optim.Optimizer):
     """Adam whose every step is a first step: after bias correction both moments are those of one gradient.
 
-    So the betas cancel out, `p -= lr (g / (|g| + eps) + weight_decay p)`, and there is no state to keep or to save.
+    So the betas cancel out, `p -= lr (g / (|g| + eps) + weight_decay p)`, and no state is kept or saved.
     """
 
     def __init__(self, groups: list[ParamGroup], *, lr: float, eps: float) -> None:

@@ -1,7 +1,7 @@
 """State of a sharded model: this rank's parts of a checkpoint, and frozen sets of weights.
 
 Invariant: of the ranks that hold the same part exactly one writes it, and they take turns; every rank reads only its
-own parts, whatever the sharding was when they were written.
+own parts, also if the sharding was another when they were written.
 
 Frozen sets are weights that are not trained, by name: reference, teacher, and the weights that the engines sample with.
 Invariant: a set of the policy's shape is sharded as the policy is, so copying the policy into it moves nothing between

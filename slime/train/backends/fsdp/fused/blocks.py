@@ -86,7 +86,7 @@ class ToHeads(torch.autograd.Function):
 class FromHeads(torch.autograd.Function):
     """Attention's output and the hidden states before it to the hidden states after the layer, [1, T, H].
 
-    `follows`: True if a backward follows; otherwise tensors that only it reads are not kept.
+    `follows`: True if a backward follows; otherwise tensors that only it reads need not be written.
     """
 
     @staticmethod

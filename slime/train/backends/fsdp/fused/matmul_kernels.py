@@ -10,7 +10,7 @@ inner loop: they are faster from hidden size 2,560 on.
 
     s_i = max_k |x_ik| / 448;  q = e4m3(x / s);  x @ w.T ~ (q_x @ q_w.T) * s_x * s_w.T
 
-Invariant: the scales are computed from the present values, so nothing overflows and there is no state between calls. A
+Invariant: the scales are computed from the present values, so nothing overflows and no state is kept between calls. A
 row of zeros stays zero.
 """
 
