@@ -157,4 +157,4 @@ def test_models_are_listed_and_their_config_is_printed(capsys: pytest.CaptureFix
     assert cli.main(["models", "qwen3-4B", "--write", str(tmp_path / "m")]) == 0
     assert json.loads((tmp_path / "m" / "config.json").read_text())["hidden_size"] == 2560
     assert cli.main(["models", "qwen9"]) == 2
-    assert "slime models lists them" in capsys.readouterr().err
+    assert "`slime models` lists them" in capsys.readouterr().err

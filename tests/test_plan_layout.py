@@ -175,7 +175,7 @@ def plan(flags: dict[str, Any], model: dict[str, Any], **changes: Any) -> str:
         (
             {**DENSE, "model_type": "gpt2"},
             {},
-            "model_type gpt2 of config.json is no family known here: ",
+            "model_type gpt2 of config.json is not a supported family: ",
         ),
         ({**EXPERTS, "model_type": "minimax_m2"}, {}, "--train-backend megatron cannot train {folder}: MiniMax M2"),
         (EXPERTS, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex needs GPUs"),

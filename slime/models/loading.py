@@ -115,8 +115,8 @@ def check_complete(folder: str | Path, report: dict[str, Any]) -> None:
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise UserError(
-            f"{name} in {folder} has shape {tuple(found)}, but its config.json requires {tuple(wanted)}: correct it, "
-            "or use config and weights of the same model"
+            f"{name} in {folder} has shape {tuple(found)}, but its config.json asks for {tuple(wanted)}: correct it, "
+            "or take config and weights of the same model"
         )
 
 

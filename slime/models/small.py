@@ -1,8 +1,8 @@
 """Shrinks a model for self-checks: the same code and the same kinds of layers, in smaller sizes.
 
-An engine or a trainer compares its own numbers with transformers' on it before it loads the weights of the large model.
-Invariant: the properties that decide how layers mix tokens do not change (head sizes, kinds of layers, rotary
-embeddings). Windows, and lengths at which a rotary embedding changes, become shorter than the test sequences.
+Before an engine or a trainer loads the weights of the large model, it compares its results on the small one with
+transformers'. Invariant: the properties that decide how layers mix tokens do not change (head sizes, kinds of layers,
+rotary embeddings). Windows, and lengths at which a rotary embedding changes, become shorter than the test sequences.
 """
 
 from __future__ import annotations

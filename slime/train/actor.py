@@ -239,7 +239,12 @@ class Actor:
             warnings.append(found.sentence(f"rollout {rollout_id}, step {step_id}", names, "--lr"))
             return self.idle_step(skipped=True)
         self.state.updates += 1
-        named = {f"train/{name}": value for name, value in metrics.items()} | self._routing_mismatch(micro_batches)
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        if self.config.use_routing_replay:  # the share of replayed expert choices that routers would now change
+            routings = [micro.routing for micro in micro_batches if micro.routing is not None]
+            compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
+            if compared:
+                named["train/routing_mismatch"] = differing / compared
         return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
 
     def idle_step(self, *, skipped: bool = False) -> dict[str, float]:
@@ -260,14 +265,6 @@ class Actor:
         if micro.train_log_probs is None:
             micro.train_log_probs = log_probs.detach()
         return Outcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
-
-    def _routing_mismatch(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Compute the share of replayed expert choices that routers would now make differently, over all layers."""
-        if not self.config.use_routing_replay:
-            return {}
-        routings = [micro.routing for micro in micro_batches if micro.routing is not None]
-        compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
-        return {"train/routing_mismatch": differing / compared} if compared else {}
 
     # after the updates
 

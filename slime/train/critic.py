@@ -59,11 +59,15 @@ class Critic:
         step_id: int,
         warnings: list[str],
     ) -> dict[str, float]:
+        def objective(micro: MicroBatch, values: Tensor, _entropy: Tensor) -> Outcome:
+            loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
+            return Outcome(loss, sums)
+
         rates = self.rates.at(self.state.updates)
         self.backend.begin_step(rollout_id, step_id, rates)
         self.state.step += 1
         try:
-            metrics = train_step(self.backend, micro_batches, self._objective, rates)
+            metrics = train_step(self.backend, micro_batches, objective, rates)
         except NotFinite as found:
             values = self.values(micro_batches)  # repeats the forward; all ranks take part
             names = blamed(
@@ -75,7 +79,3 @@ class Critic:
         self.state.updates += 1
         named = {f"train/critic-{name}": value for name, value in metrics.items()}
         return named | {"train/critic-lr-pg_0": rates.learning_rate}
-
-    def _objective(self, micro: MicroBatch, values: Tensor, _entropy: Tensor) -> Outcome:
-        loss, sums = value_loss(micro, values, value_clip=self.config.value_clip)
-        return Outcome(loss, sums)

@@ -11,12 +11,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from slime.train.backends.protocol import Objective, Reads, Totals, TrainBackend
+from slime.train.backends.protocol import Objective, Reads, TrainBackend
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
-from slime.train.topology import Topology
 
 SKIPPED = "skipped_steps"
 """Metric: 1 for a step without an update, because its loss or gradient was not finite."""
@@ -51,24 +49,23 @@ def train_step(
     """Run forward and backward over this rank's micro-batches, then one clipped update; return the step's metrics."""
     totals = backend.forward_backward(micro_batches, objective, reads=reads, entropy=entropy)
     grad_norm = backend.clip_gradients()
-    metrics = _on_host(backend.topology, totals, grad_norm)
+    world = backend.topology.world
+    # ranks may have different names, in any order; all values are copied to the host at once
+    names, largest = sorted(world.union(totals.sums)), sorted(world.union(totals.maxima))
+    zero = grad_norm.float().new_zeros(())
+    found = []
+    if names:
+        sums = torch.stack([totals.sums.get(name, zero).float() for name in names])
+        found.append(backend.topology.total(sums))
+    if largest:
+        maxima = torch.stack([totals.maxima.get(name, zero).float() for name in largest])
+        found.append(backend.topology.largest(maxima))
+    norm = grad_norm.float().reshape(1)
+    not_finite = world.max((~torch.isfinite(norm)).float())  # norms may differ between model parts
+    values = torch.cat([*found, norm, not_finite]).tolist()
+    metrics = dict(zip([*names, *largest, "grad_norm", SKIPPED], values, strict=True))
     if metrics[SKIPPED] or not math.isfinite(metrics["loss"]):
         backend.drop_gradients()
         raise NotFinite(metrics["loss"], metrics["grad_norm"])
     backend.update(rates)
     return metrics
-
-
-def _on_host(topology: Topology, totals: Totals, grad_norm: Tensor) -> dict[str, float]:
-    """Reduce the metrics over ranks and copy them to the host at once; ranks may have different names, in any order."""
-    names, largest = sorted(topology.world.union(totals.sums)), sorted(topology.world.union(totals.maxima))
-    zero = grad_norm.float().new_zeros(())
-    found = []
-    if names:
-        found.append(topology.total(torch.stack([totals.sums.get(name, zero).float() for name in names])))
-    if largest:
-        found.append(topology.largest(torch.stack([totals.maxima.get(name, zero).float() for name in largest])))
-    norm = grad_norm.float().reshape(1)
-    not_finite = topology.world.max((~torch.isfinite(norm)).float())  # norms may differ between model parts
-    values = torch.cat([*found, norm, not_finite]).tolist()
-    return dict(zip([*names, *largest, "grad_norm", SKIPPED], values, strict=True))

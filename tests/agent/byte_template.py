@@ -1,4 +1,4 @@
-"""A chat template over bytes, for tests that look at tokens: an id below 256 is a byte, the others are control tokens."""
+"""Byte-level chat template for tests of tokens: ids below 256 are bytes, the others are control tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN, END, THINK = 256, 257, 258
 
 
 class ByteTemplate:
-    """`<begin>role\\ncontent<end>` for each message; thoughts of earlier turns are left out."""
+    """Renders each message as `<begin>role\\ncontent<end>`, without the reasoning of earlier turns."""
 
     refusal: str | None = None
     stop_ids = frozenset({END})
@@ -42,14 +42,14 @@ class ByteTemplate:
 
 
 def said(message: Message, *, thoughts: bool = True) -> str:
-    """A message as the model of these tests writes it."""
+    """Return the text of a message in the format of the test model."""
     calls = [f"<call>{call.name} {call.arguments}</call>" for call in message.tool_calls]
     thought = f"<think>{message.reasoning}</think>" if thoughts and message.reasoning else ""
     return thought + message.content + "".join(calls)
 
 
 def sampled(message: Message, *, finish: str = "stop", version: str = "0", odd: bool = True) -> SampledTurn:
-    """A turn in which the model said `message`; `odd` ids are not what the text would be encoded as."""
+    """Return a turn with `message`; with `odd`, its ids differ from the encoding of its text."""
     ids = [*said(message).encode(), *([END] if finish != "length" else [])]
     if odd:
         ids = [THINK, *ids]

@@ -1,4 +1,4 @@
-"""A model folder whose template knows tools, engines that play scripts, and runtimes that ask them."""
+"""Fixtures: a model folder whose template renders tools, scripted engines, and runtimes that use them."""
 
 import json
 
@@ -18,7 +18,7 @@ CONTEXT = 4096
 
 @pytest.fixture(scope="session")
 def agent_folder(tmp_path_factory):
-    """A tokenizer, a template with tools and tool calls, and a config.json; no weights."""
+    """Model folder without weights: a config.json and a tokenizer whose template renders tools and tool calls."""
     folder = tmp_path_factory.mktemp("agent_model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -50,7 +50,7 @@ def play(agent_tokenizer):
 
 
 def make_agent_runtime(folder, run_dir, urls, **flags):
-    """A bound runtime over these engines, for whoever closes it."""
+    """Return a bound runtime over these engines; the caller must close it."""
     usual = {
         "rollout_batch_size": 1,
         "n_samples_per_prompt": 1,
@@ -79,7 +79,7 @@ def agent_runtime(agent_folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def serve(agent_folder, agent_tokenizer, tmp_path):
-    """`serve(turn, ..., **flags)`: a service whose model says these things."""
+    """`serve(turn, ..., **flags)`: a live service whose engine plays these turns."""
     made = []
     (tmp_path / "judge.py").write_text(JUDGE)
 

@@ -1,7 +1,7 @@
-"""Clients that talk, edit, compact, branch, drop and ask again, at random, and what must be held of it all.
+"""Random actions of clients (ask, edit, compact, branch, drop, retry) and the session state that must result.
 
-`World` knows by itself which turn a request goes on from: it keeps track of what its clients changed. All that is said
-has a number of its own, so no two messages are alike by chance.
+`World` computes independently which turn a request continues, because it tracks the changes of its clients. Every text
+has a unique number, so no two messages are equal by chance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPECIAL = ("", " <|im_end|>", "\n</think>", " <|eot_id|> <tool_call>")
 
 @dataclass
 class Item:
-    """One message of a client, or one turn with the message that the model said."""
+    """One message of a client, or one turn with the message of the model."""
 
     message: Message
     turn: str | None = None
@@ -35,7 +35,7 @@ class Item:
 
 @dataclass
 class Client:
-    """A conversation as one client has it. `path`: which of its items are turns that nothing before was changed of."""
+    """One client's copy of a conversation. `path` lists the items that are turns with an unchanged history."""
 
     items: list[Item]
     tools: tuple[dict[str, Any], ...] = TOOLS
@@ -47,7 +47,7 @@ class Client:
 
 @dataclass
 class Recorded:
-    """A turn as the sampler made it, and the ids of all its history up to its end."""
+    """A sampled turn, and the ids of its whole history up to its end."""
 
     ids: list[int]
     log_probs: list[float]
@@ -55,7 +55,7 @@ class Recorded:
 
 
 class World:
-    """A session, its clients, and what was really sampled."""
+    """A session, its clients, and the turns that were sampled."""
 
     def __init__(self, template: Any, decode: Callable[[list[int]], str]) -> None:
         self.session = Session("key", template)
@@ -67,7 +67,7 @@ class World:
         self.clients = [self._new_client(Random(0))]
 
     def play(self, action: str, seed: int) -> None:
-        """One action of one client."""
+        """Run one action of one client."""
         random = Random(seed)
         client = random.choice(self.clients)
         getattr(self, f"_{action}")(client, random)
@@ -95,7 +95,7 @@ class World:
         twin.items.pop()
         twin.path.pop()
         self._turn(twin, random)
-        if random.random() < 0.5:  # the client has the second answer, not the first
+        if random.random() < 0.5:  # the client keeps the second answer
             self.clients[self.clients.index(client)] = twin
 
     def _branch(self, client: Client, random: Random) -> None:
@@ -131,7 +131,7 @@ class World:
 
     def _other_tools(self, client: Client, random: Random) -> None:
         if random.random() < 0.5:
-            client.tools = client.tools[::-1]  # the same in another order
+            client.tools = client.tools[::-1]  # the same tools in another order
         else:
             client.tools = (*TOOLS, {"type": "function", "function": {"name": f"tool{next(self._numbers)}"}})
             client.path = []
@@ -196,7 +196,7 @@ class World:
         return prompt
 
     def _check_ids(self, prompt: Prompt, client: Client, parent: tuple[int, str] | None) -> None:
-        """What is held stands first, id by id; after it stands what is new, and nothing of it is missing."""
+        """Check that the prompt has the ids of the history first, and then all new messages."""
         held = self.turns[parent[1]].transcript if parent else []
         ids = prompt.ids.tolist()
         assert ids[: len(held)] == held
@@ -233,7 +233,7 @@ class World:
         sampled = self._sampled(random)
         ids, log_probs = sampled.ids.tolist(), sampled.log_probs.tolist()
         turn = self.session.record(prompt, sampled)
-        sampled.ids[:] = 0  # an engine client may use its buffer again
+        sampled.ids[:] = 0  # an engine client may reuse its buffer
         self.turns[turn.id] = Recorded(ids, log_probs, prompt.ids.tolist() + ids)
         self.children[turn.parent.id if turn.parent else None] += 1
         client.path.append((len(client.items), turn.id))
@@ -257,7 +257,7 @@ ACTIONS = (
 
 
 def echoed(message: Message, turn: str | None, random: Random) -> list[Message]:
-    """A turn as some client sends it back, so that it can still be known."""
+    """Return a turn as a client may send it back, such that it can still be matched."""
     style = random.choice(["verbatim", "restyled", "referenced", "rewritten", "one call", "split", "split"])
     if style == "verbatim":
         return [message]
@@ -278,7 +278,7 @@ def echoed(message: Message, turn: str | None, random: Random) -> list[Message]:
 
 
 def restyled(message: Message, random: Random) -> Message:
-    """The same message, written down otherwise."""
+    """Return the same message in a different notation."""
     content = random.choice(["", " ", "\n"]) + message.content + random.choice(["", "  \n"])
     if message.role == "assistant":
         content = content.replace(" ", random.choice([" ", "\n  "])) if message.content else ""

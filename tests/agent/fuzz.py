@@ -1,7 +1,7 @@
-"""Hostile clients of the agent server, and a client that measures how long its own session takes meanwhile.
+"""Hostile clients of the agent server, and a probe that measures the latencies of its own sessions during an attack.
 
-Both run in processes of their own: `python -m tests.agent.fuzz attack PORT SEED COUNT KEY...` prints the outcome, and
-`... probe URL MODEL KEY...` the latencies in seconds when its standard input ends.
+Both run in separate processes: `python -m tests.agent.fuzz attack PORT SEED COUNT KEY...` prints the outcome, and
+`... probe URL MODEL KEY...` prints the latencies in seconds when its standard input ends.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import aiohttp
 from tests.engine.fuzz import WAYS, Outcome, Shot, as_json, bombard, damaged, mutated
 
 HELD = 400
-"""Connections that are kept open, idle or with half a request."""
+"""Number of connections kept open, idle or with half a request."""
 TURNS_A_KEY = 1000
 WARM_TURNS = 3
 """Turns before the attack, which are not measured."""
 SLEEP_S = 0.005
 Span = tuple[float, float]
-"""When something began and ended."""
+"""Start and end time of a request or a sleep, in seconds."""
 _TOOL = {"name": "add", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is 12+34?"}]
 
 
 def templates() -> list[tuple[str, str, Any]]:
-    """Method, path and body of requests that the server would answer with a turn or a number."""
+    """Return method, path and body of the requests that the attack mutates."""
     chat = {"model": "default", "messages": [*_ASK, {"role": "assistant", "content": "", "tool_calls": [{
                 "id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}]},
                 {"role": "tool", "tool_call_id": "call_1", "content": "46"}], "tools": [{"type": "function",
@@ -59,9 +59,9 @@ def templates() -> list[tuple[str, str, Any]]:
 
 
 def shots(seed: int, keys: list[str]) -> Iterator[Shot]:
-    """Requests without end: with the key of a session, of none, or without one; one in a hundred is huge.
+    """Yield requests without end, with a session's key, a wrong key or no key; one in a hundred is huge.
 
-    Those that are held open have the first key: they use up what its session may have in flight.
+    Held requests have the first key, so that they use up the in-flight limit of its session.
     """
     rng, known = random.Random(seed), templates()
     ways = {**dict(WAYS), "slow": 4, "held": 8}
@@ -121,7 +121,7 @@ async def attack(port: int, seed: int, count: int, keys: list[str]) -> Outcome:
 
 
 def excesses(requests: Sequence[Span], sleeps: Sequence[Span]) -> list[float]:
-    """The seconds of each request beyond the longest delay of a sleep that overlaps with it; `sleeps` one by one."""
+    """Return the seconds of each request beyond the longest delay of an overlapping sleep; sleeps are disjoint."""
     begins, ends = [begin for begin, _ in sleeps], [end for _, end in sleeps]
     found = []
     for begin, end in requests:
@@ -135,7 +135,7 @@ def delay_of(sleep: Span) -> float:
 
 
 async def _sleep_on(sleeps: list[Span]) -> None:
-    """What the machine itself delays, while requests are under way."""
+    """Record sleeps, whose delays measure the machine's own latency during the requests."""
     while True:
         begun = time.perf_counter()
         await asyncio.sleep(SLEEP_S)
@@ -143,9 +143,9 @@ async def _sleep_on(sleeps: list[Span]) -> None:
 
 
 async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
-    """Latencies of turns and of counted prompts, until standard input ends; `late` is the machine's own delay.
+    """Measure latencies of turns and token counts until standard input ends; `late` has the machine's own delays.
 
-    `beyond` is the most that a request took beyond that delay in its own time.
+    `beyond` is the largest latency of a request beyond the machine's delay during that request.
     """
     over = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
     turns: list[Span] = []
@@ -173,7 +173,7 @@ async def probe(url: str, model: str, keys: list[str]) -> dict[str, Any]:
             if not warm_at and len(turns) == WARM_TURNS:
                 warm_at = time.perf_counter()
                 print("warm", flush=True)
-    await asyncio.sleep(2 * SLEEP_S)  # the sleep beside the last request ends
+    await asyncio.sleep(2 * SLEEP_S)  # the sleep during the last request ends
     sleeping.cancel()
     turns, counts = ([span for span in spans if span[0] >= warm_at] for spans in (turns, counts))
     return {

@@ -1,4 +1,4 @@
-"""A live service over an engine that plays a script, and its clients."""
+"""A live service over a scripted engine, and its clients."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def clean(exchange):
 
 
 class Service:
-    """A runtime with a live service, and clients of it."""
+    """A runtime with a live service, and the actions of its clients."""
 
     def __init__(self, runtime, engine):
         self.runtime, self.engine = runtime, engine
@@ -63,7 +63,7 @@ class Service:
             return response.status, await response.json()
 
     async def hang_up(self, said, **options):
-        """Ask, and go away when the first tokens of the answer were sampled."""
+        """Send a request, and disconnect when the first tokens of the answer are sampled."""
         self.engine.holding.clear()
         asking = asyncio.ensure_future(self.post(said, **options))
         await asyncio.to_thread(self.engine.holding.wait)
@@ -71,7 +71,7 @@ class Service:
         await asyncio.gather(asking, return_exceptions=True)
 
     async def talk(self, *said, **options):
-        """The messages of a conversation in which the user says these."""
+        """Hold a conversation with these user messages; return all its messages."""
         messages = []
         for text in said:
             messages.append({"role": "user", "content": text})
@@ -81,7 +81,7 @@ class Service:
         return messages
 
     async def talk_at_once(self, *said):
-        """The name of a conversation that was open until all this was said; one that was silent too long is left."""
+        """Hold a conversation that stays open to its end; return its name. Retries if it exceeded the idle timeout."""
         while True:
             before = (await self.stats()).get("conversations", 0)
             await self.talk(*said, name=(name := f"client {before}"))
@@ -92,7 +92,7 @@ class Service:
         return await self.remote.live("stats")
 
     async def when(self, condition):
-        """The stats as soon as they meet the condition."""
+        """Wait until the stats meet the condition; return them."""
         while not condition(stats := await self.stats()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return stats
@@ -101,7 +101,7 @@ class Service:
         return await generate(self.runtime.plugin_args, Sample(index=index, group_index=index), {})
 
     def on_disk(self):
-        """All that is in the files of the run, and in the records that are packed in them."""
+        """Return the contents of all files of the run, and of the records packed in them."""
         files = b"".join(file.read_bytes() for file in self.folder.rglob("*") if file.is_file())
         with closing(sqlite3.connect(self.folder / FILE_NAME)) as connection:
             rows = connection.execute("SELECT record FROM exchanges").fetchall()

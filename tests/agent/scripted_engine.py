@@ -1,11 +1,11 @@
-"""An engine that plays a script: SGLang's `/generate`, streamed or not, whose every token the test has written.
+"""Fake SGLang engine that plays a script: serves `/generate`, streamed or not, with tokens written by the test.
 
-A `Script` has plays, which are lists of turns. A request is recognised by its token ids: one that continues what was
-played before gets the next turn of that play, one that repeats a prompt gets the same turn again, one that ends in the
-middle of a turn (it was aborted) the rest of it, and any other begins a play: the first one whose `mark` is in the text
-that is new. So a script needs no session ids, and edits of a client's history show.
+A `Script` has plays, which are lists of turns. A request is matched by its token ids. A request that continues a played
+prefix gets the next turn of that play. A repeated prompt gets the same turn again. A prompt that ends inside a turn,
+because the turn was aborted, gets the rest of it. Any other prompt begins a play: the first one whose `mark` is in the
+new text. Therefore a script needs no session ids, and edits of a client's history are visible.
 
-The log-prob of token id t is `log_prob(t)`. Nothing here knows about sessions, dialects or chat templates.
+The log-prob of token id t is `log_prob(t)`. This module does not depend on sessions, dialects or chat templates.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def log_prob(token: int) -> float:
-    """What the engine says about token id `token`, whenever it was sampled."""
+    """Return the log-prob of token id `token`, which is independent of its context."""
     return -(token % 97 + 1) / 128
 
 
 def encoded(tokenizer: Any, text: str, seed: int | None = None) -> list[int]:
-    """Ids whose text is `text`, special tokens as such; with a seed split at odd places, as models sometimes do.
+    """Encode `text` and its special tokens; with a seed, split it at random places, as models sometimes do.
 
-    With a seed, encoding the text again gives other ids (where the text is long enough to be split at all).
+    With a seed, encoding the text again gives other ids, if the text is long enough to be split.
     """
     if seed is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -69,9 +69,9 @@ def _around_specials(tokenizer: Any, text: str) -> Iterator[tuple[str, bool]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the engine samples in one turn. One that ends with `stop` has its stop token as the last of its ids.
+    """Tokens that the engine samples in one turn. The last id of a turn with finish `stop` is its stop token.
 
-    With `hold_after` the first answer stops after so many tokens, until it is aborted or `ScriptedEngine.release` is
+    With `hold_after`, the first answer pauses after that many tokens until it is aborted or `ScriptedEngine.release` is
     called.
     """
 
@@ -81,7 +81,7 @@ class Turn:
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, *, seed: int | None = None, **more: Any) -> Turn:
-        """A turn that says `text`, which is encoded here and the stop token is added unless it ends otherwise."""
+        """Return a turn with the ids of `text`; the stop token is added if the turn ends with `stop`."""
         ids = encoded(tokenizer, text, seed)
         if more.get("finish", "stop") == "stop" and (not ids or ids[-1] != tokenizer.eos_token_id):
             ids.append(tokenizer.eos_token_id)
@@ -98,7 +98,7 @@ class Play:
 
 @dataclass(eq=False)
 class _Place:
-    """After exactly these tokens, and whatever a client adds, comes `play.turns[turn]` from `offset` on."""
+    """Position in a play: `play.turns[turn]`, from `offset` on, follows these tokens and the client's new ones."""
 
     length: int
     digest: int
@@ -109,7 +109,7 @@ class _Place:
 
 
 class Script:
-    """Plays, and how far each conversation is; several engines may share one."""
+    """Plays and the position of each conversation; several engines may share one script."""
 
     def __init__(self, tokenizer: Any, plays: Sequence[Play | Sequence[Turn]] = ()) -> None:
         self.tokenizer = tokenizer
@@ -121,11 +121,11 @@ class Script:
             self.add(play)
 
     def add(self, play: Play | Sequence[Turn]) -> None:
-        """One more play; of several that fit, the one that was added last begins."""
+        """Add a play; if several plays match, the one added last begins."""
         self.plays.insert(0, play if isinstance(play, Play) else Play(tuple(play)))
 
     def place_of(self, ids: np.ndarray) -> _Place | None:
-        """Where a prompt is in the script; None when nothing is written for it."""
+        """Return the position of a prompt in the script, or None if no play matches it."""
         held = self.longest(ids)
         new = ids[held.length :] if held else ids
         if held and (held.offset or not len(new)):
@@ -137,7 +137,7 @@ class Script:
         return held
 
     def longest(self, ids: np.ndarray, engine: int | None = None) -> _Place | None:
-        """The place with the most tokens that the prompt begins with; of those that `engine` has computed, if given."""
+        """Return the longest place that is a prefix of the prompt; with `engine`, only of the places it computed."""
         count = len(self._places)
         lengths, tails = self._lengths[:count], self._tails[:count]
         fits = lengths <= len(ids)
@@ -156,7 +156,7 @@ class Script:
         return None
 
     def played(self, ids: np.ndarray, place: _Place, sampled: int, engine: int) -> None:
-        """So many tokens of the place's turn were sampled after this prompt."""
+        """Record that `sampled` tokens of the place's turn followed this prompt."""
         turn = place.play.turns[place.turn]
         done = place.offset + sampled
         whole = np.concatenate([ids, np.asarray(turn.ids[place.offset : done], ids.dtype)])
@@ -164,7 +164,7 @@ class Script:
         self._note(_Place(len(whole), hash(whole.tobytes()), place.play, *after, {engine}), whole)
 
     def cut(self, ids: np.ndarray, place: _Place, sampled: int, engine: int) -> None:
-        """A turn that its limit of tokens ended: the next turn follows all the same."""
+        """Record a turn that its token limit ended; the next turn follows it."""
         whole = np.concatenate([ids, np.asarray(place.play.turns[place.turn].ids[place.offset :][:sampled], ids.dtype)])
         self._note(_Place(len(whole), hash(whole.tobytes()), place.play, place.turn + 1, 0, {engine}), whole)
 
@@ -180,7 +180,7 @@ class Script:
 
 @dataclass
 class Asked:
-    """One request and what was answered."""
+    """One request and its answer."""
 
     rid: str | None
     input_ids: np.ndarray
@@ -192,11 +192,11 @@ class Asked:
 
 
 class ScriptedEngine:
-    """Serves a script on a port of its own, in a thread; `requests` are those that came, in order.
+    """Serves a script on a free port, in a thread; `requests` lists the received requests in order.
 
-    `chunk` tokens make one event of a stream, which carries what is new (`--incremental-streaming-output`) or, with
-    `incremental=False`, all so far. `step_s` is the time that one chunk takes. `complaints` are the requests that no
-    play was written for; they are answered with 400. `holding` is set as soon as a turn is held.
+    `chunk` tokens make one event of a stream, which carries new tokens only (`--incremental-streaming-output`) or, with
+    `incremental=False`, all tokens so far. `step_s` is the time per chunk, in seconds. `complaints` lists the requests
+    without a matching turn, which get status 400. `holding` is set as soon as a turn is held.
     """
 
     _count = 0
@@ -221,7 +221,7 @@ class ScriptedEngine:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """The engine's URL, for as long as this lasts."""
+        """Serve the engine inside the context; yield its URL."""
         loop = LoopThread("scripted-engine")
         runner = web.AppRunner(self.app, shutdown_timeout=0.1)
         try:
@@ -233,13 +233,13 @@ class ScriptedEngine:
             loop.close()
 
     def release(self) -> None:
-        """Turns that are held go on; from any thread."""
+        """Resume held turns. May be called from any thread."""
         for answer in list(self._running.values()):
             answer.loop.call_soon_threadsafe(answer.released.set)
 
     @property
     def sampled(self) -> list[list[int]]:
-        """The ids that were answered, request by request."""
+        """Sampled ids of each request."""
         return [asked.output_ids for asked in self.requests]
 
     def _add_routes(self) -> None:
@@ -328,7 +328,7 @@ class ScriptedEngine:
         return response
 
     def holds(self, place: _Place) -> int | None:
-        """After how many tokens this turn is held, the first time it is played."""
+        """Return the token count after which this turn is held, the first time it is played; otherwise None."""
         key = (id(place.play), place.turn)
         if place.play.turns[place.turn].hold_after is None or key in self._held_once:
             return None
@@ -337,7 +337,7 @@ class ScriptedEngine:
 
 
 class _Answer:
-    """One request while it is answered."""
+    """State of a request in flight."""
 
     def __init__(self, engine: ScriptedEngine, asked: Asked, place: _Place) -> None:
         self.engine, self.asked, self.place = engine, asked, place
@@ -352,7 +352,7 @@ class _Answer:
         self.limit = int(asked.params.get("max_new_tokens", 128))
 
     async def steps(self) -> Any:
-        """Samples the turn; yields, for each event, from which token on it is new."""
+        """Sample the turn; yield the index of the first new token of each event."""
         engine, asked = self.engine, self.asked
         left = list(self.turn.ids[self.place.offset :])
         wanted, hold = left[: self.limit], engine.holds(self.place)
@@ -394,7 +394,7 @@ class _Answer:
             script.played(asked.input_ids, self.place, len(asked.output_ids), number)
 
     def event(self, start: int) -> dict[str, Any]:
-        """The answer from token `start` on."""
+        """Return the answer from token `start` on."""
         asked, ids = self.asked, self.asked.output_ids
         meta_info: dict[str, Any] = {
             "id": asked.rid or "",

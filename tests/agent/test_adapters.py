@@ -1,4 +1,4 @@
-"""Upstream's adapters, used as its users do: an application in a thread, sessions from another event loop."""
+"""Upstream's adapters in their usual setup: an application in a thread, sessions from another event loop."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sample() -> Sample:
 
 
 def chat(handle: AppHandle, sid: str, stream: bool) -> str:
-    """A conversation of two turns; the last answer."""
+    """Run a conversation until the model makes no call; return the last answer."""
     client = openai.OpenAI(base_url=f"{handle.url}/v1", api_key=sid, max_retries=4)
     messages: list[Any] = [ASK]
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
@@ -163,7 +163,7 @@ def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers:
     for more_headers, status in (({"Origin": "http://evil.example"}, 403), ({"Content-Type": "text/plain"}, 415)):
         assert post(handle.url + path, {**BODY, **more}, **headers, **more_headers)[0] == status
     rebound = post(handle.url + path, {**BODY, **more}, **headers, Host="evil.example")[1]["error"]["message"]
-    assert ("Host: 'evil.example' is not known here" in rebound) == (sid == "default")  # an id that everybody knows
+    assert ("Host: 'evil.example' is not known here" in rebound) == (sid == "default")  # the default id is public
     adapter.open_session(sid)
     with pytest.raises(ValueError, match="is already known"):
         adapter.open_session(sid)
@@ -208,7 +208,7 @@ def test_a_body_without_a_session_has_a_limit_before_it_is_read(serve: Any, spok
     adapter.open_session("s", sampling_defaults=DEFAULTS)
 
     def begin(*lines: str) -> bytes:
-        """The answer to a request of which only the headers are sent."""
+        """Send only the headers of a request; return the answer."""
         head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
         with socket.create_connection((handle.host, handle.port), timeout=120) as client:
             client.sendall("\r\n".join([*head, "", ""]).encode())
@@ -320,7 +320,7 @@ def test_other_routes_and_bodies_that_are_none(serve: Any, spoken: list[Turn]) -
 
 
 def test_an_unknown_parser_is_named(agent_tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="tool-call-parser nope: there is none of this name"):
+    with pytest.raises(UserError, match="tool-call-parser nope: unknown name"):
         OpenAIAdapter(tokenizer=agent_tokenizer, sglang_url="http://x", tool_parser="nope")
 
 

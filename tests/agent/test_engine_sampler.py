@@ -1,4 +1,4 @@
-"""The sampler over engines: one answer of what the engines sampled, however often it was cut off."""
+"""EngineSampler returns one answer with the tokens of the engines, even after interruptions."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def prompt(tokenizer):
 
 @pytest.fixture
 def play(tokenizer):
-    """`play(turn, ...)`: an engine that answers with them."""
+    """`play(turn, ...)`: (engine, url) of an engine that plays these turns."""
     serving = []
 
     def make(*turns, **options):
@@ -43,7 +43,7 @@ def play(tokenizer):
 
 
 def sampled(url, tokenizer, prompt, *, streams=True, act=None, **options):
-    """(answer, [(text, ids)]) of one call; `act(sampler)` runs beside it."""
+    """Return (answer, [(text, ids)]) of one call; `act(sampler)` runs concurrently."""
 
     async def run():
         pool = EnginePool([url])

@@ -1,4 +1,4 @@
-"""Whatever clients send to the agent server, the sessions of others answer, and soon."""
+"""Hostile clients of the agent server neither fail nor delay the sessions of other clients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.agent.scripted_engine import Play, Script, ScriptedEngine, Turn, _Pla
 REQUESTS = int(os.environ.get("SLIME_FUZZ_REQUESTS", "300"))
 SEED = int(os.environ.get("SLIME_FUZZ_SEED", "1"))
 LATENCY_S = float(os.environ.get("SLIME_FUZZ_LATENCY_S", "10"))
-"""The longest that a request of the second session may take, beyond what the machine delays a sleep meanwhile."""
+"""Longest latency of a request of a quiet session, beyond the machine's own delay of a concurrent sleep."""
 FILES = 700
-"""The server's limit of open files: fewer than the connections that are held open need."""
+"""The server's limit of open files, which is lower than the held connections need."""
 PARAMS = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 8, "sampling_seed": 7}
 
 
 class AnyPrompt(Script):
-    """Answers every prompt with the same turn, and remembers none."""
+    """Script that answers every prompt with the same turn and records nothing."""
 
     def place_of(self, ids: Any) -> Any:
         return _Place(len(ids), 0, self.plays[0], 0)

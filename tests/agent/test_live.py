@@ -1,5 +1,4 @@
-"""A live service at its entrances: consent, filters, clients that hang up, never come back, send nonsense, or all at
-once; and a process that is killed."""
+"""Live service: sampled tokens and rewards, consent, filters, judges, teacher, crash recovery, exchange store."""
 
 import asyncio
 import json
@@ -31,7 +30,7 @@ def test_what_is_trained_on_is_what_was_sampled_with_the_reward_of_the_next_turn
     assert [message["content"] for message in third.prompt] == [
         "first?", "answer 0", "thanks, second?", "answer 1", "and third?",
     ]  # fmt: skip
-    assert service.run(service.stats())["waiting"] == 0  # the second answer, of which nobody said anything, is gone
+    assert service.run(service.stats())["waiting"] == 0  # the second answer has no verdict and is deleted
 
 
 def test_without_consent_clients_are_served_and_leave_nothing(serve, spoken):
@@ -66,7 +65,7 @@ def test_what_the_filter_does_not_pass_is_not_written(serve, spoken):
     service.run(service.talk("raise in the filter", "thanks", name="broken"))
     service.run(service.talk("plain?", "thanks", name="clean"))
     stats = service.run(service.stats())
-    assert (stats["filtered"], stats["kept"]) == (3, 1)  # the history is in the prompt of the second answer, too
+    assert (stats["filtered"], stats["kept"]) == (3, 1)  # the prompt of the second answer contains the history
     service.runtime.close()
     assert "zebra" not in service.on_disk()
 

@@ -1,5 +1,7 @@
-"""The entrances of a live service: clients who hang up, never come back, say too much, send nonsense, or come all at
-once; and what is left of those who have not consented."""
+"""Requests to a live service by clients that hang up, never return, send too much or invalid data, or come in bursts.
+
+Covers the deletion of data of clients without consent as well.
+"""
 
 import asyncio
 
@@ -33,7 +35,7 @@ def test_requests_that_cannot_be_answered_say_why(serve, spoken, options, status
     assert found == status
     assert about in answer["error"]["message"]
     assert service.run(service.stats())["waiting"] == 0
-    assert len(service.run(service.talk("first?", "thanks", name="after"))) == 4  # it goes on serving
+    assert len(service.run(service.talk("first?", "thanks", name="after"))) == 4  # the service still answers
 
 
 def test_a_burst_is_answered_and_the_most_silent_make_room(serve, spoken):
@@ -88,7 +90,7 @@ def test_a_full_service_says_when_to_come_back(serve, agent_tokenizer, path, bod
     assert answer["error"]["type"] == kind
     assert "being answered" in answer["error"]["message"]
     assert (counted["open"], counted["conversations"], counted["refused"]) == (1, 1, 1)
-    assert later == 200  # the first one is silent now, and makes room
+    assert later == 200  # the first one is idle now and is evicted
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +104,7 @@ def test_a_client_that_hangs_up_leaves_no_turn_but_its_word_counts(serve, spoken
         await service.hang_up({"messages": going_on, "stream": stream})
         stats = await service.when(lambda stats: stats.get("kept", 0) == 1)
         while (await service.post(said("first?"), name="other"))[0] == 429:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # until it is noticed that nobody waits for the answer
+            await asyncio.sleep(0.02)  # until the server notices the disconnect
         return stats, await service.stats()
 
     during, after = service.run(hang_up())
@@ -129,7 +131,7 @@ def test_what_a_client_never_heard_is_not_trained_on_when_it_comes_back(serve, s
     stats = service.run(come_back())
     assert (stats["kept"], stats["conversations"]) == (1, 1)
     sample = service.run(service.filled(0))
-    assert sample.response_length == len(held.ids)  # the second time it was heard to its end
+    assert sample.response_length == len(held.ids)  # the second answer was delivered in full
 
 
 def test_a_client_that_never_comes_back_is_unlabelled_and_nothing_of_it_is_left(serve, spoken):
@@ -146,7 +148,7 @@ def test_a_client_that_never_comes_back_is_unlabelled_and_nothing_of_it_is_left(
     record = repr(service.run(service.remote.live("take", slot=0)))
     assert "answer 0" in record
     assert "answer 1" not in record + service.on_disk()
-    service.run(service.talk("again?", name=name))  # the same name later is another conversation
+    service.run(service.talk("again?", name=name))  # a reused name starts another conversation
     assert service.run(service.stats())["conversations"] == stats["conversations"] + 1
 
 
@@ -162,17 +164,17 @@ def test_silence_is_counted_from_the_end_of_an_answer(serve, spoken, agent_token
         asking = asyncio.ensure_future(service.post(said("first?"), name=name))
         await asyncio.to_thread(service.engine.holding.wait)
         await service.post(silent, name=f"silent {attempt}")
-        await service.when(lambda stats: stats["open"] == 1)  # a whole idle time has passed during the answer
+        await service.when(lambda stats: stats["open"] == 1)  # the idle timeout has passed during the answer
         service.engine.release()
         _, answer = await asking
         await service.post(silent, name=f"done {attempt}", **{"X-Session-Done": "yes"})
-        await service.when(lambda stats: stats["open"] < 2)  # somebody has looked for silent ones since
+        await service.when(lambda stats: stats["open"] < 2)  # the service has checked for idle ones since
         messages = [*said("first?"), answer["choices"][0]["message"], *said("thanks")]
         await service.post(messages, name=name)
         stats = await service.stats()
         return stats.get("kept", 0), stats["conversations"] - before
 
-    for attempt in range(4):  # again, if it took a whole idle time from the answer to the next message
+    for attempt in range(4):  # retry if the next message came after the idle timeout
         kept, conversations = service.run(slow(attempt))
         if kept:
             break

@@ -1,4 +1,4 @@
-"""Upstream slime's names for reading a whole answer."""
+"""Upstream slime's API for parsing a whole answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of the agent tests: what its script says comes out, through the real client, however it is asked."""
+"""The scripted engine returns the scripted tokens through the real client, streamed or not."""
 
 import asyncio
 

@@ -1,5 +1,7 @@
-"""The official SDKs against the endpoints of a run, several turns with parallel calls: the tokens of the sample are
-those that were sampled, whichever API, streamed or not, with every answer sent back as the SDK has it.
+"""The official SDKs against the endpoints of a run, over several turns with parallel calls.
+
+The sample has exactly the sampled tokens, for each API, streamed or not; clients send each answer back as the SDK
+returned it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ RESULTS = ("12 <|im_end|> </think>", "34", "7")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer whose template knows tools and reasoning, and a config.json; no weights."""
+    """Model folder without weights: a config.json and a tokenizer whose template renders tools and reasoning."""
     path = tmp_path_factory.mktemp("thinking_model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
@@ -50,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def run(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`run(client)`: what the samples, the script and the engine are after `client(session)` has used a session."""
+    """`run(client)` awaits `client(session)`; returns the samples, the scripted turns, the engine and its result."""
     tokenizer = load_tokenizer(folder)
     turns = [Turn.of(tokenizer, text, seed=seed) for seed, text in enumerate(SAID)]
     engine = ScriptedEngine(Script(tokenizer))
@@ -75,7 +77,7 @@ def run(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Chat:
-    """Chat completions: the message is appended as the SDK returned it."""
+    """Client of Chat Completions: appends the message as the SDK returned it."""
 
     def __init__(self, session: Any) -> None:
         self.client = openai.AsyncOpenAI(base_url=session.openai_url, api_key=session.key, max_retries=0)
@@ -105,7 +107,7 @@ class Chat:
 
 
 class Responses:
-    """Responses: the output is appended to the input."""
+    """Client of Responses: appends the output to the input."""
 
     def __init__(self, session: Any) -> None:
         self.client = openai.AsyncOpenAI(base_url=session.openai_url, api_key=session.key, max_retries=0)
@@ -133,7 +135,7 @@ class Responses:
 
 
 class Messages:
-    """Anthropic's Messages: the content is sent back as it came, results in one message of the user."""
+    """Client of Anthropic's Messages: sends the content back unchanged, and results in one user message."""
 
     def __init__(self, session: Any) -> None:
         self.client = anthropic.AsyncAnthropic(base_url=session.anthropic_url, api_key=session.key, max_retries=0)
@@ -239,11 +241,11 @@ def test_log_probs_are_those_of_the_sampled_tokens(run: Any) -> None:
     assert [entry.logprob for entry in done.returned] == pytest.approx([log_prob(i) for i in done.turns[0].ids])
     said = b"".join(bytes(entry.bytes) for entry in done.returned)
     assert said.decode() == f"{SAID[0]}<|im_end|>"
-    assert b"\xc3" in [bytes(entry.bytes) for entry in done.returned]  # half of é
+    assert b"\xc3" in [bytes(entry.bytes) for entry in done.returned]  # first byte of é
 
 
 def test_the_end_of_a_session_ends_each_sdk_at_once(run: Any) -> None:
-    """With the SDKs' own retries on: they do not make any."""
+    """The SDKs' own retries are enabled, but they make none."""
 
     async def client(session: Any) -> Any:
         first = Chat(session)

@@ -1,4 +1,4 @@
-"""Sessions behind the endpoints, in the process that a run starts for them: HTTP in, exact tokens out."""
+"""Sessions behind the endpoints, in the server process of a run: HTTP requests become exact tokens."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def sample_of(**fields):
 
 
 async def post(session, body, path="/v1/chat/completions", connector=None, **headers):
-    """(status, answer) of a request as a client makes it."""
+    """Send a request as a client does; return (status, answer)."""
     async with aiohttp.ClientSession(connector=connector) as http:
         given = {"Authorization": f"Bearer {session.key}", **headers}
         async with http.post(session.url + path, json={"model": session.model, **body}, headers=given) as response:
@@ -43,7 +43,7 @@ async def post(session, body, path="/v1/chat/completions", connector=None, **hea
 
 
 async def streamed(session, body, path="/v1/chat/completions"):
-    """The events of a streamed answer."""
+    """Return the events of a streamed answer."""
     async with aiohttp.ClientSession() as http:
         given = {"Authorization": f"Bearer {session.key}"}
         whole = {"model": session.model, "stream": True, **body}
@@ -60,7 +60,7 @@ def sampled_of(sample):
 
 
 def in_session(runtime, use, **options):
-    """What `use(session)` returns, in a session of this runtime."""
+    """Run `use(session)` in a session of this runtime; return its result."""
 
     async def run():
         async with open_session(runtime.plugin_args, sample_of(), PARAMS, **options) as session:
@@ -79,7 +79,7 @@ def spoken(agent_tokenizer):
 
 @pytest.fixture(scope="module")
 def shared(agent_folder, agent_tokenizer, tmp_path_factory):
-    """An engine and a runtime whose process of the endpoints serves all tests."""
+    """An engine and a runtime whose server process is shared by all tests."""
     engine = ScriptedEngine(Script(agent_tokenizer))
     with engine.serving() as url:
         runtime = make_agent_runtime(agent_folder, tmp_path_factory.mktemp("run"), [url])
@@ -89,7 +89,7 @@ def shared(agent_folder, agent_tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def says(shared, agent_tokenizer):
-    """`says(turn, ...)`: (engine, runtime), of which the engine answers with these turns."""
+    """`says(turn, ...)`: (engine, runtime), where the engine plays these turns."""
     engine, runtime = shared
 
     def play(*turns):
@@ -264,7 +264,7 @@ def test_a_process_that_dies_fails_its_sessions_and_is_started_again(served, spo
             running = await server.running()
             os.kill(running.child.child_pid(), signal.SIGKILL)
             await running.died.wait()
-            await post(session, {"messages": [ASK]})  # the client finds nobody
+            await post(session, {"messages": [ASK]})  # the server process is dead
 
     with pytest.raises(AgentServerFailed, match="died"):
         runtime.run(killed())

@@ -1,4 +1,4 @@
-"""Sessions between two rollouts: held at the gate, given up, kept over a crash; and clients that wait meanwhile."""
+"""Sessions between two rollouts: held at the gate, given up or resumed; keep-alives for waiting clients."""
 
 import asyncio
 import concurrent.futures
@@ -46,7 +46,7 @@ def says(shared, agent_tokenizer):
 
 
 def with_ticket(runtime, coro, *, masks=False):
-    """Run it as the task of a group that holds a ticket."""
+    """Run the coroutine as the task of a group that holds a ticket."""
     ticket = Ticket(runtime.state.gate, masks=masks)
 
     async def start():
@@ -56,7 +56,7 @@ def with_ticket(runtime, coro, *, masks=False):
 
 
 async def held_in_the_middle(runtime, engine):
-    """Close the gate as a rollout does that has all it needs, publish version 2, and open it."""
+    """Close the gate as a complete rollout does, publish version 2, and open the gate."""
     await asyncio.to_thread(engine.holding.wait)
     runtime.state.gate.close()
     await asyncio.wait_for(runtime.state.gate.wait_until_idle(), 120)
@@ -86,8 +86,8 @@ def test_a_session_at_the_gate_goes_on_with_the_next_weights(says, agent_tokeniz
 
     free = runtime.semaphore._value
     asked, seats, [sample] = with_ticket(runtime, use(), masks=masks)
-    assert asked == 2  # nobody was at the engine while the gate was closed
-    assert seats == free  # and the seat was free for others
+    assert asked == 2  # no request reached the engine while the gate was closed
+    assert seats == free  # the slot of the semaphore was released
     assert runtime.semaphore._value == free
     last = engine.requests[-1]
     assert last.input_ids[-5:].tolist() == list(second.ids[:5])
@@ -196,7 +196,7 @@ def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
             body = {"messages": [ASK, said, result], "tools": [TOOL]}
             told.append((asyncio.ensure_future(post(session, body)), body))
             await asyncio.to_thread(engine.holding.wait)
-            asyncio.current_task().cancel()  # as the clock does
+            asyncio.current_task().cancel()  # as the sample clock does
             await asyncio.sleep(60)
 
     async def run():
@@ -239,7 +239,7 @@ def test_a_stream_has_headers_at_once_and_is_never_silent(agent_tokenizer, play,
             http.post(address, json=body) as response,
         ):
             heard = b""
-            while heard.count(b"\n:") < 2:  # comments, while the engine holds its first token
+            while heard.count(b"\n:") < 2:  # keep-alives, while the engine holds its first token
                 heard += await response.content.readany()
             engine.release()
             heard += await response.read()

@@ -100,7 +100,7 @@ def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) ->
             await exchanged(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))
         ]
 
-    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # a status that Claude Code does not retry
+    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # Claude Code does not retry 400
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ EXTENDED, FORKED = Outcome.EXTENDED, Outcome.FORKED
 
 
 class Talk:
-    """A session and the client's own list of messages."""
+    """A session and the client's list of messages."""
 
     def __init__(self, **options: Any) -> None:
         self.session = Session("key", ByteTemplate(), **options)
@@ -30,7 +30,7 @@ class Talk:
         return TurnRequest((*self.messages, *new), tools=tools, **fields)
 
     def turn(self, answer: Message | SampledTurn, *new: Message, echo: Message | None = None, **fields: Any) -> Turn:
-        """Ask with `new` added, get `answer`, remember `echo` of it."""
+        """Append `new`, prepare the request, record `answer`, and append `echo` or the message of the answer."""
         self.messages += new
         self.sent.append(self.session.prepare(self.request(**fields)))
         answer = answer if isinstance(answer, SampledTurn) else sampled(answer)
@@ -43,7 +43,7 @@ class Talk:
 
 
 def held(*turns: Turn) -> list[int]:
-    """The ids of a path, piece by piece."""
+    """Return the token ids of a path, context and turn by turn."""
     return [int(token) for turn in turns for piece in (turn.context.ids, turn.ids) for token in piece]
 
 
@@ -159,7 +159,7 @@ def test_the_same_request_again_is_a_sibling_and_renders_nothing() -> None:
     twin = talk.session.record(again, sampled(assistant("one"), version="1"))
     assert twin.context is first.context
     talk.turn(assistant("two"), user("go on"))
-    assert talk.session.tree.leaves()[-1].parent is twin  # of two that say the same, the latest answer
+    assert talk.session.tree.leaves()[-1].parent is twin  # the latest of two equal answers
 
 
 def test_what_looks_alike_is_told_apart_by_what_followed() -> None:

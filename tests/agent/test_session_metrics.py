@@ -22,7 +22,7 @@ def test_the_sessions_of_a_rollout_in_numbers() -> None:
     forked.turn(assistant("three"), user("right"))
     forked.session.abandon(forked.session.prepare(forked.request(user("more"))))
     samples = plain.session.samples(base_sample(), 1.0) + forked.session.samples(base_sample(index=8), 0.0)
-    last = len(forked.sent[-1].ids) + len("three") + 2  # what was held when the client asked and hung up
+    last = len(forked.sent[-1].ids) + len("three") + 2  # tokens held when the abandoned request came
     abandoned = last + len("<user\nmore><assistant\n")
     prompts = sum(len(prompt.ids) for prompt in plain.sent + forked.sent) + abandoned
     shared = sum(prompt.shared for prompt in forked.sent) + last

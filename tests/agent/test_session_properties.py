@@ -1,4 +1,4 @@
-"""Whatever clients do, sampled tokens stay as they were sampled, and each is trained on once."""
+"""Sampled tokens are unchanged and trained on once, for random actions of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**32)), m
 
 
 def some(examples: int) -> Callable[[Any], Any]:
-    """Runs a test over so many conversations."""
+    """Return settings that run a test over `examples` conversations."""
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
@@ -74,7 +74,7 @@ def check_samples(world: World) -> None:
 
 
 def trained_turns(world: World, sample: Sample) -> list[str]:
-    """The turns that stand at the positions which are trained on, by what the sampler delivered."""
+    """Return the turns at the trained positions of a sample, identified by their ids and log-probs."""
     prompt = sample.prompt_length
     mask, log_probs = np.array(sample.loss_mask), np.array(sample.rollout_log_probs)
     assert not log_probs[mask == 0].any()
@@ -86,7 +86,7 @@ def trained_turns(world: World, sample: Sample) -> list[str]:
         if start < 0 or sample.tokens[: prompt + stop] != turn.transcript or not mask[start:stop].any():
             continue
         if log_probs[start:stop].tolist() != turn.log_probs:
-            continue  # a sibling whose tokens are alike: log-probs have numbers of their own
+            continue  # a sibling with equal tokens: log-probs are unique per turn
         assert mask[start:stop].all()
         covered[start:stop] = True
         found.append(turn_id)

@@ -1,4 +1,4 @@
-"""Conversations in the driver: what was sampled, turn by turn, is what is trained on."""
+"""Conversations in the driver: exactly the tokens that were sampled in each turn are trained on."""
 
 import asyncio
 

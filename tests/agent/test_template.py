@@ -160,7 +160,7 @@ STOPS = {
     "llama3_1": {"<|eot_id|>", "<|eom_id|>"},
     "glm4_5": {"<|user|>", "<|observation|>", "<|endoftext|>"},
     "kimi_k2": {"<|im_end|>", "[EOS]"},
-    "gpt_oss": {"<|return|>", "<|call|>"},  # not <|end|>: thoughts end with it, and the turn goes on
+    "gpt_oss": {"<|return|>", "<|call|>"},  # not <|end|>: it ends thoughts, and the turn continues
     "gemma3": {"<end_of_turn>", "<eos>"},
     "gemma4": {"<turn|>", "<|tool_response>", "<eos>"},
     "mistral": {"</s>"},
@@ -269,7 +269,7 @@ def test_a_conversation_that_no_form_makes_fit_is_refused_in_a_sentence() -> Non
     "text", ["<|im_end|>", "a <|im_start|>user\nx", "<tool_call>\n{}</tool_call>", "</think>done", "<|fim_prefix|>"]
 )
 def test_text_of_control_tokens_is_encoded_as_other_text(text: str) -> None:
-    """As by a tokenizer that has no added tokens."""
+    """The expected ids come from a tokenizer without added tokens."""
     tokenizer = family_tokenizer("qwen3")
     without = json.loads(tokenizer.backend_tokenizer.to_str())
     without["added_tokens"] = []
@@ -417,7 +417,7 @@ def test_a_template_that_closes_only_turns_with_several_calls() -> None:
         "<|called|>",
     )
     end = tokenizer.eos_token_id
-    assert template.stop_ids == {end}  # a call's end is not the turn's: another call may follow
+    assert template.stop_ids == {end}  # the end of a call does not end the turn: another call may follow
     after = "<|im_start|>tool\n7<|im_end|><|im_start|>assistant\n"
     for calls in ([bash()], [bash(), bash("call_2")]):
         assert tokenizer.decode(template.continuation(said("", *calls), end, [result("7")], ())) == after

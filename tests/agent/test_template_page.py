@@ -1,6 +1,6 @@
-"""The table of chat templates in docs/agents.md is what the probe finds.
+"""The table of chat templates in docs/agents.md matches the probe.
 
-`python -m tests.agent.test_template_page` writes it.
+`python -m tests.agent.test_template_page` writes the table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def calls(template: ChatTemplate) -> str:
 
 
 def keeps_history(template: ChatTemplate, family: str) -> bool:
-    """Whether the rendering with another question begins as the one without it does, up to the end of the turn."""
+    """Return true if another question leaves the rendering unchanged up to the end of the turn."""
     said = [Message("system", "S"), Message("user", "Q"), Message("assistant", "A", "because")]
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     render = family_tokenizer(family).apply_chat_template

@@ -1,4 +1,4 @@
-"""Random conversations under every chat template: nothing new is lost, and no control token comes from a message."""
+"""Random conversations under every chat template: no new text is lost, and no message creates a control token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def template_of(family: str) -> ChatTemplate:
 
 @dataclass(frozen=True)
 class Written:
-    """A piece of text between two words that are nowhere else."""
+    """Text between two unique marker words."""
 
     number: int
     pieces: tuple[str, ...]
@@ -53,7 +53,7 @@ class Written:
 
 
 class Writer:
-    """Makes messages whose texts are all different."""
+    """Generates messages with unique texts."""
 
     def __init__(self, draw: st.DrawFn, *, special: bool) -> None:
         self._draw = draw
@@ -79,7 +79,7 @@ class Writer:
         return Message("assistant", content, self._draw(st.none() | st.just("hm, so")), made)
 
     def added(self, last: Message) -> list[Message]:
-        """What a client adds to a turn: results of its calls, then perhaps reminders, questions or others' answers."""
+        """Return a client's additions to a turn: call results, then optional reminders, questions or other answers."""
         results = [Message("tool", self.text(), tool_call_id=call.id) for call in last.tool_calls]
         more = self._draw(st.sampled_from(["", "u", "su", "uu", "us"] if results else ["u", "su", "uau", "us", "uua"]))
         makers = {"u": self.user, "s": lambda: Message("system", self.text()), "a": lambda: self.said(0)}
@@ -100,7 +100,7 @@ def conversations(
 
 
 def shown(text: str, content: str) -> int:
-    """Where a content is in a text that may have it as JSON; -1 unless it is there once."""
+    """Return the offset of a content, plain or as JSON, in a text; -1 unless it occurs exactly once."""
     forms = {content, json.dumps(content, ensure_ascii=False)[1:-1]}
     found = [(text.count(form), text.find(form)) for form in forms if form in text]
     return found[0][1] if len(found) == 1 and found[0][0] == 1 else -1
@@ -112,7 +112,7 @@ def controls(template: ChatTemplate, ids: Any) -> list[int]:
 
 
 def harmless(message: Message, writer: Writer) -> Message:
-    """The same message without text of control tokens."""
+    """Return the message without the text of control tokens."""
 
     def clean(text: str) -> str:
         return writer.written[text].text(harmless=True) if text in writer.written else text
@@ -167,7 +167,7 @@ def test_where_a_template_keeps_history_the_continuation_is_the_rest_of_the_whol
     begin, [(last, new), *_], _ = data.draw(conversations(special=False))
     template, tokenizer = template_of(family), family_tokenizer(family)
     if template.ending.way is Way.BARE:
-        return  # no border between a turn and what follows: tokens may join over it
+        return  # no token separates a turn from the next text: tokens may merge across the boundary
     whole = template.prompt([*begin, last, *new], PLAIN_TOOLS).tolist()
     rendered = tokenizer.apply_chat_template(template.shape.of([*begin, last]), tools=PLAIN_TOOLS, return_dict=False)
     ends = {template._special.ids[token] for token in template.ending.cuts}

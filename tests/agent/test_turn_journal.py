@@ -61,7 +61,7 @@ def test_a_session_goes_on_where_a_killed_process_had_written_it(tmp_path: Path)
     assert session is not None
     assert session.key == "key"
     turns = list(session.tree.turns.values())
-    assert len(turns) in (len(seen), len(seen) + 1)  # the last one may be written and not told of
+    assert len(turns) in (len(seen), len(seen) + 1)  # the last one may be written but not printed
     assert [turn.message.content for turn in turns] == [f"answer {number}" for number in range(len(turns))]
     talk = Talk()
     talk.session, talk.messages = session, session.messages(turns[-1])

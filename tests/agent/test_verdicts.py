@@ -1,4 +1,4 @@
-"""Verdicts are found out once: at the same time, in a row, and over runs."""
+"""Verdict cache: each text is judged once, by concurrent calls, repeated calls and later runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.agent.verdict_cache import Verdicts
 
 
 class Judge:
-    """Says how long a text is, when it may; counts."""
+    """Judge that returns the length of a text once `may` is set, and records its calls."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -1,4 +1,4 @@
-"""More nodes than this machine has: other loopback addresses, which can be lost as a whole."""
+"""Simulated remote nodes on other loopback addresses, which can be lost as a whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.cluster.process import ChildProcess
 
 
 class FarNode(LocalNode):
-    """This machine under another address; it is called another one, and has the driver's files under `root`."""
+    """This machine under another address and name, with the driver's files under `root`."""
 
     is_here = False
 
@@ -32,7 +32,7 @@ class FarNode(LocalNode):
         return f"{self._root}{path}"
 
     def lose(self) -> None:
-        """It disappears, with all that runs on it."""
+        """Simulate the loss of the node and of all its processes."""
         self.is_lost = True
         for process in self._processes:
             process.stop(grace_s=0)

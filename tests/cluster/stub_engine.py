@@ -1,4 +1,4 @@
-"""A process that takes the embedded engine's flags and behaves as its model path's name says; for fleet tests only."""
+"""Stub of the embedded engine for fleet tests: the base name of its model path selects its behavior."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in shared memory: put there once, read at their places, gone with the last that holds them."""
+"""Arrays in shared memory: written once, read in place, freed with the last reference."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_writing_into_what_is_kept_is_what_readers_get(arena: SharedArena) -> No
 def test_a_file_lives_as_long_as_one_of_its_arrays(
     tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arenas, "SMALLEST", 50_000)  # two of them
+    monkeypatch.setattr(arenas, "SMALLEST", 50_000)  # two arrays per file
     first, second, third = (arena.keep([IDS])[0] for _ in range(3))
     assert files(tmp_path) == ["kept-0", "kept-1"]
     view = first[5:9]

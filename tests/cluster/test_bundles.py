@@ -1,4 +1,4 @@
-"""What must be on one node, and what is said where no node has so many."""
+"""Bundles of processes that need one node, and the error if no node has enough resources."""
 
 from __future__ import annotations
 

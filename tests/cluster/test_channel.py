@@ -1,4 +1,4 @@
-"""The channel against real socket pairs, threads and a real child process."""
+"""Channel tests with real socket pairs, threads and a real child process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ends() -> Any:
 
 
 def travel(ends: tuple[Channel, Channel], message: Any) -> Any:
-    """Send from a thread: a message may be larger than what the socket takes in at once."""
+    """Send from a thread and receive: a message may be larger than the socket buffer."""
     here, there = ends
     sender = threading.Thread(target=here.send, args=(message,))
     sender.start()
@@ -166,11 +166,11 @@ def test_a_receiver_that_takes_nothing_runs_into_the_deadline(ends: Any) -> None
 def test_an_offer_is_sent_if_the_way_is_free_and_dropped_if_not(ends: Any) -> None:
     here, there = ends
     sent = 0
-    while here.offer({"number": sent}):  # until the other side, which reads nothing, has no room
+    while here.offer({"number": sent}):  # until the buffer of the other side, which reads nothing, is full
         sent += 1
     assert sent > 10
     assert [there.recv(120)["number"] for _ in range(sent)] == list(range(sent))
-    with here._send_lock:  # another thread's message is under way
+    with here._send_lock:  # another thread is sending
         assert not here.offer("news")
     assert here.offer("news")
     assert there.recv(120) == "news"

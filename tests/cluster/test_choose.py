@@ -1,4 +1,4 @@
-"""Which machines a run is on, and how many places it asks for."""
+"""Selection of the cluster kind, and the number of slots that a run requests."""
 
 from __future__ import annotations
 

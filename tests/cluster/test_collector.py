@@ -1,4 +1,4 @@
-"""Compilers of several threads do not meet the garbage collector."""
+"""The garbage collector is paused while several threads compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.cluster.garbage_collection import collector_at_rest
 
 
 class Garbage:
-    """Collected, it runs Python code, as torch's own does."""
+    """A reference cycle whose finalizer runs Python code, as some of torch's objects do."""
 
     def __init__(self) -> None:
         self.own = self
@@ -58,7 +58,7 @@ def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         with collector_at_rest():
             pass
-        assert not gc.isenabled()  # as it was
+        assert not gc.isenabled()  # unchanged
     finally:
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""Who is let in by the listener of a run: processes that know its token, under names that it expects; nobody else."""
+"""The listener of a run accepts only processes that prove the run's token and have an expected name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener)
         with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
             assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
             stranger.sendall(said)
-            with contextlib.suppress(OSError):  # he is thrown out already
+            with contextlib.suppress(OSError):  # already disconnected
                 stranger.shutdown(socket.SHUT_WR)
             assert closed_by_the_other_side(stranger)
     connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
@@ -101,7 +101,7 @@ def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener)
 def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte comes within the deadline, and all of them do not."""
+    """The slow client sends each byte in time but exceeds the deadline for the whole proof."""
     listener.words_for("trainer-0")
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
     with stranger_at(listener):
@@ -125,12 +125,12 @@ def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
 
         dribbling = pool.submit(dribble)
         assert closed_by_the_other_side(silent)
-        assert dribbling.result(240) < 128  # before his proof was whole
+        assert dribbling.result(240) < 128  # before the proof was complete
 
 
 @contextlib.contextmanager
 def stranger_at(listener: Listener) -> Iterator[socket.socket]:
-    """Somebody who has connected and was asked for his proof."""
+    """A connection that has received the challenge and sent no proof."""
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         yield stranger
@@ -146,7 +146,7 @@ def test_a_crowd_of_strangers_takes_no_thread_each_and_keeps_nobody_out(
     with contextlib.ExitStack() as crowd:
         strangers = [crowd.enter_context(stranger_at(listener)) for _ in range(40)]
         assert threading.active_count() == threads
-        assert all(closed_by_the_other_side(one) for one in strangers[:30])  # the oldest
+        assert all(closed_by_the_other_side(one) for one in strangers[:30])  # the oldest connections
         connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
         listener.wait_for("trainer-0", 120).close()
         assert len(listener._strangers) <= 9
@@ -169,7 +169,7 @@ def test_a_listener_that_runs_out_of_descriptors_disconnects_strangers_and_goes_
 
 
 def test_a_listener_without_the_token_is_not_believed() -> None:
-    """Somebody else listens where the run was: the process tells it nothing more."""
+    """Another program listens on the run's port: the process sends it nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def pretend() -> bytes:
@@ -197,7 +197,7 @@ def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: 
 def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listener) -> None:
     listener.words_for("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as came:
-        came.send("early")  # he is in by then: his proof was answered
+        came.send("early")  # connected: the proof was answered
         listener.close()
         listener.close()
         with pytest.raises(ChannelClosed):

@@ -1,4 +1,4 @@
-"""Memory that comes and goes under addresses that stay, against a driver that allows no more than CUDA's does."""
+"""Memory that is released and remapped at stable addresses, with a fake driver as strict as CUDA's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = 2 << 20
 
 
 class Device:
-    """A GPU of so many bytes: what is mapped must be free, and what is unmapped must be one mapping."""
+    """Fake GPU of `size` bytes: maps only free addresses, and unmaps only whole mappings."""
 
     def __init__(self, size: int) -> None:
         self.free = size

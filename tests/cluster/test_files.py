@@ -1,4 +1,4 @@
-"""Folders are found on a node or brought there, whole."""
+"""Folders are found on a node or copied there as a whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class There:
-    """A node that has other folders: what is looked up by a name of the driver's machine is below `root`."""
+    """Stub of a node with its own folders: paths of the driver's machine are looked up below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.agent = NodeAgent(os.getcwd())

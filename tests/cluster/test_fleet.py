@@ -1,4 +1,4 @@
-"""The fleet with real processes that speak just enough of the engine's start-up."""
+"""Fleet tests with real processes that implement only the start-up of an engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_fleet(
 
 
 def report(tmp_path: Path, name: str) -> dict[str, Any]:
-    """What the stub says about its own start: argv and environment."""
+    """Return the stub's report of its start: argv and environment."""
     result: dict[str, Any] = json.loads((tmp_path / "logs" / f"{name}.log").read_text().splitlines()[0])
     return result
 
@@ -232,7 +232,7 @@ def test_an_engine_whose_node_is_lost_goes_to_another_one_or_leaves(tmp_path: Pa
         lose(first)
         assert fleet.why_ended(0) is None
         assert fleet.why_ended(1) == "engine-1 has ended: its node (node 127.0.0.2) is gone"
-        lose(second)  # nobody has noticed yet when it is given out
+        lose(second)  # the loss is not yet detected when this spare is assigned
         fleet.restart(1)
         assert asked == [first, second]
         assert fleet.urls[1].startswith("http://127.0.0.4:")
@@ -305,7 +305,7 @@ def test_ports_of_a_node_are_given_once() -> None:
 
     ports, node = Ports(), Narrow()
     assert (ports.take(node, 2), ports.take(node, 2), node.asked) == ([1, 2], [3, 4], [2, 2, 2])
-    assert ports.take(Narrow(), 2) == [3, 4]  # those of another node
+    assert ports.take(Narrow(), 2) == [3, 4]  # ports of another node
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every server of the project refuses pages of other sites, rebound names, and bodies that are not JSON."""
+"""HTTP servers reject foreign origins, rebound host names, and bodies that are not JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ask = Callable[..., Any]
 
 
 def statuses(make: Callable[[], web.Application], *asked: tuple[str, str, dict[str, str]]) -> list[int]:
-    """What an application answers to (method, path, headers); whatever is posted has a body."""
+    """Return the HTTP status of each request (method, path, headers); POST requests have a body."""
 
     async def scenario() -> list[int]:
         async with TestClient(TestServer(make())) as client:
@@ -55,7 +55,7 @@ FOREIGN = [
 def test_a_router_shows_its_engines_key_for_programs_of_this_machine_alone(path: str) -> None:
     asked = [("POST", path, headers) for headers, _ in FOREIGN]
     assert statuses(router(None), *asked) == [status for _, status in FOREIGN]
-    assert statuses(router(None), ("POST", path, JSON)) == [502]  # it was forwarded, and there is no engine
+    assert statuses(router(None), ("POST", path, JSON)) == [502]  # forwarded, but no engine is reachable
     assert statuses(router(None), ("GET", "/workers", {}), ("GET", "/workers", {"Host": "evil.example"})) == [200, 403]
 
 
@@ -65,11 +65,11 @@ def test_a_router_beyond_loopback_asks_for_a_key() -> None:
     assert statuses(router(KEY), *asked) == [401, 401, 502]
     assert statuses(router(KEY), ("GET", "/workers", {}), ("GET", "/health", {})) == [401, 503]
     from_elsewhere = {"Host": "gpu1.cluster"}
-    for kept in (KEY, None):  # health is open to everybody
+    for kept in (KEY, None):  # the health route needs no key
         assert statuses(router(kept), ("GET", "/health", from_elsewhere)) == [503]
     assert statuses(router(KEY), ("GET", "/workers", from_elsewhere)) == [401]
     named = {**JSON, **SHOWN, "Host": "gpu1.cluster", "Origin": "http://evil.example"}
-    assert statuses(router(KEY), ("POST", "/generate", named)) == [502]  # who has the key may come from anywhere
+    assert statuses(router(KEY), ("POST", "/generate", named)) == [502]  # the key permits any origin
 
 
 def test_endpoints_of_agents_take_no_foreign_pages() -> None:

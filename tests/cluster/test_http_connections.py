@@ -1,4 +1,4 @@
-"""The limit of a server's connections: what is closed for whom, and the limit of open files."""
+"""Limits of a server: number of connections, and number of open files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_system_that_refuses_to_raise_the_limit_leaves_what_there_is(monkeypat
 
 
 def test_a_storm_of_connections_is_taken_up_to_the_limit() -> None:
-    """None of them sends anything: each beyond the limit ends the oldest one."""
+    """All connections are idle: each one beyond the limit closes the oldest one."""
 
     async def scenario() -> tuple[int, int]:
         connections = Connections(8)

@@ -1,4 +1,4 @@
-"""Messages as bytes: arrays beside the body, from their own memory, joined by whoever receives them."""
+"""Messages as bytes: arrays are separate from the body, sent from their own memory, and joined by the receiver."""
 
 from __future__ import annotations
 

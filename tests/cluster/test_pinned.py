@@ -1,4 +1,4 @@
-"""Memory that is locked for a GPU is unlocked before the system gets it back (on a GPU: benchmarks/gpu_check.py weights)."""
+"""Pinned memory is unregistered before it is freed (on a GPU: benchmarks/gpu_check.py weights)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.cluster.memory.regions import pinned_bytes
 
 
 class Locks:
-    """The driver's table of locked addresses, which refuses one that it has already."""
+    """Fake of the driver's table of pinned addresses, which rejects duplicates."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()

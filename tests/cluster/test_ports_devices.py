@@ -14,7 +14,7 @@ def test_free_ports_are_different_and_can_be_bound() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     for port in ports:
-        socket.create_server(("127.0.0.1", port)).close()  # as servers do: a port in TIME_WAIT can be listened on
+        socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as servers do: TIME_WAIT is allowed
 
 
 def test_a_taken_port_is_refused_and_a_free_one_returned() -> None:

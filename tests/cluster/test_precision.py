@@ -1,4 +1,4 @@
-"""`--dtype auto` knows the CPU, and everything that computes comes to the same answer."""
+"""`--dtype auto` depends on the CPU, and trainer and engines resolve it to the same dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = 135_000_000
 
 @pytest.fixture
 def unit(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str | None:
-    """This machine's CPU, as the test wants it."""
+    """Set the bfloat16 unit that this CPU reports to the parameter of the test."""
     monkeypatch.setattr(devices, "bfloat16_unit", lambda: request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""Real processes: a driver script with a child and grandchildren, ended in every way there is."""
+"""Child processes: a real driver script with children and grandchildren, ended in different ways."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def wait_for(path: Path) -> None:
 
 
 def run_driver(tmp_path: Path, end: str, *, stubborn: bool = False, fork: bool = False) -> list[int]:
-    """Run a driver to its end; the pids of all guards, children and grandchildren it had."""
+    """Run a driver to its end and return the pids of its guards, children and grandchildren."""
     pid_file = str(tmp_path / "pids")
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if stubborn else ""
     for i in range(2):
@@ -249,7 +249,7 @@ def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
         first = processes.keep(python("first", "import time; time.sleep(600)", log_path.with_name("first.log")).start())
         second = processes.keep(python("second", listing, log_path).start())
         assert wait_until(lambda: bool(second.tail()), 120)
-        assert second.tail() == "['0', '1', '2', '3']"  # 3 is the listing itself
+        assert second.tail() == "['0', '1', '2', '3']"  # 3 is the descriptor of the listing
         assert len(processes) == 2
         assert processes.died() is None
     assert first.poll() is not None
@@ -258,7 +258,7 @@ def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """All numbers below 1,100 are taken, as in a driver with that many connections."""
+    """Occupy all descriptors below 1,100, as in a driver with that many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     taken = []
@@ -276,7 +276,7 @@ def test_a_driver_with_many_descriptors_starts_and_stops_children(log_path: Path
     process = python("high", "import time; print('up', flush=True); time.sleep(600)", log_path).start()
     assert wait_until(lambda: process.tail() == "up", 120)
     assert process.stop(grace_s=120) == -signal.SIGTERM
-    assert process.tail() == "up"  # and no traceback of its guard
+    assert process.tail() == "up"  # the guard wrote no traceback
 
 
 def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors: None) -> None:

@@ -1,4 +1,4 @@
-"""Children started in a folder that has a `slime` of its own: they run ours, and still find the user's modules."""
+"""Children started in a folder with another `slime` import this package and still find the user's modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with another `slime`, which must not be imported, and modules of the user beside it."""
+    """A working folder with another `slime`, which must not be imported, and with modules of the user."""
     (tmp_path / "slime" / "rollout").mkdir(parents=True)
     (tmp_path / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")
     (tmp_path / "slime" / "rollout" / "theirs.py").write_text("def reward(args, sample): return 1.0\n")
@@ -74,7 +74,7 @@ def test_the_verifiers_of_rewards_are_ours(upstream: Path) -> None:
 
 def test_workers_that_read_prompts_are_ours(upstream: Path) -> None:
     (upstream / "prompts.jsonl").write_text('{"input": "2+2="}\n{"input": "3+3="}\n')
-    load_function("neighbour.reward", what="--custom-rm-path")  # puts the folder on the search path
+    load_function("neighbour.reward", what="--custom-rm-path")  # adds the folder to the search path
     dataset = PromptDataset("prompts.jsonl", num_workers=1)
     assert [sample.prompt for sample in dataset] == ["2+2=", "3+3="]
 

@@ -1,4 +1,4 @@
-"""A node that an agent works for: its processes are followed, their logs come here, and they end with it."""
+"""Remote nodes with an agent: process control, logs at the driver, and loss of the node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.errors import RunFailed, UserError
 
 
 class Near:
-    """An agent in this process; `is_gone` is what a network would say of a node that died."""
+    """An agent in this process; `is_gone` simulates a node that cannot be reached."""
 
     def __init__(self) -> None:
         self.agent = NodeAgent(os.getcwd())
@@ -103,7 +103,7 @@ def test_the_processes_of_a_lost_node_have_ended(node: RemoteNode, near: Near, t
     assert process.tail() == "its node (far) is gone: the node far cannot be reached"
     with pytest.raises(NodeLost, match="the node far is gone"):
         node.start(python("next", ""), tmp_path / "next.log")
-    process.stop()  # at once: there is nobody to wait for
+    process.stop()  # returns at once: no process is left
 
 
 def test_a_refusal_of_the_agent_is_raised_here(node: RemoteNode, tmp_path: Path) -> None:

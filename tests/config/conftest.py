@@ -56,5 +56,5 @@ def valid(model_dir: Path, prompts: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def valid_argv(valid: dict[str, Any]) -> list[str]:
-    """The same as words on a command line."""
+    """The same config as command-line arguments."""
     return [word for name, value in valid.items() for word in ("--" + name.replace("_", "-"), str(value))]

@@ -1,4 +1,4 @@
-"""What the choice of an algorithm implies, and which flags are refused together, with the reason."""
+"""Flags that the algorithm sets, and combinations of flags that are rejected with a reason."""
 
 from __future__ import annotations
 

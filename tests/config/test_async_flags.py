@@ -1,4 +1,4 @@
-"""The asynchronous modes: what is derived, what contradicts them."""
+"""The asynchronous modes: derived values and contradicting flags."""
 
 from __future__ import annotations
 

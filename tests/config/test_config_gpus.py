@@ -1,4 +1,4 @@
-"""GPU detection against a stand-in nvidia-smi, a real program on the PATH."""
+"""GPU detection against a fake nvidia-smi, which is a real program on the PATH."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_saved_config_has_what_a_custom_file_set(valid_argv: list[str], tmp_pa
     own.write_text("use_tis: true\ntis_clip: 5.0\nn_samples_per_prompt: 4\nmine: 1\n")
     config = parse_args([*valid_argv, "--tis-clip", "3", "--custom-config-path", str(own)])
     assert (config.use_tis, config.tis_clip, config.rs_upper_bound, config.carried["mine"]) == (True, 5.0, 5.0, 1)
-    assert config.global_batch_size == 32 * 4  # derived from what the file says
+    assert config.global_batch_size == 32 * 4  # derived from n_samples_per_prompt of the file
     save_config(config, saved)
     assert parse_args(["--config", str(saved), "--custom-config-path", str(own)]) == config
     own.unlink()

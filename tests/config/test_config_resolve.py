@@ -100,7 +100,7 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
 
 
 def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[str, Any]) -> None:
-    """What is valid with tensor, pipeline and context parallelism there is valid here."""
+    """Batch sizes that upstream accepts with tensor, pipeline and context parallelism are valid."""
     flags = {**valid, "actor_num_gpus_per_node": 8, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8}
@@ -290,7 +290,7 @@ def test_trackers_are_installed_or_refused(
 
 
 def test_what_the_documents_add_to_a_command_is_taken(valid_argv: list[str]) -> None:
-    """Remedies for slow data, little memory and crashes, as they are typed there."""
+    """Covers the flags recommended against slow data, lack of memory and crashes."""
     remedies = "--num-data-workers 4 --streaming-data --recompute-activations --micro-batch-size 1 --sequence-parallel "
     remedies += "--use-fault-tolerance --update-weights-interval 5 --max-turns 5 --async-buffer-size 4"
     config = parse_args([*valid_argv, *remedies.split()])

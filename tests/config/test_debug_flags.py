@@ -1,4 +1,4 @@
-"""Flags of the debug modes and of the teacher: what fits together, one sentence for what does not."""
+"""Flags of the debug modes and of the teacher: valid combinations, and one-sentence errors for the others."""
 
 from __future__ import annotations
 

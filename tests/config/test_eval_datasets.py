@@ -1,4 +1,4 @@
-"""Evaluation datasets from flags and from a file: precedence, and one sentence for each mistake."""
+"""Evaluation datasets from flags and from a file: precedence of values, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_datasets_own_value_goes_before_defaults_flags_and_the_rollout(write: 
         )
     )
     assert (a.name, a.path, a.temperature, a.n_samples_per_eval_prompt) == ("a", "a.jsonl", 0, 4)
-    assert (a.rm_type, a.custom_rm_path) == ("math", None)  # its own type, not the function of the defaults
+    assert (a.rm_type, a.custom_rm_path) == ("math", None)  # rm_type of the dataset overrides the defaults
     assert (b.rm_type, b.custom_rm_path) == ("f1", "m.f")
     assert (a.stop, b.stop, a.metadata_overrides, b.metadata_overrides) == (["x"], ["end"], {"k": 1}, {})
     assert (b.temperature, b.top_p, b.top_k, b.max_response_len, a.max_response_len) == (0.6, 0.8, 7, 9, 5)

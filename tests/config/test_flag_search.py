@@ -12,7 +12,7 @@ DECIDED = {"sglang-tp-size": "--rollout-num-gpus-per-engine"}
 
 
 def found(*words: str) -> list[str]:
-    """The names of what is shown, in its order."""
+    """Return the names of the flags in the search result, in order."""
     text = search_flags(words, DECIDED, width=100)
     return [match[1] for line in text.splitlines() if (match := re.match(r"  (\S+)", line)) and line[2] != " "]
 
@@ -21,7 +21,7 @@ def test_every_word_must_be_in_the_name_the_help_or_the_group() -> None:
     names = found("batch", "size")
     assert {"--rollout-batch-size", "--global-batch-size", "--micro-batch-size"} <= set(names)
     assert "--lr" not in names
-    assert "--clip-grad" in found("gradient")  # by its help
+    assert "--clip-grad" in found("gradient")  # matches the help text
     whole_group = {spec.flag for spec in FLAG_SPECS.values() if spec.group == "Evaluation"}
     assert whole_group <= set(found("evaluation"))
 
@@ -29,11 +29,9 @@ def test_every_word_must_be_in_the_name_the_help_or_the_group() -> None:
 def test_names_come_before_helps_ours_before_others_and_spelling_does_not_matter() -> None:
     names = found("reward")
     assert names[0] == "--reward-key"
-    assert names.index("--disable-rewards-normalization") < names.index(
-        "--metadata-key"
-    )  # which is of an earlier group
+    assert names.index("--disable-rewards-normalization") < names.index("--metadata-key")  # of an earlier group
     names = found("optimizer")
-    assert names.index("--global-batch-size") < names.index("--overlap-cpu-optimizer-d2h-h2d")  # which is Megatron's
+    assert names.index("--global-batch-size") < names.index("--overlap-cpu-optimizer-d2h-h2d")  # Megatron's flag
     for word in ("rollout-batch-size", "--rollout-batch-size", "ROLLOUT_BATCH_SIZE"):
         assert found(word)[0] == "--rollout-batch-size"
 

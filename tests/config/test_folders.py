@@ -1,4 +1,4 @@
-"""What a run reads stays as it is, and what it writes can be written: refused before anything starts."""
+"""Start-up checks of folders: inputs are never overwritten, and outputs must be writable."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_model_folder_that_is_read_is_not_written(
         ("models/step_{rollout_id}", False),
         ("models/step_{rollout_id}/x", False),
         ("models/other_{rollout_id}", True),
-        ("models/step_{rollout_id:05d}", True),  # step_00003 is not step_3
+        ("models/step_{rollout_id:05d}", True),  # step_00003 differs from step_3
         ("linked_{rollout_id}", False),
         ("linked_{rollout_id}/deeper", False),
         ("base_new", True),
@@ -159,7 +159,7 @@ def test_only_an_earlier_export_is_replaced(valid: dict[str, Any], work: Path) -
     resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}"}))
     (folder / "mine").mkdir()
     assert "(mine)" in refused(valid, save_hf="hf_{rollout_id}")
-    resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}", "num_rollout": 2}))  # never gets to 3
+    resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}", "num_rollout": 2}))  # the run ends before rollout 3
     (work / "file").touch()
     assert "is a file, but a folder is needed" in refused(valid, save_hf="file")
 

@@ -1,4 +1,4 @@
-"""Names from TRL, verl and OpenRLHF are answered with the name here, on the command line, in files and in Python."""
+"""Names of TRL, verl and OpenRLHF raise errors that name the slime flag: on the command line, in files, in Python."""
 
 from __future__ import annotations
 

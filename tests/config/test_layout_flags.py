@@ -1,4 +1,4 @@
-"""Layouts that no model could have are refused with their arithmetic; FSDP has its own, and none of Megatron's hooks."""
+"""Parallel layouts: impossible sizes are rejected with the arithmetic, and FSDP rejects Megatron's hooks."""
 
 from __future__ import annotations
 

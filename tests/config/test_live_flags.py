@@ -1,4 +1,4 @@
-"""What a live service implies, and the flags that it refuses."""
+"""Flags that live mode sets, and flags that it rejects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The LoRA flags: what they imply, what contradicts them, and which checkpoints and adapters they go on from."""
+"""The LoRA flags: defaults, contradictions, and the checkpoints and adapters that training resumes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every Megatron flag has a class, and none that changes numbers is ignored."""
+"""Every Megatron flag has a class, and flags that change numerical results are never ignored."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_same_numbers_pass(valid_argv: list[str], model_dir: Path) -> None:
 
 
 def test_heads_of_latent_attention_are_not_compared(valid_argv: list[str], model_dir: Path) -> None:
-    """Their size is in other entries; `head_dim` and `num_key_value_heads` mean something else there."""
+    """Latent attention has separate entries for head sizes; `head_dim` and `num_key_value_heads` do not apply."""
     file = model_dir / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "kv_lora_rank": 8, "qk_nope_head_dim": 12}))
     parse_args([*valid_argv, "--kv-channels", "128", "--num-query-groups", "4", "--qk-head-dim", "12"])

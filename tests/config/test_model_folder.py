@@ -1,4 +1,4 @@
-"""Folders that weights are read from: refused for what is wrong with them before anything starts."""
+"""Start-up checks of folders that weights are read from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cut(folder: Path) -> None:
 
 
 def shards(folder: Path) -> None:
-    """Two files and the index over them."""
+    """Replace the weights with two files and their index."""
     (folder / "model.safetensors").unlink()
     names = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
     for name, file in names.items():
@@ -137,7 +137,7 @@ def test_what_lies_in_a_folder_is_said_with_the_remedy(
 
 
 def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
-    """Config and weights that agree on these sizes, but for what a test changes in config.json."""
+    """Return a function that writes weights of these sizes."""
 
     def write(folder: Path) -> None:
         shapes = {"model.embed_tokens.weight": [vocab, hidden]}
@@ -182,7 +182,7 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
             r"model.layers.0.self_attn.k_proj.weight in DIR has shape \(6, 8\), .* \(12, 8\) .*",
         ),
         ({"head_dim": 4}, r"model.layers.0.self_attn.q_proj.weight in DIR has shape \(12, 8\), .* \(8, 8\) .*"),
-        ({"head_dim": None}, None),  # qwen3 has a default of its own
+        ({"head_dim": None}, None),  # qwen3 has its own default
         (
             {"head_dim": None, "model_type": "llama"},
             r"model.layers.0.self_attn.q_proj.weight .* asks for \(8, 8\) \(num_attention_heads 2, head_dim 4\): .*",
@@ -251,7 +251,7 @@ def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
     shards(model_dir)
     resolve(Config(**valid))
     (model_dir / "model-00002-of-00002.safetensors").unlink()
-    add_weights(model_dir)  # one file, which goes before the index of another download
+    add_weights(model_dir)  # a single file takes precedence over a leftover index
     resolve(Config(**valid))
 
 

@@ -1,4 +1,4 @@
-"""What a script says that changes nothing here is named with the reason, and nothing else is."""
+"""Flags without effect are reported with a reason, and no other flags are reported."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytes
             "plugins are called in the processes of the run and do not need it; drop the import, or pip install 'slime[ray]')",
         ),
     ):
-        monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # not installed, wherever this runs
+        monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # simulates a missing package
         broken.write_text(f"{line}\n")
         assert refused(f"{broken}:f").endswith(remedy)
     broken.write_text("def f(args, sample): return 1\n")

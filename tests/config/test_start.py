@@ -1,4 +1,4 @@
-"""Which folder the actor and its reference start from, and what is said about folders that cannot be read."""
+"""Initial weights of actor, reference and critic, and errors for folders that cannot be read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tracked(folder: Path, name: str, make: Callable[[Path], Path]) -> Path:
 
 
 def checkpoint(folder: Path, number: int = 3) -> Path:
-    """A folder with a checkpoint of ours."""
+    """Create a folder with a checkpoint in slime's format."""
     one = folder / f"iter_{number:07d}"
     one.mkdir(parents=True)
     (one / "meta.json").write_text(json.dumps({"format": 1, "next_rollout_id": number + 1, "model": {}}))
@@ -144,7 +144,7 @@ def test_megatron_checkpoints_are_told_by_what_lies_in_them(
 
 
 def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[str, Any], tmp_path: Path) -> None:
-    """`--hf-checkpoint HF --ref-load HF_torch_dist --load X --save X`, before and after the first checkpoint."""
+    """Upstream flags `--ref-load HF_torch_dist --load X --save X`, before and after the first checkpoint."""
     script = {
         "ref_load": str(tracked(tmp_path / "HF_torch_dist", "release", torch_dist)),
         "load": str(tmp_path / "X"),
@@ -165,7 +165,7 @@ def test_the_actor_starts_from_the_reference_where_load_has_nothing(
 ) -> None:
     model, nowhere = valid["hf_checkpoint"], str(tmp_path / "nowhere")
     assert rows(planned(valid))["starts from"] == f"--hf-checkpoint {model}"
-    plan = planned(valid, ref_load=str(other))  # without a KL, too
+    plan = planned(valid, ref_load=str(other))  # also without a KL term
     assert rows(plan)["starts from"] == f"--ref-load {other}"
     assert "reference" not in rows(plan)
     assert not [note for note in plan.notes if "load" in note and "--save" not in note]
@@ -206,7 +206,7 @@ def test_weights_of_another_shape_are_refused(
     same = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_window": None}
     assert found.startswith(f"--{flag.replace('_', '-')} {other} has {shown}")
     assert found.endswith(": give two folders of the same model")
-    (other / "config.json").write_text(json.dumps({**TINY_QWEN3, **same}))  # as another version of transformers has it
+    (other / "config.json").write_text(json.dumps({**TINY_QWEN3, **same}))  # as other versions of transformers write it
     resolve(Config(**valid, **{flag: str(other)}))
 
 
@@ -221,7 +221,7 @@ def test_a_reference_alone_may_have_another_shape_but_not_another_vocabulary(
 
 
 def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str, Any], tmp_path: Path) -> None:
-    """With what lies beside it: rollouts that wait for training, and the critic's checkpoint of the same rollout."""
+    """Also loads pending rollouts and the critic's checkpoint of the same rollout."""
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     checkpoint(checkpoint(saved / "critic", 3), 5)
     for rollout_id, offset in ((3, 2), (5, 6)):
@@ -247,7 +247,7 @@ def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str,
 def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
     valid: dict[str, Any], other: Path, tmp_path: Path
 ) -> None:
-    """Neither a step that was given, nor that of a single iteration."""
+    """Covers --ckpt-step and a --load that names a single iteration."""
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     checkpoint(checkpoint(saved / "critic", 3), 5)
     another = checkpoint(tmp_path / "another", 7)

@@ -1,4 +1,4 @@
-"""The datasets of `--prompt-config`: precedence, one sentence for each mistake, and what does not go with them."""
+"""The datasets of `--prompt-config`: precedence of values, one-sentence errors, and conflicting flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real engine process for the HTTP tests, and an engine without HTTP for the ones about numbers."""
+"""Fixtures: a real engine process for HTTP tests and a waiter for tests of the engine core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny_models import make_model_folder
 
 @pytest.fixture(autouse=True)
 def _patient_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks an engine for its load waits for the answer."""
+    """Raises the timeout of load queries to 120 s."""
     monkeypatch.setattr("slime.engine.fleet.status._TIMEOUT_S", 120.0)
 
 
@@ -35,7 +35,7 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class EngineProcess:
-    """`python -m slime.engine.embedded` on a free port, and plain HTTP calls to it that show its control key."""
+    """`python -m slime.engine.embedded` on a free port, with plain HTTP calls that send its control key."""
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
         self.key = secrets.token_urlsafe(8)
@@ -84,7 +84,7 @@ class EngineProcess:
         return ThreadPoolExecutor(1).submit(function)
 
     def wait_running(self, count: int, or_done: Callable[[], bool] = lambda: False) -> None:
-        """Until `count` requests are being generated, or the engine was done with them before anybody looked."""
+        """Wait until `count` requests are running, or until `or_done()` because they have already finished."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if self.get("/server_info")[1]["num_running_reqs"] >= count or or_done():

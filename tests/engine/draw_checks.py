@@ -1,4 +1,4 @@
-"""Checks of the sampling kernels in Triton's interpreter: `python -m tests.engine.draw_checks` prints what fails."""
+"""Checks of the sampling kernels in Triton's interpreter: `python -m tests.engine.draw_checks` prints failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CUT: dict[str, Any] = {"top_p": 0.7, "top_k": 9, "min_p": 0.01, "temperature": 1
 def drawn(
     draw: KernelDraw, logits: torch.Tensor, sequences: list[Sequence], uniform: torch.Tensor, ahead: int = 0
 ) -> list[list[float]]:
-    """(token, log-prob) of each row."""
+    """Draw from each row; return its (token, log-prob)."""
     tokens = torch.full((len(sequences) + 1,), -1)
     batch = batch_of(sequences, uniform, tokens)
     edited = logits.clone()
@@ -47,7 +47,7 @@ def drawn(
 def faults(
     vocab: int, tile: int, rows: dict[str, torch.Tensor], asked: list[dict[str, Any]], seed: int, room: int = 256
 ) -> Iterator[str]:
-    """Every row with every setting, at uniform numbers that include both ends."""
+    """Check every row with every setting; the uniform numbers include both ends."""
     cases = [(name, row, raw) for name, row in rows.items() for raw in asked]
     sequences = [sequence(i, vocab, **raw) for i, (_, _, raw) in enumerate(cases)]
     uniform = torch.rand(len(cases), generator=torch.Generator().manual_seed(seed))
@@ -63,7 +63,7 @@ def faults(
             limit, last = draw._cuts.limit[seq.row], draw._cuts.last[seq.row]
             stays = (far < limit) | ((far == limit) & (torch.arange(vocab) <= last))
             fewest, most = staying(row, seq)
-            fewest &= far <= 87  # the others weigh nothing
+            fewest &= far <= 87  # beyond that the weight is negligible
             if (fewest & ~stays).any() or (stays & ~most).any():
                 yield f"{name}, {raw}: {int(stays.sum())} tokens stay, not {int(fewest.sum())} to {int(most.sum())}"
 
@@ -94,7 +94,7 @@ def large_cuts() -> Iterator[str]:
 
 
 def hard_cuts() -> Iterator[str]:
-    """Rows and settings at the ends of what there is: the kept tokens are those of a sort, equal ones by index."""
+    """Extreme rows and settings: the kept tokens equal those of a stable sort, ties by index."""
     torch.manual_seed(6)
     one, close = torch.full((40,), -torch.inf), 1 + torch.arange(40).flip(0) * 2**-23
     one[7] = 3.0
@@ -118,7 +118,7 @@ def hard_cuts() -> Iterator[str]:
 
 
 def full_brackets() -> Iterator[str]:
-    """More tokens near the cut than there is room for on the list: whole rows are read instead."""
+    """More tokens near the cut than the list holds: whole rows are read instead."""
     torch.manual_seed(7)
     rows = {"close together": torch.randn(500) * 1e-3, "few values": torch.randint(0, 9, (500,)) * 1e-3}
     asked: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 171}, {"top_p": 0.9, "top_k": 460, "min_p": 0.999}]
@@ -126,7 +126,7 @@ def full_brackets() -> Iterator[str]:
 
 
 def random_cuts() -> Iterator[str]:
-    """Rows and settings by chance; the seed is fixed, so that what fails fails again."""
+    """Random rows and settings; the seed is fixed so that failures repeat."""
     chance = random.Random(8)
     torch.manual_seed(8)
     for _ in range(12):
@@ -142,7 +142,7 @@ def random_cuts() -> Iterator[str]:
 
 
 def nan_rows() -> Iterator[str]:
-    """A row without numbers has the log-prob nan, with whatever settings, and its neighbours do not notice."""
+    """A row with non-finite logits gets the log-prob NaN at any settings, and other rows are unaffected."""
     torch.manual_seed(3)
     sequences = [sequence(i, 20, **raw) for i, raw in enumerate([{}, {"temperature": 0}, CUT, {"top_p": 0.5}, {}])]
     logits = torch.randn(5, 20)
@@ -168,7 +168,7 @@ def distribution() -> Iterator[str]:
 
 
 def edits_ahead() -> Iterator[str]:
-    """Three steps that nobody reads: each has the penalties of the tokens before it; then the row's next owner."""
+    """Three unread steps: each applies the penalties of the tokens before it; then another sequence reuses the row."""
     torch.manual_seed(4)
     vocab = 12
     penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 0.5}
@@ -189,7 +189,7 @@ def edits_ahead() -> Iterator[str]:
                 if fault := wrong(row, seq, number, int(token), logprob):
                     yield f"{seq.rid} after {seq.output_ids}: {fault}"
                 seq.output_ids.append(int(token))
-    for seq in sequences:  # as if the last step had failed
+    for seq in sequences:  # simulates a failed last step
         del seq.output_ids[2:]
     logits, u = torch.randn(3, vocab), torch.rand(3)
     for row, seq, number, result in zip(logits, sequences, u.tolist(), drawn(draw, logits, sequences, u), strict=True):
@@ -217,7 +217,7 @@ def rounded(tops: list[list[list[tuple[float, int]]]]) -> list[list[list[tuple[f
 
 
 def whole_engine() -> Iterator[str]:
-    """An engine whose steps are launched ahead, with the tokens that the CPU's own draws give."""
+    """An engine with lookahead and kernel draws gives the tokens of the CPU sampler."""
     seeded = {"max_new_tokens": 5, "sampling_seed": 3, "ignore_eos": True}
     bodies = [
         {"sampling_params": {**seeded, "top_p": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 1.0}},
@@ -242,7 +242,7 @@ def whole_engine() -> Iterator[str]:
 
 
 def noting(noted: set[str], then: Launch | None = None) -> Launch:
-    """Notes what is launched, and launches it where told how."""
+    """A launcher that records every launch and passes it to `then`, if given."""
 
     def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -254,7 +254,7 @@ def noting(noted: set[str], then: Launch | None = None) -> Launch:
 
 
 def prepared() -> Iterator[str]:
-    """What is compiled at the start is what is launched later."""
+    """The kernels compiled at start-up are exactly those launched later."""
     compiled: set[str] = set()
     launched: set[str] = set()
     plain: set[str] = set()
@@ -271,7 +271,7 @@ def prepared() -> Iterator[str]:
 
 
 def while_compiling() -> Iterator[str]:
-    """Torch draws until there are kernels, from the same rules, behind tokens that were read; then they take over."""
+    """Torch draws by the same rules until the kernels are compiled; then the kernels take over."""
     torch.manual_seed(9)
     vocab, may_end = 12, threading.Event()
     sequences = [

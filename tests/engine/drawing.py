@@ -1,4 +1,4 @@
-"""Rows of logits and what may be drawn from them, spelled out in float64: for the tests of the sampling kernels."""
+"""Float64 reference for draws from rows of logits, used by the tests of the sampling kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.engine.embedded.model.interface import DrawBatch
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
 
-SLACK = 2e-5  # of the whole mass: what float32 may be off by
+SLACK = 2e-5  # float32 error, as a share of the total probability mass
 
 
 def sequence(
@@ -36,7 +36,7 @@ def batch_of(sequences: list[Sequence], uniform: torch.Tensor, tokens: torch.Ten
 
 
 def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logprob: float) -> str | None:
-    """What is wrong with the token that was drawn from a row of raw logits, by the rules of `sampler`; None: nothing."""
+    """Describe why a token drawn from a row of raw logits breaks the rules of `sampler`; None: it is valid."""
     params = seq.params
     scaled = edit(logits, seq).double() / temperature_of(seq)
     logprobs = scaled.log_softmax(-1)
@@ -48,7 +48,7 @@ def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logpr
     probs, (fewest, most) = logprobs.exp(), staying(logits, seq)
     if not most[token]:
         return f"{token}, whose probability is {float(probs[token])}, should have been cut"
-    # between the cumulative masses of both cuts the draw may fall either way
+    # between the cumulative masses of both cuts either draw is valid
     low = min(float((probs * s)[:token].sum() / (probs * s).sum()) for s in (fewest, most))
     high = max(float((probs * s)[: token + 1].sum() / (probs * s).sum()) for s in (fewest, most))
     slack = SLACK + float((probs * (most & ~fewest)).sum())
@@ -56,7 +56,7 @@ def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logpr
 
 
 def staying(logits: torch.Tensor, seq: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Marks of the fewest and of the most tokens that may be left after the cuts, for what float32 may be off by."""
+    """Masks of the smallest and largest valid set of tokens after the cuts, given the float32 error."""
     params = seq.params
     logprobs = (edit(logits, seq).double() / temperature_of(seq)).log_softmax(-1)
     probs, order = logprobs.exp(), logprobs.sort(descending=True, stable=True).indices

@@ -1,5 +1,7 @@
-"""Stand-ins for the packages sglang and sglang-router in a folder, found over PYTHONPATH: their options, and servers
-that speak just enough HTTP to be started, probed and routed to."""
+"""Stubs of the packages sglang and sglang-router in a folder for PYTHONPATH.
+
+They define the options and servers with just enough HTTP to be started, probed and routed to.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ http.server.ThreadingHTTPServer((args.host, int(args.port)), Handler).serve_fore
 
 
 def write_packages(folder: Path) -> Path:
-    """Both packages in `folder`, which is to be put on PYTHONPATH."""
+    """Write both packages to `folder` and return it, for PYTHONPATH."""
     files = {
         "sglang/__init__.py": "",
         "sglang/launch_server.py": LAUNCH_SERVER,

@@ -1,6 +1,6 @@
-"""Run by a process of its own, in Triton's interpreter: bodies from the fused kernels against transformers, in fp32.
+"""Compare bodies of fused kernels with transformers in fp32, in a separate process under Triton's interpreter.
 
-Prints the worst error over all cases named on the command line.
+Prints the worst error of each case named on the command line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
 
 def folder_tensors(model: PreTrainedModel, groups: list[list[str]]) -> dict[str, torch.Tensor]:
-    """Under the names of a folder, those of a group one behind the other."""
+    """Tensors under their checkpoint names; those of one group are contiguous in memory."""
     tensors = dict(revert_weight_conversion(model, dict(model.state_dict())))
     for names in groups:
         whole = torch.cat([tensors[name] for name in names])
@@ -99,11 +99,11 @@ def worst_error(case: str) -> float:
         found = body.logits(hidden).log_softmax(-1).split(list(lengths))
         worst = max((f - w[: len(f)]).abs().max().item() for f, w in zip(found, wanted, strict=True))
         tokens = torch.full((5,), -7, dtype=torch.int64)
-        for members in ([0], [1, 2, 0]):  # each case's own products; the second sequence of steps reads kept tokens
+        for members in ([0], [1, 2, 0]):  # products differ by batch size; the second batch has a device-only token
             step = 0 if members == [0] else 1
             at = [lengths[i] + (step if i == 0 else 0) for i in members]
             known = torch.tensor([ids[i][n] for i, n in zip(members, at, strict=True)])
-            if step:  # the last token of the first of them is known on the device only
+            if step:  # the last token of the first sequence is known on the device only
                 tokens[rows[members[0]]], known[0] = known[0].clone(), -1
             batch = Batch(
                 torch.tensor([rows[i] for i in members]), torch.tensor(at) + 1,
@@ -118,12 +118,12 @@ def worst_error(case: str) -> float:
 
 
 def compiled_only() -> set[str]:
-    """The kernels that `compile_kernels` asks Triton for; none of them runs."""
+    """Names of the kernels that `compile_kernels` compiles; no kernel runs."""
     asked: set[str] = set()
 
     def warmup(self: Any, *args: Any, grid: Any, **how: Any) -> None:
         asked.add(self.fn.__name__)
-        if self.fn.__name__ == "_add_norm_kernel":  # what is added, and the stream
+        if self.fn.__name__ == "_add_norm_kernel":  # dtype of the addend and of the residual stream
             assert args[1] == torch.float32, args
 
     InterpretedFunction.warmup = warmup

@@ -1,7 +1,7 @@
 """Malformed, half-sent and aborted requests over every route of the embedded engine, from raw sockets.
 
-What is sent follows from the seed alone. Most requests begin as one that the engine would serve; then one value in it
-becomes another, or the bytes are damaged, or the connection ends somewhere on the way.
+The seed alone determines the requests. Most start as a valid request; then a value is replaced, the bytes are damaged
+or the connection ends early.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from slime.cluster.ports import free_port
 
 _IDS = list(range(3, 20))
-_NESTED = "(nested)"  # becomes 900 brackets once the body is text: Python's own tools do not go that deep
+_NESTED = "(nested)"  # becomes 900 brackets once the body is text: Python's json does not nest that deep
 HOSTILE: list[Any] = [
     None, True, False, 0, 1, -1, 2, 2**31, 2**53, 2**63 - 1, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e-320, 1e308,
     float("nan"), float("inf"), "", "a", "\0", "²", "../../etc/passwd", "/dev/stdin", "a" * 5000, "\ud83d\ude00", [], {},
@@ -34,11 +34,11 @@ WAYS = (
     ("bad_length", 2), ("bad_chunks", 3), ("chunked", 3), ("bad_gzip", 2), ("gzip", 2), ("first_bytes", 8),
     ("other_method", 4), ("garbage", 3), ("twice", 3),
 )  # fmt: skip
-"""How a request travels, and how often."""
+"""Ways to send a request, with their weights."""
 
 
 def templates(folder: Path) -> list[tuple[str, str, Any]]:
-    """Method, path and body of calls that the engine would serve; none changes what it generates."""
+    """Method, path and body of calls that the engine accepts; none changes its tokens."""
     params = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "stop": ["zz", "y"],
               "stop_token_ids": [7], "n": 1, "sampling_seed": 3, "ignore_eos": True, "logit_bias": {"9": 1.5},
               "min_new_tokens": 1, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1,
@@ -85,7 +85,7 @@ def templates(folder: Path) -> list[tuple[str, str, Any]]:
 
 @dataclass(frozen=True)
 class Shot:
-    """One request: its bytes, and how they travel."""
+    """One request: its bytes and the way they are sent."""
 
     method: str
     path: str
@@ -94,11 +94,11 @@ class Shot:
     way: str
     shows_key: bool = True
     key: str | None = None
-    """Instead of the one that all others show."""
+    """Key that replaces the default one; None: default."""
 
 
 def shots(seed: int, folder: Path) -> Iterator[Shot]:
-    """Requests without end."""
+    """Yields requests without end."""
     rng, known = random.Random(seed), templates(folder)
     ways, odds = [way for way, _ in WAYS], [odds for _, odds in WAYS]
     while True:
@@ -114,7 +114,7 @@ def shots(seed: int, folder: Path) -> Iterator[Shot]:
             )
         way = rng.choices(ways, odds)[0]
         if path.startswith("/init_") and b'"world_size": 1,' not in data:
-            way = "dropped"  # it may be waiting for the other members of a group, for minutes
+            way = "dropped"  # it may wait for other group members for minutes
         yield Shot(method, path, data, kind, way, rng.random() < 0.95)
 
 
@@ -163,7 +163,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 
 def _bad_blob(rng: random.Random) -> bytes:
-    """Bytes that are no safetensors file with tensors of this model."""
+    """Bytes that are not a safetensors file with tensors of this model."""
     dtype = rng.choice(["F4", "F8_E8M0", "F6_E2M3", "F32", "BF16", "Z9", 7])
     shape = rng.choice([[2], [], [0], [-1], [2**40], "x", [1.5]])
     name = rng.choice(["lm_head.weight", "nobody", "", "model.embed_tokens.weight", "\0"])
@@ -174,14 +174,14 @@ def _bad_blob(rng: random.Random) -> bytes:
 
 @dataclass
 class Outcome:
-    """What came back: how often each status (0: no answer was waited for), and every answer that should not be."""
+    """Counts of each status (0: not waited for), and all wrong answers."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
 async def bombard(port: int, key: str, aim: Iterator[Shot], count: int, *, at_once: int = 12) -> Outcome:
-    """Send `count` requests, `at_once` at a time; each whole one is waited for."""
+    """Send `count` requests, `at_once` at a time; wait for the answer of each complete one."""
     outcome, left = Outcome(), iter(range(count))
 
     async def work() -> None:
@@ -190,7 +190,7 @@ async def bombard(port: int, key: str, aim: Iterator[Shot], count: int, *, at_on
             try:
                 async with asyncio.timeout(240):
                     status, answer = await _fire(port, key, shot)
-                    if shot.path.startswith(("/pause", "/release")):  # or everybody would wait for ever
+                    if shot.path.startswith(("/pause", "/release")):  # otherwise all requests wait forever
                         await _fire(
                             port,
                             key,
@@ -215,10 +215,10 @@ def _plain(path: str, body: Any) -> Shot:
 
 
 async def _fire(port: int, key: str, shot: Shot) -> tuple[int, bytes]:
-    """Status and answer of one request; 0 when its way has no answer to wait for."""
+    """Status and answer of one request; status 0 if its way has no answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no port kept waiting
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset on close, no TIME_WAIT
     try:
         data = _bytes(shot, key)
         for piece in (data[:7], data[7:90], data[90:-3], data[-3:]) if shot.way == "slow" else (data,):
@@ -233,7 +233,7 @@ async def _fire(port: int, key: str, shot: Shot) -> tuple[int, bytes]:
         answer = await reader.read()
         head = answer.split(b" ", 2)
         return (int(head[1]), answer) if len(head) > 1 and head[1].isdigit() else (0, answer)
-    except ConnectionError:  # the server may refuse before it has read everything
+    except ConnectionError:  # the server may reject a request before it has read all of it
         return 0, b""
     finally:
         writer.transport.abort()

@@ -1,8 +1,8 @@
-"""Control routes of an engine in random order, with requests in flight, against a model of what must hold.
+"""Control routes of an engine in random order, with requests in flight, checked against a state model.
 
-The engine's weights determine its tokens: under content `c` every token is `FIRST + c`; where a client has asked
-for tensors of several contents, it is not known. `Orders` sends orders one after the other and knows for each which status it has, whether the weights
-are stale and which token belongs to which weight version; requests run beside them.
+The engine's weights determine its tokens: under content `c` every token is `FIRST + c`; with tensors of several
+contents the token is unknown. `Orders` sends control calls one after the other and predicts for each its status, whether
+the weights are stale and the token of each weight version; requests run concurrently.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ from tests.tiny_models import VOCAB, make_model_folder
 
 KEY = "the-key-of-the-orders"
 CONTENTS, FIRST, MIXED, WIDTH = 6, 10, 0, 64
-UNSET = CONTENTS  # what memory holds that nobody has written
+UNSET = CONTENTS  # content of memory that was never written
 TENSORS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 PURE = -math.log1p((VOCAB - 1) * math.exp(-8.0))
-"""Log-prob of a token whose whole context was computed with one content."""
+"""Log-prob of a token whose context was computed with one content only."""
 PATIENCE_S = 120.0
 
 
 def tensors_of(content: int) -> dict[str, torch.Tensor]:
-    """Embeddings that are one unit vector, a norm that lets only it through, and a head that makes a token of it."""
+    """Embeddings equal to one unit vector, a norm that passes only it, and a head that maps it to one token."""
     embed, norm, head = torch.zeros(VOCAB, WIDTH), torch.zeros(WIDTH), torch.zeros(VOCAB, WIDTH)
     embed[:, content] = norm[content] = head[FIRST + content, content] = 1.0
     return dict(zip(TENSORS, (embed, norm, head), strict=True))
 
 
 def write_folders(root: Path) -> list[Path]:
-    """A model folder for each content. Attention adds what earlier positions were computed with: a KV cache of other
-    weights lowers the log-prob of every token after it."""
+    """Write a model folder for each content.
+
+    Attention adds the values of earlier positions: a KV cache of other weights lowers the log-prob of later tokens.
+    """
     folder = make_model_folder(
         root / "0", hidden_size=WIDTH, head_dim=WIDTH, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1
     )
@@ -75,8 +77,10 @@ def write_folders(root: Path) -> list[Path]:
 
 
 def rank_zero(name: str, port: int) -> ProcessGroupGloo:
-    """The trainer's end of a group that an engine joins, beside torch's registry, which takes a name once in a process:
-    the store and its prefixes are those of `join_process_group`."""
+    """The trainer's end of a group that an engine joins.
+
+    It bypasses torch's registry, which allows a name once per process; store and prefixes match `join_process_group`.
+    """
     limit = timedelta(seconds=PATIENCE_S)
     store = TCPStore("127.0.0.1", port, 2, True, limit, wait_for_workers=False)
     prefixed = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -84,16 +88,16 @@ def rank_zero(name: str, port: int) -> ProcessGroupGloo:
 
 
 class Refused(AssertionError):
-    """The engine did what the model of it does not allow."""
+    """The engine violates the state model."""
 
 
 @dataclass
 class Known:
-    """The engine as it must be."""
+    """Expected state of the engine."""
 
     content: dict[str, int]
     version: str
-    tokens: dict[str, int]  # by weight version
+    tokens: dict[str, int]  # expected token by weight version
     stale: bool = False
     mended: set[str] = field(default_factory=set)
     mended_by: str | None = None
@@ -115,7 +119,7 @@ class Known:
         self.stale, self.unfinished, self.mended = True, None, set()
 
     def write(self, names: Iterable[str], content: int, version: str, bucket: tuple[int, int] = (1, 1)) -> None:
-        """An update that the engine answered with 200."""
+        """Record an update that the engine answered with 200."""
         number, count = bucket
         if self.unfinished is not None and number == 1:
             self.doubt()
@@ -139,7 +143,7 @@ ALL: tuple[str, ...] = ()
 
 @dataclass
 class Asked:
-    """A request in flight, and what had happened when it was sent."""
+    """A request in flight, with the counts of ends and doubts when it was sent."""
 
     body: dict[str, Any]
     answer: asyncio.Task[tuple[int, Any]]
@@ -148,7 +152,7 @@ class Asked:
 
 
 class Orders:
-    """One engine in this process, its clients, and a trainer that sends through groups."""
+    """One engine in this process, its clients, and a trainer that sends weights through process groups."""
 
     def __init__(self, seed: int, root: Path) -> None:
         self.rng = random.Random(seed)
@@ -157,9 +161,9 @@ class Orders:
         global ALL
         ALL = tuple(load_file(self.folders[0] / "model.safetensors"))
         self.known = Known(dict.fromkeys(ALL, 0), "0", {"0": FIRST})
-        self.number = 0  # of the last version
+        self.number = 0  # number of the last version
         self.flying: list[Asked] = []
-        self.ends = self.doubts = 0  # orders that may end requests with what they have, and with 503
+        self.ends = self.doubts = 0  # calls that may end requests early, and with 503
         self.log: list[str] = []
         self.counts: Counter[str] = Counter()
         self.deaths: list[BaseException] = []
@@ -179,7 +183,7 @@ class Orders:
 
         def poisoned(*, discard: bool) -> None:
             release(discard=discard)
-            if discard:  # as memory that comes back from nowhere would be
+            if discard:  # simulates the undefined content of newly mapped memory
                 self.core.views.model.load_state_dict(tensors_of(UNSET), strict=False)
                 self.core.runner.weights_changed()
 
@@ -213,7 +217,7 @@ class Orders:
                 return response.status, await response.json()
 
     async def order(self, path: str, body: Any, expected: int, *, params: dict[str, str] | None = None) -> Any:
-        """Send an order and compare its status with the one that it must have."""
+        """Send a control call and compare its status with the expected one."""
         self.counts[path] += 1
         self.log.append(f"{path} {body if not isinstance(body, bytes) else len(body)} {params or ''} -> {expected}")
         try:
@@ -245,7 +249,7 @@ class Orders:
         self.flying.append(Asked(body, answer, self.ends - self.known.stale, self.doubts - self.known.stale))
 
     async def hang_up(self) -> None:
-        """A client goes away."""
+        """Disconnect the client of a random request."""
         if self.flying:
             asked = self.flying.pop(self.rng.randrange(len(self.flying)))
             asked.answer.cancel()
@@ -269,7 +273,7 @@ class Orders:
                 raise Refused(f"an end that nobody asked for: {meta['finish_reason']}")
 
     async def land(self) -> None:
-        """Every request is answered."""
+        """Wait for the answers of all requests in flight and check them."""
         flying, self.flying = self.flying, []
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -279,7 +283,7 @@ class Orders:
         for asked, (status, answer) in zip(flying, answers, strict=True):
             self.check(asked, status, answer)
 
-    # orders that load nothing
+    # control calls that load no weights
 
     async def pause(self) -> None:
         mode = self.rng.choice(["abort", "in_place", "retract"])
@@ -306,7 +310,7 @@ class Orders:
         await self.order("/flush_cache", {}, 200)
 
     async def wait(self) -> None:
-        """Let some tokens come."""
+        """Sleep briefly so that some tokens are generated."""
         await asyncio.sleep(self.rng.choice([0.0, 0.002, 0.01]))
 
     def _tags(self) -> dict[str, Any]:
@@ -321,7 +325,7 @@ class Orders:
         )
 
     async def release(self) -> None:
-        """Refused while requests are here."""
+        """Release memory; the engine rejects this while requests are running."""
         discard, body = self.rng.random() < 0.5, self._tags()
         self.counts["/release_memory_occupation"] += 1
         self.log.append(f"release {body} discard={discard}")
@@ -348,13 +352,13 @@ class Orders:
     # updates
 
     def _next(self) -> tuple[str, int]:
-        """A version that was never used, or the last one again, and a content."""
+        """A new version, or the last one again, and a content."""
         if self.rng.random() < 0.9 or self.number == 0:
             self.number += 1
         return str(self.number), self.rng.randrange(CONTENTS)
 
     def _some(self) -> list[str]:
-        """All tensors, or some."""
+        """Names of all tensors, or of some."""
         rng = self.rng
         return list(ALL) if rng.random() < 0.5 else rng.sample(TENSORS, rng.randrange(1, len(TENSORS) + 1))
 
@@ -362,13 +366,13 @@ class Orders:
         return "weights" in self.known.released
 
     def _wrote(self, names: Iterable[str], content: int, version: str, bucket: tuple[int, int] = (1, 1)) -> None:
-        """Whoever is here gets the tokens of the new weights from now on, which may be those of a version again."""
+        """Record an update; one that replaces an unfinished update makes the weights stale and may end requests."""
         was_unfinished, was_stale = self.known.unfinished is not None and bucket[0] == 1, self.known.stale
         self.known.write(names, content, version, bucket)
         if was_unfinished and self.known.stale and not was_stale:
             self.ends, self.doubts = self.ends + 1, self.doubts + 1
 
-    @cache  # noqa: B019 - one engine a test
+    @cache  # noqa: B019 - one engine per test
     def _held(self, content: int) -> dict[str, torch.Tensor]:
         return load_file(self.folders[content] / "model.safetensors")
 
@@ -390,7 +394,7 @@ class Orders:
             self._wrote(names, content, version)
 
     async def from_part_of_a_folder(self) -> None:
-        """A folder that lacks tensors is refused, and nothing changes."""
+        """Send a folder that lacks tensors; it is rejected and nothing changes."""
         folder = self.root / "part"
         folder.mkdir(exist_ok=True)
         save_file(tensors_of(UNSET), folder / "model.safetensors")
@@ -413,13 +417,13 @@ class Orders:
         await self._update("/update_weights_from_tensor", blob, names, content, version, **more)
 
     async def in_parts_of_one_version(self) -> None:
-        """As SGLang's clients send what is large: each tensor is an update of its own, and all have one version."""
+        """Send large weights as SGLang clients do: several updates with one version."""
         version, content = self._fresh()
         names = list(ALL)
         self.rng.shuffle(names)
         cut = self.rng.randrange(1, len(names))
         for part in (names[:cut], names[cut:]):
-            # until the last part came, the weights are of two contents under the new version, as the client wants it
+            # until the last part arrives, the new version has tensors of two contents, as the client requests
             blob = save({name: self._held(content)[name] for name in part})
             await self.pause()
             await self._update(
@@ -428,7 +432,7 @@ class Orders:
         await self.go_on()
 
     async def from_delta(self) -> None:
-        """To the weights that are here, to other ones, or to another version."""
+        """Send a delta whose base is the current weights, other weights or another version."""
         known, rng = self.known, self.rng
         here = known.contents
         way = rng.choice(["fits", "fits", "other_weights", "other_version"])
@@ -470,7 +474,7 @@ class Orders:
         return folder
 
     def _buckets(self) -> tuple[list[tuple[int, int]], list[list[str]]]:
-        """The numbers of buckets, perhaps in a wrong order or not all, and the names in each."""
+        """Bucket numbers, sometimes incomplete or in a wrong order, and the names in each bucket."""
         names, rng = self._some(), self.rng
         rng.shuffle(names)
         count = rng.choice([1, 2, 3])
@@ -489,7 +493,7 @@ class Orders:
         return {**body, "weight_version": version, "flush_cache": self.rng.random() < 0.5}
 
     async def _interrupted(self) -> None:
-        """Something else between two buckets."""
+        """Sometimes send another call between two buckets."""
         if self.rng.random() < 0.3:
             await self.rng.choice([self.pause, self.go_on, self.abort, self.flush, self.wait, self.from_files])()
 
@@ -516,12 +520,12 @@ class Orders:
                 self._wrote(names, content, version, (number, count))
             if (
                 pauses and not was_paused and self.known.unfinished is not None
-            ):  # it went on by itself, with a part of the weights
+            ):  # it resumed by itself with a part of the weights
                 self._doubt()
             await self._interrupted()
 
     async def from_group(self) -> None:
-        """A trainer that sends, or one that is silent until it dies or the group is left."""
+        """Update from a trainer that sends, or from one that is silent until it dies or the group is left."""
         version, content = self._fresh()
         numbers, parts = self._buckets()
         name = f"g{self.number}"
@@ -562,7 +566,7 @@ class Orders:
         del trainer
 
     async def _leave(self, name: str, version: str) -> None:
-        """Leave a group; the rest of the version that it brought a part of can no longer come."""
+        """Leave a group; the rest of its unfinished version can no longer arrive."""
         if self.known.unfinished is not None and self.known.unfinished[0] == version:
             self._doubt()
         await self.order("/destroy_weights_update_group", {"group_name": name}, 200)
@@ -572,7 +576,7 @@ class Orders:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def _join(self, name: str) -> ProcessGroupGloo:
-        """Rank 0 of a group that the engine joins."""
+        """Make the engine join a group and return its rank 0."""
         port = free_port()
         meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         joining = asyncio.ensure_future(
@@ -585,7 +589,7 @@ class Orders:
     # a sequence
 
     async def sequence(self) -> None:
-        """Random orders with requests in flight, then the ones that bring the engine back."""
+        """Run random control calls with requests in flight, then the calls that recover the engine."""
         self.log.clear()
         orders: list[Callable[[], Awaitable[None]]] = [
             self.pause, self.go_on, self.go_on, self.abort, self.flush, self.wait, self.wait, self.release, self.release,

@@ -1,4 +1,4 @@
-"""The decoder for CUDA on the CPU: graphs are the steps themselves, kernels are spelled out over the device's table."""
+"""The CUDA decoder on the CPU: graphs run their steps, kernels are plain operations over the device's slot table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.engine.embedded.scheduler import Sequence
 
 
 class TableBody:
-    """Reads what the kernels read: the table, the rows and lengths of the batch or the tiles, and the tokens by row."""
+    """A body that reads the inputs of the kernels: table, rows and lengths of the batch or tiles, tokens by row."""
 
     fewest_rows = 1
     extends_in_graphs = True
@@ -60,7 +60,7 @@ class TableBody:
 
 
 class TorchDraw:
-    """In plain operations of torch; what is special about a sequence is read from the host's copy of it."""
+    """Sampling in plain torch operations; special settings are read from the host's copy of a sequence."""
 
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
         self._put(batch, *draw(logits, batch.temperature, batch.uniform, batch.greedy > 0))
@@ -80,7 +80,7 @@ class TorchDraw:
 
 
 class DecoderOnCpu(CudaDecoder):
-    """Replaying a graph is doing its step."""
+    """A decoder whose graph replay runs the step itself."""
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         outputs = run()
@@ -91,7 +91,7 @@ class DecoderOnCpu(CudaDecoder):
 
 
 def decode_as_on_cuda(core: EngineCore, draw: Draw | None = None) -> DecoderOnCpu:
-    """Let a loaded engine on the CPU make its steps as it does on CUDA."""
+    """Make a loaded engine on the CPU run its steps as on CUDA."""
     core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
     rows = core.scheduler.max_running
     decoder = DecoderOnCpu(core.runner, TableBody(core.runner), draw or TorchDraw(), max_running=rows)

@@ -1,4 +1,4 @@
-"""A LoRA adapter in the embedded engine: the weights are the folder's with the adapter, to the bit, and no others."""
+"""A LoRA adapter in the embedded engine: weights equal the base weights with the adapter merged, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def written(path: Path, tensors: Weights, facts: AdapterFacts = FACTS) -> str:
 
 
 def expected(base: Weights, tensors: Weights, dtype: torch.dtype, facts: AdapterFacts = FACTS) -> Weights:
-    """The trainer's side: merged from what it holds, in float32, rounded once."""
+    """The weights that the trainer merges: computed in float32 and rounded once to `dtype`."""
     found = {name: tensor.to(dtype) for name, tensor in base.items()}
     for name in tensors:
         if name.endswith(".lora_A.weight"):
@@ -74,7 +74,7 @@ def assert_same(found: Weights, wanted: Weights) -> None:
 
 
 def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, tmp_path: Path) -> None:
-    """The second one is for other layers: those of the first are the folder's again."""
+    """The second adapter is for other layers: the layers of the first return to the base weights."""
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     first, second = random_pairs(ATTENTION, 1), random_pairs(DOWN, 2)
     copied = core.load_adapter("a", written(tmp_path / "1", first), "1", flush=True)
@@ -92,7 +92,7 @@ def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, 
     ("trained_in", "served_in"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
 def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
-    """What the trainer would send whole: its own weights, merged, in the engine's dtype; untouched ones too."""
+    """Weights equal a full send by the trainer: merged in its dtype, then cast to the engine's; untouched ones too."""
     core, dtype = loaded(qwen3_folder, "--dtype", served_in), getattr(torch, trained_in)
     base, facts = folder_weights(qwen3_folder, dtype), AdapterFacts(4, 3.0, dtype)
     for version, modules in enumerate((ATTENTION, DOWN)):
@@ -186,7 +186,7 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
     assert core.weight_version == "default"
     assert_same(weights(core), base)
     core.resume()
-    assert core.stale is None  # a sender that is gone now has changed nothing
+    assert core.stale is None  # a sender that dies now has changed nothing
     with pytest.raises(Conflict, match="bucket 2 of 3 arrived instead of bucket 3"):
         arrive(bucket(2, names[6:]))
     with pytest.raises(BadRequest, match=r"but this model needs \(\d+, \d+\)"):

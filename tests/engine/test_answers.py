@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: the same meaning, whichever JSON reader takes them."""
+"""JSON bodies of requests and answers: fast and standard parsers agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ plain = st.recursive(
 def test_a_body_means_what_pythons_reader_says(value: Any) -> None:
     body = json.dumps(value).encode()
     if _has_big_whole_numbers(value):
-        return  # the one difference, see below
+        return  # the only difference, see the next test
     assert repr(parse_json(body)) == repr(json.loads(body))
 
 
@@ -155,7 +155,7 @@ def _answer(tokens: int) -> dict[str, Any]:
 
 
 def _asked(body: bytes) -> GenerateResult:
-    """What a client makes of an answer with this body."""
+    """The result that a client parses from an answer with this body."""
 
     async def main() -> GenerateResult:
         async def answer(_request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The slots' reference counts under random use: nothing leaks, nothing is handed out twice."""
+"""Reference counts of cache slots under random use: no slot leaks or is allocated twice."""
 
 import numpy as np
 from hypothesis import given, settings

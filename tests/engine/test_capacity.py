@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache gets: the runner is a stand-in, since there is no GPU here."""
+"""Size of the KV cache from the free GPU memory, with a stub runner because the tests have no GPU."""
 
 from __future__ import annotations
 

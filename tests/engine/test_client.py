@@ -1,4 +1,4 @@
-"""The engine client, pool and router against real HTTP servers on loopback that answer by script."""
+"""The engine client, pool and router against scripted HTTP servers on loopback."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ ANSWER = {
 
 
 class Server:
-    """An HTTP server that gives every request to one handler and remembers (method, path, body)."""
+    """An HTTP server that passes every request to one handler and records (method, path, body)."""
 
     def __init__(self, handler):
         self.handler = handler
@@ -72,7 +72,7 @@ def answering(body=None, status=200, text=None):
 
 
 def call(server, use):
-    """`use(client)` against a listening server; returns what it returned."""
+    """Run `use(client)` against a listening server and return its result."""
 
     async def main():
         async with server.listening(), EngineClient(server.url, timeout_s=120, control_timeout_s=120) as client:
@@ -352,7 +352,7 @@ def test_a_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
             release_left.set(), release_right.set()
             await asyncio.gather(*tasks)
         groups = [[body["group"] for _, _, body in server.seen] for server in (left, right)]
-        # group 0 pins the first engine (3 in flight), 1 the idle second, 2 the second as well (1 against 3)
+        # group 0 pins the first engine (3 in flight), groups 1 and 2 pin the second (idle, then 1 against 3)
         assert [sorted(g) for g in groups] == [[0, 0, 0, 0], [1, 1, 2]]
 
     asyncio.run(main())
@@ -472,7 +472,7 @@ def test_the_router_forwards_by_routing_key():
     ],
 )
 def test_the_router_forwards_no_path_that_leads_out_of_v1(target):
-    """aiohttp's client and clients like it resolve dot segments before they send: the request is written by hand."""
+    """HTTP clients such as aiohttp resolve dot segments before sending, so the request is written by hand."""
 
     async def main():
         engine = answering()
@@ -578,7 +578,7 @@ def test_the_router_breaks_off_when_the_engine_dies_in_the_middle():
 
 
 def test_the_routers_requests_to_an_engine_that_is_declared_down_end_or_move():
-    """The engine hangs: a stream that has begun breaks off, a request without an answer goes to another engine."""
+    """The engine hangs: a started stream breaks off, a request without an answer moves to another engine."""
 
     async def main():
         hung, came = asyncio.Event(), asyncio.Semaphore(0)

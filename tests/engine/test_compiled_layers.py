@@ -1,4 +1,4 @@
-"""Layers that are compiled one at a time compute what they did, and are compiled once for all of them."""
+"""Decoder layers share one compilation and compute the same values as uncompiled layers."""
 
 from __future__ import annotations
 

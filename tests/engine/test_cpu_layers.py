@@ -1,4 +1,4 @@
-"""Layers in the form that a CPU computes fastest: the same names, the same weights, the same numbers."""
+"""Layers packed for the CPU keep their names, weights and results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepared(model: nn.Module, *, pack: bool) -> tuple[nn.Module, Any]:
 
 
 @needs_mkldnn
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "gemma2"])  # heads with norms; biases; norms of its own kind
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "gemma2"])  # head norms; biases; its own kind of norm
 def test_packed_layers_compute_what_plain_ones_do(model_type: str) -> None:
     model = wide_model(model_type)
     fast, _ = prepared(model, pack=True)
@@ -68,7 +68,7 @@ def test_layers_that_read_the_same_input_are_computed_together() -> None:
     gate, up = (found[f"model.layers.0.mlp.{name}_proj"] for name in ("gate", "up"))
     with torch.inference_mode():
         torch.testing.assert_close(gate(x), nn.functional.linear(x, gate.weight), atol=2e-5, rtol=0)
-        other = x + 1  # the other layer's part of x is not taken for what it makes of another input
+        other = x + 1  # the result cached for x is not used for another input
         torch.testing.assert_close(up(other), nn.functional.linear(other, up.weight), atol=2e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""The decoder for CUDA with its graphs and kernels spelled out on the CPU: same tokens as the CPU's own."""
+"""The CUDA decoder with graphs and kernels emulated on the CPU gives the tokens of the CPU decoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.test_numbers import generate, prompt, running_core
 
 
 def mixture() -> list[dict[str, Any]]:
-    """Lengths, stop tokens, seeds, a shared prefix, scored prompts and what the plain draw cannot do."""
+    """Requests with various lengths, stop tokens, seeds, shared prefixes, scored prompts and special sampling."""
     plain = [
         {
             "input_ids": prompt(i, 4 + 7 * i % 40),
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_cpu(qwen3_folder: Path, options: tuple[str, ...
 
 
 def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen3_folder: Path) -> None:
-    """Any batch can be decoded from the beginning; an engine that waits for requests captures what it lacks."""
+    """Any batch can be decoded from the start; an idle engine captures the remaining graphs."""
     core = EngineCore(
         parse_options(["--model-path", str(qwen3_folder), "--max-running-requests", "40"]), on_death=print
     )
@@ -79,7 +79,7 @@ def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen
     decoder.launch, decoder.capture_next = watched, capture_next  # type: ignore[method-assign]
     submit = core.submit
     core.submit = lambda sequences: (submit(sequences), core.start())  # type: ignore[method-assign,assignment,return-value]
-    generate(core, mixture())  # they are there before the engine has time for anything else
+    generate(core, mixture())  # the requests arrive before the engine is idle
     core.submit = submit  # type: ignore[method-assign]
     assert everything.wait(60)
     generate(core, mixture())

@@ -1,4 +1,4 @@
-"""Layers with a state for each sequence, in the engine: every log-prob is transformers' own, whatever happened before."""
+"""Layers with a recurrent state per sequence: the engine's log-probs match transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny_models import make_model_folder
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without experts: where two of them are tied, rounding decides, and one token comes out otherwise."""
+    """A model without experts: rounding decides between tied experts, which would change tokens."""
     place = tmp_path_factory.mktemp("delta") / "qwen3_5"
     return make_model_folder(place, "qwen3_5_text", **ARCHITECTURES["qwen3_5_text"])
 
@@ -65,7 +65,7 @@ def test_sequences_that_start_over_and_long_prompts_in_pieces(folder: Path) -> N
 
 
 def test_samples_of_one_prompt_compute_it_each_and_together(folder: Path) -> None:
-    """A state cannot be cut at a prefix: nothing is shared, and nobody waits for another's prompt."""
+    """A state cannot be cut at a prefix: nothing is shared, and no sample waits for another's prompt."""
     with running_core(folder) as core:
         sequences = generate(core, [{"input_ids": prompt(1, 30), "sampling_params": {"max_new_tokens": 4, "n": 5}}])
         assert [seq.cached_tokens for seq in sequences] == [0] * 5
@@ -77,7 +77,7 @@ def test_samples_of_one_prompt_compute_it_each_and_together(folder: Path) -> Non
 
 @pytest.mark.parametrize("step", ["extend", "launch"])
 def test_a_step_that_fails_leaves_no_state_behind(folder: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing raises after the states were written, twice; then the same sequences go on one at a time."""
+    """Drawing raises twice after the states were written; then the same sequences run one at a time."""
     with running_core(folder) as core:
         whole = core.runner._draw
         calls: list[int] = []

@@ -1,4 +1,4 @@
-"""A model for the fused kernels is read from its folder without transformers, and is what transformers would load."""
+"""Models for the fused kernels, read without transformers, equal the models that transformers loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tiny_models import make_model_folder, make_tokenizer
 
 
 class HostRegion:
-    """In the place of a GPU's memory."""
+    """Host memory in place of a GPU region."""
 
     range = SimpleNamespace(prepare=lambda size: None)
 
@@ -192,7 +192,7 @@ QWEN_SPLITS = (
 
 
 def qwen_folder(path: Path) -> Path:
-    """A tokenizer as Qwen's folders have it."""
+    """Save a tokenizer in the format of Qwen's folders."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(path)
     facts = json.loads((path / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""The sampling kernels, run by Triton's interpreter, against the sampler of the CPU spelled out in float64."""
+"""The sampling kernels in Triton's interpreter against the CPU sampler in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    """What each check of `draw_checks` complains about; all of them in one process, whose imports take longest."""
+    """Failures of each check of `draw_checks`; one process runs all checks because its imports take longest."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.engine.draw_checks"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""Engines that join a run through its door and leave it: real processes, started as a user starts them."""
+"""Engines that join and leave a run at run time, as real processes started by the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """What of a run matters to engines that join: a pool with one engine of its own, and the door."""
+    """The parts of a run that joining engines need: a pool with one own engine, and the registration server."""
 
     def __init__(self, folder: Path, run_dir: Path, own: EngineFleet) -> None:
         self.run_dir, self.own = run_dir, own
@@ -125,7 +125,7 @@ def payload(number: int, ids: list[int], tokens: int) -> dict[str, Any]:
 
 
 async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
-    """All tokens of one request, continued from what it has whenever it was cut off; and how often that was."""
+    """Generate all tokens of one request, resuming after each interruption; return the tokens and the interruptions."""
     tokens: list[int] = []
     cuts = 0
     while len(tokens) < TOKENS:
@@ -138,7 +138,7 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
 
 
 async def work(pool: EnginePool, count: int, enough: threading.Event) -> list[tuple[list[int], int]]:
-    """What comes of that many requests at once, and of as many again until it is enough."""
+    """Run `count` requests at once, repeatedly until `enough` is set; return all results."""
     results: list[tuple[list[int], int]] = []
     while not results or not enough.is_set():
         results += await asyncio.gather(*(complete(pool, number) for number in range(count)))
@@ -146,7 +146,7 @@ async def work(pool: EnginePool, count: int, enough: threading.Event) -> list[tu
 
 
 def running(run: Run) -> int:
-    """How many requests the engine that has joined is working on."""
+    """Number of requests running on the joined engine."""
     return int(run.rows()[1]["running"] or 0)
 
 
@@ -207,7 +207,7 @@ def test_an_engine_waits_for_a_run_that_comes_back_and_says_which_weights_it_has
         run.door = run.open(address)
         engine.wait_for("joined the run")
         assert run.brought == [(member.request.url, None), (member.request.url, 7)]
-        run.joined.life = "another one"  # whoever reads it again is another run: its versions are others
+        run.joined.life = "another one"  # a new life means another run, so its weight versions do not apply
         [again] = run.joined.members()
         run.door.close(goodbye=False)
         run.joined.lost(again, "the run stopped")
@@ -228,7 +228,7 @@ def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
     run.publisher = TensorPublisher(source, run.pool.roster, run.loop.run, root=root, settings=settings)
     source.step(1)
     run.publisher.publish(1)
-    (run.run_dir / MARKER_FILE).unlink()  # what another machine does not see either
+    (run.run_dir / MARKER_FILE).unlink()  # simulates a machine without the shared files
     with joining(run, tmp_path, "--model-path", str(folder), "--output-dir", str(tmp_path / "there")) as engine:
         engine.wait_for("joined the run")
         [member] = run.joined.members()
@@ -239,7 +239,7 @@ def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
         run.publisher.publish(2)
         second = checksums(run.pool.clients[0], run.loop.run)
         assert checksums(client, run.loop.run) == second != first
-        assert wait_until(lambda: not list((tmp_path / "there" / "weights").iterdir()), 120)  # no copy is left
+        assert wait_until(lambda: not list((tmp_path / "there" / "weights").iterdir()), 120)  # the copies are deleted
         assert list(root.rglob("*.safetensors")) == []
     run.publisher.close()
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the engine: which experts computed a token, against transformers' own routers."""
+"""Mixture-of-experts models: the routed experts of each token against transformers' routers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny_models import make_model_folder, make_tokenizer
 
 LATE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 LATE |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-FAMILIES: dict[str, tuple[dict[str, Any], int]] = {  # with its experts a token
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {  # config overrides and experts per token
     "qwen3_moe": ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 2),
     "glm4_moe": (LATE, 3),
     "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, 2),
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed(core: EngineCore, *bodies: dict[str, Any]) -> list[tuple[Sequence, dict[str, Any]]]:
-    """Run the requests together; each sequence with the `meta_info` of its answer."""
+    """Run the requests together; return each sequence with the `meta_info` of its answer."""
     facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset(), core.runner.experts.topk > 0)
     waiter, made = Waiter(), []
     for body in bodies:
@@ -60,7 +60,7 @@ def rows_of(meta: dict[str, Any], topk: int, layers: int = LAYERS) -> np.ndarray
 
 
 def true_rows(folder: Path, tokens: list[int], topk: int) -> np.ndarray:
-    """What transformers' routers choose, layers without experts zero."""
+    """Experts chosen by transformers' routers; zero for layers without experts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     rows = np.zeros((len(tokens), LAYERS, topk), np.int32)
 

@@ -1,4 +1,4 @@
-"""The fused path: what it takes of a config, its plain reference and, in Triton's interpreter, its kernels."""
+"""The fused path: config parsing, its plain reference and its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is sent to an engine, it stays healthy and gives the tokens it gave before."""
+"""Fuzzed requests leave an engine healthy and its tokens unchanged."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_an_engine_under_fire(qwen3_folder: Path, tmp_path: Path) -> None:
         assert info["stale"] is None
     finally:
         assert engine.stop() == 0
-    assert "ERROR slime" not in (tmp_path / "log").read_text()  # no request was the engine's own failure
+    assert "ERROR slime" not in (tmp_path / "log").read_text()  # no request caused an internal error

@@ -1,4 +1,4 @@
-"""Streamed answers: both dialects, lines of any length, responses of 65,536 tokens."""
+"""Streamed answers: both stream dialects, long lines and responses of 65,536 tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logprob(at: int) -> float:
 
 
 def event(start: int, end: int, count: int, *, finish: dict[str, Any] | None = None) -> bytes:
-    """Tokens `start:end` of an answer that has `count` by now."""
+    """A stream event with tokens `start:end` of an answer that has `count` tokens so far."""
     ids = [3 + at % 300 for at in range(start, end)]
     entries = [[logprob(at), 3 + at % 300, None] for at in range(start, end)]
     meta = {"id": "x", "completion_tokens": count, "prompt_tokens": 3, "cached_tokens": 1, "weight_version": "2",
@@ -66,7 +66,7 @@ END = {"type": "length", "length": LONG}
 
 @pytest.mark.parametrize("dialect", ["whole", "new"])
 def test_an_answer_of_65536_tokens(dialect: str) -> None:
-    """The last event of the whole dialect is one line of megabytes."""
+    """In the dialect "whole" the last event is one line of several megabytes."""
     places = [0, 32, 64, 20_000, LONG]
     spans = list(pairwise(places))
     events = [
@@ -130,7 +130,7 @@ def test_a_failure_inside_the_stream_is_the_engines() -> None:
 
 
 class ScriptedCore:
-    """The engine's thread with tokens out of a list in the place of the model."""
+    """An engine core whose thread appends scripted tokens instead of running a model."""
 
     weight_version, stale, halted = "5", None, False
 
@@ -199,7 +199,7 @@ def test_the_embedded_server_streams_65536_tokens_each_once() -> None:
         whole.meta_info["weight_versions"],
     )
     assert len(sizes) > 1
-    assert sum(sizes) < 60 * LONG  # linear: everything so far in each event would be thousands of bytes a token
+    assert sum(sizes) < 60 * LONG  # linear: repeating all tokens in each event would take thousands of bytes per token
 
 
 @pytest.mark.parametrize("call", ["/generate", "/v1/completions"])
@@ -222,7 +222,7 @@ def test_a_request_that_fails_in_a_stream_says_so(call: str) -> None:
 
 
 class StuckCore(ScriptedCore):
-    """Keeps every sequence until it is aborted; one with the prompt [9] fails at once."""
+    """A core that holds every sequence until it is aborted; one with the prompt [9] fails at once."""
 
     def __init__(self, *options: str) -> None:
         super().__init__(*options)

@@ -1,4 +1,4 @@
-"""An engine that works is well, however long its queue; one that makes no progress is not."""
+"""An engine that makes progress is healthy however long its queue is; one without progress is not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bridge_to(core: EngineCore) -> EngineBridge:
 
 
 def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
-    """The probe is answered while the only row is taken and another request waits for it."""
+    """The probe succeeds while the only row is in use and another request waits for it."""
 
     async def ask(core: EngineCore) -> bool:
         bridge = bridge_to(core)
@@ -53,10 +53,10 @@ def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
             return False
         done = await asyncio.gather(*working)
         assert [len(finished.sequence.output_ids) for [finished] in done] == [250, 250]
-        assert core.counters.requests == 2  # nothing was put into the queue for the probe
+        assert core.counters.requests == 2  # the probe queues no request
         return True
 
-    for _ in range(5):  # again, if the engine was done with one before the probe came
+    for _ in range(5):  # retry if the engine finished a request before the probe
         with running_core(qwen3_folder, "--max-running-requests", "1") as core:
             if asyncio.run(ask(core)):
                 return
@@ -103,8 +103,10 @@ def test_an_engine_without_progress_is_not_well(
 
 
 class BusyEngine:
-    """Its health check fails, as of an engine too busy to answer in time; until `ends` it streams a token each time the
-    check is asked for."""
+    """A server whose health check fails like that of an engine too busy to answer in time.
+
+    While `streams` is set it streams one token at each health check.
+    """
 
     def __init__(self) -> None:
         self.streams = True

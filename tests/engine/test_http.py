@@ -1,4 +1,4 @@
-"""The engine process over HTTP, as its clients meet it."""
+"""The HTTP interface of the engine process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny_models import make_model_folder
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
 TRIES = 5
 JSON = {"Content-Type": "application/json"}
-"""To do something while the engine works on a request: it may be done with it before."""
+"""`TRIES`: attempts to act during a request, which may finish first."""
 
 
 def test_text_and_ids_agree(engine: EngineProcess) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong for one request or command ends that one, never the engine and never its neighbours."""
+"""Failures of one request or command end only that one, never the engine or other requests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_command_that_raises_fails_alone(qwen3_folder: Path) -> None:
 
 @pytest.mark.parametrize("shared", [1, 10, 19])
 def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path, shared: int) -> None:
-    """The tail of a cached prompt must give way, although its beginning is in use."""
+    """The tail of a cached prompt must be evicted although its prefix is in use."""
     first = prompt(1, 24)
     second = first[:shared] + prompt(2, 30 - shared)
     params = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -83,9 +83,9 @@ def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path
 def test_a_sequence_that_cannot_be_computed_fails_alone(
     qwen3_folder: Path, step: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`bad` raises whenever it is in a step; the others get the tokens that they get without it.
+    """`bad` raises whenever it is in a step; the other sequences get the tokens that they get without it.
 
-    Where steps are launched ahead, some are in flight on top of the one that fails.
+    With lookahead, later steps are in flight on top of the one that fails.
     """
     with running_core(qwen3_folder, "--chunked-prefill-size", "12") as core:
         core.runner.looks_ahead = ahead
@@ -133,7 +133,7 @@ def test_a_sequence_that_cannot_be_computed_fails_alone(
 def test_a_sequence_without_numbers_fails_alone(
     qwen3_folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits that are nan from the third token on; what was drawn before them is still in the answer."""
+    """Logits are NaN from the third token on; the tokens drawn before are still in the answer."""
     with running_core(qwen3_folder) as core:
         want = tokens(core, 1, 2)
         core.flush_cache()
@@ -222,7 +222,7 @@ def test_an_error_of_nobody_empties_the_engine_and_it_goes_on(
 
 
 def test_requests_that_an_update_aborts_leave_no_prefix_of_the_weights_before(qwen3_folder: Path) -> None:
-    """Pausing and updating are one command where the trainer's memory is shared."""
+    """Pausing and updating are one command if the engine shares memory with the trainer."""
 
     def swap() -> None:
         core.pause("abort")
@@ -254,7 +254,7 @@ def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> 
     long = {"max_new_tokens": 400, "ignore_eos": True, "n": 8}
     asked = engine.in_background(lambda: engine.generate(input_ids=[5], sampling_params=long))
     engine.wait_running(8, asked.done)
-    while not asked.done():  # the engine is in a step when most of these come and go
+    while not asked.done():  # most of these connections open and close during a step
         with socket.create_connection(("127.0.0.1", engine.port)) as sock:
             sock.sendall(b"GET /server_info HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert engine.generate(**bodies(1)[0])["output_ids"] == before
@@ -305,7 +305,7 @@ def test_values_of_other_types_are_refused_by_name(
 def test_an_engine_without_descriptors_logs_a_few_lines_and_answers_afterwards(engine: EngineProcess) -> None:
     pid, before = engine.process.pid, len(engine.log.read_text())
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    assert limits[0] >= min(65536 + 4096 + 256, limits[1])  # raised for as many samples as may be queued
+    assert limits[0] >= min(65536 + 4096 + 256, limits[1])  # raised to cover the maximum number of queued samples
     highest = max(int(name.name) for name in Path(f"/proc/{pid}/fd").iterdir())
     clients = []
     try:
@@ -390,7 +390,7 @@ def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
     assert engine.get("/health_generate")[1] == {"status": "ok"}
 
 
-# orders that come while others are under way
+# orders sent while others are in progress
 
 
 def whole_again(engine: EngineProcess, folder: Path) -> None:
@@ -423,7 +423,7 @@ def test_resuming_by_default_resumes_whatever_was_released(engine: EngineProcess
 def test_a_part_of_the_weights_does_not_make_discarded_ones_good(
     engine: EngineProcess, qwen3_folder: Path, tmp_path: Path, way: str
 ) -> None:
-    """Two parts of one version, which are all of the weights together, do."""
+    """The weights are valid again once two parts of one version cover all tensors."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     weights = load_file(qwen3_folder / "model.safetensors")
     names = sorted(weights)
@@ -465,7 +465,7 @@ def test_a_part_of_the_weights_does_not_make_discarded_ones_good(
 
 
 def joined(engine: EngineProcess, name: str) -> ProcessGroupGloo:
-    """The trainer's end of a group that the engine is in."""
+    """Make the engine join a group and return the trainer's end of it."""
     port = free_port()
     meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     joining = engine.in_background(
@@ -501,7 +501,7 @@ def test_a_trainer_that_sends_nothing_delays_nobody_and_leaving_its_group_ends_t
 def test_an_update_that_cannot_be_finished_makes_the_weights_stale(
     engine: EngineProcess, qwen3_folder: Path, way: str
 ) -> None:
-    """While the rest may come the engine is paused; afterwards requests and health are answered with 503."""
+    """The engine is paused while the rest may still arrive; afterwards requests and health checks get 503."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
     trainer = joined(engine, way)
@@ -531,7 +531,7 @@ def test_an_update_that_cannot_be_finished_makes_the_weights_stale(
 
 
 def test_a_bucket_that_does_not_follow_the_one_before_is_refused(engine: EngineProcess, qwen3_folder: Path) -> None:
-    """Between the buckets of an update the engine makes no step; another update in between ends it."""
+    """The engine runs no step between the buckets of an update; another update in between cancels the first."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
     trainer = joined(engine, "order")

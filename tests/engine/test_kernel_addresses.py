@@ -1,4 +1,4 @@
-"""Addresses that the attention kernels compute, in what Triton makes of them: some are beyond 32 bits."""
+"""Address arithmetic of the attention kernels in Triton IR: offsets may exceed 32 bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIXED |= {"HAS_CAP": False, "HAS_WINDOW": False, "HAS_SINKS": False}
 
 
 def in_triton(kernel: Any) -> str:
-    """The kernel's code with 32-bit strides, which is what Triton takes a stride below 2^31 for."""
+    """The kernel's TTIR with 32-bit strides, the type that Triton gives to strides below 2^31."""
     names = list(inspect.signature(kernel.fn).parameters)
     fixed = {name: value for name, value in FIXED.items() if name in names}
     kinds = {name: f"*{kind}" for name, kind in POINTERS.items()} | dict.fromkeys(FLOATS, "fp32")
@@ -41,7 +41,7 @@ def in_triton(kernel: Any) -> str:
 
 @pytest.mark.parametrize("kernel", [decode_kernels._decode_kernel, prefill_kernels._extend_kernel])
 def test_a_head_begins_beyond_two_billion_numbers(kernel: Any) -> None:
-    """128 heads of 192 for each of 100,000 slots, say."""
+    """Offsets exceed 2^31, e.g. with 128 heads of 192 for each of 100,000 slots."""
     code = in_triton(kernel)
     for stride in ("sk_h", "sv_h"):
         assert re.search(rf"extsi %{stride} : i32 to i64", code), f"{stride} is not widened before it is multiplied"

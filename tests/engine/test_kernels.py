@@ -1,4 +1,4 @@
-"""The CUDA kernels, run by Triton's interpreter, against the same spelled out."""
+"""The CUDA kernels in Triton's interpreter against plain reference implementations."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The engine's kernels through Triton's compiler: what a start compiles ahead, for every kind of block."""
+"""The kernels compiled ahead at start-up go through Triton's compiler, for every kind of block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that ask for a key, of others and of the run: the run shows it to them, and to nobody else."""
+"""Engines that require a key: the run sends it to its engines and to no other address."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_generation_on_loopback_is_open_to_programs_and_control_is_not(engine: E
         assert status("/generate", ONE_TOKEN, Origin=origin, **json_type) == 403, origin
     assert status("/generate", ONE_TOKEN, Origin=f"http://127.0.0.1:{engine.port}", **json_type) == 200
     shown = {"Host": "gpu1.cluster", "Origin": "http://evil.example", "Authorization": key}
-    assert status("/generate", ONE_TOKEN, **shown, **json_type) == 200  # who has the key may come from anywhere
+    assert status("/generate", ONE_TOKEN, **shown, **json_type) == 200  # with the key any host and origin is accepted
     assert engine.get("/server_info")[1]["weight_version"] == version
     assert engine.key not in json.dumps(engine.get("/server_info")[1])
 
@@ -182,7 +182,7 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
         assert file.read_text().strip() == keyed.admin_api_key == engine_key(attached)
         assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         elsewhere = attached.replace(rollout_external_engine_addrs=["10.0.0.1:7"])
-        assert engine_key(elsewhere) is None  # another machine's engine never sees it
+        assert engine_key(elsewhere) is None  # an engine on another machine never gets it
         mixed = attached.replace(rollout_external_engine_addrs=["10.0.0.1:7", "127.0.0.1:7"])
         with pytest.raises(
             UserError, match=r"127\.0\.0\.1:7 .* not for 10\.0\.0\.1:7: start all of them with the same"
@@ -223,14 +223,14 @@ def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         assert engines.key is not None
         words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
-        assert not any(engines.key.encode() in line for line in words)  # which others on the machine can read
+        assert not any(engines.key.encode() in line for line in words)  # command lines are readable by other users
         with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
             [client] = runtime.pool.clients
             assert runtime.run(client.get_weight_version()) == "default"
             router = f"http://{runtime.args.sglang_router_ip}:{runtime.args.sglang_router_port}"
             assert router.startswith("http://127.0.0.1:")
             assert runtime.run(post(router)) == 200
-            assert runtime.run(post(router, Authorization="Bearer EMPTY")) == 200  # as programs for OpenAI's API do
+            assert runtime.run(post(router, Authorization="Bearer EMPTY")) == 200  # as OpenAI clients do
             assert runtime.run(post(engines.urls[0])) == 401
             assert runtime.run(post(engines.urls[0], Authorization=f"Bearer {engines.key}")) == 200
             assert runtime.router_address == (None, False, engines.key)
@@ -242,7 +242,7 @@ def test_a_plugin_that_asks_for_an_abort_shows_the_key_of_its_run(engine: Engine
         asyncio.run(post(f"{engine.url}/abort_request", {"abort_all": True}))
     shown = {"api_key": engine.key, "is_open": True}
     with RolloutRuntime(config, [engine.url], dispatch=generate_and_rm_group, **shown) as runtime:
-        assert runtime.args.sglang_router_port == engine.port  # no hop for plugins that post on their own
+        assert runtime.args.sglang_router_port == engine.port  # plugins post to the engine directly
         assert runtime.run(post(f"{engine.url}/abort_request", {"abort_all": True}))["success"] is True
         with pytest.raises(EngineRejected, match="401"):
             runtime.run(post(f"http://localhost:{engine.port}/abort_request", {"abort_all": True}))
@@ -263,4 +263,4 @@ def test_an_engine_that_others_can_reach_never_goes_without_a_key(
     assert f"requires the key {made} " in capsys.readouterr().out
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert key_of("--host", "0.0.0.0") == KEY
-    assert KEY_VARIABLE not in os.environ  # what the engine starts need not know it
+    assert KEY_VARIABLE not in os.environ  # child processes must not see it

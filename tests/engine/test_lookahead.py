@@ -1,6 +1,6 @@
-"""Steps launched before the last one is read, with everything that can happen meanwhile: the same tokens all the same.
+"""Lookahead: steps launched before the last one is read give the same tokens.
 
-The CPU's own decoder computes when a step is launched; told to look ahead, its results are read a step later.
+The CPU decoder computes when a step is launched; with lookahead its results are read one step later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.tiny_models import make_model_folder, make_tokenizer
 
 
 def bodies(count: int, **params: Any) -> list[dict[str, Any]]:
-    """Prompts and answers of all lengths, some of which meet a stop token."""
+    """Requests of various prompt and response lengths; some end at a stop token."""
     return [
         {
             "input_ids": prompt(i, 3 + 11 * i % 37),
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_one_step_at_a_time(mixture: str, qwen3_folder: 
 
 
 class Watched:
-    """Every launch of an engine that looks ahead: how many tokens of each sequence were unread, and who waited."""
+    """Records every launch of an engine with lookahead: unread tokens of each sequence and queue lengths."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core, self.decodes, self.extends = core, list[tuple[list[int], int, bool]](), list[tuple[int, int]]()
@@ -87,17 +87,17 @@ class Watched:
 
 
 def test_steps_are_launched_ahead_while_others_wait_and_end(qwen3_folder: Path) -> None:
-    """Only the very first decode step may know all tokens: every later one is launched before the last is read."""
+    """Every decode step is launched before the last one is read."""
     with running_core(qwen3_folder, "--max-running-requests", "4") as core:
         watched = Watched(core)
         generate(core, bodies(24, ignore_eos=True, stop_token_ids=None))
     assert all(any(ahead) for ahead, _, _ in watched.decodes)
     assert sum(waiting > 0 for _, waiting, _ in watched.decodes) > 20
-    assert all(alive for _, _, alive in watched.decodes)  # whose length is known to end is not in the next step
+    assert all(alive for _, _, alive in watched.decodes)  # a sequence that reaches its length is not in the next step
 
 
 def test_prompts_take_turns_with_those_who_decode(qwen3_folder: Path) -> None:
-    """A long prompt comes in pieces of the size that others are to be held up by, each followed by a decode step."""
+    """A long prompt is prefilled in chunks of `mixed_tokens`, each followed by a decode step."""
     with running_core(qwen3_folder) as core:
         core.steps._turns.mixed_tokens = 10
         watched = Watched(core)
@@ -120,7 +120,7 @@ def test_prompts_take_turns_with_those_who_decode(qwen3_folder: Path) -> None:
 def running_requests(
     core: EngineCore, requests: list[dict[str, Any]], started: threading.Event
 ) -> AbstractContextManager[list[Sequence]]:
-    """These run while the body does; `started` when the first two have a token."""
+    """Run requests during the `with` body; set `started` when the first two have a token."""
 
     class Running:
         def __enter__(self) -> list[Sequence]:
@@ -160,7 +160,7 @@ def _retract(core: EngineCore, other: Path, sequences: list[Sequence]) -> None:
 def test_commands_between_steps_that_are_in_flight(
     command: Callable[[EngineCore, Path, list[Sequence]], None], qwen3_folder: Path, tmp_path: Path
 ) -> None:
-    """Every token's log-prob is that of the weights whose version it has, and no slot is lost."""
+    """Every token has the log-prob of the weights of its version, and no slot is lost."""
     other = make_model_folder(tmp_path / "other", seed=1)
     requests = [
         {"input_ids": prompt(i, 5 + i), "sampling_params": {"max_new_tokens": 80, "ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""Engines that come and go: who gets requests, what becomes of those that an engine had, and who hears of it."""
+"""Engines join and leave a pool: request routing, requests in flight and notifications."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = 50
 
 
 class ScriptedEngine:
-    """Speaks the dialect on a port of its own; answers wait until they are `let_go`, or aborted with half of it."""
+    """An HTTP engine on its own port; with `waits`, answers wait for an abort and then return half of their tokens."""
 
     def __init__(self, *, waits: bool = False) -> None:
         self.app = web.Application()
@@ -80,7 +80,7 @@ def payload(tokens: int = LONG) -> dict[str, Any]:
 def with_engines(
     use: Callable[[EnginePool, list[ScriptedEngine]], Coroutine[Any, Any, None]], *, waits: tuple[bool, ...]
 ) -> None:
-    """`use(pool, engines)`; the pool has the first engine only."""
+    """Run `use(pool, engines)`; the pool has the first engine only."""
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -161,13 +161,13 @@ def test_an_engine_that_drains_hands_over_every_token_it_has() -> None:
             await engines[0].arrived.acquire()
         pool.add(engines[1].url, up=True)
         assert await pool.drain(engines[0].url, within_s=120.0)
-        assert [client.base_url for client in pool.roster] == [engines[1].url]  # no weights for it
+        assert [client.base_url for client in pool.roster] == [engines[1].url]  # it gets no weight updates
         halves = await asyncio.gather(*asking)
         assert [(len(half.token_ids), half.finish_type) for half in halves] == [(LONG // 2, "abort")] * 8
         await pool.generate(payload())
         assert (len(engines[0].keys), len(engines[1].keys)) == (8, 1)
         await pool.remove(engines[0].url)
-        assert await pool.drain(engines[0].url, within_s=120.0)  # gone already
+        assert await pool.drain(engines[0].url, within_s=120.0)  # already removed
 
     with_engines(use, waits=(True, False))
 
@@ -188,7 +188,7 @@ def test_the_number_of_samples_under_way_follows_the_engines() -> None:
         seats.release()
         assert not seats.locked()
         seats.resize(3)
-        seats.resize(1)  # while nobody is under way
+        seats.resize(1)  # while no seat is taken
         await seats.acquire()
         waiting = asyncio.ensure_future(seats.acquire())
         await asyncio.sleep(0)
@@ -200,7 +200,7 @@ def test_the_number_of_samples_under_way_follows_the_engines() -> None:
 
 
 class MovingFleet:
-    """A fleet whose engines are found elsewhere after a restart, or nowhere."""
+    """A fleet whose engines get a new address after a restart, or are retired."""
 
     def __init__(self, urls: list[str], places: list[str]) -> None:
         self.urls, self.places = urls, places
@@ -247,7 +247,7 @@ def test_the_supervisor_follows_an_engine_to_its_new_place_and_does_without_one_
         assert ([client.base_url for client in pool.up], brought[-1]) == ([second, newcomer], newcomer)
         failing.append(newcomer)
         supervisor.waiting.add(newcomer)
-        supervisor.heal()  # it cannot take the weights: not the end of the run, but of this engine
+        supervisor.heal()  # the weight update fails: only this engine is removed
         assert pool.urls == [second]
         with pytest.raises(EnginesGivenUp, match="the last engine is gone: its machine was taken away"):
             supervisor.retire(second, "its machine was taken away")

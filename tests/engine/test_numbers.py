@@ -1,4 +1,4 @@
-"""What the engine computes, against transformers' own forward pass on the same tokens."""
+"""The engine's log-probs and tokens against transformers' forward pass on the same tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
 DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA |= {"num_hidden_layers": 3}
 DELTA_ROUNDING = 5e-3
-"""Its matrix is summed up in another order token by token than in chunks, and small vectors are scaled to length one:
-1.2e-3 was the most in 40,000 tokens. A wrong state is off by 0.1 and more."""
+"""Tolerance of log-probs: the state is summed in another order token by token than in chunks, and small vectors are
+normalized to length one. The largest error in 40,000 tokens is 1.2e-3; a wrong state is off by at least 0.1."""
 SOFTMAX: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 INDEXER: dict[str, Any] = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
-MODEL_TYPE = {"moonlight": "deepseek_v3"}  # where it is another than the name here
+MODEL_TYPE = {"moonlight": "deepseek_v3"}  # model types that differ from the name here
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
@@ -82,7 +82,7 @@ def running_core(folder: Path, *options: str) -> Iterator[EngineCore]:
 
 
 def generate(core: EngineCore, bodies: list[dict[str, Any]], eos: frozenset[int] = frozenset()) -> list[Sequence]:
-    """Run the requests together, with seeds of ours; the sequences in the order of the requests."""
+    """Run the requests together with fixed seeds; return the sequences in the order of the requests."""
     facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, eos)
     waiter, sequences = Waiter(), []
     for i, body in enumerate(bodies):
@@ -184,7 +184,7 @@ def test_filters_keep_to_their_support(qwen3_folder: Path) -> None:
             drawn = {s.output_ids[0] for s in sequences}
             assert drawn <= support, name
             assert len(drawn) > 1 or len(support) == 1, name
-            want = logits.log_softmax(-1)  # of the whole distribution, before the cut
+            want = logits.log_softmax(-1)  # log-probs of the full distribution, before the cut
             for seq in sequences[:5]:
                 assert math.isclose(seq.logprobs[0], float(want[seq.output_ids[0]]), abs_tol=1e-4)
 
@@ -224,7 +224,7 @@ def test_seeded_samples_repeat_in_any_batch(qwen3_folder: Path) -> None:
 
 
 def test_looking_ahead_changes_nothing(qwen3_folder: Path) -> None:
-    """Launching a step before the last one is read (as on CUDA): same tokens, same log-probs, no slot lost."""
+    """Launching a step before the last one is read, as on CUDA: same tokens, correct log-probs, no slot lost."""
     bodies = [
         {
             "input_ids": prompt(i, 6 + i % 3),
@@ -253,7 +253,7 @@ def test_looking_ahead_changes_nothing(qwen3_folder: Path) -> None:
 
 
 class LateInbox:
-    """An engine's inbox into which a command comes right after somebody saw it empty while a step was in flight."""
+    """An engine inbox that gets a command right after it was seen empty while a step was in flight."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -309,7 +309,7 @@ def test_prompts_are_scored(qwen3_folder: Path) -> None:
     ids = prompt(7, 30)
     body = {"input_ids": ids, "logprob_start_len": 4, "sampling_params": {"max_new_tokens": 0}}
     with running_core(qwen3_folder, "--chunked-prefill-size", "7") as core:
-        for _ in range(2):  # the second time, a cached prefix must not hide positions
+        for _ in range(2):  # in the second pass a cached prefix must not hide positions
             [seq] = generate(core, [body])
             assert seq.output_ids == []
             assert len(seq.input_logprobs) == 25
@@ -321,7 +321,7 @@ def test_prompts_are_scored(qwen3_folder: Path) -> None:
 
 
 def test_memory_pressure_retracts_and_stays_exact(qwen3_folder: Path) -> None:
-    """Room for 100 tokens, 12 sequences of 36: they take turns, and every log-prob is still right."""
+    """12 sequences of 36 tokens in 100 slots: some are retracted, and every log-prob stays correct."""
     params = {"max_new_tokens": 24}
     with running_core(qwen3_folder, "--max-total-tokens", "100", "--max-running-requests", "8") as core:
         sequences = generate(core, [{"input_ids": prompt(i, 12), "sampling_params": params} for i in range(12)])
@@ -347,7 +347,7 @@ def test_prefixes_are_shared(qwen3_folder: Path) -> None:
 
 
 def test_fused_experts_are_updated_under_the_folders_names(tmp_path: Path) -> None:
-    """transformers fuses experts while loading; an update comes in the folder's names, in several files."""
+    """transformers fuses experts while loading; an update uses the checkpoint's names, in several files."""
     extra = ARCHITECTURES["qwen3_moe"]
     first = make_model_folder(tmp_path / "first", "qwen3_moe", **extra)
     other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **extra)
@@ -388,7 +388,7 @@ HYBRID = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_st
 
 @pytest.mark.parametrize("scale", [0.2, 0.02])
 def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_path: Path) -> None:
-    """Every layer of Falcon-H1 uses the attention interface, and keeps a state beside it."""
+    """Every layer of Falcon-H1 uses the attention interface and also keeps a separate state."""
     folder = make_model_folder(tmp_path / "hybrid", "falcon_h1", **HYBRID, initializer_range=scale)
     wrong = r"computes falcon_h1 models wrongly \(a log-prob differs by [0-9.e-]+ from its plain forward\)"
     with pytest.raises(UserError, match=wrong), running_core(folder):
@@ -400,7 +400,7 @@ def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_p
 def test_windows_that_only_a_mask_says_are_checked_however_wide(
     model_type: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that looked at the arguments alone would not start."""
+    """An engine that reads windows from the arguments only must not start."""
     more = {**ARCHITECTURES[model_type], "sliding_window": window}
     folder = make_model_folder(tmp_path / "model", model_type, **more)
     with running_core(folder) as core:
@@ -414,7 +414,7 @@ def test_windows_that_only_a_mask_says_are_checked_however_wide(
 def test_what_the_weights_of_a_model_hide_is_refused(
     dtype: str, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With small weights attention is even whatever its scale is, and bfloat16 rounds by more than a wrong scale makes."""
+    """Small weights make attention uniform at any scale, and bfloat16 rounding exceeds the effect of a wrong scale."""
     folder = make_model_folder(tmp_path / "model", initializer_range=scale)
     rules = attention.Rules
     monkeypatch.setattr(attention, "Rules", lambda scale, *more: rules(1.1 * scale, *more))
@@ -427,7 +427,7 @@ def test_what_the_weights_of_a_model_hide_is_refused(
 def test_a_model_that_cannot_be_made_small_is_compared_with_its_own_weights(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its windows are too wide for that, it is refused."""
+    """A model whose windows are too wide for this comparison is rejected."""
 
     def refuse(*_: Any) -> None:
         raise UserError("transformers cannot compute a small mistral model")
@@ -453,7 +453,7 @@ def test_model_code_that_does_not_run_over_slots_is_refused(tmp_path: Path) -> N
 
 
 def test_models_of_any_size_are_checked(qwen3_folder: Path) -> None:
-    """One running request, and a cache of fewer tokens than the check writes."""
+    """The check runs with one request row and a cache of fewer tokens than it writes."""
     with running_core(qwen3_folder, "--max-running-requests", "1", "--max-total-tokens", "4") as core:
         [seq] = generate(core, [{"input_ids": prompt(1, 2), "sampling_params": {"max_new_tokens": 2}}])
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""OpenAI's dialect as its clients mean it, and what the engine refuses at its door."""
+"""OpenAI-compatible routes: semantics, error format, API keys and request limits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ARGUMENTS = '{"a": "xy"}'
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """An engine whose model thinks, says something and calls a tool."""
+    """An engine whose model writes reasoning, text and a tool call."""
     folder = tmp_path_factory.mktemp("caller")
     made = make_scripted_model(folder / "model", SCRIPT)
     flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
@@ -303,7 +303,7 @@ def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> Non
 
 
 def test_log_probs_of_completions_have_the_shape_of_completions(engine: EngineProcess) -> None:
-    """Columns of tokens, as OpenAI's client types them; a chat has a list of objects."""
+    """Completions have columns of tokens, as in OpenAI's client types; a chat has a list of objects."""
     client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "m", "prompt": [11, 12, 13], "max_tokens": 6, "temperature": 0}
     params = {"max_new_tokens": 6, "temperature": 0}

@@ -1,4 +1,4 @@
-"""Whatever order control routes come in: tokens of the right weights, no hang, every request answered."""
+"""Control routes in random order: tokens match their weight version, no hang, every request is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, and that a batch samples by its own settings."""
+"""Limits of sampling parameters and the draws at their extremes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_would_give_no_number_is_refused(raw: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1e-40, 1e-7])
 def test_temperatures_too_small_to_divide_by_are_greedy(temperature: float) -> None:
-    """As SGLang has it: the arg-max, with the log-probs of temperature 1."""
+    """As in SGLang: the arg-max, with the log-probs of temperature 1."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 30
     cold = sequence(temperature=temperature)
     assert cold.params.greedy

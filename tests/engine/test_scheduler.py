@@ -1,4 +1,4 @@
-"""Who begins and who gives way, without a model: tokens are made up, slots are real."""
+"""Admission and retraction of sequences without a model: tokens are made up, slots are real."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Sequence, Turns
 
 PROMPT, LIMIT = 64, 512
-FULL = Turns.mixed_tokens  # of an extend step that a crowd fills
+FULL = Turns.mixed_tokens  # tokens of an extend step that a crowd fills
 
 
 class Engine:
-    """Steps a scheduler as the engine does, and counts the tokens that prefills compute."""
+    """Runs scheduler steps as the engine does and counts the prefilled tokens."""
 
     def __init__(self, capacity: int, growth: GrowthEstimate) -> None:
         self.scheduler = Scheduler(
@@ -63,7 +63,7 @@ class Engine:
 
 
 def finished(growth: GrowthEstimate) -> Engine:
-    """200 requests of 64 tokens that may grow to 576, and mostly do not, in a cache of 4,000."""
+    """Run 200 requests of 64 tokens in a cache of 4,000; they may grow to 576 tokens but mostly stay shorter."""
     generator = np.random.default_rng(0)
     engine = Engine(4000, growth)
     prompts = generator.integers(0, 1000, (200, PROMPT)).tolist()
@@ -81,7 +81,7 @@ def test_a_reserve_for_growth_saves_most_of_what_retractions_compute_again() -> 
     assert without.prefilled > 2.5 * needed
     assert reserved.prefilled < 1.2 * needed
     assert reserved.scheduler.retractions < without.scheduler.retractions / 5
-    assert reserved.decode_steps < 1.25 * without.decode_steps  # and the slots are not left idle for it
+    assert reserved.decode_steps < 1.25 * without.decode_steps  # the reserve leaves few slots idle
 
 
 def test_the_estimate_sinks_with_room_and_rises_without() -> None:
@@ -105,7 +105,7 @@ def test_one_that_is_alone_begins_whatever_is_expected_of_it() -> None:
 
 
 def test_a_prefix_of_something_longer_fits_into_a_cache_that_it_fills() -> None:
-    """The tree holds a sequence that fills the cache; the next shares half of it and needs the slots of the rest."""
+    """The tree holds a sequence that fills the cache; the next one shares half of it and needs the other slots."""
     engine = Engine(PROMPT + 9, GrowthEstimate())
     first = list(range(PROMPT))
     engine.submit([first], [10])
@@ -123,17 +123,17 @@ def queue_of(count: int) -> Scheduler:
 
 
 def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
-    """60 of 64 rows decode: many small extend steps would break their steps up."""
+    """60 of 64 rows decode: many small extend steps would interrupt them."""
     turns = Turns()
     turns.extended(FULL)
     waited = 0
     while not turns.prompt_tokens(queue_of(1), 60, mixes=True):
         turns.decoded()
         waited += 1
-    assert waited == turns.steps  # another was let in just before
+    assert waited == turns.steps  # a request was admitted just before
     for _ in range(30):
         turns.decoded()
-    assert turns.prompt_tokens(queue_of(1), 60, mixes=True) == turns.mixed_tokens  # nobody was: at once
+    assert turns.prompt_tokens(queue_of(1), 60, mixes=True) == turns.mixed_tokens  # none was admitted recently: at once
     turns.extended(FULL)
     turns.decoded()
     assert not turns.prompt_tokens(queue_of(turns.rows - 1), 60, mixes=True)
@@ -143,24 +143,24 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
 
 def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> None:
     turns, some = Turns(), queue_of(40)
-    assert Turns().prompt_tokens(some, 0, mixes=True) == some.chunk  # nobody is held up
+    assert Turns().prompt_tokens(some, 0, mixes=True) == some.chunk  # no sequence decodes, so none is delayed
     turns.extended(FULL)
     assert turns.prompt_tokens(some, 40, mixes=True) == 0
-    assert turns.prompt_tokens(some, 40, mixes=False) == some.chunk  # the CPU's way
+    assert turns.prompt_tokens(some, 40, mixes=False) == some.chunk  # without mixing, as on the CPU
     turns.decoded()
     assert turns.prompt_tokens(some, 40, mixes=True) == turns.mixed_tokens
 
 
 def test_a_crowd_goes_first_until_it_is_through() -> None:
-    """More come than decode: they decode together, instead of each with those who came before."""
+    """More requests arrive than decode: all are prefilled first, then decode together."""
     turns, crowd = Turns(), queue_of(40)
     turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
     turns.extended(FULL)
-    assert turns.prompt_tokens(queue_of(4), 44, mixes=True) == crowd.chunk  # the last of them, too
+    assert turns.prompt_tokens(queue_of(4), 44, mixes=True) == crowd.chunk  # including the last of the crowd
     turns.extended(FULL)
     assert not turns.prompt_tokens(queue_of(0), 48, mixes=True)
-    assert not turns.prompt_tokens(queue_of(4), 48, mixes=True)  # who comes later is no crowd
+    assert not turns.prompt_tokens(queue_of(4), 48, mixes=True)  # later requests are not part of the crowd
     turns.decoded()
     assert turns.prompt_tokens(queue_of(turns.rows), 48, mixes=True) == turns.mixed_tokens
 
@@ -177,7 +177,7 @@ def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
 
 
 def test_a_crowd_that_trickles_in_takes_turns() -> None:
-    """Few prompt tokens at a time hold up those who decode for nothing."""
+    """Extend steps with few prompt tokens would delay decoding without gain."""
     turns, crowd = Turns(), queue_of(40)
     turns.extended(FULL - 1)
     assert turns.prompt_tokens(crowd, 8, mixes=True) == 0
@@ -189,11 +189,11 @@ def test_who_has_no_row_belongs_to_no_crowd() -> None:
     turns, many = Turns(), queue_of(200)
     many._rows = many._rows[:10]
     turns.decoded()
-    assert turns.prompt_tokens(many, 54, mixes=True) == 0  # ten rows are no crowd, and too few to be let in
+    assert turns.prompt_tokens(many, 54, mixes=True) == 0  # ten rows are not a crowd and too few to admit
 
 
 def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> None:
-    """The samples of a prompt find nothing to compute before the first of them has: that is no want of room."""
+    """Samples of one prompt wait until the first has computed it: an empty extend step does not mean a lack of room."""
     turns, crowd = Turns(), queue_of(40)
     turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk

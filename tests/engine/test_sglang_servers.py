@@ -1,4 +1,4 @@
-"""SGLang servers and routers as processes: command lines, flags, probes, attaching; with stand-ins for the packages."""
+"""SGLang servers and routers as processes: command lines, flags, probes and attaching, with stub packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tiny_models import make_tokenizer
 
 @pytest.fixture(autouse=True)
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both packages are installed, with an empty cache of their options."""
+    """Installs both stub packages with an empty options cache."""
     monkeypatch.setenv("PYTHONPATH", str(write_packages(tmp_path / "packages")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -58,7 +58,7 @@ def report(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def options(argv: list[str]) -> dict[str, str]:
-    """Flags with their values; switches with an empty one."""
+    """Flags with their values; switches have an empty value."""
     found: dict[str, str] = {}
     for word in argv:
         if word.startswith("--"):
@@ -164,7 +164,7 @@ def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path
         return [len(log.read_text().splitlines()) for log in logs]
 
     with EngineFleet(config, device="cuda", run_dir=tmp_path, model_path=model, slots=slots) as fleet:
-        assert wait_until(lambda: starts() == [1, 1])  # the second may be up later than the first
+        assert wait_until(lambda: starts() == [1, 1])  # the second server may start later
         told = [report(tmp_path, name) for name in ("engine-0", "engine-0-node-1")]
         first, second = (options(one["argv"]) for one in told)
         assert fleet.urls == [f"http://127.0.0.2:{first['port']}"]
@@ -181,7 +181,7 @@ def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path
         os.kill(fleet.pids()[-1], signal.SIGKILL)
         assert wait_until(lambda: fleet.why_ended(0) is not None)
         assert "engine-0-node-1 was killed by signal 9" in str(fleet.why_ended(0))
-        fleet.restart(0)  # both of its servers: neither goes on without the other
+        fleet.restart(0)  # restarts both of its servers
         assert fleet.why_ended(0) is None
         assert wait_until(lambda: starts() == [2, 2])
     uneven = [Slot(near, "0"), *(Slot(far, str(device)) for device in range(3))]
@@ -243,7 +243,7 @@ def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_ha
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         told = [report(tmp_path, name) for name in ("engine-0", "router")]
         assert [options(one["argv"])["api-key"] for one in told] == [engines.key, engines.key]
-        assert KEY_VARIABLE not in told[0]["env"]  # what the server starts need not know it
+        assert KEY_VARIABLE not in told[0]["env"]  # child processes of the server must not see it
         assert [one["api_key"] for one in ask("GET", f"{engines.router_url}/workers")[1]["workers"]] == [engines.key]
         words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
         assert sum(b"launch_" in line for line in words) >= 2
@@ -251,7 +251,7 @@ def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_ha
         logs = list((tmp_path / "logs").iterdir())
         assert {log.stat().st_mode & 0o777 for log in logs if engines.key in log.read_text()} == {0o600}
         with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
-            own = f"http://127.0.0.1:{runtime.args.sglang_router_port}"  # plugins need no key there
+            own = f"http://127.0.0.1:{runtime.args.sglang_router_port}"  # plugins need no key at this address
             assert ask("GET", f"{own}/workers")[1] == {"workers": [{"id": "0", "url": engines.urls[0]}]}
 
 
@@ -259,7 +259,7 @@ def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: 
     with Engines(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path) as engines:
         urls = engines.urls
         assert engines.why_ended(0) is None
-        os.kill(engines.pids()[2], signal.SIGKILL)  # behind the guard of engine-0 and its deputy
+        os.kill(engines.pids()[2], signal.SIGKILL)  # pids 0 and 1 are the guard of engine-0 and its deputy
         assert wait_until(lambda: engines.why_ended(0) is not None)
         assert "engine-0 was killed by signal 9" in str(engines.why_ended(0))
         engines.restart(0)
@@ -424,7 +424,7 @@ def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(
         generate = getattr(pool, ask)
         await generate({}, 7)
         await generate({})
-        await generate({"sampling_params": {"logit_bias": {"1": 2.0}}})  # the router would drop it
+        await generate({"sampling_params": {"logit_bias": {"1": 2.0}}})  # the router drops this field
         await getattr(RoutedPool(urls[1:], urls[0], router_only=True), ask)({"unknown": 1})
         async with pool.open("POST", "/v1/chat/completions", "session") as response:
             assert response.status == 200

@@ -1,4 +1,4 @@
-"""Starts of an engine that do not come to an end: what is said, and how the process leaves."""
+"""Failed engine starts: error messages and exit codes."""
 
 from __future__ import annotations
 

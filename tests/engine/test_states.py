@@ -1,4 +1,4 @@
-"""The row of the engines: what each one is doing, from what its process, its supervisor and it itself say."""
+"""The status line of the engines, built from process state, supervisor state and reported load."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_nobody_there_is_no_load() -> None:
 
 
 class Fleet:
-    """Says what its supervisor would show while an engine is started again."""
+    """A fleet that records the supervisor's `away()` during a restart."""
 
     urls = ("http://127.0.0.1:9",)
 

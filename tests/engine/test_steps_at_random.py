@@ -1,7 +1,7 @@
-"""Steps without a model, at random: whoever comes, ends, is aborted or fails, every token follows from those before it.
+"""Random scheduler steps without a model: every token depends on all tokens before it.
 
-The decoder keeps what a model would: a token in every slot, the last token of every row. The next token is a hash of all
-tokens that a sequence's slots hold, so one slot that is wrong, lost or written by another changes what follows.
+Requests arrive, end, are aborted or fail at random. The decoder keeps a token in every slot and the last token of every
+row. The next token is a hash of all tokens in a sequence's slots, so a wrong, lost or overwritten slot changes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def following(tokens: np.ndarray) -> int:
 
 
 class HashDecoder:
-    """Looks ahead; fails now and then, at launch or when read, and always where a `cursed` sequence is."""
+    """A decoder with lookahead; fails at random at launch or collect, and always with a `cursed` sequence."""
 
     looks_ahead = True
 
@@ -35,7 +35,7 @@ class HashDecoder:
         self._table, self._rng, self._failures = scheduler.table, rng, failures
         self._kept = np.full(scheduler.cache.pool.capacity + 1, -1)
         self._last = np.full(scheduler.max_running, -1)
-        self._in_flight: list[np.ndarray] = []  # slots of the steps that were not read
+        self._in_flight: list[np.ndarray] = []  # slots of steps in flight
         self.cursed: set[Sequence] = set()
 
     def _may_fail(self, sequences: list[Sequence]) -> None:
@@ -70,7 +70,7 @@ class HashDecoder:
         return int(self._last[seq.row])
 
     def collect(self, launched: Any) -> Any:
-        """What a step that failed left in its slots is nothing, and so is what was computed on top of it."""
+        """Collect a step; a failure also clears the slots of the steps in flight on top of it."""
         sequences, drawn, slots = launched
         assert slots is self._in_flight[0]
         try:
@@ -83,7 +83,7 @@ class HashDecoder:
         return drawn, [0.0] * len(drawn)
 
     def foresees(self, seq: Sequence) -> bool:
-        return False  # those that are not plain
+        return False  # called for non-plain sequences only
 
     def capture_next(self) -> bool:
         return False

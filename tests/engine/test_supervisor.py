@@ -1,4 +1,4 @@
-"""Engines that die or hang in the middle of their work: nothing is lost, nothing comes twice, and they come back."""
+"""Engines that die or hang while they generate: every request completes and the engines are restarted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def payload(seed: int, ids: list[int], tokens: int) -> dict[str, Any]:
 
 
 async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
-    """All tokens of one request, continued from what it has whenever its engine fails; and how often that happened."""
+    """Generate all tokens of one request, resuming after engine failures; return them and the failure count."""
     prompt, tokens, breaks = [5 + number % 50, 7, 9], [], 0
     while len(tokens) < TOKENS:
         request = payload(number, prompt + tokens, TOKENS - len(tokens))
@@ -84,7 +84,7 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
 def strike_while_working(
     loop: LoopThread, pool: EnginePool, supervisor: Supervisor, url: str, strike: Any, count: int = 64
 ) -> list[tuple[list[int], int]]:
-    """What came of `count` requests, in the middle of which the engine at `url` was struck."""
+    """Run `count` requests, call `strike` once the engine at `url` works on some, and return the results."""
 
     async def everything() -> list[tuple[list[int], int]]:
         return await asyncio.gather(*(complete(pool, i) for i in range(count)))
@@ -114,7 +114,7 @@ def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, fold
             for pid in list(fleet._processes)[1].pids():
                 os.kill(pid, how)
 
-        for strikes in range(1, 4):  # again, if the engine was done with all it had when it was struck
+        for strikes in range(1, 4):  # retry if the engine had finished all its requests before the strike
             results = strike_while_working(loop, pool, supervisor, fleet.urls[1], strike)
             assert len(results) == 64
             assert all(len(tokens) == TOKENS for tokens, _ in results)
@@ -127,7 +127,7 @@ def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, fold
             if any(breaks for _, breaks in results):
                 break
         assert 0 < sum(breaks > 0 for _, breaks in results) <= 64
-        assert supervisor.restarts == strikes or how == signal.SIGSTOP  # who only seems to hang is restarted, too
+        assert supervisor.restarts == strikes or how == signal.SIGSTOP  # a false timeout also restarts an engine
         assert fleet.why_ended(1) is None
         again = loop.run(pool.clients[1].generate(payload(1, [5, 6], 4)))
         assert len(again["output_ids"]) == 4
@@ -167,7 +167,7 @@ def test_an_engine_that_dies_while_it_comes_back_is_started_once_more(
 
 
 def starts_an_engine(pid: int) -> bool:
-    """Whether a process is an engine itself, and not the guard over it."""
+    """True if a process is an engine and not its guard process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except FileNotFoundError:
@@ -195,7 +195,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
             pool.set_down(url)
             return await asking
 
-        for _ in range(5):  # again, if all of it was there before anybody could say that the engine is down
+        for _ in range(5):  # retry if the response was complete before the engine was set down
             came.clear()
             result, error = loop.run(broken_off(), 240)
             if error is not None:
@@ -204,7 +204,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
         assert result is not None
         assert result.finish_type == "abort"
         assert 0 < len(result.token_ids) < 480
-        assert len(result.token_ids) >= 32  # --stream-interval: chunks of at least so many
+        assert len(result.token_ids) >= 32  # --stream-interval: minimum tokens per chunk
 
         async def whole() -> Any:
             pool.set_up(url)

@@ -1,4 +1,4 @@
-"""Text as it is streamed, and stop strings: the first match counts, and none leaks."""
+"""Streamed text and stop strings: the first match counts, and no part of it is streamed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Words:
 def streamed(
     tokens: list[int], stops: list[str], *, tokenizer: Any = TOKENIZER, skip: bool = True, keep_stop: bool = False
 ) -> tuple[list[str], str, str | None]:
-    """The pieces that a client has seen before the end, the final text, and the stop string."""
+    """Return the pieces streamed before the end, the final text and the matched stop string."""
     stream = TextStream(tokenizer, stops, skip_special_tokens=skip, streamed=True)
     pieces: list[str] = []
     matched, pushed = None, list[int]()
@@ -69,7 +69,7 @@ def test_the_first_match_ends_the_text(text: str, stops: list[str], final: str, 
 @pytest.mark.parametrize(
     ("word", "stops", "final", "matched"),
     [
-        ("a\n\nb\n\nc", ["\n\n"], "a", "\n\n"),  # the string twice in one token: the first of them
+        ("a\n\nb\n\nc", ["\n\n"], "a", "\n\n"),  # the stop string twice in one token: the first match
         ("xSTOPyHALT", ["HALT", "STOP"], "x", "STOP"),
         ("xbcd", ["c", "bcd"], "x", "bcd"),
         ("xabc", ["abc", "ab"], "x", "ab"),
@@ -94,7 +94,7 @@ def test_no_beginning_of_a_stop_string_leaks() -> None:
     for piece in pieces:
         seen += piece
         assert not any(seen.endswith("STOP"[:count]) for count in range(1, 4))
-    assert streamed(letters("the ST"), ["STOP"])[1] == "the ST"  # held back to the end, and then told
+    assert streamed(letters("the ST"), ["STOP"])[1] == "the ST"  # held back until the end of the text
 
 
 def test_all_text_is_told_but_what_may_begin_a_stop_string() -> None:
@@ -113,7 +113,7 @@ def test_all_text_is_told_but_what_may_begin_a_stop_string() -> None:
                 assert stream.cut == min(found)[0]
                 assert not any(stop in before for stop in stops)
                 break
-            if rng.random() < 0.7:  # a client may be told after several tokens
+            if rng.random() < 0.7:  # a piece may cover several tokens
                 told += stream.take()
                 held = [
                     n for n in range(len(text) + 1) if any(stop.startswith(text[len(text) - n :]) for stop in stops)
@@ -170,7 +170,7 @@ def test_streamed_text_is_the_decoded_text_whatever_the_bytes() -> None:
 
 @pytest.mark.parametrize("token", [IM_END, TOKENIZER.convert_tokens_to_ids("Ã")])
 def test_tokens_that_never_make_a_character_do_not_pile_up(token: int) -> None:
-    """Special tokens that are skipped, or half characters: what is decoded again for each token stays short."""
+    """For skipped special tokens or partial characters, the tail decoded again per token stays short."""
     longest = 0
 
     class Watched:

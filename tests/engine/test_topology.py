@@ -1,4 +1,4 @@
-"""`--sglang-config`: models and groups, and everything that is refused in it."""
+"""`--sglang-config`: models, server groups and rejected configurations."""
 
 from __future__ import annotations
 

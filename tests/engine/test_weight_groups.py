@@ -1,4 +1,4 @@
-"""The engine's end of process groups with a trainer, without an engine."""
+"""The engine's end of process groups with a trainer, tested without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.orders import rank_zero
 
 
 def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer sends nothing; a broadcast begins while the group is left, and the receiving thread ends with the next."""
+    """The trainer sends nothing; a broadcast starts while the group is left; the next one ends the thread."""
     port, groups, was_left = free_port(), WeightGroups(), threading.Event()
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(groups.join, Rendezvous("g", "gloo", "127.0.0.1", port, 1, 2))
@@ -46,7 +46,7 @@ def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.Monk
         module.dist.destroy_process_group(group)
         was_left.set()
         [thread] = [one for one in threading.enumerate() if one.name == "load"]
-        thread.join(60)  # so that nobody else has the group
+        thread.join(60)  # then no other thread references the group
 
     known = weakref.ref(groups._groups["g"].group)
     gc.collect()
@@ -60,7 +60,7 @@ def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.Monk
     try:
         leaving.join(60)
         is_held = leaving.is_alive()
-        del trainer  # ends what was begun
+        del trainer  # ends the started collective
         assert not is_held
         assert wait_until(lambda: known() is None, 60), "only a collection would end the group"
     finally:

@@ -1,4 +1,4 @@
-"""What is loaded into an engine: whole models, read with the engine's own code, while nothing runs that must not."""
+"""Weight loading: only complete models, only trusted code, and correct pause and stale states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(core: EngineCore) -> dict[str, torch.Tensor]:
 
 
 def without(folder: Path, *names: str) -> Path:
-    """The folder, less some of its tensors."""
+    """Remove some tensors from the folder."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({name: t for name, t in tensors.items() if name not in names}, path, metadata={"format": "pt"})
@@ -85,7 +85,7 @@ def test_updates_without_a_version_do_not_add_up_and_the_buckets_of_one_do(qwen3
     tensors = load_file(qwen3_folder / "model.safetensors")
     parts = [{name: tensors[name] for name in sorted(tensors)[at::2]} for at in range(2)]
     core.mark_stale("a delta did not fit")
-    for number, part in enumerate(parts):  # of two publications, as far as anybody knows
+    for number, part in enumerate(parts):  # without a version they may belong to two publications
         save_file(part, tmp_path / f"{number}.safetensors")
         core.update_from_files([str(tmp_path / f"{number}.safetensors")], None, flush=True)
     assert core.stale is not None
@@ -111,7 +111,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 def with_code(folder: Path, noted: Path) -> Path:
-    """The folder, whose config names code in it that notes when it is run."""
+    """Add remote code to the folder that creates the file `noted` when it runs."""
     (folder / "own.py").write_text(OWN_CODE.format(noted=str(noted)))
     config = json.loads((folder / "config.json").read_text()) | {
         "model_type": "own_weights",
@@ -123,7 +123,7 @@ def with_code(folder: Path, noted: Path) -> Path:
 
 
 def under_short_names(folder: Path) -> dict[str, torch.Tensor]:
-    """Rename a folder's tensors to names that only transformers' loader knows; they are returned under their own."""
+    """Rename a folder's tensors to names that only transformers' loader resolves; return them by their own names."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -139,7 +139,7 @@ def test_code_comes_from_the_folder_that_the_engine_was_started_with(tmp_path: P
     assert own.exists() == home_has_code
     other = with_code(make_model_folder(tmp_path / "other", "llama", seed=1), foreign)
     tensors = under_short_names(other)
-    if home_has_code:  # which reads the other folder's weights
+    if home_has_code:  # this code reads the other folder's weights
         core.update_from_folder(str(other), "1", flush=True)
         for name, tensor in weights(core).items():
             assert torch.equal(tensor, tensors[name]), name
@@ -156,7 +156,7 @@ def test_released_weights_are_not_read_for_a_checksum(qwen3_folder: Path) -> Non
     core.release_memory(["weights"])
     with pytest.raises(BadRequest, match="the weights are released: call /resume_memory_occupation first"):
         core.check_weights("checksum")
-    assert core.check_weights("shapes")["shapes"]["lm_head.weight"] == [320, 64]  # known without them
+    assert core.check_weights("shapes")["shapes"]["lm_head.weight"] == [320, 64]  # shapes need no weights in memory
     core.resume_memory(["weights"])
     assert core.check_weights("checksum") == before
 

@@ -1,4 +1,4 @@
-"""Answers are written beside the engine and the event loop: piece by piece, many at once, each failing for itself."""
+"""The answer writer thread: incremental token JSON, batched decoding and isolated failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.engine.embedded.tokenizer import FinalText
 
 
 class Words:
-    """A tokenizer that writes numbers and refuses 13; it counts its calls."""
+    """A tokenizer that decodes ids to numbers, raises for 13 and counts its calls."""
 
     def __init__(self) -> None:
         self.together = self.alone = 0
@@ -44,7 +44,7 @@ class Words:
 
 
 def sequence(count: int) -> Sequence:
-    """One with `count` of 1,000 tokens."""
+    """A sequence with `count` of 1,000 tokens."""
     seq = Sequence("a", [1], SamplingParams(), frozenset(), 1000, notify=lambda _: None)
     grow(seq, count)
     return seq
@@ -91,7 +91,7 @@ def test_answers_that_are_due_together_are_decoded_together_and_one_that_fails_f
 
     async def ask(*texts: FinalText) -> list[Any]:
         writer = AnswerWriter(lambda: words)
-        with writer._news:  # nothing begins before all are there
+        with writer._news:  # the writer starts only when all texts are queued
             asked = [asyncio.ensure_future(writer.make([text], lambda found: found[0])) for text in texts]
             await asyncio.sleep(0)
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -115,7 +115,7 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
         runner = await listen(web.Application(), sock, connections)
         clients = []
         try:
-            for _ in range(count):  # the event loop accepts none of them meanwhile
+            for _ in range(count):  # the blocked event loop accepts none of them
                 clients.append(socket.create_connection(sock.getsockname(), timeout=60))
         finally:
             for client in clients:

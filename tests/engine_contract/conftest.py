@@ -1,4 +1,4 @@
-"""One engine of each kind for the whole suite, and two models to serve."""
+"""Fixtures: one engine of each kind for the whole suite, and two models to serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine_contract.engines import ENGINES, SGLANG_PYTHON, Engine
 from tests.tiny_models import make_model_folder
 
 collect_ignore_glob = [] if SGLANG_PYTHON else ["test_sglang_*.py"]
-"""Tests about SGLang alone exist in the run of `make test-sglang` only."""
+"""Tests of SGLang alone are collected by `make test-sglang` only."""
 CONTEXT = 2048
 
 
@@ -37,7 +37,7 @@ def running(
 
 @pytest.fixture
 def engine(running: Engine, first_model: Path) -> Iterator[Engine]:
-    """With the first model's weights under the version "first"."""
+    """The engine with the first model's weights under the version "first"."""
     running.load(first_model, "first")
     yield running
     running.settle()

@@ -1,7 +1,7 @@
 """The engines that must keep the contract, and the transports that must reach them.
 
-`make test` runs them against the embedded engine. Where `SLIME_SGLANG_PYTHON` names an interpreter that has SGLang, which
-`make test-sglang` sees to, it is SGLang's turn: nothing about it is skipped, and a server that does not start fails the
+`make test` runs them against the embedded engine. If `SLIME_SGLANG_PYTHON` names an interpreter with SGLang, as
+`make test-sglang` sets it, they run against SGLang: no test is skipped, and a server that does not start fails the
 tests.
 """
 
@@ -33,7 +33,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "nccl": {"update_weight_transport": "nccl"},
     "delta": {"update_weight_transport": "disk", "update_weight_mode": "delta"},
 }
-"""The ways of weights that must reach every engine of `ENGINES`, by the flags that choose them."""
+"""Weight transports that every engine of `ENGINES` must support, with the flags that select them."""
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Engine:
         self._asked: list[Future[Any]] = []
 
     def call(self, use: Callable[[EngineClient], Any]) -> Any:
-        """What the coroutine of `use(client)` returns."""
+        """Run the coroutine of `use(client)` and return its result."""
 
         async def once() -> Any:
             async with EngineClient(
@@ -68,7 +68,7 @@ class Engine:
         return asyncio.run(once())
 
     def generate(self, input_ids: list[int], *, rid: str | None = None, **params: Any) -> Any:
-        """The parsed answer with its log-probs."""
+        """Return the parsed answer with its log-probs."""
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
         status, answer = self.post("/generate", body if rid is None else {**body, "rid": rid})
         assert status == 200, answer
@@ -95,7 +95,7 @@ class Engine:
         return asked
 
     def settle(self) -> None:
-        """End whatever a test has left: weights may only be loaded into an engine that is idle or paused."""
+        """End the requests that a test has left: weights may only be loaded into an idle or paused engine."""
         left = [asked for asked in self._asked if not asked.done()]
         self._asked.clear()
         if left:
@@ -111,7 +111,7 @@ class Engine:
 
 
 def after_first_tokens(engine: Engine, *asked: Future[Any]) -> None:
-    """Until these requests are being decoded, or one is done already. SGLang does not tell at once: it gets a moment."""
+    """Wait until these requests are being decoded or one is done; for SGLang, which reports late, sleep briefly."""
     if engine.kind != "embedded":
         time.sleep(0.4)
         return

@@ -1,4 +1,4 @@
-"""The engine contract: what rollout counts on, whoever answers."""
+"""The engine contract: behaviour that rollout relies on with every kind of engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [284, 264, 286, 13, 267, 33]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 1600, "ignore_eos": True}
 TRIES = 4
-"""To do something while the engine works on a request: it may be done with it before."""
+"""Attempts to act during a request, which may finish first."""
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,14 @@ def test_the_client_gets_a_checked_result(engine: Engine) -> None:
 
 
 def test_a_result_is_the_answer_however_its_tokens_travel(engine: Engine) -> None:
-    """The client asks for columns; an engine that does not know them answers as it does anybody."""
+    """The client asks for columns; an engine without support for them gives the plain answer."""
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
     plain = GenerateResult.from_json(engine.generate(PROMPT, **params), url=engine.url)
     result = engine.call(lambda client: client.generate_result(generate_payload(PROMPT, params)))
     assert len(result.token_ids) == 300
     assert (result.token_ids, result.text) == (plain.token_ids, plain.text)
     assert (result.id_array.dtype, result.log_prob_array.dtype) == (plain.id_array.dtype, plain.log_prob_array.dtype)
-    assert abs(result.log_prob_array - plain.log_prob_array).max() <= 1e-4  # computed in other company
+    assert abs(result.log_prob_array - plain.log_prob_array).max() <= 1e-4  # computed in another batch
     assert (result.finish_type, result.completion_tokens, result.weight_version) == ("length", 300, "first")
 
 

@@ -1,4 +1,4 @@
-"""`slime serve` starts engines and a router; a run attaches to them, updates them and leaves them running."""
+"""`slime serve` starts engines and a router; a run attaches, updates them and leaves them running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def served(
     request: pytest.FixtureRequest, first_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Running, list[str]]]:
     folder = tmp_path_factory.mktemp("serve")
-    count = 1 if request.param == "sglang" else 2  # starting a server is most of the time this takes
+    count = 1 if request.param == "sglang" else 2  # server start-up dominates the test time
     words = ["--hf-checkpoint", str(first_model), "--rollout-num-gpus", str(count), "--output-dir", str(folder)]
     for name, value in engine_flags(request.param).items():
         words += [f"--{name.replace('_', '-')}", value]

@@ -19,14 +19,14 @@ ROLLOUTS = 6
 
 
 def share_of_low_tokens(args: Any, sample: Sample) -> float:
-    """As in tests/learning: rises when the model learns to use one half of the vocabulary."""
+    """Reward as in tests/learning: rises when the model learns to use one half of the vocabulary."""
     assert get_model_url(args, "default").endswith(f":{args.sglang_router_port}/generate")
     response = sample.tokens[-sample.response_length :]
     return sum(token < 160 for token in response) / len(response)
 
 
 def rising_rewards(tmp_path: Path, **flags: Any) -> Path:
-    """A run whose rewards must rise; its folder."""
+    """Run training whose rewards must rise; return the run folder."""
     folder = make_model_folder(tmp_path / "model", initializer_range=0.02, max_position_embeddings=CONTEXT)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))
@@ -59,7 +59,7 @@ def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
     flags = engine_flags("sglang") | TRANSPORTS["disk"]
     logs = rising_rewards(tmp_path, rollout_num_gpus=2, **flags) / "logs"
     assert (logs / "router.log").exists()
-    for number in range(2):  # round robin: each of them has generated
+    for number in range(2):  # round robin: each server has generated
         assert "POST /generate" in (logs / f"engine-{number}.log").read_text()
 
 
@@ -69,7 +69,7 @@ def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
 def test_a_run_learns_with_every_transport(
     transport: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the server that the other tests use: starting one is most of what a run of its own takes."""
+    """Attaches to the server of the other tests, because starting a server takes most of a run's time."""
     assert engine.fleet.key
     monkeypatch.setenv("SLIME_ENGINE_API_KEY", engine.fleet.key)
     flags = {"device": "cpu", "sglang_router_python": ROUTER_PYTHON} | TRANSPORTS[transport]

@@ -95,7 +95,7 @@ def test_the_dtype_beneath_travels_with_the_tensors(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"r": 0}, "r must be an integer above 0, not 0"),
-        ({"r": 3}, "no pair of rank 3"),
+        ({"r": 3}, "not a pair of rank 3"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number"),
     ],
 )
@@ -115,8 +115,8 @@ def test_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadAdapter, match=r"lora_A and no lora_B for model\.layers\.0\.self_attn\.q_proj"):
         read_adapter(tmp_path)
     save_file({"model.norm.weight": torch.ones(3)}, path)
-    with pytest.raises(BadAdapter, match=r"'model\.norm\.weight' is no LoRA tensor"):
+    with pytest.raises(BadAdapter, match=r"'model\.norm\.weight' is not a LoRA tensor"):
         read_adapter(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BadAdapter, match="holds no LoRA adapter that can be read"):
+    with pytest.raises(BadAdapter, match="holds no readable LoRA adapter"):
         read_adapter(tmp_path)

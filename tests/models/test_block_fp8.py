@@ -150,7 +150,7 @@ def test_what_cannot_be_read_is_one_sentence(
     gptq = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert "is quantised (gptq): only blocks of 8-bit floats can be converted" in sentence(gptq)
     (other / "model.safetensors").write_bytes(b"not a tensor")
-    assert "is no safetensors file" in sentence(config)
+    assert "is not a safetensors file" in sentence(config)
 
 
 def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

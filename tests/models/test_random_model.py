@@ -77,7 +77,7 @@ def test_what_somebody_put_there_stays(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["--set", "num_layers=2"], "has no num_layers; did you mean num_hidden_layers?"),
-        (["--set", "two"], "--set two is no FIELD=VALUE: such as num_hidden_layers=4"),
+        (["--set", "two"], "--set two is not of the form FIELD=VALUE, such as num_hidden_layers=4"),
         (["--set", "vocab_size=200"], "vocab_size 200 is too small: the tokenizer of a random model has 259 tokens"),
         (["--set", "hidden_size=many"], "config.json is not a valid qwen3 config"),
     ],

@@ -135,10 +135,10 @@ def test_damaged_checkpoints_are_said(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").write_bytes(buffer.getvalue()[:-10])
     for changes, said in (
         ({"length": len(buffer.getvalue())}, "ends before w does"),
-        ({"path": "../other"}, "said to be outside the folder"),
-        ({"path": "/etc/passwd"}, "said to be outside the folder"),
-        ({"size": (9, 3)}, "has no block"),
-        ({"shape": (4, 3)}, "do not make a tensor"),
+        ({"path": "../other"}, "has a block outside the folder"),
+        ({"path": "/etc/passwd"}, "has a block outside the folder"),
+        ({"size": (9, 3)}, "which is outside"),
+        ({"shape": (4, 3)}, "do not cover its shape"),
         ({"begin": -1}, "are not sizes"),
     ):
         index(tmp_path, **changes)
@@ -149,7 +149,7 @@ def test_damaged_checkpoints_are_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not what the index says"):
         read_whole(TorchDist(tmp_path).source("w"))
     (tmp_path / ".metadata").write_bytes(b"\x80\x04K\x01.")
-    with pytest.raises(UserError, match="is no index of a torch_dist checkpoint"):
+    with pytest.raises(UserError, match="is not an index of a torch_dist checkpoint"):
         TorchDist(tmp_path)
     (tmp_path / ".metadata").unlink()
     with pytest.raises(UserError, match="No such file"):

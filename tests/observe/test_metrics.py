@@ -79,7 +79,7 @@ def test_what_is_no_single_number_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path: Path) -> None:
     run(tmp_path / "whole", range(0, 6))
-    run(tmp_path / "resumed", range(0, 4))  # saved after rollout 1, went on to 3, was killed while writing
+    run(tmp_path / "resumed", range(0, 4))  # checkpoint after rollout 1, killed while writing rollout 4
     with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "rollout", "step": 4, "rol')
     run(tmp_path / "resumed", range(2, 6))
@@ -152,7 +152,7 @@ def test_tensorboard_shows_completions_and_a_resumed_run_none_twice(tmp_path: Pa
     assert [record["rows"] for record in records if record["name"] == "rollout"] == [
         [row(f"answer {number}")] for number in range(5)
     ]
-    run_with_completions(tmp_path, range(0, 1))  # another run in the same folder
+    run_with_completions(tmp_path, range(0, 1))  # a new run in the same folder
     assert len(read_metrics(tmp_path / "completions.jsonl")) == 2
     assert len(read_metrics(tmp_path / "completions.1.jsonl")) == 10
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_in_a_table_is_shown_somehow(tmp_path: Path) -> N
 
 
 class WandbDouble(SimpleNamespace):
-    """Records what reaches the module `wandb`."""
+    """Stands in for the module `wandb` and records calls."""
 
     def __init__(self) -> None:
         self.id = "made up by W&B"
@@ -212,7 +212,7 @@ class WandbDouble(SimpleNamespace):
     def finish(self) -> None: ...
 
     class Table(SimpleNamespace):
-        """As it was made."""
+        """Keeps the arguments it was made with."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Peaks of memory in the phases of a step."""
+"""Memory peaks per phase of a step."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_pa
     assert drawing.poll() is not None, "the drawing outlived the run"
     (tmp_path / "loss.png").unlink()
     assert curves.finish() == {"loss curve": tmp_path / "loss.png"}
-    assert not (tmp_path / "loss.png").exists()  # once is enough
+    assert not (tmp_path / "loss.png").exists()  # the final plots are drawn only once
 
 
 def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

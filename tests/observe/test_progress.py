@@ -71,7 +71,7 @@ def test_quick_steps_are_shown_every_two_seconds_and_the_first_and_the_last_alwa
         progress.close()
         progress.close()
         held_back = len(text_of(target).splitlines()) - before - len(lines_of_steps)
-        assert held_back == (steps.stop < total)  # a run that ends early shows where it was
+        assert held_back == (steps.stop < total)  # a run that ends early prints its last step
         return [line.split()[2] for line in text_of(target).splitlines()[before:]]
 
     assert shown(10, range(10)) == ["1/10", "5/10", "9/10", "10/10"]

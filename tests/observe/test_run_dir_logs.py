@@ -52,7 +52,7 @@ def test_the_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A descriptor of the lock of a run folder in which a run on another machine has written its name."""
+    """A descriptor of a run folder lock that names a run on another machine as its owner."""
     monkeypatch.setattr(run_dir, "SILENCE_S", 0.3)
     monkeypatch.setattr(run_dir, "RELEASE_S", 240.0)
     RunDir(tmp_path).release()
@@ -91,9 +91,9 @@ def test_a_live_run_on_another_machine_is_named_whether_or_not_the_storage_share
 def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
     elsewhere: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RunDir(tmp_path):  # the storage shares no locks, or has let go of this one
+    with RunDir(tmp_path):  # the storage does not share locks, or has released this one
         assert (tmp_path / ".lock").read_text().split()[:2] == [str(os.getpid()), socket.gethostname()]
-    assert (tmp_path / ".lock").read_text() == ""  # whoever goes in order keeps nobody waiting
+    assert (tmp_path / ".lock").read_text() == ""  # a clean exit clears the owner
     (tmp_path / ".lock").write_text("12 node-a 0000-1111\n")
     fcntl.flock(elsewhere, fcntl.LOCK_EX)
     monkeypatch.setattr(run_dir, "RELEASE_S", 0.1)
@@ -111,7 +111,7 @@ def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(RunDir, tmp_path)
         assert looked.wait(240)
-        fcntl.flock(elsewhere, fcntl.LOCK_UN)  # the file server gives up on the machine
+        fcntl.flock(elsewhere, fcntl.LOCK_UN)  # the file server drops the lock of the machine
         taken.result(240).release()
 
 
@@ -119,7 +119,7 @@ def test_a_machine_that_was_started_anew_or_renamed_is_the_same(elsewhere: int, 
     here = run_dir.Owner.here()
     assert not run_dir.Owner("1", here.host, "another boot").is_elsewhere
     assert not run_dir.Owner("1", "another-name", here.boot).is_elsewhere
-    assert not run_dir.Owner("1").is_elsewhere  # as earlier versions wrote it
+    assert not run_dir.Owner("1").is_elsewhere  # a lock file that has only the pid
     assert run_dir.Owner("1", "another-name", "another boot").is_elsewhere
 
 
@@ -206,7 +206,7 @@ class Unspeakable:
 def test_a_malformed_warning_does_not_raise_into_its_caller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: object
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own raise
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own handlers raise
     configure_logging(tmp_path, "driver", "info")
     logging.getLogger("somebody").warning("a %s b %s" if argument == 3 else "a %s", argument)
     logging.getLogger("somebody").warning("whole")

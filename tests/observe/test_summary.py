@@ -1,4 +1,4 @@
-"""The table at the end: rows for what happened, none for what did not."""
+"""Summary table at the end of a run: rows only for available metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted engine and the runtimes of the rollout tests, and plugin files written on the spot."""
+"""Fixtures of the rollout tests (scripted engine, runtimes), and a fixture that writes plugin files."""
 
 import textwrap
 
@@ -16,7 +16,7 @@ from tests.rollout.conftest import (  # noqa: F401 (fixtures)
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(name, source)`: a plugin file; returns its path."""
+    """`write(name, source)` writes a plugin file and returns its path."""
 
     def make(name, source):
         file = tmp_path / name

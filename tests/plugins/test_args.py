@@ -1,4 +1,4 @@
-"""`args` of plugins: writable, shared, copied, with upstream's names; the run's own config stays what it is."""
+"""`args` of plugins: writable, shared, copyable, with upstream's names. The run's config stays unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_flag_that_a_plugin_writes_is_warned_of_once_and_changes_nothing(caplo
     config = config_of()
     args = plugin_args(config)
     with caplog.at_level(logging.WARNING):
-        args.rollout_batch_size = 4  # what it is
+        args.rollout_batch_size = 4  # unchanged value
         args.num_rollout = 100
         args.num_rollout = 200
     assert [record.getMessage() for record in caplog.records] == [
@@ -103,7 +103,7 @@ def test_a_copy_finds_the_running_rollout_and_is_handed_on(how: str, engine: Any
     twin = COPIES[how](runtime.plugin_args)
     assert GenerateState(twin) is runtime.state is not other.state
     twin.note = "four"
-    twin.custom_generate_function_path = "mine.generate"  # in this call only
+    twin.custom_generate_function_path = "mine.generate"  # for this call only
     sample = Sample(index=0, prompt="a", tokens=[4])
     made = runtime.run(generate_and_rm(twin, sample, {"max_new_tokens": 4}))
     assert made.tokens == [4, 5]
@@ -132,7 +132,7 @@ def test_two_runtimes_of_one_config_have_an_overlay_each(engine: Any, make_runti
 def test_what_generate_writes_reward_filter_and_log_read(
     engine: Any, make_runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A generate function that keeps its state in `args`, as upstream's do, and a reward that goes by it."""
+    """The generate function keeps its state in `args`, as upstream's do; reward and filter read it."""
     (tmp_path / "stateful_plugin.py").write_text(
         "from copy import deepcopy\n"
         "from slime.rollout.sglang_rollout import GenerateState\n"
@@ -180,7 +180,7 @@ def test_every_flag_of_upstream_is_readable_with_its_default() -> None:
         assert opposite.get(name, name) in view, f"args.{name}"
         if (
             row["verdict"] != "same" and "default" in row and name not in {*opposite, *trainers}
-        ):  # those are facts of the run
+        ):  # these depend on the run
             is_same = (view[name] or None) == (row["default"] or None)
             assert is_same or "default_here" in row, f"args.{name} is {view[name]}"
 
@@ -244,7 +244,7 @@ def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
     assert (dataset.name, dataset.path, dataset.n_samples_per_eval_prompt) == ("aime", "aime.jsonl", 1)
     assert dataset.inject_metadata({"a": 1}) == {"a": 1}
     tell_plugins(config, rank=1)
-    assert plugin_args(config.replace(lr=0.5)).rank == 1  # whatever another copy of the config knows
+    assert plugin_args(config.replace(lr=0.5)).rank == 1  # also with another copy of the config
 
 
 def test_a_data_source_may_write_its_args_and_our_own_goes_by_the_run(tmp_path: Path) -> None:

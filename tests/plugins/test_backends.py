@@ -1,4 +1,4 @@
-"""`slime.backends.megatron_utils`: the numbers of the helpers, and a custom loss that equals the run's own."""
+"""`slime.backends.megatron_utils`: values of the helpers, and a custom loss that equals the built-in loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# a custom loss of an upstream user against the run's own objective
+# custom loss of an upstream user compared with the built-in objective
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["grpo", "gspo", "kl_entropy_temperature", "per_token"],
 )
 def test_the_loss_of_a_plugin_is_our_own_number(flags: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """Two updates on one rollout, so that the second one's ratios are not 1."""
+    """Runs two updates on one rollout, so that the ratios of the second one differ from 1."""
     flags = flags | {"rollout_batch_size": 4, "num_steps_per_rollout": 2, "lr": 0.01}
 
     def steps(**more: Any) -> list[dict[str, float]]:
@@ -97,7 +97,7 @@ def test_sft_and_value_losses_by_hand() -> None:
     torch.testing.assert_close(loss, wanted)
     assert metrics["loss"].item() == pytest.approx(wanted.item())
     (got,) = torch.autograd.grad(loss, logits)
-    assert got[0, 2].abs().sum() == got[0, 4].abs().sum() == 0.0  # the ends of sequences predict nothing
+    assert got[0, 2].abs().sum() == got[0, 4].abs().sum() == 0.0  # last tokens of the sequences predict nothing
     values = torch.tensor([[[0.3], [0.6], [9.0], [0.9], [9.0]]])
     loss, metrics = value_loss_function(args, batch, values, reducer)
     first = (max((0.3 - 1) ** 2, (0.2 - 1) ** 2) + max((0.6 - 1) ** 2, (0.6 - 1) ** 2)) / 2
@@ -106,7 +106,7 @@ def test_sft_and_value_losses_by_hand() -> None:
 
 
 def test_what_stands_where_in_the_logits() -> None:
-    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1))  # the last one is padding
+    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1))  # the last position is padding
     call = {
         "args": Namespace(rollout_temperature=0.5, log_probs_chunk_size=1),
         "unconcat_tokens": [torch.tensor([1, 2, 0]), torch.tensor([3, 1])],
@@ -121,7 +121,7 @@ def test_what_stands_where_in_the_logits() -> None:
     log_p = torch.log_softmax(logits[0] / 0.5, -1)
     torch.testing.assert_close(found["log_probs"][0], torch.stack([log_p[0, 2], log_p[1, 0]]))
     torch.testing.assert_close(found["entropy"][1], -(log_p.exp() * log_p).sum(-1)[3:4])
-    assert output["log_probs"] is found["log_probs"]  # as a dict, which older versions returned
+    assert output["log_probs"] is found["log_probs"]  # older versions returned a dict
     assert "entropy" not in get_log_probs_and_entropy(logits, **call)[1]
     _, values = get_values(torch.arange(5.0)[None, :, None], **call)
     assert [part.tolist() for part in values["values"]] == [[0.0, 1.0], [3.0]]
@@ -165,7 +165,7 @@ def test_advantages_of_a_users_own_columns(model: Path, tmp_path: Path) -> None:
     assert advantages.std().item() == pytest.approx(1.0, abs=1e-5)
 
 
-# the parts of a sequence
+# context-parallel parts of a sequence
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -209,7 +209,7 @@ def test_means_of_samples() -> None:
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks)(values).item() == pytest.approx(2.5 + 0 + 4)
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, None, True)(values).item() == pytest.approx(5 + 8)
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, True)(values).item() == pytest.approx(5 + 8)
-    denoms = torch.tensor([4.0, 4.0, 2.0])  # of the rollouts that the samples belong to
+    denoms = torch.tensor([4.0, 4.0, 2.0])  # mask sums of the rollouts that the samples belong to
     for shared in (denoms, list(denoms)):
         assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, shared)(values).item() == pytest.approx(5 / 4 + 4)
         by_token = get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, shared, True)

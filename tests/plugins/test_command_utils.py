@@ -1,4 +1,4 @@
-"""`slime.utils.external_utils.command_utils`: commands of launch scripts, without a shell and without Ray."""
+"""`slime.utils.external_utils.command_utils`: runs commands of launch scripts without a shell and without Ray."""
 
 from __future__ import annotations
 

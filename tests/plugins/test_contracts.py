@@ -1,4 +1,4 @@
-"""Every path flag against its contract, before anything is loaded."""
+"""Start-up checks of the functions that path flags name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def given(contract: Any, path: str) -> dict[str, Any]:
 
 
 def good_source(contract: Any) -> str:
-    """The smallest thing that keeps a contract."""
+    """Return the smallest source that satisfies a contract."""
     if contract.is_class:
         return "class f:\n    def __init__(self, args): pass\n    def get_samples(self, num_samples): return []\n"
     named = f", *, {', '.join(contract.keywords)}" if contract.keywords else ""

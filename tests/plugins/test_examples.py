@@ -1,4 +1,4 @@
-"""Every file of examples/plugins, found by its flag and called the way a run calls it."""
+"""Every file of examples/plugins, found by its flag and called as a run calls it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_examples_are_short_keep_their_contract_and_say_how_they_are_named(name)
 
 @pytest.fixture
 def answers(engine, make_runtime):
-    """`answers(name, **flags)`: the samples of one rollout over two prompts whose generate function is the example."""
+    """Return a function that makes a runtime; flags that end in `_path` take names of examples."""
 
     def make(**flags):
         engine.respond = lambda body: "7</s>"
@@ -112,7 +112,7 @@ def test_several_turns(answers, prompts, engine, tokenizer):
     assert tokenizer.decode(sample.tokens) == f"1+1=7</s>{note}7</s>"
     assert sample.loss_mask == [1, 1] + [0] * len(note) + [1, 1]
     first, second = (request["sampling_params"]["sampling_seed"] for request in engine.requests)
-    assert second != first  # or the second turn would draw with the numbers of the first
+    assert second != first  # otherwise both turns would sample with the same random numbers
 
 
 def test_fan_out(answers, prompts, tokenizer):
@@ -161,13 +161,13 @@ def test_filters_hooks_and_a_look_at_all_samples(answers, prompts, engine, tmp_p
     async def respond(body):
         if len(body["input_ids"]) == 1:
             return "<think>7</think>8</s>"
-        await asyncio.to_thread(one_is_there.wait)  # the batch is full with this one: the other would be cut off
+        await asyncio.to_thread(one_is_there.wait)  # this response fills the batch and would abort the other one
         return "7777777777777"
 
     engine.respond = respond
     output = generate_rollout(runtime.args, 4, prompts(["a", "bb"], n=1, labels=["7", "7"]))
     [sample] = leaves(output.samples)
-    assert sample.prompt == "bb"  # the other response has its label only in its thinking: no reward, group dropped
+    assert sample.prompt == "bb"  # the other label is only in the thinking part: reward 0, group dropped
     assert (sample.reward, sample.status, sample.remove_sample) == (1.0, Sample.Status.TRUNCATED, True)
     assert sample.metadata == {"whole_response": "7777777777777", "sampled_in": 4}
     assert output.metrics["rollout/dynamic_filter/drop_hopeless"] == 1.0

@@ -1,4 +1,4 @@
-"""The examples of the rollout side, many at once, in whole runs with real processes."""
+"""Plugin examples, several at once, in whole runs with real processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_one_of_each_kind(place: Path) -> None:
     steps = records(place / "many", "rollout")
     assert [record["rollout_id"] for record in steps] == [0, 1]
     assert all(record["rollout/retried"] in (0.0, 1.0) for record in steps)
-    assert all(0.0 < record["rollout/raw_reward"] <= 1.0 for record in steps)  # the longest of each group got 1
+    assert all(0.0 < record["rollout/raw_reward"] <= 1.0 for record in steps)  # 1 for the longest of each group
     evaluations = records(place / "many", "eval")
     assert [record["step"] for record in evaluations] == [0, 1, 2]
     own = lines(place / "many" / "evaluations.jsonl")
@@ -127,7 +127,7 @@ def test_the_training_side(place: Path) -> None:
         assert record["train/own_ratio"] == pytest.approx(1.0, abs=1e-3)
         assert record["train/grad_norm"] > 0
     for record in records(place / "training", "rollout"):
-        assert record["rollout/raw_reward"] == pytest.approx(record["rollout/rewards"])  # not normalised
+        assert record["rollout/raw_reward"] == pytest.approx(record["rollout/rewards"])  # not normalized
         assert 0 < record["rollout/advantages"] <= record["rollout/returns"] <= 1.0
 
 

@@ -1,4 +1,4 @@
-"""The other forms a user's function may have, as they are printed in introductions to slime."""
+"""Other supported forms of a user's functions, taken from introductions to slime."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_group_rewards_of_a_fan_out_and_a_samples_own_function(engine, make_runt
     group = [Sample(prompt="q", index=i, group_index=0) for i in range(3)]
     group[1].custom_rm_path = f"{rewards}:of_one"
     finished = plain.run(generate_and_rm_group(plain.args, group, {"max_new_tokens": 7}))
-    assert [sample.reward for sample in finished] == [20.0, 1.0, 20.0]  # of one letter, its end left out
+    assert [sample.reward for sample in finished] == [20.0, 1.0, 20.0]  # one letter without the end token
 
 
 def test_a_wrong_reward_ends_the_run_and_names_its_function(engine, make_runtime, prompts, write):
@@ -246,7 +246,7 @@ def make_source(path, **flags):
 
 def test_a_data_source_with_a_buffer_and_without_save(write):
     path = write("sources.py", SOURCES)
-    source = make_source(path)  # the one with a buffer: its usual name goes before the others
+    source = make_source(path)  # selects the class with a buffer by its conventional name
     groups = source.get_samples(2)
     assert [[(s.prompt, s.group_index, s.index) for s in group] for group in groups] == [
         [("fresh", 0, 0), ("fresh", 0, 1)],

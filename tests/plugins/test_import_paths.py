@@ -1,4 +1,4 @@
-"""Import paths that plugin files written for slime use, and what a few of them do."""
+"""Import paths that upstream plugin files use, and the behavior of a few of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rollout_on_the_running_loop_from_a_source_or_its_method(engine, make_
 
     async def respond(body):
         if len(body["input_ids"]) == 2:
-            return await engine.held("7")  # until the batch is full and it is aborted
+            return await engine.held("7")  # held until the batch is full and the request is aborted
         return await engine.when(lambda: engine.holding == 1, "7</s>")
 
     engine.respond = respond

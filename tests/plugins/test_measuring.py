@@ -1,4 +1,4 @@
-"""`slime.utils.{metric_utils,timer,logging_utils,tracking_utils}`."""
+"""Tests of `slime.utils.{metric_utils,timer,logging_utils,tracking_utils}`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slime.errors import UserError
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Seconds, to be moved by hand; the process's timer is a fresh one."""
+    """Fake clock in seconds, which the test advances, with a fresh global timer."""
     now = [100.0]
     monkeypatch.setattr("slime.utils.timer.time.perf_counter", lambda: now[0])
     Timer.clear_instances()

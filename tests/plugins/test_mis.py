@@ -1,4 +1,4 @@
-"""Corrections of users between engine and trainer: masked importance sampling as upstream's users and as we write it."""
+"""Custom corrections of the mismatch between engine and trainer: masked importance sampling (MIS) in two versions."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_the_example_and_a_users_file_agree(case: dict[str, Any]) -> None:
-    """Two ways to write it, by sample and by segments of a row."""
+    """Compares an implementation by sample with one by segments of a row."""
     generator = torch.Generator().manual_seed(1)
     lengths = [4, 1, 6]
     train, rollout, loss = (torch.randn(11, generator=generator) for _ in range(3))
     mask = (torch.rand(11, generator=generator) < 0.8).float()
-    rollout[2] = train[2] + 12.0  # for the veto
+    rollout[2] = train[2] + 12.0  # triggers the veto
     mask[2] = 1.0
     settings = {"use_tis": True, "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None}
     args = Namespace(**settings, rs_upper_bound=3.0, rs_veto_threshold=1e-4, **case)
@@ -109,7 +109,7 @@ def test_the_file_of_the_example_is_one_that_a_run_takes(model: Path, tmp_path: 
 
 
 def test_a_users_function_reads_what_was_given(model: Path, tmp_path: Path) -> None:
-    """Bounds that were left out are its own business: ours are not put in their place."""
+    """Defaults of the built-in correction do not replace bounds that were left out."""
     given = config_for(
         model, tmp_path, use_tis=True, use_rs=True, custom_tis_function_path=PLUGIN, rs_veto_threshold=0.1
     )

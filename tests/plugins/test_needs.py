@@ -1,4 +1,4 @@
-"""A function that computes with a flag nobody gave is refused at the start; one that has a default is left alone."""
+"""Functions that compute with an unset flag are rejected at the start; functions with a default are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugins in unit tests of their own: the helpers that a run calls them with work for any object with some flags."""
+"""Unit tests of plugins without a run: helpers accept any object that has the needed flags."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLUGIN = """
 
 
 class Args:
-    """A namespace as a unit test writes it: with what the plugin reads, in the class."""
+    """A namespace as a unit test writes it, with the needed flags as class attributes."""
 
     own = "mine"
     n_samples_per_prompt = 2

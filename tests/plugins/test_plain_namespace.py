@@ -1,4 +1,4 @@
-"""Names that plugins and own drivers call with a namespace of their own making, which has only what they need."""
+"""Functions that plugins and custom drivers call with a plain namespace, which has only the needed flags."""
 
 from __future__ import annotations
 

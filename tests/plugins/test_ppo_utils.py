@@ -1,4 +1,4 @@
-"""`slime.utils.ppo_utils` and `slime.utils.seqlen_balancing` against the formulas written out in plain loops."""
+"""`slime.utils.ppo_utils` and `slime.utils.seqlen_balancing` compared with the formulas in plain loops."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_returns_without_a_critic() -> None:
     assert [part.tolist() for part in get_grpo_returns(rewards, kl)] == [[2.0] * 3, [-1.0]]
     discounted = get_reinforce_plus_plus_returns(rewards, kl, masks, [3, 1], [5, 2], 0.5, 0.9)
     last = 2.0 - 0.5 * 0.2
-    assert discounted[0].tolist() == pytest.approx([-0.05 + 0.9 * last, last, 0.0])  # the reward is where a token acts
+    assert discounted[0].tolist() == pytest.approx([-0.05 + 0.9 * last, last, 0.0])  # at the last unmasked token
     assert discounted[1].tolist() == pytest.approx([-1.15])
     centred = get_reinforce_plus_plus_baseline_advantages(rewards, kl, masks, 0.5)
     assert centred[0][:2].tolist() == pytest.approx([1.95, 1.9])

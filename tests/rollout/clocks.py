@@ -1,4 +1,4 @@
-"""The clock of an event loop, put forward by the test: no time has to pass, and a slow machine takes none."""
+"""An event-loop clock that the test advances, so no real time has to pass and slow machines do not matter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class ClockAhead:
-    """The running loop's clock from now on; `seconds` are added to it."""
+    """Replaces the clock of the running loop; `seconds` are added to the real time."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -15,7 +15,7 @@ class ClockAhead:
         loop.time = lambda: real() + self.seconds  # type: ignore[method-assign]
 
     async def put_forward(self, seconds: float) -> None:
-        """By so much; what was due in that time has been called when this returns."""
+        """Advance the clock; callbacks that became due have run when this returns."""
         self.seconds += seconds
         for _ in range(10):
             await asyncio.sleep(0)

@@ -90,7 +90,7 @@ class ScriptedEngine:
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta_info})
 
     async def held(self, text, finish="abort"):
-        """An answer that comes when the engine is told to abort."""
+        """Return an answer when the engine receives an abort request."""
         released = asyncio.get_running_loop().create_future()
         self._held.append(released)
         await released
@@ -98,12 +98,12 @@ class ScriptedEngine:
 
     @property
     def holding(self):
-        """How many answers are held now."""
+        """The number of answers held now."""
         return len(self._held)
 
     async def when(self, condition, answer):
-        """An answer that comes as soon as something holds, which others than this request bring about."""
-        while not condition():  # noqa: ASYNC110 - lists tell, which have no event
+        """Return an answer as soon as a condition holds that other requests fulfil."""
+        while not condition():  # noqa: ASYNC110 - the condition reads lists, which have no event
             await asyncio.sleep(0.005)
         return answer
 
@@ -146,7 +146,7 @@ def engine(make_engine):
 
 @pytest.fixture
 def make_runtime(model_folder, monkeypatch):
-    """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries do not wait."""
+    """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries have a short backoff."""
     monkeypatch.setattr("slime.rollout.retry.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("slime.engine.http.transport.FIRST_BACKOFF_S", 0.01)
     runtimes = []
@@ -175,7 +175,7 @@ def write_plugin(tmp_path):
 
 
 class Prompts:
-    """A data source over fixed prompts, in the shape rollout functions are given."""
+    """A data source over fixed prompts with the interface that rollout functions use."""
 
     def __init__(self, prompts, n, labels=None):
         self.groups = [

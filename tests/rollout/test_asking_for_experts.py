@@ -1,4 +1,4 @@
-"""Which experts the engine's routers chose comes with the tokens where it is replayed."""
+"""Routed experts that the engine returns with the tokens for rollout routing replay."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ LAYERS, TOPK, NUM_EXPERTS = 3, 2, 8
 
 @pytest.fixture(scope="session")
 def moe_folder(model_folder, tmp_path_factory):
-    """The model whose first layer has no experts."""
+    """A model folder whose first layer has no experts."""
     folder = tmp_path_factory.mktemp("routed") / "model"
     shutil.copytree(model_folder, folder)
     facts = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
@@ -33,13 +33,13 @@ def moe_folder(model_folder, tmp_path_factory):
 
 
 def rows(ids, start=0):
-    """The experts of each token but the last, from its id; none in the first layer."""
+    """Experts of each token but the last, computed from its id; the first layer has none."""
     experts = np.array([[[0, 0], [t % 7, 7], [7, t % 7]] for t in ids[:-1]], dtype=np.int32).reshape(-1, LAYERS, TOPK)
     return experts[start:]
 
 
 def answer(engine, body, text, **more):
-    """SGLang's form: the rows from where the request says, and no word of where that is."""
+    """An answer in SGLang's format: rows from the requested start, without that start."""
     meta = {}
     if body.get("return_routed_experts"):
         ids = [*body["input_ids"], *engine.encode(text)[: body["sampling_params"]["max_new_tokens"]]]

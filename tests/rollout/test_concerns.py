@@ -1,4 +1,4 @@
-"""What a run is warned of: when, how often, and that each warning shows a response and names a remedy."""
+"""Health warnings: their conditions, their frequency, the quoted response and the remedy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_gradient_of_zero_is_told_with_its_cause() -> None:
     assert "in every group all rewards are equal" in said[NO_GRADIENT]
     assert "'41', its label '42'" in said[NO_GRADIENT]
     assert "loss_mask" in found([sample(0), sample(1)], grad_norm=0.0, advantage_estimator="ppo")[NO_GRADIENT]
-    assert found([sample(0), sample(1)], grad_norm=None) == {}  # no step was filled
+    assert found([sample(0), sample(1)], grad_norm=None) == {}  # no optimizer step ran
 
 
 def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
@@ -82,7 +82,7 @@ def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
     assert "one response is ' 42<eos>', its label '42', which would match without '<eos>'" in said[SPECIAL]
     assert "--rollout-skip-special-tokens" in said[SPECIAL]
     assert list(found([sample(0, "17<eos>"), sample(0, "43<eos>")])) == [EQUAL]
-    assert list(found([sample(0, "42"), sample(0, "42")])) == [EQUAL]  # it is the reward function then
+    assert list(found([sample(0, "42"), sample(0, "42")])) == [EQUAL]  # the reward function is at fault
 
 
 def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
@@ -107,7 +107,7 @@ def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
     [
         ([2e4], [True]),
         ([1.0, 1.0, 1.0, 90.0, 110.0], [False, False, False, False, True]),
-        ([1.0, 1.0, 110.0], [False, False, False]),  # two rollouts are no usual value
+        ([1.0, 1.0, 110.0], [False, False, False]),  # two rollouts do not establish a usual value
         ([0.01, 0.0, 0.01, 0.01, 0.0, 5.0], [False] * 6),
     ],
 )

@@ -1,4 +1,4 @@
-"""Generation that never stops: the budget, the bound on staleness, and where every group ends up."""
+"""Continuous generation: dispatch budget, staleness bound, and the final place of every group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Timed:
-    """An engine's version and answers that come when the test lets them."""
+    """Controls the version of an engine and releases its answers on request."""
 
     def __init__(self, engine: Any, tokenizer: Any) -> None:
         self.engine, self.tokenizer = engine, tokenizer
@@ -54,7 +54,7 @@ def timed(engine: Any, tokenizer: Any) -> Timed:
 
 
 class Generation:
-    """A continuous rollout and the source it draws from, driven from outside the loop as the run does."""
+    """A continuous rollout and its data source, driven from outside the event loop as a run does."""
 
     def __init__(self, runtime: Any, source: Any, *, total: int = 8, first: int = 0, version: int = 0) -> None:
         self.runtime, self.source = runtime, source
@@ -72,7 +72,7 @@ class Generation:
         self.runtime.run(self.continuous.weights_arrived(version))
 
     def wait_for_ready(self, groups: int) -> None:
-        """Until that many groups are there for the taking, and whoever waits for them has looked."""
+        """Wait until this many groups are ready and waiters have seen them."""
 
         async def ready() -> None:
             while len(self.continuous._ready) < groups:  # noqa: ASYNC110  the rollout has no event for it
@@ -82,7 +82,7 @@ class Generation:
         self.settle()
 
     def settle(self) -> None:
-        """Let the dispatcher see what has changed, and what threads answered it."""
+        """Let the dispatcher process all changes and the results of its threads."""
         threads = self.runtime.threads
 
         async def turn() -> bool:
@@ -118,7 +118,7 @@ def begin(engine: Any, make_runtime: Any, prompts: Any):
 
 def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: Any) -> None:
     generation = begin(staleness=1)
-    generation.wait_for_ready(4)  # or those that come first are taken
+    generation.wait_for_ready(4)  # otherwise the groups that finish first are taken
     taken, metrics = generation.take(0)
     assert taken == ["a", "b"]
     assert generation.source.asked == [4]  # rollouts 0 and 1 may be sampled with version 0
@@ -133,7 +133,7 @@ def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: A
 
 def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, timed: Timed, engine: Any) -> None:
     timed.hold("a")
-    timed.hold("d")  # or it could come before b and c
+    timed.hold("d")  # otherwise d could finish before b and c
     generation = begin(staleness=1)
     assert generation.take(0)[0] == ["b", "c"]
     timed.release("d")
@@ -141,13 +141,13 @@ def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, t
     generation.update(1, engine)
     taking = asyncio.run_coroutine_threadsafe(generation.continuous.take(1), generation.runtime.loop_thread.loop)
     generation.wait_for_ready(3)
-    assert not taking.done()  # d, e and f are there, but rollout 2 could not use a any more
+    assert not taking.done()  # d, e and f are ready, but a would be too stale for rollout 2
     timed.release("a")
     groups = taking.result(120).samples
     assert [next(leaves(group)).prompt for group in groups] == ["a", "d"]
     assert staleness_metrics(list(leaves(groups)), 1)["rollout/staleness/max"] == 1.0
     assert taking.result().metrics["rollout/thrown_away_tokens"] == 0.0
-    assert taking.result().metrics["perf/rollout_tail_time"] > 0.0  # d was there long before a
+    assert taking.result().metrics["perf/rollout_tail_time"] > 0.0  # d was ready long before a
 
 
 def test_the_bound_holds_and_nothing_is_lost_whatever_the_timing(
@@ -264,7 +264,7 @@ def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
 
 
 def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is found when it arrives, however many others arrive while a rollout waits for them."""
+    """The version of a group is computed when it arrives, not again for each later arrival."""
     letters = LETTERS[:12]
     for letter in letters:
         timed.hold(letter)
@@ -295,7 +295,7 @@ def test_a_users_function_takes_from_a_generation_that_goes_on(timed: Timed, mak
         output = generate_rollout_fully_async(runtime.plugin_args, rollout_id, source)
         assert len(output.samples) == 2
         taken += [group[0].prompt for group in output.samples]
-    assert wait_until(lambda: source.groups == [], 120)  # all is under way before the last rollout is asked for
+    assert wait_until(lambda: source.groups == [], 120)  # all groups are in flight before the last rollout is requested
     timed.release("e")
     last = generate_rollout_fully_async(runtime.plugin_args, 2, source)
     assert sorted([*taken, *(group[0].prompt for group in last.samples)]) == list(LETTERS[:6])

@@ -1,4 +1,4 @@
-"""Rollouts as files: what is read equals what was written, and foreign files are refused."""
+"""Rollout dumps: round trips, formats, and rejection of foreign files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Over-sampling, dynamic filters, aborts and partial rollouts: where every group ends up."""
+"""Over-sampling, dynamic filters, aborts and partial rollouts: the final place of every group."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ LENGTH = "def f(args, sample):\n    return float(len(sample.response))\n"
 
 @pytest.fixture
 def answer(engine, tokenizer):
-    """`answer(a="7</s>", ...)`: what the engine says to each one-letter prompt, whatever was already sampled."""
+    """`answer(a="7</s>", ...)`: scripts the answer to each one-letter prompt, independent of tokens sampled so far."""
 
     def script(**answers):
         def respond(body):
@@ -82,7 +82,7 @@ def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, an
         assert (sample.status, sample.tokens, sample.response, sample.metadata) == (STATUS.PENDING, [], "", {})
     assert engine.aborts[0] == {"abort_all": True}
     assert (output.metrics["rollout/surplus_groups"], output.metrics["rollout/returned_groups"]) == (0.0, 2.0)
-    assert output.metrics["rollout/thrown_away_tokens"] == 8.0  # four samples were cut off after "12"
+    assert output.metrics["rollout/thrown_away_tokens"] == 8.0  # four samples were aborted after "12"
     assert output.metrics["rollout/dropped_tokens"] == 0.0
     assert not runtime.state.pendings
     assert not runtime.state.aborted
@@ -186,12 +186,12 @@ def test_the_fallback_keeps_dull_groups_rather_than_asking_for_more(engine, make
     source = prompts(["a", "b", "c", "d"], n=2)
     output = generate_rollout(runtime.args, 0, source)
     assert source.asked == [3]
-    assert prompts_of(output.samples) == ["b", "c"]  # a is dropped while three are under way, c is needed
+    assert prompts_of(output.samples) == ["b", "c"]  # a is dropped while three groups are in flight, c is needed
     assert output.metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 1.0
 
 
 class Endless:
-    """A data source without an end."""
+    """A data source that never ends."""
 
     def __init__(self):
         self.handed_out = 0
@@ -301,7 +301,7 @@ def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
     source = prompts(["a", "b"], n=2)
     output = generate_rollout(runtime.args, 0, source)
     assert [len(member) for member in output.samples[0]] == [2, 2]
-    assert output.metrics["rollout/thrown_away_tokens"] == 2.0  # both siblings had the token that was cut off
+    assert output.metrics["rollout/thrown_away_tokens"] == 2.0  # both siblings contained the aborted token
     done, cut_off = sorted(source.groups[0], key=lambda member: isinstance(member, Sample))
     assert [(sample.response, sample.reward) for sample in done] == [("77</s>", 1.0)] * 2
     assert (cut_off.tokens, cut_off.metadata, cut_off.status) == ([], {}, STATUS.PENDING)
@@ -395,7 +395,7 @@ def test_a_reward_of_the_wrong_type_names_who_gave_it(engine, make_runtime, prom
 def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
     engine, make_runtime, prompts, write_plugin, tmp_path, is_asked_for
 ):
-    """A strict filter goes through a hundred batches: their samples need not stay in memory."""
+    """A strict filter may drop a hundred batches; their samples must not stay in memory."""
     only_z = "def f(args, samples):\n    return samples[0].prompt == 'z'\n"
     count = "def f(args, all_groups, data_source):\n    data_source.seen = [g[0].prompt for g in all_groups]\n"
     flags = {"rollout_all_samples_process_path": write_plugin(count, "count")} if is_asked_for else {}
@@ -413,7 +413,7 @@ def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
 
     async def respond(body):
         is_last = body["input_ids"] == engine.encode("z")
-        for _ in range(200 if is_last and not is_asked_for else 1):  # those that were judged may be on their way out
+        for _ in range(200 if is_last and not is_asked_for else 1):  # groups judged last may still be referenced
             gc.collect()
             if (count := sum(one() is not None for one in dropped)) <= 1:
                 break
@@ -429,7 +429,7 @@ def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
         assert source.seen == list("abcdz")
         assert held[-1] == 4
     else:
-        assert held[-1] <= 1  # the one that was judged last may be on its way out
+        assert held[-1] <= 1  # the group judged last may still be referenced
     assert list(leaves(runtime.journal.recover(0).groups)) == list(leaves(output.samples))
     runtime.journal.close()
 
@@ -474,7 +474,7 @@ def test_a_source_that_observes_sees_what_the_filter_dropped_when_the_batch_is_m
     groups = generate_rollout(runtime.args, 3, source).samples
     assert prompts_of(groups) == ["b", "d"]
     finished = prompts_of(runtime.journal.recover(0).groups)
-    assert (inner.seen, finished) == ((), list("abcd"))  # a crash now would bring all of them back
+    assert (inner.seen, finished) == ((), list("abcd"))  # a crash at this point would recover all of them
     maker.make_with(3, lambda: RolloutFnTrainOutput(groups, {}))
     kept, dropped = inner.seen[:2], inner.seen[2:]
     assert kept == [(3, "b", 2.0), (3, "d", 4.0)]

@@ -1,4 +1,4 @@
-"""The feeds: order, how far ahead, what holds them up, and where a failure surfaces."""
+"""Rollout feeds: order, look-ahead, blocking during updates, and propagation of failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 120.0
 
 
 class Workshop:
-    """A maker whose rollouts are finished when the test says so."""
+    """A rollout maker whose rollouts finish when the test releases them."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -73,7 +73,7 @@ def test_no_more_than_asked_for_lie_ready(workshop: Any) -> None:
     feed = ahead(workshop, total=9, ready=2)
     workshop.finish(9)
     workshop.wait_begun([0, 1])
-    with feed.undisturbed():  # both are made, and no third one was begun
+    with feed.undisturbed():  # both are made, and no third one was started
         assert workshop.begun == [0, 1]
     assert feed.get(0).samples == [0]
     workshop.wait_begun([0, 1, 2])
@@ -94,7 +94,7 @@ def test_weights_change_only_between_two_rollouts(workshop: Any) -> None:
 
     thread = threading.Thread(target=update)
     thread.start()
-    assert not entered.wait(0.2)  # rollout 1 is being made
+    assert not entered.wait(0.2)  # rollout 1 is in progress
     workshop.finish()
     assert entered.wait(PATIENCE_S)
     assert feed.get(1).samples == [1]
@@ -113,10 +113,10 @@ def test_what_fails_is_raised_by_the_get_that_would_have_had_it(workshop: Any) -
     with pytest.raises(BackgroundDied, match="rollouts ahead died of RuntimeError: rollout 1 broke"):
         feed.get(1)
     with pytest.raises(BackgroundDied):
-        raise_failures()  # whoever waits for anything else is told, too
+        raise_failures()  # other waiters see the failure too
     feed.close()
     with feed.undisturbed():
-        pass  # nobody waits for a thread that has ended
+        pass  # does not wait for a thread that has ended
 
 
 def test_a_resumed_run_starts_in_the_middle_and_stops_at_the_end(workshop: Any) -> None:

@@ -1,4 +1,4 @@
-"""What functions of the user hand back: whose it is, and whether it can be trusted."""
+"""Results of user functions: their assignment to dispatched samples, and their validation."""
 
 from contextlib import nullcontext
 
@@ -30,7 +30,7 @@ REWARD_OF_PARITY = "def f(args, sample):\n    assert sample.label == 'label'\n  
 def test_new_samples_belong_to_the_one_that_was_dispatched(
     make_runtime, prompts, write_plugin, engine, tmp_path, turns
 ):
-    """Their ids are given to them, so that rewards are compared within the group and a rollout counts once."""
+    """Ids are copied, so that rewards are compared within the group and a rollout counts once."""
     runtime = make_runtime(
         [engine.url],
         custom_generate_function_path=write_plugin(NEW_SAMPLES, "new"),
@@ -52,7 +52,7 @@ def test_new_samples_belong_to_the_one_that_was_dispatched(
     assert len(set(batch.rollout_ids)) == 4
     with statements(runtime.journal) as written:
         runtime.journal.assign(0, output.samples, {})
-    assert written == []  # nothing has changed in them since they were recorded
+    assert written == []  # unchanged since they were recorded
     assert runtime.journal.batch(0)[0] == output.samples
     assert len({sample.journal_id for sample in samples}) == len(samples)
 
@@ -73,7 +73,7 @@ async def f(args, sample, sampling_params):
 def test_a_function_that_gives_a_sample_of_its_own_up_gets_the_one_it_was_given(
     make_runtime, prompts, write_plugin, engine, tmp_path
 ):
-    """Its own has another prompt, which it would not know. Statuses may be written as their values."""
+    """The new sample has another prompt, unknown to the function. A status may be given as its value."""
     path, seen = write_plugin(GIVES_UP_ONCE, "up"), tmp_path / "seen"
     runtime = make_runtime([engine.url], custom_generate_function_path=path, carried={"seen": str(seen)})
     [one, two] = leaves(generate_rollout(runtime.args, 0, prompts(["1", "2"], n=1)).samples)
@@ -149,7 +149,7 @@ async def hook(args, sample):
 def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
     make_runtime, prompts, write_plugin, engine, kind
 ):
-    """The others fail by name, and change nothing of it; the next rollout cannot have it either."""
+    """The other samples fail without changing the object; the next rollout cannot use it either."""
     file = write_plugin(CACHES, f"caches_{kind}").removesuffix(":f")
     path = f"{file}:{kind}"
     generate, hooks = (f"{file}:plain", [path]) if kind == "hook" else (path, [])
@@ -173,7 +173,7 @@ def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
 
 @pytest.mark.parametrize("which", ["kept[0]", "ahead.pop(sample.response, sample)"])
 def test_a_hook_that_returns_one_sibling_for_another_fails_that_one(make_runtime, prompts, write_plugin, engine, which):
-    """It would be trained on twice; the sibling may have been through the hook, or not yet."""
+    """The sibling would be trained on twice, whether or not it has passed the hook."""
     hook = f"""
 from slime.utils.types import Sample
 kept, ahead = [], {{}}
@@ -350,7 +350,7 @@ def test_a_reward_that_ends_the_run_is_not_in_the_journal(make_runtime, prompts,
 
 
 def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(make_runtime, tmp_path):
-    """What no trajectory has seen: a restart would find it in the journal again and again."""
+    """An invalid sample in the journal would be recovered again by each restart."""
     runtime = make_runtime([])
     journal = open_journal(tmp_path)
 
@@ -372,7 +372,7 @@ def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(ma
 
 
 def test_rollouts_of_a_function_that_cannot_be_trained_as_they_are_say_so(make_runtime, caplog):
-    """A sample from a part of the vocabulary ends the run; an object that comes twice is named."""
+    """A sample drawn from a truncated vocabulary ends the run; a repeated object is named in a warning."""
 
     def made(args, rollout_id, data_source, evaluation=False):
         sample = Sample(index=7, group_index=3, tokens=[1, 2], response_length=1, reward=1.0)

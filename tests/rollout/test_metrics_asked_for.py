@@ -1,4 +1,4 @@
-"""Numbers that --log-* flags ask for."""
+"""Metrics that the --log-* flags add."""
 
 import pytest
 

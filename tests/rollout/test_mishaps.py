@@ -1,4 +1,4 @@
-"""Whatever a function of the user does, it is the outcome of its sample: the run, the deadlines and the others go on."""
+"""Failures of user functions are outcomes of their samples: the run, deadlines and other samples are unaffected."""
 
 import asyncio
 import gc
@@ -62,7 +62,7 @@ def test_an_exit_or_a_cancellation_of_its_own_fails_one_sample(engine, make_runt
 
 
 def test_a_cancellation_from_outside_is_obeyed(engine, make_runtime, prompts, write_plugin):
-    """Also by functions that leave one behind: those who cancel a rollout wait for it to end."""
+    """The task must end with CancelledError, because cancelling a rollout waits for its tasks."""
     begun = threading.Event()
 
     async def held(body):
@@ -107,7 +107,7 @@ def test_an_aborted_sample_of_a_custom_function_is_begun_again(engine, make_runt
 
 
 def test_a_function_that_only_ever_aborts_fails_its_sample(engine, make_runtime, prompts, write_plugin, no_pause):
-    """In generation that never stops it was called again as fast as it gave up."""
+    """Continuous generation must not call it again without limit."""
     only_one = ABORTS.replace("if calls <=", "if sample.index == 1 and calls <=")
     flags = {"custom_generate_function_path": write_plugin(only_one), "rm_type": "random"}
     runtime = make_runtime([engine.url], carried={"aborts": 10**6}, async_mode="full", max_weight_staleness=0, **flags)
@@ -158,7 +158,7 @@ def test_hooks_count_against_the_deadline_of_their_sample(engine, make_runtime, 
         "import asyncio\nasync def f(args, sample):\n    if sample.index == 1:\n        await asyncio.Event().wait()\n"
     )
     path = write_plugin(hook)
-    for seconds in (1.0, 10.0, 60.0):  # longer, if the others did not end by then
+    for seconds in (1.0, 10.0, 60.0):  # retry with a longer deadline if the others did not finish
         flags = {"rollout_sample_hook_path": [path], "rollout_sample_timeout": seconds}
         runtime = make_runtime([engine.url], rm_type="random", **flags)
         samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
@@ -219,7 +219,7 @@ def reward_hang(args, sample):
 
 
 def blocking(write_plugin, stage, kind):
-    """Flags for a rollout in which the functions of one stage block, and the path of that function."""
+    """Return the path of a function that blocks in one stage, and the flags of a rollout that uses it."""
     file = write_plugin(BLOCKING, f"blocking_{stage}_{kind}").removesuffix(":f")
     own = {"generate": f"{file}:generate_{kind}", "list": f"{file}:list_{kind}", "reward": f"{file}:reward_{kind}"}
     path = own.get(stage, f"{file}:{kind}")
@@ -246,7 +246,7 @@ def test_a_plain_function_that_hangs_fails_its_sample_and_cannot_write_into_it_l
     engine, make_runtime, prompts, write_plugin, stage
 ):
     path, flags = blocking(write_plugin, stage, "hang")
-    for seconds in (1.0, 10.0, 60.0):  # longer, if the others did not end by then
+    for seconds in (1.0, 10.0, 60.0):  # retry with a longer deadline if the others did not finish
         limits = {"rollout_sample_timeout": seconds, "reward_timeout": seconds}
         runtime = make_runtime([engine.url], **flags, **limits)
         samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
@@ -261,7 +261,7 @@ def test_a_plain_function_that_hangs_fails_its_sample_and_cannot_write_into_it_l
 
 
 def test_filters_and_data_sources_that_block_hold_up_no_sample(engine, make_runtime, prompts, write_plugin):
-    """The first filter call, and the source, return only after a sample has been generated meanwhile."""
+    """The first filter call returns only after another sample has been generated."""
     plugin = (
         "import threading\nfrom slime.rollout.sglang_rollout import generate\n"
         "judging, generated = threading.Event(), threading.Event()\n"
@@ -300,7 +300,7 @@ def test_a_waiter_that_was_cancelled_at_the_gate_leaves_the_deadline(make_runtim
         async def sample():
             async with SampleClock(0.1).running("f"):
                 with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(gate.pass_through(), 0.01)  # a deadline of the function's own
+                    await asyncio.wait_for(gate.pass_through(), 0.01)  # a timeout set by the function itself
                 await asyncio.Event().wait()
 
         with pytest.raises(SampleTimeout):
@@ -320,7 +320,7 @@ def test_the_clock_stands_still_until_the_last_request_has_passed_the_gate():
                 await asyncio.gather(gate.pass_through(), other.pass_through())
 
         task = asyncio.create_task(sample())
-        await clock.put_forward(0)  # until both requests wait
+        await clock.put_forward(0)  # lets both requests reach their gates
         gate.open()
         await clock.put_forward(1000)
         other.open()
@@ -330,11 +330,11 @@ def test_the_clock_stands_still_until_the_last_request_has_passed_the_gate():
 
 
 def test_time_behind_others_is_not_the_time_of_a_comparison():
-    """One worker, and its thread is busy for longer than a comparison may take."""
+    """The only worker thread is busy for longer than the deadline of a comparison."""
     sample = Sample(index=0, response=r"\boxed{\frac{1}{2}}", label="0.5", status=STATUS.COMPLETED)
 
     async def main(hub, seconds):
-        assert await hub.score(sample) == 1.0  # the worker has started
+        assert await hub.score(sample) == 1.0  # starts the worker
         release = threading.Event()
         busy = hub._verifier.pool._threads.submit(release.wait)
         scored = asyncio.create_task(hub.score(sample))
@@ -343,7 +343,7 @@ def test_time_behind_others_is_not_the_time_of_a_comparison():
         assert busy.result()
         return await scored
 
-    for seconds in (1.0, 5.0, 25.0):  # longer, if the comparison itself took so long
+    for seconds in (1.0, 5.0, 25.0):  # retry with a longer deadline if the comparison itself was slow
         hub = RewardHub(Config(rm_type="math", reward_timeout=seconds, reward_workers=1))
         try:
             assert asyncio.run(main(hub, seconds)) == 1.0
@@ -373,7 +373,7 @@ def test_a_reward_error_fails_its_sibling_alone(engine, make_runtime, prompts, w
 
 
 def test_a_call_that_nobody_waits_for_any_more_may_raise_in_silence():
-    """As when another group's reward is a text, which ends the rollout while this one is being judged."""
+    """Another group with an invalid reward may end the rollout while this call is running."""
     begun, release, threads, complaints = threading.Event(), threading.Event(), [], []
 
     def judge(args, sample):
@@ -394,7 +394,7 @@ def test_a_call_that_nobody_waits_for_any_more_may_raise_in_silence():
         release.set()
         with pytest.raises(ValueError, match="too late"):
             await asyncio.to_thread(job.future.result)
-        await asyncio.to_thread(threads[0].join)  # what it told the loop has arrived when this has
+        await asyncio.to_thread(threads[0].join)  # its callbacks are queued on the loop after this
         del scored, job
         gc.collect()
 

@@ -1,4 +1,4 @@
-"""Parts of one response put together: the one answer, and the request for what is left of it."""
+"""Joining the parts of an aborted response, and building the request for its remaining tokens."""
 
 import base64
 

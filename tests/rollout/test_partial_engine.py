@@ -1,4 +1,4 @@
-"""Partial rollouts with the embedded engine: what is put together of several parts is what the weights really sampled."""
+"""Partial rollouts with the embedded engine: each part has the log-probs of the weights that sampled it."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ def real_engine(folders, tmp_path_factory):
 
 @pytest.fixture
 def weights(real_engine, folders):
-    """`weights(i)` loads set i as version i; set 0 at the beginning."""
+    """`weights(i)` loads set i as version i; set 0 is loaded initially."""
 
     def load(i):
         body = {"model_path": str(folders[i]), "weight_version": str(i)}
@@ -108,7 +108,7 @@ def make_partial(real_engine, folders, write_plugin):
 
 
 def scores(engine, tokens):
-    """The log-prob of every token but the first, as the weights that are loaded now give it."""
+    """Return the log-prob of every token but the first under the currently loaded weights."""
     params = {"max_new_tokens": 0, "temperature": 1.0}
     answer = engine.generate(input_ids=tokens, sampling_params=params, return_logprob=True, logprob_start_len=0)
     return [log_prob for log_prob, _, _ in answer["meta_info"]["input_token_logprobs"]][1:]
@@ -121,7 +121,7 @@ def test_a_turn_cut_in_the_middle_is_what_the_weights_of_its_time_sampled(
     whole_runtime = make_partial(alone=True)
     [whole] = leaves(generate_rollout(whole_runtime.args, 0, prompts(["long"], n=1)).samples)
     flags = {"over_sampling_batch_size": 2, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": masked}
-    for _ in range(5):  # again, if the engine was done with the long one before anybody could cut it
+    for _ in range(5):  # retry if the long request finished before it could be aborted
         runtime = make_partial(**flags)
         source = prompts(["long", "short"], n=1)
         output = generate_rollout(runtime.args, 0, source)
@@ -161,7 +161,7 @@ def test_an_update_that_aborts_a_request_of_post_does_not_end_it(real_engine, ma
         "sampling_params": {"max_new_tokens": LONG, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True},
         "return_logprob": True,
     }
-    for _ in range(5):  # again, if the engine was done with it before it was paused
+    for _ in range(5):  # retry if the request finished before the engine was paused
         weights(0)
         asked = asyncio.run_coroutine_threadsafe(post(f"{real_engine.url}/generate", body), runtime.loop_thread.loop)
         while not asked.done() and not real_engine.get("/server_info")[1]["num_running_reqs"]:

@@ -1,4 +1,4 @@
-"""Groups with a custom generate function outlive the rollout they began in: held at the gate, taken over, continued."""
+"""Groups of custom generate functions that outlive their rollout: held at the gate, then resumed in the next one."""
 
 import asyncio
 import gc
@@ -47,7 +47,7 @@ async def f(args, sample, sampling_params):
 
 @pytest.fixture
 def say(engine, tokenizer):
-    """`say(f)`: what the engine answers to what it was asked, both as text; a text that ends in ~ is cut by an abort."""
+    """`say(f)`: scripts the engine; `f` maps request text to answer text, and a trailing ~ holds it until an abort."""
 
     def script(reply):
         def respond(body):
@@ -83,7 +83,7 @@ def make_partial(engine, make_runtime, write_plugin):
 
 
 def first_cut(engine, n):
-    """The second turns of b, of which there are n, are cut off; everything else ends, when they are at the engine."""
+    """Abort the n second turns of b; the other requests finish once these are at the engine."""
 
     def reply(text):
         if text == "a7</s>?":
@@ -94,7 +94,7 @@ def first_cut(engine, n):
 
 
 def then(engine, n):
-    """What is answered when so many requests are held."""
+    """Return an answer once n requests are held."""
     return engine.when(lambda: engine.holding == n, "7</s>")
 
 
@@ -151,7 +151,7 @@ def test_without_partial_rollout_prompts_start_over_and_the_tokens_are_counted(e
     source = prompts(["a", "b"], n=1)
     output = generate_rollout(runtime.args, 0, source)
     assert [(s.prompt, s.tokens, s.status) for s in leaves(source.groups)] == [("b", [], STATUS.PENDING)]
-    assert output.metrics["rollout/thrown_away_tokens"] == 4.0  # 1</s> and 23, without the ? between them
+    assert output.metrics["rollout/thrown_away_tokens"] == 4.0  # 1</s> and 23; the ? between them is not sampled
     assert not runtime.state.held
 
 
@@ -169,7 +169,7 @@ def test_held_groups_are_served_before_new_ones_and_filtered_like_them(
     say(lambda text: {"b1</s>?23": "4</s>"}.get(text, "7</s>"))
     output = generate_rollout(runtime.args, 1, source)
     assert asked()[:2] == ["b1</s>?23"] * 2
-    assert source.asked == [2]  # only after the held group had been dropped
+    assert source.asked == [2]  # only after the held group was dropped
     assert output.metrics["rollout/dynamic_filter/drop_unnamed"] == 1.0
     assert output.metrics["rollout/dropped_tokens"] == 2 * (2 + 4)
     assert output.metrics["rollout/thrown_away_tokens"] == 0.0
@@ -205,7 +205,7 @@ async def f(args, sample, sampling_params):
         await asyncio.sleep(0.05)
 
     runtime.run(settled(), 120)
-    assert asked() == []  # it has its result, and may not ask the engine yet
+    assert asked() == []  # it has the result, but must not send a request yet
     say(lambda text: "2</s>")
     [sample] = leaves(generate_rollout(runtime.args, 1, source).samples)
     assert len(asked()) == 1
@@ -250,7 +250,7 @@ def test_a_group_of_which_one_sample_is_custom_is_held_as_a_whole(engine, make_p
 
 
 class Noted:
-    """The part of a journal that generating writes to."""
+    """Records the journal calls made during generation."""
 
     def __init__(self):
         self.progress, self.drops = [], []
@@ -280,7 +280,7 @@ def test_progress_of_the_default_generate_and_drops_are_recorded(
     seen = tmp_path / "c was dropped"
 
     async def when_b_is_asked_and_c_dropped():
-        while len(engine.requests) < 3 or not seen.exists():  # noqa: ASYNC110 - a file and a list tell
+        while len(engine.requests) < 3 or not seen.exists():  # noqa: ASYNC110 - polls a file and a list
             await asyncio.sleep(0.005)
         return "7</s>"
 
@@ -305,7 +305,7 @@ def test_a_run_that_ends_leaves_no_task_and_no_warning(engine, make_partial, pro
     runtime = make_partial()
     generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
     [held] = runtime.state.held
-    gc.collect()  # tasks that other tests have left speak up now
+    gc.collect()  # flush warnings about tasks that other tests left behind
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         runtime.close()
@@ -462,7 +462,7 @@ def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count(
 
         waiting, cancelled = asyncio.create_task(seated()), asyncio.create_task(seated())
         await asyncio.sleep(0.01)
-        assert not seats.locked()  # both wait, and a third one may sit down
+        assert not seats.locked()  # both wait, and a third task may acquire a slot
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         again = asyncio.create_task(seated())
@@ -488,7 +488,7 @@ def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
                     await never.wait()
 
         quick, slow = asyncio.create_task(sample(False)), asyncio.create_task(sample(True))
-        await clock.put_forward(0)  # until all four wait
+        await clock.put_forward(0)  # lets all four reach the gate
         await clock.put_forward(1000)
         gate.open()
         assert await quick is None

@@ -1,4 +1,4 @@
-"""The parts of the default rollout, called by rollout files that users made of it."""
+"""Functions of the default rollout that user-written rollout files call."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
 
 
 def slow_b(engine, tokenizer):
-    """Prompts that begin with b are answered when they are aborted, with what there is of them by then."""
+    """Hold requests for the prompt b until an abort, and answer them with a partial response."""
     b = tokenizer.encode("b", add_special_tokens=False)[0]
     engine.respond = lambda body: engine.held("xy") if body["input_ids"] == [b] else "7</s>"
 
@@ -44,7 +44,7 @@ async def one_finished_then_abort(args, groups, engine):
     state = GenerateState(args)
     state.submit_generate_tasks(groups)
     done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
-    while len(engine.requests) < 4:  # noqa: ASYNC110 - the others are at the engine too
+    while len(engine.requests) < 4:  # noqa: ASYNC110 - until the other requests are at the engine
         await asyncio.sleep(0.01)
     put_back = await abort(args, 3)
     assert state.aborted
@@ -93,7 +93,7 @@ def test_a_plugin_that_aborts_the_engine_gives_its_requests_up(engine, make_runt
     answer = run(aborted_by(f"{url}/abort_request"))
     assert (answer["text"], answer["meta_info"]["finish_reason"]) == ("xy", {"type": "abort"})
     engine.respond = lambda body: engine.held("xy")
-    other = engine.url.replace("127.0.0.1", "localhost")  # whoever else aborts, a weight update say, gives nothing up
+    other = engine.url.replace("127.0.0.1", "localhost")  # aborts from elsewhere, as in weight updates
     assert run(aborted_by(f"{other}/abort_request"))["text"] == "xyz</s>"
 
 
@@ -111,7 +111,7 @@ def test_the_parts_may_be_awaited_on_another_event_loop(engine, make_runtime, wr
         one = await generate_and_rm(args, Sample(prompt="a", index=99), params.copy(), evaluation=True)
         return made, one, await generate(args, Sample(prompt="a"), params.copy())
 
-    run(four_groups())  # whoever waits first decides to which loop the limit on samples belongs
+    run(four_groups())  # the first waiter binds the sample semaphore to its loop
     made, one, bare = asyncio.run(somewhere_else())
     assert [sample.reward for group in made for sample in group] == [2.0] * 8
     assert (one.reward, bare.response, bare.reward) == (2.0, "7", None)
@@ -122,7 +122,7 @@ def test_what_another_event_loop_generates_is_in_the_journal(engine, make_runtim
     runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
     (group,) = JournaledSource(prompts(["a"], 2), runtime.journal).get_samples(1)
     asyncio.run(generate_and_rm_group(runtime.plugin_args, group, GenerateState(runtime.plugin_args).sampling_params))
-    runtime.journal.close()  # as if it were killed before its rollout is whole
+    runtime.journal.close()  # simulates a kill before the rollout is complete
     (again,) = Journal.open(tmp_path / "journal.sqlite", {}, keep=True).recover(0).groups
     assert [(sample.response, sample.reward) for sample in again] == [("7", 2.0)] * 2
 
@@ -173,7 +173,7 @@ def test_one_dataset_by_hand(engine, make_runtime, write_plugin, tmp_path):
         results = run(eval_rollout_single_dataset(runtime.plugin_args, 0, dataset))
     assert results["two"]["rewards"] == [2.0, 2.0]
     assert [sample.prompt for sample in results["two"]["samples"]] == ["a", "b"]
-    assert runtime.eval_datasets == {}  # an evaluation on all of them reads them all
+    assert runtime.eval_datasets == {}  # only a full evaluation fills this cache
     by_hand = EvalDatasetConfig("by hand", f"{file}@[0:1]", n_samples_per_eval_prompt=3)
     results = run(eval_rollout_single_dataset(runtime.plugin_args, 0, by_hand))
     assert results["by hand"]["rewards"] == [2.0] * 3

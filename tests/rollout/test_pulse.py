@@ -1,4 +1,4 @@
-"""How far a rollout is: counted as samples begin and end, told while they are under way."""
+"""Rollout progress: counts of running and finished samples, and the progress line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def test_counts_follow_the_samples() -> None:
     now = [100.0]
     pulse = Pulse(now=lambda: now[0])
     with pulse.sample():
-        assert pulse.look() is None  # nobody has said that something begins
+        assert pulse.look() is None  # no rollout has begun
     pulse.begin(wanted=4)
-    assert pulse.look() is None  # nothing is under way yet: the status says it all
+    assert pulse.look() is None  # no samples in flight yet
     with pulse.sample():
         now[0] = 102.0
         with pulse.sample():
@@ -33,7 +33,7 @@ def test_counts_follow_the_samples() -> None:
     assert pulse.sentence(7) == "3/4 samples, 7 tok/s"
     pulse.finished(tokens=1)
     pulse.finished(tokens=1)
-    assert pulse.sentence(7) == "4/4 samples, 7 tok/s"  # over-sampled ones are not promised
+    assert pulse.sentence(7) == "4/4 samples, 7 tok/s"  # capped at the target when over-sampling
     pulse.end()
     assert pulse.look() is None
 

@@ -1,4 +1,4 @@
-"""Whole training rollouts: groups, plugins, rewards, and failures as outcomes."""
+"""Complete training rollouts: groups, plugins, rewards, and failures as outcomes."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""Evaluation over datasets, and the numbers made of samples."""
+"""Evaluation over datasets, and metrics computed from samples."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def test_datasets_are_evaluated_with_their_own_sampling(engine, make_runtime, da
     output = evaluate(runtime)
     short, other = output.data["short"], output.data["other"]
     assert [sample.index for sample in short["samples"]] == list(range(8))
-    # "a" has length 1: odd indices are right; "bc" has length 2: even ones
+    # "a" has length 1: odd indices are correct; "bc" has length 2: even indices are
     assert short["rewards"] == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert short["truncated"] == [False] * 4 + [True] * 4
     assert (other["rewards"], len(other["failed"])) == ([0.0, 1.0, 0.0, 1.0], 4)
@@ -218,7 +218,7 @@ def test_datasets_of_a_file_have_their_own_rewards_and_functions(
     output = evaluate(runtime)
     assert list(output.data) == ["plain", "typed", "own"]
     assert output.data["plain"]["rewards"] == [9.0, 9.0]
-    assert output.data["typed"]["rewards"] == [1.0, 1.0, 0.0, 0.0]  # f1 against the labels 1 and 2
+    assert output.data["typed"]["rewards"] == [1.0, 1.0, 0.0, 0.0]  # f1 score against the labels 1 and 2
     assert output.data["own"]["rewards"] == [4.0] * 4
     assert output.metrics["eval/typed"] == 0.5
     assert [sample.metadata["lang"] for sample in output.data["typed"]["samples"]] == ["en"] * 4

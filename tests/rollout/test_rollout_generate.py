@@ -172,11 +172,11 @@ def test_an_engine_that_keeps_failing_gets_four_tries(engine, make_runtime):
     ("said", "flags", "text"),
     [
         ("7</s>", {}, "7"),
-        ("<user>7</s>", {}, "<user>7"),  # what is further in may matter to the reward
+        ("<user>7</s>", {}, "<user>7"),  # special tokens before the end may matter to the reward
         ("7</s></s>", {}, "7</s>"),
         ("7!", {}, "7!"),
         ("7</s>", {"rollout_skip_special_tokens": False}, "7</s>"),
-        ("0123456</s>9", {}, "0123456</s>9"),  # cut off at its limit
+        ("0123456</s>9", {}, "0123456</s>9"),  # truncated at max_new_tokens
     ],
 )
 def test_rewards_see_no_stop_token_and_training_does(engine, make_runtime, tokenizer, said, flags, text):
@@ -227,4 +227,4 @@ def test_the_samples_of_a_group_tokenise_their_prompt_once(engine, make_runtime,
         ids = encode(runtime.tokenizer, prompt, add_special_tokens=False)
         assert [sample.tokens[: len(ids)] for sample in made] == [ids] * 4
         assert len({id(sample.tokens) for sample in made}) == 4
-    assert [text for text in encoded if text.endswith("=")] == ["2+3=", "4+4="]  # the engine encodes its answers
+    assert [text for text in encoded if text.endswith("=")] == ["2+3=", "4+4="]  # the engine encodes answers too

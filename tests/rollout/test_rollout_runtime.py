@@ -114,7 +114,7 @@ def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime
         return asyncio.get_running_loop()
 
     assert run(value(2)) == 2
-    assert run(loop()) is run(loop()) is get_async_loop().loop  # connections opened in one call serve the next
+    assert run(loop()) is run(loop()) is get_async_loop().loop  # connections are reused across calls
     runtime = make_runtime([engine.url])
     assert run(loop()) is get_async_loop().loop is runtime.loop_thread.loop
     own = AsyncLoopThread()
@@ -207,7 +207,7 @@ def test_functions_and_singletons(write_plugin):
 
 
 def test_images_become_data_urls():
-    from PIL import Image  # matplotlib brings it
+    from PIL import Image  # a dependency of matplotlib
     from slime.utils.processing_utils import encode_image_for_rollout_engine
 
     url = encode_image_for_rollout_engine(Image.new("L", (2, 2)))

@@ -1,4 +1,4 @@
-"""Supervised samples: a label and its end of sequence, or the assistant turns of a conversation."""
+"""Supervised samples: a label with its end-of-sequence token, or the assistant turns of a conversation."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def turns(*pairs, **more):
 def test_messages_get_their_label_as_assistant_turn(tokenizer):
     sample, prompt, answer = filled(tokenizer, turns(("user", "hi")), "yo")
     assert (prompt, answer, sample.response) == ("<user>hi</s>\n<assistant>", "yo</s>\n", "yo</s>\n")
-    assert sample.loss_mask == [1, 1, 1, 0]  # the line break after the end of the turn is the template's
+    assert sample.loss_mask == [1, 1, 1, 0]  # the line break after the turn comes from the template
 
 
 def test_every_assistant_turn_is_trained_and_the_response_starts_with_the_first(tokenizer):
@@ -84,7 +84,7 @@ def test_a_supervised_rollout_needs_no_engine(make_runtime, prompts):
     output = generate_rollout(runtime.args, 0, prompts(["1+1=", "1+2="], n=1, labels=["2", "3"]))
     assert [sample.response for group in output.samples for sample in group] == ["2", "3"]
     assert output.metrics["rollout/response_len/mean"] == 2.0
-    assert not {"rollout/raw_reward", "perf/tokens_per_gpu_per_sec"} & set(output.metrics)  # nothing scored or sampled
+    assert not {"rollout/raw_reward", "perf/tokens_per_gpu_per_sec"} & set(output.metrics)  # not scored or sampled
     with pytest.raises(UserError, match="--eval-function-path"):
         generate_rollout(runtime.args, 0, None, evaluation=True)
     with pytest.raises(RuntimeError, match="no engines"):
@@ -149,12 +149,12 @@ def test_a_turn_may_end_with_another_token_than_the_end_of_the_sequence(tokenize
         _warn_of_missing_stop([filled(own, turns(("user", "a")), "b")[0]], own, str(tmp_path))
         return len(caplog.messages) == 1
 
-    assert is_told()  # here it is text like any other
+    assert is_told()  # plain text, not one token
     own.add_tokens([AddedToken("<end_of_turn>", special=False)])
     assert is_told()
     config = tmp_path / "generation_config.json"
     config.write_text(json.dumps({"eos_token_id": [1, own.convert_tokens_to_ids("<end_of_turn>")]}))
-    assert not is_told()  # what engines stop at
+    assert not is_told()  # the stop tokens of engines
     config.write_text(json.dumps({"eos_token_id": own.convert_tokens_to_ids("<end_of_turn>")}))
     assert not is_told()
     config.unlink()

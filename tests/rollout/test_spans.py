@@ -1,4 +1,4 @@
-"""What the default rollout notes in the traces of its samples, where dumps are made of them."""
+"""Sample traces that the default rollout records when dumps are enabled."""
 
 import pytest
 from slime.rollout.base_types import leaves

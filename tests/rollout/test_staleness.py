@@ -1,4 +1,4 @@
-"""Which groups are too old, what becomes of them, and what the metrics say."""
+"""Staleness of groups: versions, handling of stale groups, and metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_metrics_count_samples_and_tokens() -> None:
         "rollout/staleness/mean": pytest.approx((2 + 0 + 1) / 3),
         "rollout/staleness/max": 2.0,
         "rollout/off_policy_token_frac": pytest.approx(3 / 9),
-        "rollout/mixed_version_frac": pytest.approx(1 / 3),  # tokens of no engine are no version
+        "rollout/mixed_version_frac": pytest.approx(1 / 3),  # tokens without an engine have no version
     }
     assert staleness_metrics([Sample()], 5) == {}
 
@@ -49,7 +49,7 @@ def test_starting_over_keeps_the_prompt_and_nothing_else() -> None:
     old.weight_versions = ["1"]
     assert prompts_of([old]) == [old]
     assert old == Sample(tokens=[1, 1], index=4, prompt="p")
-    assert prompts_of([[sample(("1", 1))]]) is None  # the prompt of a fan-out is gone
+    assert prompts_of([[sample(("1", 1))]]) is None  # a fan-out no longer has its prompt
 
 
 @pytest.mark.parametrize("policy", ["regenerate", "drop"])

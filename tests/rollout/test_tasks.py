@@ -1,4 +1,4 @@
-"""Rollouts over several datasets: each with its reward, its limits and its metrics, whatever is put back or dropped."""
+"""Rollouts over several datasets: rewards, limits and metrics per dataset, also for returned and dropped groups."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ WEIGHTS = {"a": 2, "b": 1, "c": 1}
 
 @pytest.fixture
 def tasks(tmp_path, write_plugin):
-    """`tasks(a={...}, ...)`: a config file of three datasets, whose prompts begin with their names."""
+    """`tasks(a={...}, ...)`: writes a config file of three datasets whose prompts begin with their names."""
 
     def write(**more):
         datasets = []
@@ -38,7 +38,7 @@ def tasks(tmp_path, write_plugin):
 
 @pytest.fixture
 def answer(engine, tokenizer):
-    """`answer(a="7</s>", ...)`: what the engine says to the prompts of each dataset."""
+    """`answer(a="7</s>", ...)`: scripts the answer to the prompts of each dataset."""
 
     def script(**answers):
         def respond(body):
@@ -82,7 +82,7 @@ def test_rewards_limits_and_metrics_of_each_dataset(engine, make_runtime, tasks,
 
 
 def test_a_row_decides_only_where_its_dataset_does_not(engine, make_runtime, tasks, write_plugin):
-    """A dataset's `rm_type` goes before --custom-rm-path, whose function judges the prompts of the others."""
+    """The `rm_type` of a dataset overrides --custom-rm-path, which scores the other datasets."""
     engine.respond = lambda body: "77</s>"
     runtime = make_runtime([engine.url], **tasks(a={"rm_type": "f1"}), custom_rm_path=write_plugin(LENGTH))
     output = generate_rollout(runtime.args, 0, RolloutDataSourceWithBuffer(runtime.plugin_args))
@@ -91,7 +91,7 @@ def test_a_row_decides_only_where_its_dataset_does_not(engine, make_runtime, tas
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_runtime, tasks, answer, tmp_path, partial):
-    """Answers to `b` are cut off in the first batch, which the others fill."""
+    """Requests of `b` are aborted in the first batch, which the other datasets fill."""
     end = lambda body: engine.when(lambda: engine.holding == 4, "7</s>")  # noqa: E731
     answer(a=end, b=lambda body: engine.held("12"), c=end)
     runtime = make_runtime(
@@ -122,7 +122,7 @@ def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_run
         for request in engine.requests
         if request["input_ids"][0] == b
     }
-    assert limits == ({2: 6, 4: 4} if partial else {2: 6})  # of the limit of 6, two tokens are there
+    assert limits == ({2: 6, 4: 4} if partial else {2: 6})  # two of the 6 allowed tokens exist
     everything = [*first.samples, *second.samples, *source.source.buffer]
     assert sorted(group[0].group_index for group in everything) == list(range(12))
     assert Counter(names(everything)) == {"a": 6, "b": 3, "c": 3}
@@ -139,7 +139,7 @@ def test_a_filter_shifts_the_batch_and_not_what_is_handed_out(engine, make_runti
     )
     source = RolloutDataSourceWithBuffer(runtime.plugin_args)
     output = generate_rollout(runtime.args, 0, source)
-    assert names(output.samples) == ["a"] * 4  # all answers to `b` and `c` have the reward 1
+    assert names(output.samples) == ["a"] * 4  # all responses of `b` and `c` have the reward 1
     assert output.metrics["rollout/a/share"] == 1.0
     assert {name: one["given"] for name, one in source.state_dict()["mixture"].items()} == {"a": 4, "b": 2, "c": 2}
 

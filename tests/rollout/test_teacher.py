@@ -1,4 +1,4 @@
-"""A teacher's log-probs for sampled tokens, over HTTP."""
+"""Teacher log-probs of sampled tokens, requested over HTTP."""
 
 import asyncio
 from argparse import Namespace
@@ -16,7 +16,7 @@ from slime.rollout.rewards.remote import Teacher
 
 
 def scores(body, shift=0):
-    """The answer of a served model: token t has log-prob -t / 10, the first one none."""
+    """Answer of a served teacher: token t has log-prob -t / 10, the first token has none."""
     start = body["logprob_start_len"]
     tokens = body["input_ids"][start:]
     entries = [[None if i == 0 else -t / 10, t + shift, None] for i, t in enumerate(tokens)]
@@ -25,7 +25,7 @@ def scores(body, shift=0):
 
 @pytest.fixture
 def taught(make_engine, make_runtime, monkeypatch):
-    """`taught(respond, **flags)`: a runtime over an engine, with a teacher that answers so."""
+    """Makes a runtime, a student engine and a teacher engine that answers with `respond`."""
     monkeypatch.setattr("slime.rollout.rewards.remote.FIRST_BACKOFF_S", 0.01)
     student, served = make_engine(), make_engine()
     teachers = []
@@ -104,7 +104,7 @@ def test_the_teacher_is_not_asked_twice_nor_about_empty_responses(taught):
     assert (served.requests, known.teacher_log_probs, empty.teacher_log_probs) == ([], [-1.0], None)
 
 
-# the two functions that upstream documents
+# the two functions documented upstream
 
 RESPONSE = [7, 8, 9]
 
@@ -126,7 +126,7 @@ def test_the_teachers_answer_is_the_reward_and_then_its_log_probs(make_engine):
     assert sample.teacher_log_probs == [-0.7, -0.8, -0.9]
     assert failed.teacher_log_probs is None
     assert asyncio.run(on_policy_distillation.reward_func(args, sample)) == sample.reward
-    assert len(served.requests) == 1  # what is known is not asked for again
+    assert len(served.requests) == 1  # known log-probs are not requested again
     empty = asyncio.run(on_policy_distillation.reward_func(args, Sample(tokens=[5, 6])))
     assert empty == {"meta_info": {"input_token_logprobs": [[None, 6]]}}
 

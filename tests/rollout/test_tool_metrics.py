@@ -1,4 +1,4 @@
-"""How the calls of tools ended, over a rollout."""
+"""Outcomes of tool calls, summed over a rollout."""
 
 from slime.config import Config, derive
 from slime.data.sample import Sample

@@ -1,4 +1,4 @@
-"""Responses that are complete and not scored yet: kept by a flight that lands, and by a run that is killed."""
+"""Complete responses without a reward: kept when a rollout ends, and recovered after a kill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ async def f(args, sample):
         await JUDGING.wait()
     return float(len(sample.response))
 """
-"""Judges for ever what is slow, and nothing else before that is being judged. Patience ends with all that is awaited."""
+"""Never scores the slow prompt, and scores the others only once that call runs.
+
+The abort deadline is set to 0 when all awaited responses exist.
+"""
 FAN_OUT = """
 from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample
@@ -76,7 +79,7 @@ def test_a_response_whose_reward_is_slow_is_scored_in_the_next_rollout(
     assert len(engine.requests) == 3
     runtime.run(_scored(runtime, write_plugin(SLOW.format(slow="no"), "quick"), kept))
     assert [sample.reward for sample in samples] == ([1.0, 5.0] if fan_out else [1.0])
-    assert len(engine.requests) == 3  # never generated again
+    assert len(engine.requests) == 3  # not generated again
 
 
 async def _scored(runtime: Any, path: str, group: Any) -> None:
@@ -131,7 +134,7 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
 
     async def until_generated() -> None:
         [task] = runtime.state.submit_generate_tasks([group])
-        while _statuses(journal) != ["generated"] * 2:  # noqa: ASYNC110  the file has no event
+        while _statuses(journal) != ["generated"] * 2:  # noqa: ASYNC110 - polls a file
             await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -154,7 +157,7 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
     again.hand_out([found], None)
     [scored] = quick.run(_dispatched(quick, found), 120)
     assert [sample.reward for sample in scored] == [1.0, 1.0]
-    assert len(engine.requests) == 2  # never generated again
+    assert len(engine.requests) == 2  # not generated again
     assert _statuses(again) == ["completed"] * 2
     assert again.recover(0).groups == [scored]
     again.close()

@@ -174,7 +174,7 @@ def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folde
         with pytest.raises(NotWritten, match=r"cannot write the checkpoint of rollout 0 to .*/file: .*Not a directory"):
             group.save(0, folder=str(tmp_path / "file"))
         (tmp_path / "taken" / "iter_0000000" / "mp_rank_00").mkdir(parents=True)
-        with pytest.raises(NotWritten, match=r"rollout 0 to .*/taken/iter_0000000: .* is no checkpoint of a run"):
+        with pytest.raises(NotWritten, match=r"rollout 0 to .*/taken/iter_0000000: .* is not a checkpoint of a run"):
             group.save(0, folder=str(tmp_path / "taken"))
         with pytest.raises(NotWritten, match=r"cannot write version 1 of the weights to .*/file/export .*: "):
             group.export_weights(tmp_path / "file" / "export", version=1)

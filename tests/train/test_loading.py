@@ -52,7 +52,7 @@ def test_loads_every_weight(folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: (f / "config.json").write_text("{nonsense"), "cannot be read as JSON"),
         (lambda f: edit_config(f, model_type="qwen99"), "unknown model_type 'qwen99'"),
-        (lambda f: edit_config(f, model_type="vit"), "no causal language model"),
+        (lambda f: edit_config(f, model_type="vit"), "not a causal language model"),
         (lambda f: (f / "model.safetensors").unlink(), "no \\*.safetensors weights"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "cannot be loaded"),
         (lambda f: edit_config(f, num_hidden_layers=3), "not a valid qwen3 config: .num_hidden_layers. \\(3\\)"),

@@ -1,4 +1,4 @@
-"""What dies in the background is raised in front; and functions that hang in threads take nobody's place."""
+"""Background failures are raised to waiters, and hanging thread calls do not occupy slots."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest
     released = threading.Event()
 
     async def blocking() -> None:
-        released.wait(240.0)  # without await: no deadline of any task can be kept
+        released.wait(240.0)  # without await, so no task deadline can fire
 
     loop = LoopThread("stalled")
     try:
@@ -211,7 +211,7 @@ def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: py
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_to_thread_serves_calls_behind_hung_ones(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
-    """Nothing is submitted after them. Calls whose waiters gave up take no place, however many threads there may be."""
+    """Queued calls run without a later submission. Cancelled calls occupy no slot, whatever the thread limit."""
     monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 0.1)
     monkeypatch.setattr("slime.rollout.event_loop.MOST_THREADS", _LIMIT + 1)
     release = threading.Event()

@@ -1,4 +1,4 @@
-"""The board and the graph: names, folding, chains, circles, deadlines, timeouts, stacks of threads and tasks."""
+"""Wait registry and wait-for graph: names, folding, chains, cycles, deadlines, timeouts, thread and task stacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from slime.errors import RunFailed
 
 
 def graph_lines(text: str) -> list[str]:
-    """The lines of the graph itself, without the stacks below it, with times as N."""
+    """The lines of the graph without the stacks below it, with times replaced by N."""
     lines = text.splitlines()
     assert lines[0] == "wait-for graph:"
     inner = []
@@ -43,7 +43,7 @@ def graph_lines(text: str) -> list[str]:
 
 @contextmanager
 def in_thread(name: str, whom: str, why: str, **deadline: object) -> Iterator[None]:
-    """A thread that waits until the body ends."""
+    """Run a thread that waits until the body ends."""
     entered, leave = threading.Event(), threading.Event()
 
     def stand() -> None:
@@ -85,7 +85,7 @@ def test_the_stacks_show_where_threads_stand() -> None:
     stack = text.split("thread thread-of-somebody:\n")[1]
     assert re.match(r"(  .*\n)*?  tests/waits/test_graph\.py:\d+ in stand\n  .*threading\.py:\d+ in wait", stack)
     assert "thread MainThread:" in text
-    assert "wait-report" not in text  # nor the one who looks
+    assert "wait-report" not in text  # nor the thread that makes the report
 
 
 def test_waits_that_differ_only_in_numbers_are_folded_below_the_one_who_waits_for_them() -> None:

@@ -1,4 +1,4 @@
-"""Real children: one that hangs shows its stack, one that is stopped is described as stopped, none dies of the asking."""
+"""Real child processes: stacks of hanging ones, states of stopped and dead ones, and no deaths by SIGQUIT."""
 
 from __future__ import annotations
 
@@ -135,5 +135,5 @@ def test_dead_and_stopped_ones(hanging: Callable[..., ChildProcess]) -> None:
 def test_the_guard_is_not_taken_for_its_child(hanging: Callable[..., ChildProcess]) -> None:
     process = hanging("worker-0", IGNORANT, dumps_stacks=True)
     assert process.child_pid() != process.pid
-    guard, _, child = process.pids()  # its deputy is between them
+    guard, _, child = process.pids()  # the deputy is between guard and child
     assert (guard, child) == (process.pid, process.child_pid())

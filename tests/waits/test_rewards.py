@@ -1,4 +1,4 @@
-"""The deadline of rewards: who is late is named, whoever hangs takes nobody's place, who answers in time is not touched."""
+"""Reward deadlines: late calls are named, hanging calls block no others, timely calls are unaffected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def all_scores(hub: RewardHub, count: int) -> list[Any]:
 
 
 class Judge:
-    """An object as a reward function: even samples are never judged."""
+    """An object as a reward function that hangs on even samples."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -44,7 +44,7 @@ def test_plain_functions_that_hang_fail_alone_and_take_nobodys_place() -> None:
     def check(seconds: float) -> None:
         judge = Judge()
         judging = hub(judge, seconds)
-        judging._threads = DaemonThreads("reward", limit=2)  # fewer than hang
+        judging._threads = DaemonThreads("reward", limit=2)  # fewer threads than hanging calls
         results = asyncio.run(all_scores(judging, 12))
         judge.release.set()
         judging.close()

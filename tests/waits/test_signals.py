@@ -1,4 +1,4 @@
-"""Signals to a process that waits: SIGUSR1 shows and goes on, SIGQUIT shows and ends, both also when the thread hangs."""
+"""Signals to a waiting process: SIGUSR1 prints the graph, SIGQUIT prints it and ends the run, also on a hang."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([sys.executable, str(script)], text=True, **pipes) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "stuck\n"  # said when the main thread sleeps in the mutex
+            assert process.stdout.readline() == "stuck\n"  # printed when the main thread blocks on the mutex
             yield process
         finally:
             process.kill()

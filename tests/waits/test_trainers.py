@@ -1,4 +1,4 @@
-"""Trainer ranks that die or stop while the others wait for them in a collective: the right one is named, at once."""
+"""Trainer ranks that die or stop while others wait in a collective: the error names the right rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(
     victim, process = child(two_ranks, 1), two_ranks.processes.ranks[1].process
     ended = process.wait
     monkeypatch.setattr(process, "wait", lambda timeout_s=None: ended(120.0))
-    os.kill(victim, signal.SIGSTOP)  # so that rank 0 is certainly waiting for it when it dies
+    os.kill(victim, signal.SIGSTOP)  # ensures that rank 0 waits for it when it dies
     killing = when_rank_0_waits(two_ranks, lambda: os.kill(victim, signal.SIGKILL))
     with pytest.raises(TrainerDied, match=r"^trainer-1 ended during train \(exit code -9\)"):
         two_ranks.train(0, make_samples(3, 3))

@@ -1,4 +1,4 @@
-"""An engine that really loads the safetensors it is pointed to over HTTP, and a source that really writes them."""
+"""A test engine that loads safetensors files over HTTP, and a source that writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.engine.http.client import EngineClient
 
 
 class Engine:
-    """The weight half of the dialect; `calls` remembers the order."""
+    """The weight routes of an engine; `calls` records their order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -88,7 +88,7 @@ class Engine:
 
 
 class Source:
-    """Two buckets whose values tell the version."""
+    """Exports two buckets whose values encode the version."""
 
     def __init__(self) -> None:
         self.fail = False
@@ -105,7 +105,7 @@ class Source:
 
 
 class Loop:
-    """An event loop in a thread, as the rollout has one."""
+    """An event loop in a thread, like that of the rollout runtime."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""A model in this process as a source of weights: exported by the code that trainer ranks run, as one rank."""
+"""An in-process model as a weight source, exported by the code of the trainer ranks with one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUFFER_SIZE = 2**16
 
 
 class OneRank:
-    """What exporting asks of a backend, for a model that is not sharded."""
+    """The backend interface that exporting needs, for a model that is not sharded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.progress = Progress()
@@ -50,7 +50,10 @@ class OneRank:
 
 
 class ModelSource:
-    """`step` changes a few elements of every tensor; `encoding` and `checksum` are those of its deltas."""
+    """A weight source; `step` changes a few elements of every tensor.
+
+    `encoding` and `checksum` are those of its deltas.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, encoding: str = "xor", checksum: str = "xxh3-128") -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What tests ask of real engines."""
+"""Queries to real engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime.engine.http.client import EngineClient
 
 
 def log_probs(client: EngineClient, run_async: Any, tokens: list[int]) -> tuple[list[float], str]:
-    """Log-probs of the tokens after the first, and the version that gave them."""
+    """Return the log-probs of the tokens after the first, and the weight version that scored them."""
     payload = {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -20,6 +20,6 @@ def log_probs(client: EngineClient, run_async: Any, tokens: list[int]) -> tuple[
 
 
 def checksums(client: EngineClient, run_async: Any) -> dict[str, str]:
-    """Of every tensor that the engine has."""
+    """Return the checksum of every tensor of the engine."""
     found: dict[str, str] = run_async(client.check_weights("checksum"))["checksums"]
     return found

@@ -1,4 +1,4 @@
-"""A LoRA adapter in the place of whole weights: by every transport the engines have the bytes of the merged model."""
+"""LoRA adapter sync: with every transport the engines hold the bytes of the merged model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[En
 
 
 class AdapterSource:
-    """A frozen model and an adapter on two of its layers' linears that changes with every step."""
+    """A frozen model with an adapter on its q_proj and down_proj that changes with every step."""
 
     def __init__(self, folder: Path) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -142,7 +142,7 @@ def test_an_engine_that_was_started_again_needs_the_adapter_alone(
     fleet.restart(0)
     assert run_async(clients[0].get_weight_version()) == "default"
     brought = publisher.bring([clients[0]], 3)
-    assert brought is (transport == "tensor")  # a broadcast makes a new group, in the next update
+    assert brought is (transport == "tensor")  # broadcast creates a new process group in the next update
     if not brought:
         publisher.publish(3)
     expected = source.weight_checksums()

@@ -1,4 +1,4 @@
-"""The delta format: bytes that anybody can write or read by hand, exact both ways, and undone exactly."""
+"""The delta format: documented bytes, exact encoding and decoding, and exact undo."""
 
 from __future__ import annotations
 
@@ -100,13 +100,16 @@ def test_changed_positions_are_those_of_a_plain_search(size: int) -> None:
         (Blob(zstandard.compress(bytes(9)), "xor"), "more than the 8"),
         (Blob(zstandard.compress(bytes(7)), "xor"), "covers 7 bytes of a tensor of 8"),
         (Blob(zstandard.compress(struct.pack("<II", 1, 8) + b"x"), "overwrite"), "names byte 8 of a tensor of 8"),
-        (Blob(zstandard.compress(struct.pack("<II", 2, 1) + b"x"), "overwrite"), "no list of positions"),
-        (Blob(zstandard.compress(b"ab"), "overwrite"), "no list of positions"),
+        (Blob(zstandard.compress(struct.pack("<II", 2, 1) + b"x"), "overwrite"), "not a list of positions"),
+        (Blob(zstandard.compress(b"ab"), "overwrite"), "not a list of positions"),
         (Blob(zstandard.compress(struct.pack("<Q", 1) + b"x" + bytes([8])), "sparse"), "names byte 8 of a tensor of 8"),
-        (Blob(zstandard.compress(struct.pack("<Q", 2) + b"xy" + bytes([1])), "sparse"), "names 1 places for 2 changes"),
-        (Blob(zstandard.compress(struct.pack("<Q", 1) + b"x" + bytes([1, 255])), "sparse"), "places for 1 changes"),
-        (Blob(zstandard.compress(struct.pack("<Q", 9) + b"x"), "sparse"), "no list of changes"),
-        (Blob(zstandard.compress(b"ab"), "sparse"), "no list of changes"),
+        (
+            Blob(zstandard.compress(struct.pack("<Q", 2) + b"xy" + bytes([1])), "sparse"),
+            "names 1 positions for 2 changes",
+        ),
+        (Blob(zstandard.compress(struct.pack("<Q", 1) + b"x" + bytes([1, 255])), "sparse"), "positions for 1 changes"),
+        (Blob(zstandard.compress(struct.pack("<Q", 9) + b"x"), "sparse"), "not a list of changes"),
+        (Blob(zstandard.compress(b"ab"), "sparse"), "not a list of changes"),
     ],
 )
 def test_a_blob_that_does_not_fit_changes_nothing(blob: Blob, reason: str) -> None:
@@ -117,7 +120,7 @@ def test_a_blob_that_does_not_fit_changes_nothing(blob: Blob, reason: str) -> No
 
 
 def plain_sum64(data: bytes) -> str:
-    """As the documentation says it, one word after the other."""
+    """Compute sum64 as documented, one word at a time."""
     total, mask = 0, 2**64 - 1
     padded = data + bytes(-len(data) % 8)
     for index in range(len(padded) // 8):
@@ -252,7 +255,7 @@ def test_a_file_that_is_missing_or_elsewhere_is_refused(delta: Path) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("checksum", ["sum64", "xxh3-128"])
 def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encoding: str, checksum: str) -> None:
-    """As on a GPU: a whole one, one that is a part of another in a different order, and one of an odd size."""
+    """Covers a contiguous tensor, a transposed part of another tensor, and one of odd size."""
     generator = torch.Generator().manual_seed(3)
     fused = torch.randn(6, 4, generator=generator)
     targets = {
@@ -293,8 +296,8 @@ def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encodi
 def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apply: Any, fails: str
 ) -> None:
-    """As a GPU that runs out of memory does; where even the old bytes cannot be put back, it says so."""
-    targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # bytes travel through copies
+    """Simulates CUDA out-of-memory errors. HalfApplied is raised if the old bytes cannot be restored."""
+    targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # not contiguous, so bytes are written through copies
     before = {name: tensor.clone() for name, tensor in targets.items()}
     trained = {name: tensor + 1 for name, tensor in targets.items()}
     blobs = {n: encode(Changes.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in targets}
@@ -344,5 +347,5 @@ def test_what_was_published_follows_what_is_taken() -> None:
     published.take(name, changes)
     assert torch.equal(published.whole("a"), tensors["a"])
     assert dict(published.changes(tensors)) == {}
-    with pytest.raises(RuntimeError, match="has other tensors than the last time"):
+    with pytest.raises(RuntimeError, match="has other tensors than in the last update"):
         list(published.changes({"a": tensors["a"]}))

@@ -1,4 +1,4 @@
-"""Two trainer ranks and two engines, all of them processes: after each update both engines have the trainers' bytes."""
+"""Two trainer ranks and two engines as processes: after each update both engines hold the bytes of the trainers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ PROMPT = [5, 9, 3, 17, 4, 11]
 
 @pytest.fixture(scope="module")
 def engines_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, EngineFleet]]]:
-    """A model folder and two engines that serve it in bfloat16, by kind."""
+    """`engines_of(kind)`: a model folder and two engines that serve it in bfloat16."""
     started: dict[str, tuple[Path, EngineFleet]] = {}
     with ExitStack() as stack:
 
@@ -135,7 +135,7 @@ def test_engines_have_the_trainers_bytes(
     results, seen = [], []
     with TrainerGroup(config, device="cpu", run_dir=tmp_path) as trainers:
         trainers.start()
-        device = "cuda" if transport == "region" else "cpu"  # which these trainers say no to: a region is the next way
+        device = "cuda" if transport == "region" else "cpu"  # CPU trainers refuse cuda, so a region is used
         publisher = make_publisher(
             config, device=device, run_dir=tmp_path, source=trainers, clients=clients, run_async=run_async
         )
@@ -148,7 +148,7 @@ def test_engines_have_the_trainers_bytes(
                 found = checksums(client, run_async)
                 assert {name: found.get(name) for name in expected} == expected
             seen.append(log_probs(clients[0], run_async, PROMPT))
-        if sys.platform == "linux":  # nobody outside this machine can reach a store, gloo or an engine
+        if sys.platform == "linux":  # stores, gloo and engines listen only on loopback
             pids = [pid for guard in trainers.pids for pid in process_tree(guard)]
             assert listening_addresses([*pids, *fleet.pids()]) == {"127.0.0.1"}
         saved = trainers.save_hf(tmp_path / "saved")

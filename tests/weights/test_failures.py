@@ -1,4 +1,4 @@
-"""Updates that go wrong: an engine has the old weights, or the new ones, or says that it has neither."""
+"""Failed updates: an engine has the old weights, the new weights, or refuses to generate."""
 
 from __future__ import annotations
 
@@ -94,23 +94,23 @@ def test_an_engine_that_joins_gets_whole_weights_and_the_next_update_is_a_delta_
     source.step(3)
     there.pop()
     publisher.publish(4)
-    assert publisher.bring(clients[1:], 4, base=3)  # it was away for one update: nothing is written again
+    assert publisher.bring(clients[1:], 4, base=3)  # it missed one update: the delta is reused
     assert source.exports[4:] == ["delta 4"]
-    assert publisher.bring(clients[1:], 4, base=2)  # too long for the delta
+    assert publisher.bring(clients[1:], 4, base=2)  # it missed too many updates for the delta
     there.append(clients[1])
     assert_equal(source, clients, run_async, 4)
     source.step(4)
-    assert publisher.bring(clients[1:], 5)  # the other has version 4, and the trainers remember 5
+    assert publisher.bring(clients[1:], 5)  # the other engine has version 4, the trainers keep version 5
     publisher.publish(5)
     assert source.exports[4:] == ["delta 4", "whole 4", "whole 5", "whole 5"]
     assert_equal(source, clients, run_async, 5)
 
 
-# what can be wrong with a delta
+# damaged deltas
 
 
 def break_blob(folder: Path) -> None:
-    """One byte of one blob flips: it may unpack, but not to the right bytes."""
+    """Flip one byte of one blob: it may decompress, but not to the right bytes."""
     path = next(folder.glob("*.safetensors"))
     entry = safetensors_entries(path)[-1]
     data = bytearray(path.read_bytes())
@@ -136,7 +136,7 @@ def change_base(folder: Path) -> None:
 
 
 def damage(how: Callable[[Path], None]) -> Callable[[Path], None]:
-    """`how`, done to deltas once they are written."""
+    """Return a post-write hook that applies `how` to deltas."""
 
     def on_written(folder: Path) -> None:
         if "delta_encoding" in (folder / INDEX_NAME).read_text():
@@ -170,7 +170,7 @@ def test_an_engine_that_missed_a_version_gets_whole_weights_alone(
 ) -> None:
     publisher = make_delta_publisher(source, clients, run_async, folder, tmp_path)
     publisher.publish(1)
-    run_async(clients[1].update_weights_from_disk(folder, "default"))  # as if it had been restarted
+    run_async(clients[1].update_weights_from_disk(folder, "default"))  # simulates a restart
     source.step(1)
     result = publisher.publish(2)
     assert result.full_fallbacks == 1
@@ -184,7 +184,7 @@ def test_an_engine_that_missed_a_version_gets_whole_weights_alone(
 def test_a_refused_delta_leaves_the_old_bytes(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
-    """Without anybody to send whole weights: what an engine makes of a bad delta on its own."""
+    """The engine rejects a damaged delta without a publisher that falls back to whole weights."""
     publisher = make_delta_publisher(source, clients[:1], run_async, folder, tmp_path, keep_files=True)
     publisher.publish(1)
     before = checksums(clients[0], run_async)
@@ -242,11 +242,11 @@ def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
     assert_equal(source, clients, run_async, 3)
 
 
-# a trainer that dies
+# a dying trainer
 
 
 class DyingTrainers(TrainerGroup):
-    """Rank 0 is killed at the beginning of `fatal`, once armed."""
+    """Kills rank 0 at the start of the call `fatal`, once that is set."""
 
     fatal = ""
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_received_is_refused_at_once(
         run_async(clients[0].update_weights_from_distributed([announced], 9, group_name="nobody"))
 
 
-# checking
+# checksum check
 
 
 def test_a_difference_is_found_by_the_check(

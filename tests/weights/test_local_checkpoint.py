@@ -1,4 +1,4 @@
-"""A folder that deltas are applied to: exact, or recognised as broken and made again."""
+"""A local model folder that deltas are applied to: exact, or detected as broken and rebuilt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(request: pytest.FixtureRequest, model_folder: Path) -> ModelSource:
 
 
 def write_versions(source: ModelSource, model_folder: Path, root: Path, count: int) -> list[Path]:
-    """Version 1 whole, the following as deltas; nobody listens."""
+    """Write version 1 whole and the following as deltas, without engines."""
     publisher = DeltaPublisher(
         source, [], lambda coro: coro.close(), VersionFolders(root, model_folder, keep_files=True),
         encoding=source.encoding, checksum=source.checksum,

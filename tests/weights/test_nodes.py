@@ -1,4 +1,4 @@
-"""Trainers on one node, engines on others that ask for a key: the weights find them."""
+"""Weight updates from trainers on one node to engines with an API key on other nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = "sesame"
 
 
 class Asked(OtherNode):
-    """Counts the ports that it gave."""
+    """A node that counts the ports it hands out."""
 
     given = 0
 
@@ -39,7 +39,7 @@ class Asked(OtherNode):
 
 
 class Cluster(LocalCluster):
-    """One whose node n2 does not see `hidden`."""
+    """A cluster whose node n2 does not share the folder `hidden`."""
 
     hidden = ""
 
@@ -90,7 +90,7 @@ def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> No
             assert isinstance(publisher, BroadcastPublisher)
             before = near.given
             publisher.publish(0)
-            assert near.given == before + 1  # they meet on the trainers' node
+            assert near.given == before + 1  # the rendezvous port is on the trainers' node
             trainers.train(0, make_samples(3, 3, seed=1))
             publisher.publish(1)
             expected = trainers.weight_checksums()

@@ -1,4 +1,4 @@
-"""Fleet, client, publisher and the embedded engine together: what is published is what the engine then scores with."""
+"""Fleet, client, publisher and embedded engine together: the engine scores with the published weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[En
 
 
 class Trainer:
-    """A model that changes, exported as the trainers export theirs: one bucket per half of the tensors."""
+    """A changing model, exported as trainers do: one bucket per half of the tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,7 +105,7 @@ def test_the_engine_scores_with_the_published_weights(
 
 
 class Sharing(Trainer):
-    """Shares its tensors as a trainer rank does, in regions of the host; of a device it says `device`."""
+    """Shares its tensors in host regions, as a trainer rank does; answers device requests with `device`."""
 
     def __init__(self, folder: Path, device: dict[str, Any], *, has_region: bool = True) -> None:
         super().__init__(folder)
@@ -174,7 +174,7 @@ def test_what_engines_cannot_open_goes_the_next_way(
 
 
 class InParts(Trainer):
-    """Has room for every third tensor at a time."""
+    """Shares every third tensor at a time, in a region of that size."""
 
     def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
         assert region is not None

@@ -1,4 +1,4 @@
-"""Memory that a trainer shares and an engine opens: what is copied, what is refused, and what is opened anew."""
+"""Memory shared by a trainer and opened by an engine: copies, rejections, and reopening."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def announced(answer: dict[str, Any]) -> Announced:
 
 
 def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
-    """What a trainer rank says that shares its weights in bfloat16, gathered in several parts."""
+    """Share weights in bfloat16, gathered in several parts, and return the answer of the trainer rank."""
     weights = SharedWeights(dtype=torch.bfloat16, buffer_size=2**16)
     backend: Any = OneRank(model)
     assert len(backend.hf_plan(torch.bfloat16, 2**16)) > 1
@@ -80,7 +80,7 @@ def test_memory_that_is_too_small_is_refused(tmp_path: Path, folder: Path) -> No
 
 
 def test_a_region_is_kept_and_one_of_another_trainer_is_opened_anew(tmp_path: Path, folder: Path) -> None:
-    """A trainer that was started again makes another file under the same name."""
+    """A restarted trainer creates another file under the same name."""
     served, engine = model_of(folder), SharedMemory()
     views, path = FolderViews(served), tmp_path / "region"
     for factor in (2.0, 3.0):

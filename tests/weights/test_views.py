@@ -1,4 +1,4 @@
-"""The parts of a model's tensors under the names of its folder: what is written to them is what the model computes."""
+"""Views of model parameters under the tensor names of the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_tensor_of_a_folder_is_a_view(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_shapes_are_known_without_reading_a_weight(kind: str) -> None:
-    """The weights may be released: on CUDA their addresses then have no memory."""
+    """The weights may be released; on CUDA their addresses are then unmapped."""
     model = build_model(kind)
     with Elements() as elements:
         shapes = FolderViews(model).shapes()
@@ -51,7 +51,7 @@ def test_a_tensor_that_is_no_regular_part_is_refused() -> None:
 
 
 class Elements(TorchDispatchMode):
-    """How many elements the operations looked at; tensors on the meta device have none."""
+    """Counts the elements that operations read; tensors on the meta device count as zero."""
 
     looked_at = 0
 

@@ -55,7 +55,7 @@ def _named_model(checkpoint: Path) -> Path:
 def checkpoint_tensors(
     checkpoint: Path, model_folder: Path, *, add_missing: bool = False, trust_remote_code: bool = False
 ) -> Iterator[NamedTensor]:
-    """Yield the weights under their names in the model folder; with `add_missing` also those that were not trained.
+    """Yield the weights under their names in the model folder; with `add_missing` also the untrained ones.
 
     A checkpoint of an adapter yields the base weights with the adapter merged in.
     """

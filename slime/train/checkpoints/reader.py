@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,7 +55,7 @@ class SavedTensors:
         self.folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._places: dict[str, list[tuple[Path, str, Box]]] = {}
-        self._open: OrderedDict[Path, Any] = OrderedDict()
+        self._open: OrderedDict[Path, safe_open] = OrderedDict()
         for path in sorted(folder.glob(f"{kind}-*.safetensors")):
             self._take_up(path)
         self.names = sorted(self._places, key=natural_order)
@@ -109,8 +108,8 @@ class SavedTensors:
             raise self._damaged(f"lacks {name}")
         return SavedTensor(self, name, self.shape(name), dtype)
 
-    def _file(self, path: Path) -> Any:
-        """Open a file, or return the open one; the least recently used file is closed."""
+    def _file(self, path: Path) -> safe_open:
+        """Open a file, or return the open one; the least recently used file is dropped."""
         file = self._open.pop(path, None) or safe_open(path, framework="pt")
         self._open[path] = file
         if len(self._open) > OPEN_FILES:
@@ -124,7 +123,12 @@ class SavedTensors:
             sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             notes = (file.metadata() or {}).get(NOTES)
         try:
-            placed = None if notes is None else {name: _placement(note) for name, note in json.loads(notes).items()}
+            placed = None
+            if notes is not None:  # the whole shape and the offset of each part
+                placed = {
+                    name: tuple(tuple(int(number) for number in note[key]) for key in ("shape", "offset"))
+                    for name, note in json.loads(notes).items()
+                }
             for key, size in sizes.items():
                 shape, offset = (size, (0,) * len(size)) if placed is None else placed[key]
                 name = key.partition(AGAIN)[0]
@@ -147,12 +151,6 @@ class SavedTensors:
 
     def _damaged(self, what: str) -> UserError:
         return UserError(f"checkpoint {self.folder} {what}: it is damaged, choose another iteration")
-
-
-def _placement(note: dict[str, list[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parse the whole shape and the offset of a part from a header."""
-    shape, offset = (tuple(int(number) for number in note[key]) for key in ("shape", "offset"))
-    return shape, offset
 
 
 def _box(offset: Sequence[int], size: Sequence[int]) -> Box:

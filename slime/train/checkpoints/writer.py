@@ -1,14 +1,19 @@
-"""A checkpoint on its way to the disk.
+"""Writes checkpoints, in the foreground or during training (`--async-save`).
 
-    begin     the folder beside its final name is made, by rank 0
-    parts     each rank writes its own, synced
-    whole     when all have: rank 0 adds meta.json and the random states, and renames the folder
-    named     the latest file of each model, the policy's last: the one commit point of a policy and its critic
-    removed   older checkpoints, and what broken writes left
+    begin     rank 0 makes a staging folder next to the final path
+    parts     each rank writes its parts, synced
+    complete  when all ranks are done, rank 0 adds meta.json and the random states, and renames the folder
+    name      rank 0 writes the latest file of each model, the policy's last: the commit point of policy and critic
+    remove    rank 0 deletes older checkpoints and leftovers of interrupted writes
 
-Invariant: each step comes after the one before it on all ranks; whatever ends the processes in between, the latest file
-names a whole checkpoint, with the critic's of the same number. When one rank cannot write, all raise `NotWritten`, are
-in step, and nothing half-written is left.
+Invariant: each step starts after the previous one is finished on all ranks; if the processes end at any time, the
+latest file names a complete checkpoint, with the critic's of the same number. If one rank cannot write, all ranks raise
+`NotWritten`, are in step, and leave no incomplete files.
+
+Invariant of `--async-save`: the checkpoint has the weights from the start of the save, because they are copied to the
+host. It becomes the latest only when the parts of all ranks are complete, by the same steps; until then the previous
+one counts. One save runs at a time. The thread that writes has a process group of its own, so it does not interfere
+with the collectives of training. It has no deadline: the calls that wait for it have one.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,7 @@ from slime.config.model_folder import LATEST
 from slime.data.source_state import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
+from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import agreed
 from slime.train.checkpoints.rank_files import Part, write_parts
 from slime.train.checkpoints.staging import LEFT_BEHIND, staging_folder, staging_folders
@@ -41,7 +47,7 @@ from slime.train.topology import Ranks
 
 
 class Peers(Protocol):
-    """The ranks that write a checkpoint together."""
+    """Ranks that write a checkpoint together."""
 
     @property
     def rank(self) -> int: ...
@@ -51,14 +57,14 @@ class Peers(Protocol):
 
 @dataclass
 class Draft:
-    """One model's checkpoint: this rank's parts, and what rank 0 says of the whole."""
+    """A checkpoint of one model to write: this rank's parts, and the metadata that rank 0 writes."""
 
     target: Path
     parts: Iterable[Part]
-    meta: dict[str, Any]
+    meta: JsonObject
     random_states: dict[str, torch.Tensor]
     writer: int
-    """The process id of rank 0, by which all find the folder."""
+    """The process id of rank 0, which is part of the staging folder's name."""
 
     @property
     def staging(self) -> Path:
@@ -72,18 +78,25 @@ class Draft:
         return f"the checkpoint of rollout {self.number} to {self.target}"
 
     def take_copies(self) -> None:
-        """From now on the parts are copies on the host; each is dropped when it is written."""
-        self.parts = _emptying(deque(part.on_host() for part in self.parts))
+        """Replace the parts by copies on the host; each copy is dropped when it is written."""
+        copies = deque(part.on_host() for part in self.parts)
+
+        def drain() -> Iterator[Part]:
+            while copies:
+                yield copies.popleft()
+
+        self.parts = drain()
 
     def make_folder(self) -> None:
+        """Make the staging folder; leftovers of earlier attempts are deleted."""
         if self.target.exists() and not is_checkpoint(self.target):
-            raise FolderTaken(f"{self.target} is no checkpoint of a run, or has more in it: move it away")
+            raise FolderTaken(f"{self.target} is not a checkpoint of a run, or contains other files: move it away")
         for leftover in staging_folders(self.target):
             shutil.rmtree(leftover, ignore_errors=True)
         self.staging.mkdir(parents=True)
 
     def complete(self, files: dict[str, int]) -> None:
-        """Put the folder, in which all parts are, to its place."""
+        """Add the metadata to the staging folder, which has all parts, and rename it to the final path."""
         save_file(self.random_states, self.staging / "rng.safetensors")
         (self.staging / "meta.json").write_text(json.dumps(self.meta | {"files": files}, indent=2))
         for name in ("rng.safetensors", "meta.json"):
@@ -92,13 +105,8 @@ class Draft:
         replace_folder(self.staging, self.target)
 
 
-def _emptying(parts: deque[Part]) -> Iterator[Part]:
-    while parts:
-        yield parts.popleft()
-
-
 def begin(drafts: Sequence[Draft], ranks: Peers) -> None:
-    """Make the folders, so that what cannot be written at all is known at once; all ranks together."""
+    """Make the staging folders, so that write errors show early; all ranks call it together."""
     for draft in drafts:
         agreed(ranks, draft.make_folder if ranks.rank == 0 else None, str(draft))
 
@@ -106,7 +114,7 @@ def begin(drafts: Sequence[Draft], ranks: Peers) -> None:
 def commit(
     drafts: Sequence[Draft], ranks: Peers, *, keep_count: int | None, added: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """Write checkpoints that were begun, the policy's last, and name them as the latest; all ranks together."""
+    """Write the checkpoints, the policy's last, and name them as the latest; all ranks call it together."""
     try:
         files = [_written(draft, ranks, added) for draft in drafts]
         for draft, sizes in zip(drafts, files, strict=True):
@@ -119,7 +127,12 @@ def commit(
 
     def name_all() -> None:
         for draft in drafts:
-            _write_latest(draft.target.parent, draft.number)
+            root = draft.target.parent
+            unnamed = root / f".{LATEST}.tmp"
+            unnamed.write_text(f"{draft.number}\n")
+            fsync_path(unnamed)
+            os.replace(unnamed, root / LATEST)
+            fsync_path(root)
 
     last = drafts[-1].target
     agreed(ranks, name_all if ranks.rank == 0 else None, f"the name of the checkpoint {last}")
@@ -130,31 +143,23 @@ def commit(
 
 
 def _written(draft: Draft, ranks: Peers, added: Callable[[str], None]) -> dict[str, int]:
-    """Write this rank's parts; the files of all ranks and their sizes."""
+    """Write this rank's parts; return the files of all ranks and their sizes."""
 
     def write() -> dict[str, int]:
         try:
             return write_parts(draft.staging, ranks.rank, draft.parts, added=added)
         finally:
-            for _ in draft.parts:  # what is left of them: other ranks may be waiting for this one's share
+            for _ in draft.parts:  # finish the iteration: other ranks may be waiting for this rank's share
                 pass
 
     own = agreed(ranks, write, str(draft))
     return dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, (own or {}).items()))))
 
 
-def _write_latest(root: Path, rollout_id: int) -> None:
-    unnamed = root / f".{LATEST}.tmp"
-    unnamed.write_text(f"{rollout_id}\n")
-    fsync_path(unnamed)
-    os.replace(unnamed, root / LATEST)
-    fsync_path(root)
-
-
 def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
-    """Delete all but the newest `keep_count` checkpoints and their data positions, and leftovers of broken writes.
+    """Delete all but the newest `keep_count` checkpoints, their data positions, and leftovers of interrupted writes.
 
-    Only what a run wrote: a folder of that name that is no checkpoint, or has more in it, stays and does not count.
+    Only checkpoints of a run are deleted: a folder of such a name with other contents stays and does not count.
     """
     for leftover in root.iterdir():
         if LEFT_BEHIND.fullmatch(leftover.name):
@@ -168,19 +173,12 @@ def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:
             state_path(root, int(old.name.removeprefix("iter_"))).unlink(missing_ok=True)
 
 
-# A checkpoint that is written while training goes on (`--async-save`).
-#
-# Invariant: what is written is what the weights were when the save began: a copy on the host. It is named as the
-# latest only when the parts of all ranks are whole, by the same steps as any other; until then the one before it
-# counts. One save at a time. The thread that writes has a process group of its own, so it never meets the collectives
-# of training, and no deadline: whoever waits for it has one.
-
 LOOK_AGAIN_S = 0.5
 NO_DEADLINE = timedelta(days=30)
 
 
 class BackgroundSave:
-    """Made on all ranks together, once; all of them call each method together."""
+    """Saves checkpoints in a thread; all ranks create it together and call each method together."""
 
     def __init__(self, world: Ranks) -> None:
         self._world = world
@@ -191,8 +189,8 @@ class BackgroundSave:
         self._added = 0
 
     def start(self, drafts: Sequence[Draft], *, keep_count: int | None) -> None:
-        """Copy what is to be saved, and return; a place that cannot be written at all is a `NotWritten` now."""
-        assert self._saving is None, "the save before it was not finished"
+        """Copy the state and start to write it; raise `NotWritten` if the folder cannot be made."""
+        assert self._saving is None, "the previous save is not finished"
         begin(drafts, self._world)
         for draft in drafts:
             draft.take_copies()
@@ -200,19 +198,19 @@ class BackgroundSave:
         self._saving = self._thread.submit(commit, drafts, self._ranks, keep_count=keep_count, added=self._count)
 
     def finish(self, *, patient: bool, tick: Callable[[int], None] = lambda _: None) -> Path | None:
-        """The checkpoint that was begun, when it is whole, once; None while it is not, or there is none.
+        """Return the checkpoint in progress, once, when it is complete; None if it is not complete or there is none.
 
-        With `patient` it is waited for, and `tick` hears of the tensors that were written meanwhile. A `NotWritten` is
-        raised on all ranks; the weights are still there.
+        With `patient`, wait for it and call `tick` with the numbers of tensors written in the meantime. A `NotWritten`
+        is raised on all ranks; the trainers keep the weights.
         """
         if self._saving is None:
             return None
-        told = self._added
+        reported = self._added
         while patient and not self._saving.done():
             wait([self._saving], timeout=LOOK_AGAIN_S)
-            if self._added > told:
-                tick(self._added - told)
-                told = self._added
+            if self._added > reported:
+                tick(self._added - reported)
+                reported = self._added
         busy = torch.tensor([0.0 if self._saving.done() else 1.0], device=self._world.device)
         if self._world.max(busy).item():
             return None

@@ -50,7 +50,14 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
         data["advantages"] = distilled(data["advantages"], student, teacher, config.opd_kl_coef)
         data["opd_reverse_kl"] = [reverse_kl(s, t) for s, t in zip(student, teacher, strict=True)]
     if config.normalize_advantages:
-        data["advantages"] = _whitened(data["advantages"], data["loss_masks"], ranks)
+        masks, sums = data["loss_masks"], torch.zeros(3, dtype=torch.float64)
+        for values, mask in zip(data["advantages"], masks, strict=True):
+            sums += whitening_sums(values, mask)
+        count, total, squares = ranks.sum(sums.to(ranks.device)).cpu()
+        data["advantages"] = [
+            whiten(values.double(), mask, count=count, total=total, squares=squares).float()
+            for values, mask in zip(data["advantages"], masks, strict=True)
+        ]
 
 
 def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
@@ -62,15 +69,3 @@ def _old_log_probs(config: Config, data: RolloutData) -> list[Tensor]:
         )
     columns: list[Tensor] = data[name]
     return columns
-
-
-def _whitened(advantages: list[Tensor], masks: list[Tensor], ranks: Summing) -> list[Tensor]:
-    """Whiten advantages over the unmasked tokens of all ranks."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for values, mask in zip(advantages, masks, strict=True):
-        sums += whitening_sums(values, mask)
-    count, total, squares = ranks.sum(sums.to(ranks.device)).cpu()
-    return [
-        whiten(values.double(), mask, count=count, total=total, squares=squares).float()
-        for values, mask in zip(advantages, masks, strict=True)
-    ]

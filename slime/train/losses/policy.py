@@ -144,11 +144,14 @@ class PolicyObjective:
         log_ratio = log_probs - old
         if s.policy_loss == GSPO:
             log_ratio = sequence_log_ratio(log_probs, old, micro.mask, micro.lengths)
-        token_loss, was_clipped = self._surrogate(micro, log_probs, log_ratio)
+        advantages, clip = micro.columns["advantages"], {"eps_clip": s.eps_clip, "eps_clip_high": s.eps_clip_high}
+        if s.policy_loss == CISPO:
+            token_loss, was_clipped = cispo_loss(log_probs, log_ratio, advantages, **clip)
+        else:
+            token_loss, was_clipped = clipped_policy_loss(log_ratio, advantages, **clip, eps_clip_c=s.eps_clip_c)
         metrics: Metrics = {}
         if s.opsm_delta is not None:
             sampled_with = _rollout_log_probs(micro, "--use-opsm")
-            advantages = micro.columns["advantages"]
             keep = off_policy_sequence_mask(
                 log_probs.detach(), sampled_with, advantages, micro.mask, micro.lengths, delta=s.opsm_delta
             )
@@ -201,15 +204,6 @@ class PolicyObjective:
         if not self.settings.rollout_is_old:
             return self.own_log_probs(micro, log_probs)
         return _rollout_log_probs(micro, "--use-rollout-logprobs")
-
-    def _surrogate(self, micro: MicroBatch, log_probs: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the loss of each token, and 1 where it is clipped."""
-        s, advantages = self.settings, micro.columns["advantages"]
-        if s.policy_loss == CISPO:
-            return cispo_loss(log_probs, log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high)
-        return clipped_policy_loss(
-            log_ratio, advantages, eps_clip=s.eps_clip, eps_clip_high=s.eps_clip_high, eps_clip_c=s.eps_clip_c
-        )
 
     # corrections
 

@@ -1,1 +1,1 @@
-"""Samples as arrays, and arrays as the tensors of one forward and backward."""
+"""Conversion of samples to arrays, and of arrays to the tensors of one forward and backward pass."""

@@ -129,13 +129,19 @@ class TrainBatch:
         """
         columns = self.to_dict()
         for name in BY_TOKEN:
-            if columns[name] is not None:
-                columns[name] = _column_message(columns[name], may_be_constant=name == "loss_masks")
+            if (parts := columns[name]) is not None:
+                constant: dict[int, float] = {}
+                if name == "loss_masks":
+                    constant = {i: part.item(0) for i, part in enumerate(parts) if part.strides == (0,) and len(part)}
+                dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
+                others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
+                joined = Joined(others, dtype)
+                columns[name] = {"lengths": list(map(len, parts)), "constant": constant, "values": joined}
         return columns
 
     @classmethod
     def from_message(cls, columns: JsonObject) -> TrainBatch:
-        """Invert `to_message`; the samples' arrays are views of the columns' arrays, or those that a column lists."""
+        """Invert `to_message`; the samples' arrays are views of the columns' arrays, or taken from a column's list."""
         split = dict(columns)
         for name in BY_TOKEN:
             if isinstance(split[name], dict):
@@ -151,7 +157,7 @@ class TrainBatch:
 
 
 def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
-    """Flatten groups, and groups of fanned-out rollouts; samples without ids get those that the nesting implies.
+    """Flatten groups, and groups of fanned-out rollouts; samples without ids get the ids that the nesting implies.
 
     Samples in one list are in one group, and samples in one list inside a group belong to one rollout. Existing ids are
     kept. A sample that is in no list implies nothing about others.
@@ -307,18 +313,8 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     return mask if mask.dtype.kind == "i" and mask.itemsize == 1 else mask.astype(np.float32)
 
 
-def _column_message(parts: Sequence[np.ndarray], *, may_be_constant: bool) -> JsonObject:
-    """Return `lengths` of all parts, `constant` values of constant parts by place, and `values` of the others."""
-    constant = {}
-    if may_be_constant:
-        constant = {place: part.item(0) for place, part in enumerate(parts) if part.strides == (0,) and len(part)}
-    dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
-    others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
-    return {"lengths": list(map(len, parts)), "constant": constant, "values": Joined(others, dtype)}
-
-
 def _column_parts(lengths: Sequence[int], constant: dict[int, float], values: np.ndarray | Joined) -> list[np.ndarray]:
-    """Invert `_column_message`; parts are views of `values`."""
+    """Return the parts of a column from its message; they are views of `values`."""
     whole = values.whole() if isinstance(values, Joined) else values
     real = [length for place, length in enumerate(lengths) if place not in constant]
     if len(whole) != sum(real):

@@ -1,7 +1,7 @@
-"""Shapes the rewards of samples into those that advantages are computed from.
+"""Shapes the rewards of samples for the computation of advantages.
 
-Invariant: groups are defined by `group_index` and count rollouts or samples as `--advantage-population` says, for any
-group size; an excluded sample gets zero and does not affect others; every resulting reward is finite.
+Invariant: groups are defined by `group_index` and count rollouts or samples according to `--advantage-population`, for
+any group size; an excluded sample gets zero and does not affect others; every resulting reward is finite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dumps the values that training computed as JSON lines: a header, then a row per sample in the order of indices.
 
-Invariant: numbers are those that the losses used, for whole responses; a file is complete or absent.
+Invariant: numbers are the ones that the losses used, for whole responses; a file is complete or absent.
 """
 
 from __future__ import annotations

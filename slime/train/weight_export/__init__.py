@@ -1,1 +1,1 @@
-"""Weights on their way to engines and folders."""
+"""Export of weights to engines and folders."""

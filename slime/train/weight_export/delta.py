@@ -1,8 +1,9 @@
-"""The bytes that changed since the last version, found where the weights are and encoded by the rank that owns them.
+"""Finds the bytes that changed since the last version on the weights' device and encodes them on the owning rank.
 
-Invariant: `Published` holds, on the host, every tensor that this rank owns as the engines have it, or it has no version
-at all: a failure on the way leaves it without one, and the next update must be whole. A rank owns the same tensors each
-time. What was published goes to the device to be compared, and only what changed comes back. It is encoded in threads.
+Invariant: `Published` holds, on the host, every tensor that this rank owns as the engines have it, or it has no
+version: a failed update leaves it without one, and the next update must send whole weights. A rank owns the same
+tensors in every update. The published bytes are copied to the device for the comparison, and only changed bytes are
+copied back. They are encoded in threads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +34,7 @@ _COMPARED_BYTES = 1 << 26
 
 
 class KeptBucket:
-    """The tensors of a bucket one behind the other on the host, as they were published last."""
+    """The tensors of a bucket as they were last published, concatenated in host memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         ends = list(accumulate(aligned(tensor.nbytes) for tensor in tensors.values()))
@@ -42,21 +43,25 @@ class KeptBucket:
         self._held = pinned_bytes(ends[-1])
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are of the same names and sizes in the same order."""
+        """True if these tensors have the same names and sizes in the same order."""
         return {name: one.nbytes for name, one in tensors.items()} == {n: one.nbytes for n, one in self._like.items()}
 
     def of(self, name: str) -> torch.Tensor:
+        """Return the published tensor."""
         like = self._like[name]
         return self._held[self._begins[name] :][: like.nbytes].view(like.dtype).view(like.shape)
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors as published."""
         for name, tensor in tensors.items():
             self.of(name).copy_(tensor, non_blocking=True)
-        _settle(tensors)
+        device = next(iter(tensors.values())).device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
-        """What differs of each tensor that is not what it was; all are compared at once."""
+        """Yield the changes of each tensor that differs; all tensors are compared at once."""
         device = next(iter(tensors.values())).device
         old = self._held.to(device, non_blocking=True)
         new = torch.zeros(self._held.numel(), dtype=torch.uint8, device=device)
@@ -64,7 +69,7 @@ class KeptBucket:
             new[self._begins[name] :][: one.nbytes].view(one.dtype).view(one.shape) for name, one in tensors.items()
         ]
         torch._foreach_copy_(places, list(tensors.values()))
-        difference = old ^ new  # on a CPU `old` is what was published
+        difference = old ^ new  # on a CPU `old` is the published memory itself
         del old
         positions = changed_bytes(difference)
         found, xors, values = (one.cpu().numpy() for one in (positions, difference[positions], new[positions]))
@@ -78,51 +83,48 @@ class KeptBucket:
                 yield name, Changes(size, found[own] - begin, xors[own], values[own], whole)
 
     def take(self, name: str, changes: Changes) -> None:
-        """This is what is published now of a tensor."""
+        """Apply the changes of a tensor to the published bytes."""
         whole = self._held.numpy()[self._begins[name] :][: changes.size]
         whole[changes.positions] = changes.values
 
 
 class Published:
-    """What was published last, as far as it is this rank's."""
+    """The last published weights that this rank owns."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.given: dict[str, torch.Tensor] = {}
-        """Parts of tensors that this rank gave to their owners, as they were then."""
+        """Parts of tensors that this rank sent to their owners, as published."""
         self._kept: dict[str, KeptBucket] = {}
 
     def start_anew(self) -> None:
-        """What follows is whole: nothing is known of what the engines have."""
+        """Forget the version: the next update sends whole weights."""
         self.version = None
         self.given.clear()
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """A tensor that this rank owns, as it was published."""
+        """Return a published tensor that this rank owns; None if it is not known."""
         return self._kept[name].of(name) if name in self._kept else None
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These are published now."""
+        """Store these tensors as published."""
         if tensors:
-            self._bucket_of(tensors).keep(tensors)
+            known = self._kept.get(next(iter(tensors)))
+            if known is None or not known.fits(tensors):
+                known = KeptBucket(tensors)
+                self._kept |= dict.fromkeys(tensors, known)
+            known.keep(tensors)
 
     def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
-        """What changed of each of these since; `take` it when it is published."""
+        """Yield the changes of these tensors since they were published; call `take` when they are published."""
         bucket = self._kept[next(iter(tensors))]
         if not bucket.fits(tensors):
-            raise RuntimeError(f"a bucket that begins with {next(iter(tensors))} has other tensors than the last time")
+            raise RuntimeError(f"the bucket of {next(iter(tensors))} has other tensors than in the last update")
         yield from bucket.changes(tensors)
 
     def take(self, name: str, changes: Changes) -> None:
-        """What changed of a tensor is published from now on."""
+        """Record the changes of a tensor as published."""
         self._kept[name].take(name, changes)
-
-    def _bucket_of(self, tensors: Mapping[str, torch.Tensor]) -> KeptBucket:
-        known = self._kept.get(next(iter(tensors)))
-        if known is None or not known.fits(tensors):
-            known = KeptBucket(tensors)
-            self._kept |= dict.fromkeys(tensors, known)
-        return known
 
 
 class DeltaExporter:
@@ -139,9 +141,9 @@ class DeltaExporter:
         self._checksum = checksum_function(checksum)
 
     def export(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> DeltaPart:
-        """All ranks together; afterwards `version` is what was published last."""
+        """Write this rank's share and set the published version; all ranks call it together."""
         if self._published.version != base_version:
-            raise RuntimeError(f"version {self._published.version} was published last, not {base_version}")
+            raise RuntimeError(f"the last published version is {self._published.version}, not {base_version}")
         self._published.version = None
         began, part = time.perf_counter(), DeltaPart()
         blobs: dict[str, Blob] = {}
@@ -162,7 +164,7 @@ class DeltaExporter:
         return part
 
     def _encoded(self, backend: TrainBackend) -> Iterator[tuple[str, Blob, str, int]]:
-        """Name, blob, checksum and number of changed bytes of the tensors that this rank owns."""
+        """Yield name, blob, checksum and number of changed bytes of the changed tensors that this rank owns."""
         waiting: deque[tuple[int, Future[tuple[str, Blob, str, int]]]] = deque()
         waiting_bytes = 0
         buckets = backend.hf_buckets(self._dtype, self._buffer_size, earlier=self._published)
@@ -170,7 +172,13 @@ class DeltaExporter:
             for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
                 tensors = bucket.tensors or {}
                 changed = dict(self._published.changes(tensors)) if tensors else {}
-                for name, checksum in self._checksums({name: tensors[name] for name in changed}):
+                unequal = {name: tensors[name] for name in changed}
+                checksums: Iterable[tuple[str, str | ByteArray]]  # or the bytes from which threads compute one
+                if self._kind == "sum64" and any(tensor.is_cuda for tensor in unequal.values()):
+                    checksums = tensor_checksums(unequal.items(), self._kind).items()
+                else:
+                    checksums = ((name, bytes_of(tensor)) for name, tensor in unequal.items())
+                for name, checksum in checksums:
                     changes = changed.pop(name)
                     waiting.append((changes.size, pool.submit(self._encode_one, name, changes, checksum)))
                     waiting_bytes += changes.size
@@ -181,14 +189,8 @@ class DeltaExporter:
             for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
                 yield ready.result()
 
-    def _checksums(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str | ByteArray]]:
-        """Of each tensor its checksum, or the bytes to compute it from where its device cannot."""
-        if self._kind == "sum64" and any(tensor.is_cuda for tensor in tensors.values()):
-            yield from tensor_checksums(tensors.items(), self._kind).items()
-        else:
-            yield from ((name, bytes_of(tensor)) for name, tensor in tensors.items())
-
     def _encode_one(self, name: str, changes: Changes, checksum: str | ByteArray) -> tuple[str, Blob, str, int]:
+        """Encode the changes of a tensor and record them as published."""
         blob = encode(changes, self._encoding)
         self._published.take(name, changes)
         checksum = checksum if isinstance(checksum, str) else self._checksum(checksum)
@@ -196,8 +198,11 @@ class DeltaExporter:
 
 
 def changed_bytes(difference: torch.Tensor) -> torch.Tensor:
-    """Where bytes are not zero, ascending; looks at whole words first, since few bytes change. Their number is a
-    multiple of eight, and of so many only are the places of all of them ever made."""
+    """Return the positions of non-zero bytes, ascending.
+
+    Whole words are tested first, because few bytes change. The number of bytes must be a multiple of eight. Blocks of
+    `_COMPARED_BYTES` limit the memory for positions.
+    """
     found = []
     for begin in range(0, difference.numel(), _COMPARED_BYTES):
         part = difference[begin : begin + _COMPARED_BYTES]
@@ -205,9 +210,3 @@ def changed_bytes(difference: torch.Tensor) -> torch.Tensor:
         near = (words * _WORD + torch.arange(_WORD, device=words.device)).view(-1)
         found.append(near[part[near] != 0] + begin)
     return torch.cat(found)
-
-
-def _settle(tensors: Mapping[str, torch.Tensor]) -> None:
-    device = next(iter(tensors.values())).device
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

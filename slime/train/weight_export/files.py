@@ -1,8 +1,9 @@
-"""Training weights as files for the engines.
+"""Writes training weights as files for the engines, or as a Hugging Face folder.
 
-Invariant: the names and shapes are those of the model folder a run started from, every tied weight appears once. Each
-rank writes the buckets it owns, one at a time, while those of the others are gathered. All ranks walk through together,
-and when one cannot write, all say so together.
+Invariant: the names and shapes are those of the model folder from which the run started; every tied weight appears
+once. Each rank writes the buckets it owns, one at a time, while those of the others are gathered. All ranks iterate
+together, and if one cannot write, all raise the error. A Hugging Face folder is complete or absent; a model that fits
+into one file is written by one rank.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def export_weights(
     keep: Keep | None = None,
     earlier: Earlier | None = None,
 ) -> list[Path]:
-    """Write bucket i as `weights-v{version}-{i}.safetensors`; the paths of those that this rank owns.
+    """Write bucket i as `weights-v{version}-{i}.safetensors`; return the paths of the buckets that this rank owns.
 
-    `keep` gets the tensors that are this rank's, `earlier` what this rank gives to others.
+    `keep` gets this rank's tensors, `earlier` the parts that this rank sends to others.
     """
     files = BucketFiles(folder, prefix=f"weights-v{version:06d}")
 
@@ -58,7 +59,7 @@ def export_weights(
 
 
 class BucketFiles:
-    """Files of one rank; the last one is still being written until the next one comes, or the block is left."""
+    """Writes the files of one rank in a thread; each is complete at the next `write` or at the end of the context."""
 
     def __init__(self, folder: Path, *, prefix: str) -> None:
         self.paths: list[Path] = []
@@ -68,10 +69,15 @@ class BucketFiles:
         self._writing: Future[None] | None = None
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors to the host and start to write them."""
         self._finish()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._prefix}-{number:05d}.safetensors"
-        on_host = {name: _alone_on_host(tensor) for name, tensor in tensors.items()}
+        on_host = {}
+        for name, tensor in tensors.items():
+            ready = tensor.to("cpu").contiguous()
+            is_view = ready.untyped_storage().nbytes() != ready.nbytes  # such as one expert of a stacked tensor
+            on_host[name] = ready.clone() if is_view else ready
         self._writing = self._pool.submit(save_file, on_host, path, metadata={"format": "pt"})
         self.paths.append(path)
 
@@ -90,28 +96,18 @@ class BucketFiles:
             writing.result()
 
 
-def _alone_on_host(tensor: Tensor) -> Tensor:
-    """Without neighbours in its memory: experts that were one tensor are written one by one."""
-    ready = tensor.to("cpu").contiguous()
-    return ready if ready.untyped_storage().nbytes() == ready.nbytes else ready.clone()
-
-
 def not_written(folder: Path, version: int, cause: Exception) -> RunFailed:
-    """The sentence for files that could not be written."""
+    """Make the error for files that could not be written."""
     return RunFailed(f"cannot write {_what(folder, version)}: {cause}")
 
 
 def _what(folder: Path, version: int) -> str:
+    """Describe an export in an error message."""
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     return (
         f"version {version} of the weights to {folder} ({free / 2**30:.2f} GiB free there; --update-weight-transport "
-        "disk and --update-weight-disk-dir choose another place)"
+        "disk and --update-weight-disk-dir choose another folder)"
     )
-
-
-# The trained weights as a Hugging Face folder, written by all ranks that own some of them.
-#
-# Invariant: the folder is whole or not there. A model that fits into one file is written by one rank.
 
 
 def save_hf(
@@ -124,9 +120,9 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     beside: Beside | None = None,
 ) -> None:
-    """Weights in `dtype` with the small files of `source`; all ranks together. A `NotWritten` leaves nothing behind.
+    """Write the weights in `dtype` with the small files of `source`; all ranks call it together.
 
-    `beside` puts more files into the folder; rank 0 calls it.
+    A `NotWritten` leaves no files. `beside` adds more files to the folder; rank 0 calls it.
     """
     world, what = backend.topology.world, f"the Hugging Face folder {path}"
     draft: FolderDraft | None = None
@@ -155,6 +151,7 @@ def _write_weights(
     buffer_size: int,
     max_shard_bytes: int,
 ) -> None:
+    """Write the shards of this rank to the staging folder."""
     rank, plan = backend.topology.world.rank, backend.hf_plan(dtype, buffer_size)
     fits = sum(tensor.nbytes for bucket in plan for tensor in bucket) <= max_shard_bytes
     owners = (0,) if fits else None

@@ -1,15 +1,18 @@
-"""A trainer rank's side of a weight update: files, deltas, broadcasts, checksums.
+"""The trainer side of a weight update: files, deltas, broadcasts, checksums.
 
-Invariant: buckets are cut the same way when they are announced and when they are sent, and every tensor leaves in the
-rollout's dtype. All ranks call each method together. Files, deltas and checksums come from all of them, each for the
-tensors it owns; broadcasts from rank 0, which alone meets the engines.
+Invariant: the announced buckets are the ones that are sent, and every tensor is sent in the rollout's dtype. All ranks
+call each method together. Each rank makes files, deltas and checksums of the tensors it owns; only rank 0 broadcasts to
+the engines. The LoRA adapter is exported as PEFT files or through the engines' process group: A and B are sent whole
+and in float32, as they are trained, with everything that an engine needs to compute the merged weights from its own
+weights; rank 0 writes and sends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,9 @@ from slime.cluster.process_group import join_process_group, leave_process_group
 from slime.config import Config
 from slime.models.delta.folder import delta_checksum
 from slime.models.peft_adapter import write_adapter
+from slime.storage.json_types import JsonObject
 from slime.train.backends.hf_buckets import cut_buckets
-from slime.train.backends.protocol import TrainBackend, TrainedAdapter
+from slime.train.backends.protocol import NamedTensor, TrainBackend, TrainedAdapter
 from slime.train.checkpoints.errors import written_together
 from slime.train.weight_export.files import export_weights
 from slime.train.weight_export.ipc import SOURCE, SharedWeights, described
@@ -27,18 +31,13 @@ from slime.train.weight_export.ipc import SOURCE, SharedWeights, described
 if TYPE_CHECKING:
     from slime.train.weight_export.delta import Published
 
-# The LoRA adapter that is trained, on its way to the engines: in a folder as PEFT writes it, or through their group.
-#
-# Invariant: A and B leave as they are trained, in float32 and whole, with all that an engine needs to make of its own
-# weights those that the trainers would send. All ranks call each function together; rank 0 writes and sends.
-
-Layout = list[dict[str, Any]]
+Layout = list[JsonObject]
 
 
 def trained_adapter(backend: TrainBackend) -> TrainedAdapter:
-    """The adapter of a run that trains one."""
+    """Return the adapter of a run that trains one."""
     if backend.adapter is None:
-        raise RuntimeError("an adapter was asked of a run without --lora-rank")
+        raise RuntimeError("--lora-rank: the run trains no adapter, so none can be exported")
     return backend.adapter
 
 
@@ -46,7 +45,7 @@ def export_adapter(backend: TrainBackend, folder: Path, *, version: int) -> list
     """Write the adapter's files; rank 0 returns their paths."""
     info, paths = trained_adapter(backend), list[Path]()
 
-    def write(tensors: Any) -> None:
+    def write(tensors: Iterator[NamedTensor]) -> None:
         base, targets = str(info.base), info.peft_targets
         paths.extend(
             write_adapter(folder, dict(tensors), info.facts, base_model=base, target_modules=targets, sync=False)
@@ -59,7 +58,7 @@ def export_adapter(backend: TrainBackend, folder: Path, *, version: int) -> list
 
 
 def adapter_layout(backend: TrainBackend) -> Layout:
-    """Name, dtype and shape of each tensor that `send_adapter` sends, in its order."""
+    """Return name, dtype and shape of each tensor that `send_adapter` sends, in its order."""
     return [
         {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         for name, tensor in backend.full_adapter()
@@ -67,9 +66,9 @@ def adapter_layout(backend: TrainBackend) -> Layout:
 
 
 def send_adapter(backend: TrainBackend, group: dist.ProcessGroup | None, *, buffer_size: int) -> None:
-    """Broadcast every tensor to `group`, which rank 0 is in; at most about `buffer_size` bytes are on their way."""
+    """Broadcast every tensor from rank 0 to `group`; about `buffer_size` bytes are in flight at most."""
     sent: list[torch.Tensor] = []
-    works: list[Any] = []
+    works: list[dist.Work | None] = []
     filled = 0
     for _, tensor in backend.progress.over(backend.full_adapter(), "sending the adapter: tensor"):
         if group is None:
@@ -85,14 +84,15 @@ def send_adapter(backend: TrainBackend, group: dist.ProcessGroup | None, *, buff
         torch.cuda.synchronize(backend.topology.world.device)
 
 
-def _arrive(works: list[Any]) -> None:
+def _arrive(works: list[dist.Work | None]) -> None:
+    """Wait for broadcasts."""
     for work in works:
         assert work is not None
         work.wait()
 
 
 class WeightSender:
-    """What stays between two updates: the last published bytes (in delta mode), and the group with the engines."""
+    """State kept between updates: the last published bytes (in delta mode), and the group with the engines."""
 
     def __init__(self, config: Config, *, dtype: torch.dtype, device: str) -> None:
         self._dtype = dtype
@@ -103,12 +103,12 @@ class WeightSender:
         self.shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: Published | None = None
         if config.update_weight_mode == "delta":
-            from slime.train.weight_export.delta import Published  # zstandard and xxhash, which other runs do without
+            from slime.train.weight_export.delta import Published  # imports zstandard and xxhash
 
             self.published = Published()
 
     def export(self, backend: TrainBackend, folder: Path, *, version: int) -> list[Path]:
-        """This rank's files of all weights."""
+        """Write this rank's files of whole weights."""
         published = self.published
         if published is not None:
             published.start_anew()
@@ -125,10 +125,10 @@ class WeightSender:
             published.version = version
         return paths
 
-    def export_delta(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> dict[str, Any]:
-        """This rank's share of the delta from `base_version` to `version`."""
+    def export_delta(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> JsonObject:
+        """Write this rank's share of the delta from `base_version` to `version`."""
         if self.published is None:
-            raise RuntimeError("a delta was asked of a run without --update-weight-mode delta")
+            raise RuntimeError("--update-weight-mode: a delta needs the mode delta")
         from slime.train.weight_export.delta import DeltaExporter
 
         exporter = DeltaExporter(
@@ -140,41 +140,35 @@ class WeightSender:
         )
         return exporter.export(backend, folder, version=version, base_version=base_version).to_dict()
 
-    def buckets(self, backend: TrainBackend) -> list[list[dict[str, Any]]]:
-        """What `broadcast` is going to send."""
+    def buckets(self, backend: TrainBackend) -> list[list[JsonObject]]:
+        """Describe the buckets that `broadcast` sends."""
         return [described(bucket) for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE)]
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
-        """Wait for all engines in a process group of its own, as rank 0."""
+        """Join a process group with all engines as rank 0, and wait for them."""
         self.leave()
         self._group = join_process_group(
             address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s
         )
 
     def broadcast(self, backend: TrainBackend) -> None:
-        """Send all tensors to the engines, bucket by bucket; a failure closes the group, or they would wait for it."""
+        """Send all tensors to the engines, bucket by bucket; a failure closes the group, so that engines don't hang."""
         try:
-            self._broadcast(backend)
+            count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE))
+            buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SOURCE)
+            for bucket in backend.progress.over(buckets, "sending weights: bucket", count):
+                if self._group is None or bucket.tensors is None:
+                    continue
+                sent = [tensor.contiguous() for tensor in bucket.tensors.values()]
+                _arrive([dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent])
+            if backend.topology.device.type == "cuda":
+                torch.cuda.synchronize(backend.topology.device)
         except BaseException:
             self.leave()
             raise
 
-    def _broadcast(self, backend: TrainBackend) -> None:
-        count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE))
-        buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SOURCE)
-        for bucket in backend.progress.over(buckets, "sending weights: bucket", count):
-            if self._group is None or bucket.tensors is None:
-                continue
-            sent = [tensor.contiguous() for tensor in bucket.tensors.values()]
-            works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent]
-            for work in works:
-                assert work is not None
-                work.wait()
-        if backend.topology.device.type == "cuda":
-            torch.cuda.synchronize(backend.topology.device)
-
-    def adapter_buckets(self, backend: TrainBackend) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-        """What an engine must know of the adapter, and what `broadcast_adapter` is going to send."""
+    def adapter_buckets(self, backend: TrainBackend) -> tuple[JsonObject, list[list[JsonObject]]]:
+        """Return the adapter's config for the engines, and the buckets that `broadcast_adapter` sends."""
         facts, layout = trained_adapter(backend).facts.to_dict(), adapter_layout(backend)
         ranges = cut_buckets([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
         return facts, [layout[start:end] for start, end in ranges]
@@ -194,7 +188,7 @@ class WeightSender:
             leave_process_group(group)
 
     def checksums(self, backend: TrainBackend) -> dict[str, str]:
-        """Of the tensors that this rank owns, as the engines should have them."""
+        """Compute the checksums of the tensors that this rank owns, as the engines should have them."""
         from slime.models.delta.apply import tensor_checksums
 
         buckets = backend.hf_buckets(self._dtype, self._buffer_size)

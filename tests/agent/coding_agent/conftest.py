@@ -1,4 +1,4 @@
-"""The example's modules, which import each other by their file names, and a sample of a task."""
+"""Imports the example's modules, which import each other by their file names."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The coding agent: repositories made by rule, tasks from files, and attempts that end in samples with a verdict."""
+"""The coding agent example: generated repositories, tasks from files, and attempts that end in rewarded samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGENT = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(EXAMPLE / "mini
 
 
 def passes(repository, written) -> bool:
-    """Whether the repository's tests pass with its bug written in this way."""
+    """Return true if the repository's tests pass with this variant of the bug."""
     scope: dict = {}
     exec("\n".join(repository.source(written)), scope)
     exec(repository.tests.replace(f"from {repository.module} import", "#"), scope)
@@ -68,7 +68,7 @@ def test_a_seed_is_a_repository():
 
 
 def test_the_pupil_works_as_the_agent_program_does(tmp_path):
-    """What a trajectory says that the tools answered is what they answer."""
+    """The tool answers in a trajectory equal the answers of the agent program's tools."""
     from repositories import make_repository
     from tiny import trajectories
 
@@ -155,7 +155,7 @@ def world(tmp_path_factory):
 
 
 def attempted(world, monkeypatch, repository, texts, command=AGENT, **environment):
-    """(sample or samples, turns) of an attempt in which the model says these texts."""
+    """Run an attempt in which the model says these texts; return (sample or samples, turns)."""
     engine, tokenizer, runtime = world
     monkeypatch.setenv("SWE_AGENT", "command")
     monkeypatch.setenv("SWE_AGENT_COMMAND", json.dumps(command))

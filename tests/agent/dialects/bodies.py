@@ -1,4 +1,4 @@
-"""Request bodies as agent command lines send them: the second turn of a task, after one call and its result."""
+"""Request bodies of agent command lines: the second turn of a task, after one tool call and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to each problem, by dialect: shape, status and words."""
+"""Error responses to each problem, by dialect: shape, status and message."""
 
 from __future__ import annotations
 

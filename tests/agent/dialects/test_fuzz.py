@@ -1,4 +1,4 @@
-"""Whatever JSON a client sends: a turn to take, or a `Problem`. Never anything else."""
+"""Any JSON from a client gives either a valid request or a `Problem`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VALUES = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to every value of a body."""
+    """Return the path to every value of a body."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for name, entry in inner for place in places(entry, (*path, name)))]
 
@@ -69,7 +69,7 @@ def replaced(body: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def check(dialect: Dialect, body: Any) -> None:
-    """Read it; what was understood can be rendered and encoded, what was not has an answer."""
+    """Check that a parsed request can be encoded and that a rejected one has an error response."""
     for path in dialect.paths:
         try:
             asked = dialect.asked(path, body, {})

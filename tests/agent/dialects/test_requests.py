@@ -1,4 +1,4 @@
-"""What the five command lines send, read as one conversation; and what they may not send."""
+"""Requests of five agent command lines, parsed into one conversation format, and unsupported requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream tells is what the whole answer tells, read by the official SDKs; and both come back as the same turn."""
+"""Streamed and whole answers, read by the official SDKs, are equal and are parsed back as the same turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASK = [{"role": "user", "content": "Write it."}]
 
 
 class Wire:
-    """An SDK's way to one dialect: it gets what the dialect makes of these events, and nothing else of a server."""
+    """Connects the SDKs to one dialect by a mock transport that encodes the given events, without a server."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
@@ -73,7 +73,7 @@ FUNCTION = {"name": "bash", "description": "Run", "parameters": SHELL}
 
 
 def chat_message(events: list[Event], stream: bool, finish: str = "stop") -> tuple[Any, dict[str, Any]]:
-    """The completion as the SDK has it, and its message as one sends it back."""
+    """Return the SDK's completion and its message as a client sends it back."""
     wire = WIRES["chat"]
     wire.events, wire.finish = events, finish
     tools: Any = [{"type": "function", "function": FUNCTION}]
@@ -85,7 +85,7 @@ def chat_message(events: list[Event], stream: bool, finish: str = "stop") -> tup
         completion = wire.openai.chat.completions.create(model="m", messages=ASK, tools=tools)
     message = completion.choices[0].message.model_dump(exclude_none=True)
     for call in message.get("tool_calls", []):
-        call.pop("index", None)  # the SDK's own, of streams only
+        call.pop("index", None)  # added by the SDK, only in streams
         call["function"].pop("parsed_arguments", None)
     said = {"content": "", **message}
     return completion, {name: said[name] for name in sorted(said) if name != "parsed"}
@@ -120,7 +120,7 @@ def message(events: list[Event], stream: bool, finish: str = "stop") -> tuple[An
 
 
 def echoed(name: str, history: list[Any]) -> Message:
-    """The turn as it is understood when it comes back."""
+    """Parse the turn from a request that sends it back."""
     dialect = WIRES[name].dialect
     body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [*ASK, *history, *ASK]}
     if name == "responses":
@@ -278,7 +278,7 @@ WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @st.composite
 def answers(draw: Any) -> list[Event]:
-    """An answer in the usual order, cut into pieces, with white space wherever models put it."""
+    """Generate an answer in the usual order, cut into pieces, with white space where models put it."""
     events: list[Event] = [Reasoning(piece) for piece in draw(st.lists(BLANK | WORDS, max_size=4))]
     events += [Text(piece) for piece in draw(st.lists(BLANK | WORDS, max_size=4))]
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Agent programs in real sandboxes: what they are given, what is kept of them, and every way in which they fail."""
+"""Agent programs in real sandboxes: their inputs, their recorded outputs, and their failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ echo '{"type": "result", "subtype": "success", "is_error": false, "terminal_reas
 
 
 def work(harness, tmp_path, *, prompt=PROMPT, seconds=240, visible=(), then=None):
-    """The result of a run in a sandbox whose folder has the file a.txt, and what `then` finds there."""
+    """Run a harness in a sandbox with the file a.txt; return its result and the result of `then(sandbox)`."""
     folder = tmp_path / "files"
     folder.mkdir(exist_ok=True)
     (folder / "a.txt").write_text("one\n")
@@ -158,7 +158,7 @@ def test_a_diff_that_cannot_be_text_says_so(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     (files / "odd.txt").write_bytes(b"caf\xe9\n")
-    (files / ".gitattributes").write_text("*.txt diff\n")  # text, whatever is in it
+    (files / ".gitattributes").write_text("*.txt diff\n")  # always treated as text
     os.system(f"cd {files} && echo one > a.txt && git init -q && git add . && {GIT} commit -qm first")
     result, _ = work(python("open('odd.txt', 'ab').write(b'\\xe9\\n')"), tmp_path)
     assert "+++ b/odd.txt" in result.diff
@@ -166,7 +166,7 @@ def test_a_diff_that_cannot_be_text_says_so(tmp_path):
 
 
 def test_a_program_that_hangs_is_ended_and_says_nothing_without_a_turn(tmp_path):
-    for seconds in (1, 10, 100):  # longer, if it had not begun by then
+    for seconds in (1, 10, 100):  # retry with more time if it had not begun
         result, _ = work(python("import time; print('began', flush=True); time.sleep(600)"), tmp_path, seconds=seconds)
         if result.stdout:
             break
@@ -326,7 +326,7 @@ def test_chat_clients_are_told_the_limits_of_the_model():
     ],
 )  # fmt: skip
 def test_what_a_program_says_about_its_end_counts(harness, stdout, verdict):
-    stdout = {**stdout, "of the model": "\u2028\x85"}  # which JSON may hold as they are
+    stdout = {**stdout, "of the model": "\u2028\x85"}  # JSON may contain these unescaped
     text = json.dumps({"type": "other"}) + "\nno json\n" + json.dumps(stdout, ensure_ascii=False) + "\n"
     assert harness().verdict(0, text, "") == verdict
 

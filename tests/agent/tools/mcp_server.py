@@ -1,4 +1,4 @@
-"""An MCP server for the tests, over stdio or (with a port) HTTP, whose tools do what they are told to."""
+"""MCP test server over stdio or, with a port, HTTP, whose tools answer, fail, crash or hang."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def add(a: int, b: int) -> int:
 
 @server.tool()
 def keep(value: str) -> str:
-    """Remembers a value and says all of them."""
+    """Stores a value and returns all stored values."""
     kept.append(value)
     return ",".join(kept)
 
@@ -36,7 +36,7 @@ def die() -> str:
 
 @server.tool()
 async def hang(file: str) -> str:
-    """Blocks the whole server until the file is there; another one says that it does."""
+    """Blocks the whole server until the file exists; creates `{file}.waited_for` first."""
     open(f"{file}.waited_for", "w").close()  # noqa: ASYNC230
     while not os.path.exists(file):  # noqa: ASYNC240
         time.sleep(0.01)  # noqa: ASYNC251
@@ -45,7 +45,7 @@ async def hang(file: str) -> str:
 
 @server.tool()
 async def doze() -> str:
-    """Never answers; the server goes on."""
+    """Never answers, while the server stays responsive."""
     import anyio
 
     await anyio.sleep_forever()

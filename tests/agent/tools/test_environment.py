@@ -1,4 +1,4 @@
-"""Every call gets exactly one answer, in order, whatever the tools do."""
+"""Tool environment: every call gets exactly one result, in order, even if tools fail."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_calls_of_a_turn_run_at_the_same_time_and_no_more_than_allowed() -> None
             nonlocal running, most
             running += 1
             most = max(most, running)
-            await barrier.wait()  # ends only if `limit` calls are here together
+            await barrier.wait()  # passes only if `limit` calls run together
             running -= 1
 
         return work

@@ -1,4 +1,4 @@
-"""The interpreter keeps its variables for one attempt, and no code takes more with it than its call."""
+"""Python interpreter tool: variables persist for one attempt, and code can fail only its own call."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_code_does_is_its_result(code: str, outcome: str, text: str) -> Non
 
 
 async def said(box: ToolBox, code: str, timeout_s: float = PATIENCE_S) -> tuple[str, str]:
-    """What comes of one call, which has a time of its own."""
+    """Run one call with its own timeout; return its outcome and text."""
     attempt: Any = box._tools["python"]
     attempt._timeout_s = timeout_s
     result = await box.call("python", {"code": code})
@@ -107,7 +107,7 @@ def test_code_out_of_time_is_interrupted_and_the_variables_stay(monkeypatch: pyt
 
     async def work(box: ToolBox) -> None:
         assert await said(box, "x = 5") == ("ok", "")
-        for timeout_s in (0.5, 5, 50):  # longer, if the code had not begun by then
+        for timeout_s in (0.5, 5, 50):  # retry with more time if the code had not begun
             outcome, text = await said(box, "print('began')\nwhile True: pass", timeout_s)
             if "began" in text:
                 break
@@ -122,7 +122,7 @@ def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monk
     deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
 
     async def work(box: ToolBox) -> None:
-        for timeout_s in (0.3, 3, 30):  # longer, if the code was interrupted before it was deaf
+        for timeout_s in (0.3, 3, 30):  # retry with more time if the code was interrupted before it ignored SIGALRM
             monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
             assert (await said(box, "x = 5"))[0] == "ok"
             monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", 0.2)
@@ -245,7 +245,7 @@ for part in "ab":  # one file may not have all the room
 
 
 def test_an_attempt_finds_nothing_of_those_before_it_and_leaves_nothing() -> None:
-    """Files, a full disk, modules, sockets, shared memory, processes, and the memory of what forked it."""
+    """Covers files, a full disk, modules, sockets, shared memory, processes, and the memory of the parent."""
     if (why := refusal("unshare")) is not None:
         with pytest.raises(UserError, match="this machine has no local sandbox"):
             interpreter(sandbox="local")
@@ -335,7 +335,7 @@ def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundar
 
 def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
     if refusal("unshare") is not None:
-        return  # refused, as the tests of sandboxes see
+        return  # refused, which the sandbox tests check
     secret = tmp_path / "secret"
     secret.write_text("x")
     reach = "import socket; socket.create_connection(('127.0.0.1', 22))"

@@ -1,4 +1,4 @@
-"""The standard loop: what the model calls is run and told, until it calls nothing or a limit ends it."""
+"""The standard tool loop runs the model's calls and sends the results until there is no call or a limit ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of real MCP servers, over stdio and HTTP: what dies or hangs takes its call with it and nothing else."""
+"""Tools of real MCP servers over stdio and HTTP: a server that dies or hangs fails only its own calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def in_box(server: Callable[[], McpServer], work: Callable[[ToolBox], Awaitable[
 
 
 def give(box: ToolBox, name: str, timeout_s: float) -> None:
-    """One tool of the server gets another time than the others."""
+    """Set the timeout of one tool of the server."""
     tool: Any = box._tools[name]
     tool.limits = dataclasses.replace(tool.limits, timeout_s=timeout_s)
 
@@ -94,7 +94,7 @@ def test_stdio() -> None:
     async def work(box: ToolBox) -> None:
         await both_ways(box)
         assert await said(box, "keep", value="a") == ("ok", "a")
-        # It dies: this call ends, the next one finds a server that was started anew.
+        # The server dies: this call fails, and the next one uses a restarted server.
         outcome, text = await said(box, "die")
         assert outcome == "crashed"
         assert "MCP server" in text
@@ -112,7 +112,7 @@ def test_http() -> None:
             environment = ToolEnvironment([server])
             async with environment.open() as box:
                 await both_ways(box)
-        async with environment.open() as box:  # the server is gone, attempts begin all the same
+        async with environment.open() as box:  # the server is gone, but attempts can start
             outcome, _ = await said(box, "add", a=1, b=1)
             assert outcome == "crashed"
             with http_server(port):
@@ -131,7 +131,7 @@ def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) 
         late, quick = await box.run([ToolCall("0", "doze", "{}"), ToolCall("1", "keep", '{"value": "b"}')])
         assert (late.outcome.value, late.text) == ("timeout", "Error: doze did not answer within 0.5 s")
         assert (quick.outcome.value, quick.text) == ("ok", "a,b")
-        assert await said(box, "keep", value="c") == ("ok", "a,b,c")  # the same server still
+        assert await said(box, "keep", value="c") == ("ok", "a,b,c")  # still the same server
 
     in_box(lambda: McpServer.stdio(COMMAND, timeout_s=PATIENCE_S), work)
 
@@ -143,12 +143,12 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_pa
     async def work(box: ToolBox) -> None:
         assert await said(box, "keep", value="a") == ("ok", "a")
         timeout_s = 0.25
-        while not hangs.exists():  # the call may have been over before the server read it
+        while not hangs.exists():  # the call may time out before the server reads it
             give(box, "hang", timeout_s := 2 * timeout_s)
             assert (await said(box, "hang", file=str(never)))[0] in ("timeout", "crashed")
         while (answer := await said(box, "keep", value="b"))[0] != "ok":
             assert answer[0] == "crashed"
-        assert answer[1] == "b"  # another process: it remembers nothing
+        assert answer[1] == "b"  # a new process, which has no stored values
 
     in_box(lambda: McpServer.stdio(COMMAND, timeout_s=PATIENCE_S), work)
 

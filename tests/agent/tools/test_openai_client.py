@@ -1,4 +1,4 @@
-"""The client of the examples: what an agent of the official SDK said and did, as samples."""
+"""The OpenAI client of the examples: attempts of an agent on the official SDK become samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function's schema is its signature and its docstring; what does not fit is named."""
+"""Tool schemas from signatures and docstrings, and errors for arguments that do not fit."""
 
 from __future__ import annotations
 
