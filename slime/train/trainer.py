@@ -132,7 +132,7 @@ class Trainer:
                 steps = self._micro_batches(batch, data["steps"])
                 columns = make_rollout_data(batch)
             if self.sleeper is not None:
-                self.sleeper.bring_rest()  # with the samples on the device
+                self.sleeper.bring_rest()  # after the samples are on the device
             flat = [micro for step in steps for micro in step]
             warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
             counts = [plan["num_rollouts"] for plan in data["steps"]]

@@ -228,7 +228,7 @@ def test_a_body_without_a_session_has_a_limit_before_it_is_read(serve: Any, spok
 def test_a_turn_cap_and_the_end_of_a_session_end_a_client_at_once(serve: Any, spoken: list[Turn]) -> None:
     engine, adapter, handle = serve(OpenAIAdapter, spoken, max_turns_per_sid=1)
     adapter.open_session("s", sampling_defaults=DEFAULTS)
-    with pytest.raises(openai.NotFoundError, match="had all of its 1 turns"):
+    with pytest.raises(openai.NotFoundError, match="has reached its limit of 1 turns"):
         chat(handle, "s", stream=False)
     asyncio.run(adapter.shutdown_session("s"))
     with pytest.raises(openai.NotFoundError, match="this session is over"):

@@ -255,7 +255,7 @@ def test_the_end_of_a_session_ends_each_sdk_at_once(run: Any) -> None:
             agent = api(session)
             agent.client = agent.client.with_options(max_retries=5)
             with pytest.raises(
-                (openai.APIStatusError, anthropic.APIStatusError), match="had all of its 1 turns"
+                (openai.APIStatusError, anthropic.APIStatusError), match="has reached its limit of 1 turns"
             ) as got:
                 await agent.say(stream=True)
             statuses.append(got.value.status_code)

@@ -278,7 +278,7 @@ def test_limits_are_named_and_mark_the_turn_that_they_cut() -> None:
     talk = Talk(limits=Limits(max_turns=2, deadline=10.0, clock=lambda: now[0]))
     talk.turn(assistant("one"))
     in_flight = talk.session.prepare(talk.request(user("go on")))
-    with pytest.raises(LimitReached, match="all of its 2 turns") as reached:
+    with pytest.raises(LimitReached, match="has reached its limit of 2 turns") as reached:
         talk.session.prepare(talk.request(user("also")))
     assert reached.value.kind == "turns"
     talk.session.record(in_flight, sampled(assistant("two")))

@@ -58,7 +58,7 @@ def test_the_samples_of_a_conversation_are_what_the_engine_saw_and_sampled(play,
 def test_a_conversation_ends_at_its_limits(play, agent_tokenizer, agent_runtime):
     _, url = play([Turn.of(agent_tokenizer, f"the sum:{CALL}"), Turn.of(agent_tokenizer, "the answer is 46")])
     runtime = agent_runtime(url, max_turns=1)
-    with pytest.raises(LimitReached, match="all of its 1 turns"):
+    with pytest.raises(LimitReached, match="has reached its limit of 1 turns"):
         runtime.run(two_turns(runtime.plugin_args, sample_of(), PARAMS))
     [sample] = runtime.run(two_turns(runtime.plugin_args, sample_of(), PARAMS, max_turns=2))
     assert sample.status is Sample.Status.COMPLETED

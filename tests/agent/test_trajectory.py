@@ -38,7 +38,7 @@ def test_other_tokens_make_a_branch_and_every_turn_is_trained_once() -> None:
     manager = TrajectoryManager(fork_threshold_tokens=1024)
     record(manager, [1, 2], [3, 4])
     record(manager, [1, 2, 3, 4, 5], [6, 7])
-    record(manager, [1, 2, 3, 4, 5, 66, 8], [9], finish_reason="length", ill_formed=True)  # 6, 7 were re-tokenized to 66
+    record(manager, [1, 2, 3, 4, 5, 66, 8], [9], finish_reason="length", ill_formed=True)  # 6, 7 came back as 66
     record(manager, [1, 9], [3])
     first, second, third = finished(manager)
     assert (first.tokens, first.loss_mask) == ([1, 2, 3, 4, 5, 6, 7], [1, 1, 0, 1, 1])

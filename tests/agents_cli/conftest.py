@@ -1,4 +1,4 @@
-"""Agent programs as `make test-agents` has installed them, a model folder, and endpoints before an engine with a script."""
+"""Fixtures: programs installed by `make test-agents`, a model folder, and endpoints in front of a scripted engine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = Path(os.environ.get("SLIME_AGENTS_CLI", ROOT / ".agents-cli")).absolute()
 FOLDERS = ("npm/node_modules/.bin", "npm_more/node_modules/.bin", "mini/bin")
 CONTEXT = 262_144
-"""Tokens; the longest first prompt, Qwen Code's, has 77 KB."""
+"""Context length in tokens; the longest first prompt, Qwen Code's, has 77 KB."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs() -> None:
-    """The installed programs are the first ones on the PATH."""
+    """Put the installed programs first on the PATH."""
     folders = [str(INSTALLED / folder) for folder in FOLDERS]
     os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model folder without weights: a BPE made of the documentation, and Qwen3's template."""
+    """A model folder without weights: a BPE tokenizer trained on the documentation, and Qwen3's template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def tokenizer(folder: str):
 
 @pytest.fixture(scope="session")
 def served(folder, tokenizer, tmp_path_factory):
-    """(engine, runtime): endpoints in a process of their own, as a run has them, in front of an engine with a script."""
+    """(engine, runtime): endpoints in their own process, as in a run, in front of a scripted engine."""
     engine = ScriptedEngine(Script(tokenizer), chunk=3)
     with engine.serving() as url:
         run = tmp_path_factory.mktemp("run")

@@ -1,4 +1,4 @@
-"""What the model says to each agent program, in its own format: the tools differ, the work does not."""
+"""Scripted model turns for each agent program: the same work with each program's own tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {
 TEST = f"{PYTHON} -B test_calc.py"
 FIX = f"sed -i 's/{WRONG}/{RIGHT}/' calc.py"
 SPECIAL_TEXT = "printf 'a<|im_%s|>b</thi%s>' start nk"
-"""Prints what looks like control tokens; the command itself does not contain them."""
+"""Prints text that looks like control tokens; the command itself does not contain it."""
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -36,7 +36,7 @@ def thought(text: str) -> str:
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent program and how it calls a shell; `look` and `fix` are calls of other tools, `ending` is its last turn."""
+    """An agent program and its shell call; `look` and `fix` are calls of other tools, `ending` is its last turn."""
 
     harness: BaseHarness
     shell: Callable[[str], str]
@@ -47,7 +47,7 @@ class Agent:
     """Part of `make test-agents-all` only."""
 
     def turns(self) -> list[str]:
-        """Four turns that fix the bug: thoughts, text, calls side by side, output with control tokens in it."""
+        """Four turns that fix the bug: thoughts, text, parallel calls, and output with control tokens."""
         return [
             thought("Look at the file first. é 中")
             + "I will look at calc.py.\n"
@@ -80,7 +80,7 @@ AGENTS = {
     "qwen_code": Agent(
         make_harness("qwen_code"),
         lambda command: call("run_shell_command", command=command, is_background=False, description="run it"),
-        look=call("read_file", file_path=PATH),  # it lets no command edit a file that it has not read
+        look=call("read_file", file_path=PATH),  # it refuses to edit a file that it has not read
         more=True,
     ),
     "mini_swe_agent": Agent(

@@ -1,5 +1,6 @@
-"""Real agent programs, end to end: they work in sandboxes on what a scripted engine says through the real endpoints, the
-tests of their task pass, and the samples hold exactly the tokens of the script.
+"""Real agent programs end to end, in sandboxes, with a scripted engine behind the real endpoints.
+
+The tests of their task pass, and the samples hold exactly the tokens of the script.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Attempt:
 
 
 def attempt(runtime: Any, agent: Agent, folder: Path, *, prompt: str = PROMPT, **options: Any) -> Attempt:
-    """What an agent makes of the task, in a sandbox that sees its program and the endpoints, and nothing else."""
+    """Run an agent on the task in a sandbox that sees only its program and the endpoints."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
     program = agent.harness.host_program()
@@ -72,7 +73,7 @@ def chosen() -> list[str]:
 
 
 def plays(served, *scripts):
-    """The runtime whose engine plays these scripts."""
+    """Set the engine's scripts, clear its records, and return the runtime."""
     engine, runtime = served
     engine.script = Script(engine.script.tokenizer, scripts)
     engine.requests.clear()
@@ -81,7 +82,7 @@ def plays(served, *scripts):
 
 
 def spoken(tokenizer, texts, first_seed=1) -> list[Turn]:
-    """Turns whose tokens are not those that their text would be encoded as."""
+    """Turns whose tokens differ from the encoding of their text."""
     turns = [Turn.of(tokenizer, text, seed=seed) for seed, text in enumerate(texts, first_seed)]
     for text, turn in zip(texts, turns, strict=True):
         assert tokenizer.decode(turn.ids, skip_special_tokens=False) == f"{text}<|im_end|>"
@@ -90,13 +91,13 @@ def spoken(tokenizer, texts, first_seed=1) -> list[Turn]:
 
 
 def sampled_in(sample: Sample) -> list[int]:
-    """The tokens of a sample that are trained on."""
+    """Trained tokens of a sample."""
     mask = np.array(sample.loss_mask, dtype=bool)
     return np.array(sample.tokens[-sample.response_length :])[mask].tolist()
 
 
 def check_tokens(sample: Sample, turns: list[Turn]) -> None:
-    """What is trained on are the tokens of these turns, with the engine's log-probs, and nothing else."""
+    """Check that the trained tokens are exactly those of these turns, with the engine's log-probs."""
     mask = np.array(sample.loss_mask, dtype=bool)
     expected = [token for turn in turns for token in turn.ids]
     assert sampled_in(sample) == expected
@@ -104,10 +105,10 @@ def check_tokens(sample: Sample, turns: list[Turn]) -> None:
 
 
 def check_special_text(sample: Sample, tokenizer: Any) -> None:
-    """What a tool printed is in the prompt as text, control tokens or not."""
+    """Check that control tokens printed by a tool are plain text in the prompt."""
     tokens, text = sample.tokens, tokenizer.decode(sample.tokens, skip_special_tokens=False)
     starts, ends = (tokens.count(tokenizer.convert_tokens_to_ids(mark)) for mark in ("<|im_start|>", "<|im_end|>"))
-    escaped = text.replace("\\u003c", "<").replace("\\u003e", ">")  # mini-swe-agent does that
+    escaped = text.replace("\\u003c", "<").replace("\\u003e", ">")  # mini-swe-agent escapes them
     assert "a<|im_start|>b</think>" in escaped
     assert text.count("<|im_start|>") == starts + text.count("a<|im_start|>b")
     assert starts == ends

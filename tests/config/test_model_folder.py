@@ -164,8 +164,8 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
             {"num_hidden_layers": 3},
             "DIR/config.json has num_hidden_layers 3, but the weights have 2 layers: correct .*",
         ),
-        ({"hidden_size": None, "hiden_size": 8}, "DIR/config.json has hiden_size and no hidden_size: correct .*"),
-        ({"model_type": None, "modle_type": "qwen3"}, "DIR/config.json has modle_type and no model_type: correct .*"),
+        ({"hidden_size": None, "hiden_size": 8}, "DIR/config.json has hiden_size but not hidden_size: correct .*"),
+        ({"model_type": None, "modle_type": "qwen3"}, "DIR/config.json has modle_type but not model_type: correct .*"),
         ({"num_hidden_layers": 1}, None),
         (
             {"intermediate_size": 24},
@@ -185,7 +185,7 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
         ({"head_dim": None}, None),  # qwen3 has its own default
         (
             {"head_dim": None, "model_type": "llama"},
-            r"model.layers.0.self_attn.q_proj.weight .* asks for \(8, 8\) \(num_attention_heads 2, head_dim 4\): .*",
+            r"model.layers.0.self_attn.q_proj.weight .* requires \(8, 8\) \(num_attention_heads 2, head_dim 4\): .*",
         ),
         ({"head_dim": 4, "model_type": "own"}, None),
         ({"intermediate_size": [24, 24]}, None),

@@ -484,7 +484,7 @@ def test_a_newer_format_is_refused(written: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)
 def test_what_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.sqlite").write_bytes(content)
-    refused(tmp_path, "journal.sqlite: is ")
+    refused(tmp_path, "journal.sqlite: not a readable journal")
 
 
 def test_a_database_of_somebody_else_is_refused(tmp_path: Path) -> None:

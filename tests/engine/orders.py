@@ -1,8 +1,8 @@
 """Control routes of an engine in random order, with requests in flight, checked against a state model.
 
 The engine's weights determine its tokens: under content `c` every token is `FIRST + c`; with tensors of several
-contents the token is unknown. `Orders` sends control calls one after the other and predicts for each its status, whether
-the weights are stale and the token of each weight version; requests run concurrently.
+contents the token is unknown. `Orders` sends control calls one after the other and predicts for each its status,
+whether the weights are stale and the token of each weight version; requests run concurrently.
 """
 
 from __future__ import annotations

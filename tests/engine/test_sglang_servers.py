@@ -186,7 +186,7 @@ def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path
         assert wait_until(lambda: starts() == [2, 2])
     uneven = [Slot(near, "0"), *(Slot(far, str(device)) for device in range(3))]
     with pytest.raises(
-        UserError, match=r"per-engine 4: SGLang wants .* 1 on node 127\.0\.0\.2, 3 on node 127\.0\.0\.3"
+        UserError, match=r"per-engine 4: SGLang needs .* 1 on node 127\.0\.0\.2, 3 on node 127\.0\.0\.3"
     ):
         EngineFleet(config, device="cuda", run_dir=tmp_path, model_path=model, slots=uneven).start()
 
@@ -382,7 +382,7 @@ def test_engines_of_others_are_attached_and_left_running(model: str, tmp_path: P
     [
         ({"rollout_external_engine_addrs": ["nowhere"]}, "nowhere: give HOST:PORT"),
         ({"rollout_external_engine_addrs": ["h:1", "http://h:1/"]}, "names an engine twice"),
-        ({"rollout_external_engine_addrs": ["h:1"], "offload_rollout": True}, "--offload-rollout is about engines"),
+        ({"rollout_external_engine_addrs": ["h:1"], "offload_rollout": True}, "--offload-rollout is for engines that the run starts itself"),
     ],
 )  # fmt: skip
 def test_wrong_addresses_are_refused(model: str, flags: dict[str, Any], sentence: str) -> None:

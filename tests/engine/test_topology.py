@@ -99,7 +99,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path, content: Any, sentence: str) 
 
 def test_two_flags_that_both_place_servers_are_refused(tmp_path: Path) -> None:
     content = {"sglang": [{"name": "a", "server_groups": [group(4)]}]}
-    with pytest.raises(UserError, match="--sglang-config and --prefill-num-servers both say"):
+    with pytest.raises(UserError, match="--sglang-config and --prefill-num-servers both define servers"):
         read_topology(config_for(tmp_path, content, prefill_num_servers=1))
     with pytest.raises(UserError, match=r"missing\.yaml cannot be read"):
         read_topology(config_for(tmp_path, content, sglang_config=str(tmp_path / "missing.yaml")))

@@ -1,4 +1,4 @@
-"""Examples run as a user runs them: a command, its exit code, what it prints, the metrics it leaves behind."""
+"""Runs examples as a user does: a command, its exit code, its output, and its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @contextmanager
 def modules_of(folder: Path) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports modules of an example by their names; those of other examples with the same names are set aside."""
+    """Import modules of an example by name; loaded modules with the same names are restored on exit."""
     names = {file.stem for place in (folder, EXAMPLES) for file in place.glob("*.py")}
     path, aside = list(sys.path), {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path[:0] = [str(folder), str(EXAMPLES)]
@@ -33,7 +33,7 @@ def modules_of(folder: Path) -> Iterator[Callable[[str], ModuleType]]:
 
 
 class Ran(NamedTuple):
-    """An example's run that ended by itself."""
+    """A finished run of an example."""
 
     code: int
     output: str
@@ -50,7 +50,7 @@ class Ran(NamedTuple):
 
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., Ran]:
-    """`run_example("april/run.py", "--seed", "2")`: ends with 0, or with 1 where the long form's mark was missed."""
+    """`run_example("april/run.py", "--seed", "2")`: requires exit code 0, or 1 if the score target is missed."""
 
     def run(program: str, *words: str) -> Ran:
         command = [sys.executable, str(EXAMPLES / program), "--output-dir", str(tmp_path), *words]

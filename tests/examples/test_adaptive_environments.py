@@ -1,4 +1,4 @@
-"""RLVE's example: verifiers accept every right answer and nothing else, levels follow success, and a run raises them."""
+"""examples/adaptive_environments (RLVE): verifiers, levels that follow success, and a run that raises them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = EXAMPLES / "adaptive_environments"
 
 @pytest.fixture(scope="module")
 def source() -> Any:
-    """The module that the flags name."""
+    """The module named by --data-source-path."""
     return sys.modules[load_plugin(f"{FOLDER / 'source.py'}:AdaptiveEnvironments", "--data-source-path").__module__]
 
 
@@ -74,7 +74,7 @@ def test_every_right_answer_is_accepted_and_no_other(
 
 def test_a_level_rises_when_it_is_solved_and_falls_when_it_is_not(source: Any) -> None:
     one = source.Difficulty(3)
-    one.observe(2, [0.0] * 64)  # of another level
+    one.observe(2, [0.0] * 64)  # another level: ignored
     assert (one.level, one.seen) == (3, 0)
     one.observe(3, [1.0] * 24)
     assert one.level == 3  # not enough answers yet

@@ -1,4 +1,4 @@
-"""examples/april: the long tail of the task, the pupil, the files, the table; and that two modes learn."""
+"""examples/april: long-tailed lengths, the pupil, the files, the reward, and learning with partial rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/distillation: questions without answers, what it means to agree; and that a student learns in both placements."""
+"""examples/distillation: questions without answers, agreement of the placements, and learning in both placements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_accuracy_counts_right_answers_that_end(
 
     model = module("tiny_copying").make_model(tmp_path / "model", seed=1, width=32)
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    with torch.no_grad():  # layers that add nothing, and one token that is larger than all others
+    with torch.no_grad():  # layers add nothing, and one token always has the largest logit
         for name, weight in network.named_parameters():
             weight.fill_(0.0 if name.endswith("proj.weight") else 1.0)
         network.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(always)] = 2.0

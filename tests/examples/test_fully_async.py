@@ -1,4 +1,4 @@
-"""examples/fully_async: the notes, the impatient pupil, the waits, the tool; and that it learns while weights change."""
+"""examples/fully_async: notes, the impatient pupil, read delays, the tool, and learning while weights change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_pupil_reads_right_and_is_impatient(tmp_path: Path) -> None:
             at = told["content"].removeprefix("see ").removeprefix("=")
         assert last["content"] == at
         early += said[-1]["content"].startswith("see ")
-    assert 0.55 < early / len(shown) < 0.75  # a chain of three tries its patience twice
+    assert 0.55 < early / len(shown) < 0.75  # two chances to stop early in a chain of three
 
 
 def test_tasks_carry_their_notes_and_their_time(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def figures(**changed: float) -> Any:
 def test_the_verdict_is_about_learning_and_the_bound(
     one: Any, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "task", ModuleType("task"))  # several examples have one of that name
+    monkeypatch.setitem(sys.modules, "task", ModuleType("task"))  # several examples have a module "task"
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert load("verdict", "run.py")({"full": one}, 3) == code
     assert said in capsys.readouterr().out

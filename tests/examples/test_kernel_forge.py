@@ -1,4 +1,4 @@
-"""examples/kernel_forge: what kernels earn, and what those earn that cheat."""
+"""examples/kernel_forge: rewards of kernels, including kernels that cheat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forge() -> Iterator[Callable[[str], Any]]:
 
 @pytest.fixture
 def judged(forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Judgements on some texts about a problem, in one sandboxed bench; small sizes where speed is not the point."""
+    """Judge source texts for a problem in one sandboxed bench, with small sizes because speed does not matter."""
     monkeypatch.setattr(forge("bench"), "PATIENCE_S", 120.0)
 
     def judge(problem: str, *sources: str) -> list[Any]:
@@ -69,14 +69,14 @@ def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
         assert found.feedback.startswith(
             {None: "right, speed ", "semicolon": "does not compile: expected "}.get(draft.mistake, "wrong at n=")
         )
-    said = "\n".join(complaints)  # what a model that makes mistakes of its own reads, in the words of any compiler
+    said = "\n".join(complaints)  # feedback to read for other mistakes, with any compiler
     assert "undeclared" in said
     assert "wrong at n=" in said
     assert len(complaints) > 3
 
 
 def test_a_loop_that_is_written_twice_is_wrong(forge: Callable[[str], Any], judged: Callable[..., list[Any]]) -> None:
-    """Where a repetition does no harm it earns what a kernel without earns, and answers grow until they are cut."""
+    """If a harmless repetition earned the full reward, responses would grow until they are truncated."""
     programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of square")
     text = programs.write(problem, programs.Draft("lanes", None))
     begins, ends = text.index("for (int k"), text.index("y[i] = s[0]")
@@ -150,11 +150,11 @@ def test_a_kernel_that_never_ends_is_ended(
 def test_a_clock_of_the_kernels_own_is_not_believed(
     forge: Callable[[str], Any], judged: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It overrides the clock, which stands still for it; the harness's own clock says how fast it is."""
+    """The kernel replaces clock_gettime with a constant; the harness measures its speed with its own clock."""
     programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of relu")
     fake = "int clock_gettime(int c, void *t) { for (int i = 0; i < 4; i++) ((int *)t)[i] = 0; return 0; }\n"
     untimed = itertools.repeat(0.0, 2 * len(forge("judge").EDGES))
-    naive_and_new = itertools.cycle((0.0, 1.0, 0.0, 4.0))  # seconds between two looks at the clock
+    naive_and_new = itertools.cycle((0.0, 1.0, 0.0, 4.0))  # seconds between two clock readings
     ticks = itertools.accumulate(itertools.chain(untimed, naive_and_new))
     monkeypatch.setattr(forge("bench"), "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     [found] = judged(problem.text, f"{fake}{programs.HEAD} {RIGHT} }}")
@@ -167,7 +167,7 @@ def test_a_clock_of_the_kernels_own_is_not_believed(
 def test_naive_and_new_kernel_are_timed_in_turns(
     seconds: float, speed: float, turns: int, forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first turn does not count, and one that is more than four times slower is not timed to the end."""
+    """The first turn is a warm-up; timing ends early for a kernel that is more than four times slower."""
     asked: list[str] = []
 
     class Clockwork:
@@ -260,7 +260,7 @@ def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[s
     first = [known[of[row["messages"][0]["content"]], row["messages"][1]["content"]] for row in shown]
     assert 0.3 < np.mean([found.right for found in first]) < 0.5
     alone = pupil.demonstrations(9, language, known, held_out, seed=3)
-    assert all(len(row["messages"]) == 2 for row in alone)  # nothing was judged, nothing is read
+    assert all(len(row["messages"]) == 2 for row in alone)  # without verdicts there is no feedback turn
     folder = forge("tiny_chat").make_model(tmp_path, shown, words=programs.WORDS, seed=1, width=32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for problem in held_out:
@@ -292,5 +292,5 @@ def test_it_learns_to_write_kernels_that_are_right_and_fast(run_example: Callabl
     slow, *_, fast = ran.series("eval/held-out/speed")
     assert fast > 1.5 * slow
     asked, judged = ran.series("kernels/asked")[-1], ran.series("kernels/judged")[-1]
-    assert judged < asked / 3  # the same text is judged once
+    assert judged < asked / 3  # each text is judged once
     assert (ran.folder / "kernels.png").stat().st_size > 0

@@ -1,7 +1,7 @@
-"""examples/kernel_forge with Triton, as far as that goes without a GPU.
+"""examples/kernel_forge with Triton, without a GPU.
 
-Kernels are really built for one, in sandboxes; they run in Triton's interpreter, or not at all under a libcuda that
-pretends. What is left untried is a GPU.
+Kernels are compiled for a GPU in sandboxes. They run in Triton's interpreter; a fake libcuda accepts their launch but
+does not execute them. No test uses a real GPU.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def test_in_the_interpreter_kernels_are_right_but_for_their_mistakes(
 
 @pytest.fixture
 def pretended(forge: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The GPU of a libcuda that pretends."""
+    """The GPU reported by a fake libcuda."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         pytest.skip("needs a C compiler")
     source = Path(__file__).parent / "fake_libcuda.c"
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1"], check=True)
-    tmp_path.chmod(0o755)  # sandboxes have users of their own
+    tmp_path.chmod(0o755)  # sandboxes run as other users
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     return forge("triton_bench").find_gpu()
 
@@ -122,7 +122,7 @@ def judged(forge: Callable[[str], Any], gpu: Any, problem: str, *sources: str) -
 
 
 def test_kernels_are_built_launched_compared_and_timed_by_events(forge: Callable[[str], Any], pretended: Any) -> None:
-    """The libcuda that pretends computes row sums of relu: only what has their grid comes to be right there."""
+    """The fake libcuda computes row sums of relu for every kernel, so only kernels with that grid are right."""
     assert (pretended.name, pretended.arch, pretended.driver) == ("Pretended", 90, 13000)
     write, draft = forge("triton_programs").write, forge("c_programs").Draft
     problem = forge("problems").problem_of("row sums of relu")
@@ -170,7 +170,7 @@ def test_a_text_that_cheats_while_it_is_compiled_gains_nothing(forge: Callable[[
         == [
             "no program came of it",
             "GRID is not one to three whole numbers",
-            "ended early",  # the driver refuses what is no cubin
+            "ended early",  # the driver rejects an invalid cubin
             "ValueError: alone",
             "GRID is not one to three whole numbers",
             "GRID is out of bounds",
@@ -182,7 +182,7 @@ def test_a_text_that_cheats_while_it_is_compiled_gains_nothing(forge: Callable[[
 def test_the_sandbox_that_launches_has_the_gpu_and_the_one_that_builds_has_not(
     forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With /dev/full in the place of a GPU's node; what is asked of the sandboxes is looked at."""
+    """Uses /dev/full as the device node of the GPU, and checks the options passed to the sandboxes."""
     bench, asked = forge("triton_bench"), []
     gpu = bench.Gpu("G", 80, 1, 2, ("/dev/full",), {"CUDA_VISIBLE_DEVICES": "2", "LD_LIBRARY_PATH": "/usr/lib:/none"})
     make = bench.make_sandbox
@@ -196,7 +196,7 @@ def test_the_sandbox_that_launches_has_the_gpu_and_the_one_that_builds_has_not(
         async with made.started(source):
             raise AssertionError("there is a GPU")
 
-    with pytest.raises(SandboxError, match="the sandbox has no GPU: OSError: libcuda"):  # which is no verdict
+    with pytest.raises(SandboxError, match="the sandbox has no GPU: OSError: libcuda"):  # an error, not a verdict
         asyncio.run(start())
     build, launch = asked
     assert "devices" not in build

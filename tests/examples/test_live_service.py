@@ -1,4 +1,4 @@
-"""The live service: users who talk to a model, and a judge of what they say."""
+"""examples/live_service: users who talk to a served model, and a judge of their replies."""
 
 from __future__ import annotations
 
@@ -97,4 +97,4 @@ def test_it_learns_from_those_it_serves(run_example: Callable[..., Ran], program
     said = repr([(sample.prompt, sample.metadata["live"]["followed_by"]) for sample in trained])
     assert "thanks" in said
     assert "bob@home.org" not in said
-    assert program.traces_of("thanks", ran.folder)  # it would have found words that are there
+    assert program.traces_of("thanks", ran.folder)  # control: the search finds words that are present

@@ -1,4 +1,4 @@
-"""examples/mcp_arena: the server answers over MCP, plans have prices, ranks follow them."""
+"""examples/mcp_arena: the MCP server, costs of plans, rewards by rank, and a run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_plans_are_rewarded_by_rank(load: Callable[[str], ModuleType]) -> None:
     args: Any = Namespace(arena_topology="round_robin", arena_judge_url=None)
     rewards = asyncio.run(arena.by_rank(args, samples))
     assert rewards == pytest.approx([2 / 3, 0.0, 1.0, 1 / 3])
-    assert samples[0].metadata["tournament"]["judge_calls"] == 6  # a function has no preferred place: one call a match
+    assert samples[0].metadata["tournament"]["judge_calls"] == 6  # a function has no position bias: one call per match
 
 
 def test_held_out_plans_are_right_when_there_is_no_cheaper_one(load: Callable[[str], ModuleType]) -> None:

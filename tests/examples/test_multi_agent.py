@@ -1,4 +1,4 @@
-"""examples/multi_agent: who is asked what and earns what, and that the team learns."""
+"""examples/multi_agent: questions and rewards of each role, and learning of the team."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def team() -> Iterator[ModuleType]:
 def play(
     team: ModuleType, monkeypatch: pytest.MonkeyPatch, script: dict[str, list[str]], *, evaluation: bool = False
 ) -> tuple[list[Sample], list[tuple[str, str]]]:
-    """Samples of one rollout in which each role says what the script has for it, and what everybody was asked."""
+    """Play one rollout with scripted answers per role; return its samples and the (role, question) pairs."""
     left, asked = {role: list(said) for role, said in script.items()}, list[tuple[str, str]]()
 
     async def act(args: Any, sample: Sample, params: Any, role: str, text: str) -> Any:
@@ -81,7 +81,7 @@ def test_a_judge_with_no_right_answer_to_choose_is_not_blamed(
 
 def test_an_evaluation_counts_the_team(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, asked = play(team, monkeypatch, SCRIPT, evaluation=True)
-    assert [role for role, _ in asked] == ["solve"] * 3 + ["check"] * 3 + ["choose"]  # nobody practises
+    assert [role for role, _ in asked] == ["solve"] * 3 + ["check"] * 3 + ["choose"]  # no planted answer to check
     assert [(sample.metadata["role"], sample.reward) for sample in samples] == [("choose", 1.0)]
 
 
@@ -102,7 +102,7 @@ def test_rewards_are_compared_within_a_role(team: ModuleType) -> None:
     assert raw == [0.0, 0.2, 0.9, 1.0, 1.0, 0.0, 1.0]
     assert shaped[0] == pytest.approx(-shaped[1])
     assert shaped[2] < 0 < shaped[3]
-    assert shaped[4:] == [0.0, 0.0, 0.0]  # alone in their role, or left out
+    assert shaped[4:] == [0.0, 0.0, 0.0]  # alone in their role, or removed
 
 
 def criticism(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
@@ -110,7 +110,7 @@ def criticism(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
 
 
 def test_a_critic_is_compared_with_critics_of_answers_like_its_own(team: ModuleType) -> None:
-    """Over all questions, since of one there may be no other; a kind that is rare weighs as much as the other."""
+    """Compares over all questions, as one question may have a single such critic; both kinds weigh the same."""
     given = [criticism(own, "wrong", group=group) for group, own in enumerate((1.0, 1.0, 0.0, 0.0))]
     given += [criticism(1.0, "right"), criticism(0.0, "right", group=1), criticism(0.0, "right", remove_sample=True)]
     _, shaped = team.by_role(Namespace(), given)
@@ -123,7 +123,7 @@ def test_a_critic_is_compared_with_critics_of_answers_like_its_own(team: ModuleT
 
 
 def test_one_who_says_the_same_of_all_answers_gains_nothing(team: ModuleType) -> None:
-    """Nine answers in ten are wrong; what critics gain by saying so, they lose on the tenth."""
+    """Nine answers in ten are wrong; critics that always say so lose on the tenth what they gain."""
     given = [criticism(own, "wrong", group=group) for group in range(90) for own in (1.0, 0.0)]
     given += [criticism(own, "right", group=group) for group in range(90, 100) for own in (1.0, 0.0)]
     _, shaped = team.by_role(Namespace(), given)

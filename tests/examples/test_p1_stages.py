@@ -1,4 +1,4 @@
-"""P1's example: what is measured as unlearnable is left out until the next stage, and a staged run learns."""
+"""examples/p1_stages: unlearnable prompts are skipped until the next stage, and a staged run learns."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_unlearnable_prompts_rest_until_the_next_stage(learnability: Any, tmp_pa
     for group in (everything := source.get_samples(4)):
         group[0].reward = group[1].reward = 1.0
     source.observe_samples(1, everything)
-    assert sorted(asked(4)) == ["p0", "p1", "p2", "p3"]  # nothing was left: all are measured again
+    assert sorted(asked(4)) == ["p0", "p1", "p2", "p3"]  # no prompt was left: all are measured again
 
 
 def test_the_config_file_has_three_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

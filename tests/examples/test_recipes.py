@@ -1,5 +1,4 @@
-"""examples/recipes: every flag of every recipe is known and explained, the plans are those that are made now, and a recipe
-runs from its first line to its last."""
+"""examples/recipes: all flags are known and explained, stored plans are current, and one recipe runs to its end."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def test_every_flag_is_explained(script: Path) -> None:
 
 @BY_NAME
 def test_plans_are_those_that_are_made_now(script: Path, plans: ModuleType) -> None:
-    """A mistyped flag ends here too: `python examples/recipes/plans.py` makes the files anew."""
+    """Fails for a mistyped flag too; `python examples/recipes/plans.py` regenerates the files."""
     for gpus in plans.gpu_counts(script):
         plan = plans.planned(script, gpus, 80)
         file = RECIPES / "plans" / f"{script.stem.removeprefix('run-')}-{gpus}.txt"
@@ -144,7 +143,7 @@ def test_what_is_missing_is_one_sentence(env: dict[str, str], sentence: str, tmp
 
 @pytest.mark.parametrize("kind", ["gsm8k", "dapo"])
 def test_published_rows_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
-    """The formats of both data sets, the evaluation's too, through the checks that a run begins with."""
+    """Generated rows in the formats of both data sets pass the start-up checks of a run, as prompts and evaluation."""
     subprocess.run([sys.executable, str(RECIPES / "rows.py"), kind, str(tmp_path / "rows.jsonl")], check=True)
     given = {"PLAN": "80", "PROMPT_DATA": "rows.jsonl", "EVAL_DATA": "rows.jsonl@[:8]"}
     done = started(RECIPES / f"run-qwen3-0.6B-{kind}.sh", tmp_path, **given)
@@ -163,7 +162,7 @@ def test_published_rows_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_a_recipe_runs_with_random_weights(tmp_path: Path) -> None:
-    """The one with experts and a filter; the others differ from it in flags that their plans have read."""
+    """Runs the recipe with experts and a filter; the other recipes differ in flags that their plans parse."""
     name = "qwen3-30B-A3B-dapo"
     script = RECIPES / f"run-{name}.sh"
     env = {"RANDOM_WEIGHTS": "1", "STEPS": "2", "MODEL_SET": TINY_EXPERTS, "NUM_GPUS": "1"}

@@ -1,4 +1,4 @@
-"""examples/side_by_side.py: what the table of the modes is made of."""
+"""examples/side_by_side.py: figures and table of the compared modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that the tests of Megatron share, and folders of tiny models for trainings."""
+"""Process groups shared by the Megatron tests, and folders of tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.train.tiny_training import CONFIGS
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankGroup]]:
-    """Groups of processes by their size, started when a test first asks for one and kept for the next."""
+    """Process groups by size, started on first use and reused by later tests."""
     groups: dict[int, RankGroup] = {}
 
     def of(size: int) -> RankGroup:
@@ -32,7 +32,7 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By the name of a model in `tests.train.tiny_training`; of four layers, so that stages can be interleaved."""
+    """Folder of a model of `tests.train.tiny_training` by name; four layers, so that stages can be interleaved."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
@@ -45,7 +45,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.fixture(scope="session")
 def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By the name of a case in `tests.family_models`."""
+    """Folder of a case of `tests.family_models` by name."""
     made: dict[str, Path] = {}
 
     def folder(case: str) -> Path:

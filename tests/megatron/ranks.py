@@ -1,7 +1,7 @@
-"""Processes that form one group and run functions of tests together, many in a row: importing Megatron takes seconds.
+"""Process groups that run test functions on all ranks, reused between tests because importing Megatron takes seconds.
 
-A function is found by its name, so it stands at the top of its module; it gets this process's rank last of all by asking
-torch. What one of the processes raises is raised in the test, and the group goes on to the next function only if none did.
+Functions are pickled by name, so they are defined at module level; they read their rank from torch.distributed. An
+exception in any process is raised in the test and closes the group.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PRELOADED = (
     "tests.megatron.trainings", "slime.train.backends.megatron.builder", "megatron.core.dist_checkpointing",
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
-"""What the functions of tests import, as far as it costs much."""
+"""Slow imports of the test functions."""
 
 
 class RankGroup:
-    """`size` processes; `run` calls a function in all of them and returns what each gave, in the order of ranks."""
+    """A group of `size` processes; `run` calls a function in all of them and returns the results in rank order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,7 +81,7 @@ class RankGroup:
 
 
 def _forks() -> ForkServerContext:
-    """Processes are forks of a server that has imported what they need, has one thread and never computed."""
+    """Context that forks processes from a server with the imports done, one thread and no computation before."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
@@ -90,7 +90,7 @@ def _forks() -> ForkServerContext:
 def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.uname().sysname == "Linux" else "lo0"
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays, and looking through all of it would be most of what a short function costs
+    gc.freeze()  # scanning all imported objects would dominate the time of a short function
     for turn in itertools.count():
         try:
             function, args, keywords = pipe.recv()
@@ -109,10 +109,10 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
 
 
 def _take_apart() -> None:
-    """Let go of what a function made, and with it of its layout's groups: each has a thread that wakes every 10 ms.
+    """Free the modules of a function, and with them its process groups: each has a thread that wakes every 10 ms.
 
-    Experts and rotary embeddings keep tensors whose graph, or a cache of Megatron's, leads back to the whole model where
-    no collector looks, so what is left of modules is emptied.
+    Experts and rotary embeddings keep tensors that refer to the whole model through their graph or a Megatron cache,
+    invisible to the garbage collector, so the attributes of remaining modules are cleared.
     """
     for one in gc.get_objects():
         if issubclass(type(one), nn.Module) and type(one).__module__.startswith(("megatron.", "slime.")):
@@ -122,7 +122,7 @@ def _take_apart() -> None:
 
 @contextmanager
 def model_parallel(**sizes: Any) -> Iterator[None]:
-    """Megatron's groups, of `initialize_model_parallel`'s sizes, for as long as a model of a test lives."""
+    """Create Megatron's groups with these sizes of `initialize_model_parallel`; destroy them on exit."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -1,4 +1,4 @@
-"""Small models of every family in Megatron, filled from the folder that transformers wrote."""
+"""Builds small Megatron models of every family with the weights of a transformers folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slime.train.samples.packing import PackedLayout
 from tests.family_models import family_config
 
 LENGTHS = (8, 4, 12, 8)
-"""Of the sequences of a row: what two context-parallel ranks can cut."""
+"""Sequence lengths of a row; multiples of 4, as two context-parallel ranks need."""
 
 
 def megatron_sizes(layout: Layout) -> dict[str, int | None]:
-    """A layout as `initialize_model_parallel` has it."""
+    """Arguments of `initialize_model_parallel` for a layout."""
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -30,7 +30,7 @@ def megatron_sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The stages of this process with the weights of the folder, and the family's fields."""
+    """Build this process's stages with the weights of the folder; return them and the family's fields."""
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.train.backends.megatron.builder import build_stages
@@ -49,7 +49,7 @@ def build(folder: Path, layout: Layout, **flags: Any) -> tuple[list[Any], dict[s
 
 @torch.no_grad()
 def fill(stages: Sequence[Any], folder: Path, rules: Any) -> None:
-    """Put what a folder has into all parameters of this rank."""
+    """Copy the folder's tensors into all parameters and buffers of this rank."""
     from slime.train.backends.megatron.weights import global_buffers, global_names
 
     wanted = local_tensors(folder, rules, {**global_names(stages), **global_buffers(stages)})
@@ -58,7 +58,7 @@ def fill(stages: Sequence[Any], folder: Path, rules: Any) -> None:
 
 
 def local_tensors(folder: Path, rules: Any, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every name: the tensor that was given, and this rank's part of what the folder has for it."""
+    """Pairs of given tensor and this rank's part of the folder's tensors, by name."""
     from slime.models.families.weight_map import entries_by_name
 
     entries, saved = entries_by_name(rules), saved_tensors(folder)
@@ -77,7 +77,7 @@ def tokens(vocab_size: int) -> list[Tensor]:
 
 
 def own_slices(sequence: Tensor, rank: int, size: int) -> Tensor:
-    """The first and last chunk of a sequence that one of `size` context-parallel ranks has."""
+    """The two chunks of a sequence that context-parallel rank `rank` of `size` holds, one from each half."""
     if size == 1:
         return sequence
     chunks = sequence.chunk(2 * size)
@@ -85,7 +85,7 @@ def own_slices(sequence: Tensor, rank: int, size: int) -> Tensor:
 
 
 def whole_sequence(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `own_slices`, of all ranks."""
+    """Inverse of `own_slices`: join the slices of all ranks."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2) for part in parts]
@@ -93,8 +93,10 @@ def whole_sequence(parts: Sequence[Tensor]) -> Tensor:
 
 
 def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> Tensor | None:
-    """Pass sequences as one packed row through all stages of all processes; this rank's logits of its tokens [1, t, v]
-    where the last stage is."""
+    """Pass sequences as one packed row through all stages of all processes.
+
+    Returns this rank's logits of its tokens [1, t, v] on the last stage, None elsewhere.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
@@ -102,7 +104,7 @@ def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> T
     from slime.train.backends.megatron.weights import unwrapped
 
     lengths = tuple(len(sequence) for sequence in sequences)
-    bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")  # no layer may ask the device for them
+    bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")  # meta: no layer may read them
     params = RowParams.of(PackedLayout(lengths, bounds, max(lengths)), on_host=True)
     own = [own_slices(sequence, groups.get_context_parallel_rank(), layout.context) for sequence in sequences]
     ids = torch.cat(own)[None]
@@ -122,7 +124,7 @@ def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> T
 
 
 def shard_of(entry: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """What this rank holds of a parameter."""
+    """This rank's shard of a parameter."""
     from megatron.core import parallel_state as groups
 
     if entry.is_expert:

@@ -1,4 +1,4 @@
-"""Every field of Megatron's classes of settings is reachable by a flag, or its flag is refused with a reason."""
+"""Every field of Megatron's config classes is set by a flag, or its flag is rejected with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are not trained, cut by Megatron: what they score is what FSDP's score."""
+"""Frozen weight sets sharded by Megatron give the same scores as with FSDP."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SETS = ("teacher", "kept", "first", "second", "policy")
 
 
 def push(micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
-    """Make the samples likelier."""
+    """Loss that raises the log-probs of the samples and the entropy."""
     return Outcome(-(log_probs * micro.mask).mean() - 0.1 * entropy.mean())
 
 
 def score_sets(ranks: Ranks, config: Config, teacher: Path) -> dict[str, list[list[float]]]:
-    """Log-probs and entropies under a teacher of another shape, an average, two states on the host, and the policy."""
+    """Log-probs and entropies under a teacher of another shape, an average, two host snapshots, and the policy."""
     builder = make_builder(config, ranks, compute_dtype=torch.float32, progress=Progress())
     backend = builder.policy(config, Start())
     batch = make_train_batch(config, flatten_samples(make_samples(2, 3, seed=1)))
@@ -45,7 +45,7 @@ def score_sets(ranks: Ranks, config: Config, teacher: Path) -> dict[str, list[li
     def update() -> None:
         backend.forward_backward(micros, push, entropy=True)
         backend.clip_gradients()
-        backend.update(Rates(0.3, 0.0))  # in proportion to the gradient, with the eps of the flags
+        backend.update(Rates(0.3, 0.0))  # proportional to the gradient, because adam_eps is 1
 
     backend.load_frozen("teacher", Start(hf_folder=teacher, flag="--opd-teacher-load"))
     backend.snapshot("kept")

@@ -1,4 +1,4 @@
-"""Every parameter of every family gets the gradient that transformers gives it, whatever the layout."""
+"""Gradients of all parameters match transformers, for every family and in several layouts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CASES = [
 
 
 def weights_of(sequence: Tensor) -> Tensor:
-    """What each logit of a sequence counts in the loss [L, V]."""
+    """Weight of each logit of a sequence in the loss [L, V]."""
     generator = torch.Generator().manual_seed(len(sequence))
     return torch.randn(len(sequence), BASE["vocab_size"], generator=generator)
 
 
 @pytest.fixture(scope="module")
 def gradient_folder(family_folder, tmp_path_factory) -> Callable[[str], Path]:
-    """Gradients by transformers, in a folder of the same form as the weights."""
+    """Gradients computed by transformers, saved in the folder format of the weights."""
     made: dict[str, Path] = {}
 
     def folder(case: str) -> Path:
@@ -62,7 +62,7 @@ def gradient_folder(family_folder, tmp_path_factory) -> Callable[[str], Path]:
 
 
 def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, float]:
-    """By how much the gradient of each parameter is off, as a part of its largest number."""
+    """Largest gradient error of each parameter, relative to its largest expected gradient."""
     from megatron.core import parallel_state as groups
     from megatron.core.distributed import finalize_model_grads
 
@@ -88,7 +88,7 @@ def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, floa
         hf_config = family_config(folder)
         sums = {name: parameter.main_grad for name, parameter in global_names(stages).items()}
         wanted = local_tensors(gradients, family_of(hf_config).rules(hf_config), sums)
-        copies = layout.data  # ranks with other samples, which are the same here
+        copies = layout.data  # data-parallel ranks, which all have the same samples here
         return {
             name: float((found / copies - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
             for name, (found, expected) in wanted.items()

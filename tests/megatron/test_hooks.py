@@ -1,4 +1,4 @@
-"""Functions of the user's that are called inside Megatron: when, and with what."""
+"""User hooks called inside Megatron: call times and arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOOKS = {
 
 
 def run_with_hooks(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """This process's parts of the weights after the training."""
+    """Train with all hooks; return this process's parts of the trained weights."""
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "use_kl_loss": True,

@@ -1,4 +1,4 @@
-"""However Megatron cuts a model: metrics and weights after three updates are those of one FSDP process."""
+"""Metrics and weights after three rollouts match one FSDP process, in every Megatron layout."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp2 sp cp2 pp2": ("grpo", 8, {**SP, **CP, **PP}),
     "moe tp2 sp pp2 ep2 dp2": ("moe", 8, {**SP, **PP, **EP}),
 }
-"""Of a training: processes and flags."""
+"""Name of the training, number of processes, and flags of each layout."""
 WITHIN_OTHERS = {
     "tp2", "pp2", "pp2 interleaved", "moe pp2", "moe pp2 interleaved", "moe dp2", "moe cp2", "moe ep2", "moe tp2 sp pp2",
     "moe tp2 sp ep2 dp2", "glm ep2", "sinks ep2", "followed tp2", "custom loss tp2 sp", "ppo pp2", "own experts pp2",
     "latent pp2", "frozen dp2, copies", "engine's experts cp2 ep2",
 }  # fmt: skip
-"""Layouts covered by larger layouts, or whose training another layout covers: part of `make test-long`."""
+"""Layouts covered by larger layouts, or whose training another layout covers: run by `make test-long` only."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def by_fsdp(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 def whole(ranks: list[Numbers], folder: Path) -> dict[str, Tensor]:
-    """The folder's tensors of all ranks' pieces; ranks that have the same region have the same numbers."""
+    """Assemble the folder's tensors from the pieces of all ranks; ranks with the same region must agree exactly."""
     weights = {name: torch.full(shape, float("nan")) for name, shape in folder_shapes(folder).items()}
     for rank in ranks:
         for name, pieces in rank.weights.items():

@@ -1,4 +1,4 @@
-"""What leaves Megatron's trainers while they train: versions of the weights, deltas, checkpoints in the background."""
+"""Exports of Megatron trainers during training: full weights, deltas, background checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start(folder: Path, out: Path, flags: dict[str, Any]) -> Trainer:
 
 
 def versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, Any]:
-    """Version 0 whole, version 1 as a delta and as a checkpoint that is written while training goes on."""
+    """Export version 0 in full, version 1 as a delta and as a checkpoint written in the background."""
     try:
         trainer = start(folder, out, {**flags, "update_weight_mode": "delta", "dtype": "bfloat16"})
         whole = trainer.export_weights(str(out / "v0"), 0)
@@ -91,7 +91,7 @@ def test_engines_get_the_same_weights_whole_and_as_a_delta(
 
 
 def fail_to_save(folder: Path, out: Path) -> str:
-    """The second rank's disk is full from the first file on, while the first still waits for its moments."""
+    """Fail every write of the second rank with a full disk, while the first rank still waits for its moments."""
     try:
         trainer = start(folder, out, {})
         train_rollout(trainer, trainer.config, 0)

@@ -1,4 +1,4 @@
-"""Megatron's models give the logits that transformers' give, in every layout."""
+"""Megatron models give the logits of transformers in several layouts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def expected(folder: Path) -> list[Tensor]:
 
 @torch.no_grad()
 def packed_logits(folder: Path, layout: Layout) -> list[Tensor]:
-    """The logits of this rank's tokens of every sequence of a packed row; empty where there is no last stage."""
+    """Logits of this rank's tokens, per sequence of a packed row; empty on ranks without the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     with model_parallel(**megatron_sizes(layout)):
@@ -70,7 +70,7 @@ def packed_logits(folder: Path, layout: Layout) -> list[Tensor]:
 
 
 def compare(found: list[list[Tensor]], layout: Layout, folder: Path) -> None:
-    """Ranks in Megatron's order: tensor innermost, then context, data and pipeline."""
+    """Compare with transformers; ranks are in Megatron's order: tensor innermost, then context, data and pipeline."""
     last = [parts for parts in found if parts]
     assert last, "no rank has the last stage"
     for number, logits in enumerate(expected(folder)):

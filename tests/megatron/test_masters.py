@@ -1,4 +1,4 @@
-"""Master weights begin as what the folder has, not as what is left of it in the dtype that is computed with."""
+"""Master weights start from the folder's full-precision values, not from values rounded to the compute dtype."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_at_once(folder: Path, out: Path, flags: dict[str, Any]) -> None:
-    """A checkpoint of what was read, before anything is trained."""
+    """Save a checkpoint of the loaded weights before any training."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     own = {"train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, "dtype": "bfloat16"}
@@ -54,7 +54,7 @@ def test_masters_have_every_bit_of_a_wider_folder(
     frozen = ("model.layers.0.", "model.layers.1.") if "freeze_params_name_list" in flags else ()
     found = SavedTensors(tmp_path / "saved" / "iter_0000000", "model")
     assert sorted(found.names) == sorted(source.names)
-    for name, tensor in source:  # what is frozen has no master
+    for name, tensor in source:  # frozen parameters have no master weights
         assert torch.equal(found[name].float(), tensor.bfloat16().float() if name.startswith(frozen) else tensor), name
     if PPO.items() <= flags.items():
         critic = SavedTensors(tmp_path / "saved" / "critic" / "iter_0000000", "model")

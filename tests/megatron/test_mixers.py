@@ -1,4 +1,4 @@
-"""Latent attention and gated delta nets: transformers' logits and gradients, in every layout that cuts them."""
+"""Latent attention and gated delta nets match transformers' logits and gradients in layouts that shard them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRADIENTS: dict[str, tuple[str, Layout]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Any:
-    """Model folders by the name of their family, made when first asked for."""
+    """Model folders by family name, created on first use."""
     made: dict[str, Path] = {}
 
     def of(case: str) -> Path:
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_transformers(ranks, folders, name) -> None:
     for rank, found in enumerate(ranks(layout.world).run(packed_gradients, folder, layout)):
         for parameter, (gradient, exact) in own_gradients(folder, layout, rank, found, wanted).items():
             error = (gradient - exact).abs().max() / exact.abs().max()
-            assert error < (5e-4 if case in DELTA else 2e-5), f"{parameter}: {error}"  # rates and decays cancel
+            assert error < (5e-4 if case in DELTA else 2e-5), f"{parameter}: {error}"  # delta nets: cancellation
 
 
 def test_kernels_that_are_asked_for_and_missing_are_refused(ranks, folders) -> None:
@@ -115,7 +115,7 @@ def expected_gradients(folder: Path) -> dict[str, Tensor]:
 
 
 def packed_gradients(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    """This rank's gradients by global name, summed as Megatron does once a batch is through."""
+    """This rank's gradients by global name, summed as Megatron sums them after a batch."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -148,7 +148,7 @@ def packed_gradients(folder: Path, layout: Layout) -> dict[str, Tensor]:
 def own_gradients(
     folder: Path, layout: Layout, rank: int, found: dict[str, Tensor], wanted: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What a rank found and what it should have, by name."""
+    """Pairs of computed and expected gradient of a rank, by name."""
     from slime.models.families.family import family_of
     from slime.models.families.weight_map import entries_by_name
 

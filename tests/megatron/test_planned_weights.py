@@ -1,4 +1,4 @@
-"""The plan counts the weights that the processes of a layout really have."""
+"""The plan's weight counts match the parameters that the processes of a layout hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def count(folder: Path, out: Path, flags: dict[str, Any]) -> tuple[int, int]:
-    """Planned and real elements of this process."""
+    """Planned and actual number of elements of this process."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     config = config_for(folder, out, train_backend="megatron", actor_num_gpus_per_node=ranks.size, **flags)
@@ -53,4 +53,4 @@ def test_planned_weights_are_there(
 ) -> None:
     model, flags = LAYOUTS[layout]
     for planned, real in ranks(2).run(count, model_folder(model), tmp_path, flags):
-        assert planned == pytest.approx(real, rel=0.02)  # norms and routers are whole on every process
+        assert planned == pytest.approx(real, rel=0.02)  # norms and routers are replicated

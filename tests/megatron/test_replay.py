@@ -1,4 +1,4 @@
-"""Routers that choose where nobody can tell them are refused; what they follow is what the layouts' tests compare."""
+"""Rejects router settings that routing replay cannot control; test_layouts.py compares replayed trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a folder into Megatron and back into a folder, bit for bit: a tiny model of every family in several layouts."""
+"""Weights read from a folder into Megatron come back bit for bit: a tiny model of every family, several layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Found = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
 def expert_cases() -> list[tuple[str, str]]:
-    """Families with experts, in the layouts that cut them: Megatron's experts with biases are cut by no ranks."""
+    """Families with experts and the layouts that shard them; Megatron cannot shard a single expert with biases."""
     found = []
     for case in FAMILIES:
         model_type, own = FAMILY_MODELS[case]
@@ -45,7 +45,7 @@ def expert_cases() -> list[tuple[str, str]]:
 
 
 def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Found:
-    """What this rank reads into its stages and gives back of them, as parts of the folder's tensors."""
+    """Read the folder into this rank's stages; return their weights as parts of the folder's tensors."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

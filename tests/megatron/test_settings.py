@@ -1,4 +1,4 @@
-"""Flags and models reach the fields of Megatron's settings, and what cannot be is one sentence."""
+"""Flags and model configs set the fields of Megatron's configs; invalid settings raise a UserError."""
 
 from __future__ import annotations
 

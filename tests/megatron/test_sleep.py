@@ -1,4 +1,4 @@
-"""A Megatron trainer that sleeps between its rollouts: nothing is left on the device, and no number changes."""
+"""A Megatron trainer offloaded between rollouts frees its device memory and computes the same metrics."""
 
 from __future__ import annotations
 

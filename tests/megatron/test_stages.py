@@ -1,4 +1,4 @@
-"""The stages of a model: what they are called, what is marked as a part, and what a CPU answers in CUDA's place."""
+"""Stages of a model: parameter names, tensor-parallel marks, the value head, and the CPU stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def facts(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Shape of every parameter of this rank, and whether it is marked as a part of a matrix."""
+    """Shape and tensor-parallel mark of every parameter of this rank."""
     from slime.train.backends.megatron.weights import global_names
 
     with model_parallel(**megatron_sizes(layout)):
@@ -49,7 +49,7 @@ def test_names_are_those_of_the_whole_model_in_every_layout(ranks, folder) -> No
 
 
 def test_exactly_the_parts_of_matrices_are_marked(ranks, folder) -> None:
-    """What is not marked counts once in the gradient norm, on the first rank alone."""
+    """Unmarked parameters count once in the gradient norm, on the first rank only."""
     (whole,) = ranks(1).run(facts, folder, Layout())
     found = ranks(2).run(facts, folder, Layout(2, tensor=2, sequence_parallel=True, expert_tensor=2))
     for part in found:
@@ -83,7 +83,7 @@ def test_a_value_head_stands_in_the_place_of_the_output_layer(ranks, folder) -> 
 
 
 def torch_as_it_was() -> dict[str, bool]:
-    """What `prepare` may not touch, compared with before."""
+    """Compare torch before and after `prepare`, which must not change it."""
     before = {
         "cuda": torch.Tensor.cuda,
         "type": torch.Tensor.type,
@@ -117,7 +117,7 @@ def test_nothing_outside_megatron_is_touched(ranks) -> None:
 
 
 def compiled_functions() -> list[str]:
-    """What torch.compile would translate when it is first called."""
+    """Names of Megatron functions that torch.compile would compile on their first call."""
     from slime.train.backends.megatron.cpu_runtime import prepare
 
     prepare()

@@ -1,4 +1,4 @@
-"""What Megatron's layouts save, every other layout and FSDP continue from, bit for bit; and what leaves for engines."""
+"""Checkpoints saved in one Megatron layout are restored bit for bit in other layouts and in FSDP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TRIPS: dict[str, tuple[str, dict[str, Any], tuple[int, dict[str, Any]], tuple[in
 def train_and_save(
     folder: Path, out: Path, saved: Path, flags: dict[str, Any], load: Path | None, count: int
 ) -> Metrics:
-    """So many rollouts from where `load` ends; all processes of a group together. A checkpoint is at `saved`."""
+    """Train `count` rollouts from checkpoint `load` and save to `saved`; every process of the group calls it."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     paths = {"save": str(saved), "load": None if load is None else str(load)}
@@ -67,7 +67,7 @@ def train_and_save(
 
 
 def weights_at_start(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Of the policy and of its reference, whole."""
+    """Full initial weights of the policy and of its reference."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **KL, **flags}
@@ -127,7 +127,7 @@ def test_fsdp_goes_on_from_megatron_and_megatron_from_fsdp(
 def test_weights_start_from_checkpoints_of_either_kind(
     kind: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
-    """A checkpoint of this system, what slime convert makes of it, and a torch_dist checkpoint of that."""
+    """Sources: a trainer checkpoint, the folder `slime convert` makes of it, and a torch_dist checkpoint of that."""
     model, saved, flags = model_folder(kind), tmp_path / "saved", EP if kind == "qwen3_moe" else TP
     ranks(2).run(train_and_save, model, tmp_path / "a", saved, flags, None, 1)
     folder = Conversion(saved, tmp_path / "hf", "float32").run()

@@ -1,4 +1,4 @@
-"""Distributed checkpoints from here to Megatron's own model and loader, and from its writer back."""
+"""Converted torch_dist checkpoints load in Megatron's stock model, and what it saves converts back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TP, PP, EP = (
 
 
 def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str, int]) -> None:
-    """Load a checkpoint into Megatron's stock model, cut by these sizes, and save that."""
+    """Load a checkpoint into Megatron's stock model, sharded by `sizes`, and save it again."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # noqa: F401 (to be prepared)
     from megatron.core.dist_checkpointing.strategies import torch as strategies  # noqa: F401
@@ -51,7 +51,7 @@ def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str,
         spec = get_gpt_layer_local_spec(
             num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"], normalization="RMSNorm"
         )
-        if "num_moe_experts" in fields:  # as Transformer Engine's spec names it
+        if "num_moe_experts" in fields:  # names as in Transformer Engine's spec
             del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         model = GPTModel(
             config,
@@ -73,14 +73,14 @@ def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str,
 
 @contextmanager
 def allowed_children() -> Iterator[None]:
-    """Megatron's writer starts processes, which those of a group may not; the one that it would keep ends with this."""
+    """Allow Megatron's writer to start processes from a daemonic process; end the one that it keeps."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     config = vars(multiprocessing.current_process())["_config"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config, "daemon", False)
         yield
-    filesystem_async._results_queue = None  # whose process ends when nobody has it any more
+    filesystem_async._results_queue = None  # drops the last reference, so its process exits
     gc.collect()
     assert not multiprocessing.active_children()
 

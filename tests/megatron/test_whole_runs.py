@@ -1,4 +1,4 @@
-"""Whole runs with Megatron's trainers: what they learn reaches the engines, and the reward rises."""
+"""Whole runs with Megatron trainers: updated weights reach the engines, and the reward rises."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_reward_rises(name: str, tmp_path: Path) -> None:
         )
         return list(result.metrics)
 
-    if goes_on:  # saved by both ranks and taken up again in the middle
+    if goes_on:  # both ranks save halfway, and a second run resumes
         kept = str(tmp_path / "kept")
         saving = {"save": kept, "load": kept, "lr_decay_iters": ROLLOUTS}
         metrics = run(num_rollout=ROLLOUTS // 2, **saving) + run(num_rollout=ROLLOUTS, **saving)

@@ -1,4 +1,4 @@
-"""Short trainings by a real `Trainer` in the processes of a group."""
+"""Short training runs of a real `Trainer` in the processes of a `RankGroup`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tests.train.tiny_training import make_samples
 
 ROLLOUTS = 3
 COMMON: dict[str, Any] = {"lr": 0.1, "adam_eps": 1.0, "micro_batch_size": 2}
-"""Updates are in proportion to the gradient, or a rounding error would become a whole step."""
+"""adam_eps=1 makes updates proportional to the gradient, so a rounding error cannot become a full-size step."""
 
 Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Every metric of the rollouts, and this rank's pieces of the weights after them."""
+    """Metrics of all rollouts, and this rank's pieces of the final weights."""
 
     metrics: list[dict[str, float]]
     weights: Pieces
 
 
 def run_layout(folder: Path, out: Path, flags: dict[str, Any]) -> Numbers:
-    """A training by Megatron; all processes of the group together."""
+    """Run a Megatron training; every process of the group calls it."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **flags}
@@ -61,7 +61,7 @@ def train(ranks: Ranks, config: Config) -> Numbers:
 
 
 def run_with_skipped_step(folder: Path, out: Path, flags: dict[str, Any]) -> tuple[list[float], Numbers, Numbers]:
-    """A training whose second step has an infinite gradient, and one without this step; which steps were skipped."""
+    """Train with an infinite gradient in the second step, then without that step; return skip flags and results."""
     assert dist.group.WORLD is not None
     ranks, found, skipped = Ranks.of(dist.group.WORLD, torch.device("cpu")), [], []
     changes = {**COMMON, "train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, **flags}
@@ -86,7 +86,7 @@ def run_with_skipped_step(folder: Path, out: Path, flags: dict[str, Any]) -> tup
 def train_rollout(
     trainer: Trainer, config: Config, rollout_id: int, first_reward: float | None = None
 ) -> list[dict[str, float]]:
-    """The metrics of every step of a rollout, and those of the whole."""
+    """Train on one rollout; return the metrics of each step, then those of the rollout."""
     data, samples = trainer.topology.data, flatten_samples(samples_for(config, rollout_id))
     if first_reward is not None:
         samples[0].reward = first_reward
@@ -107,7 +107,7 @@ def train_rollout(
 
 
 def samples_for(config: Config, rollout_id: int) -> list[list[Sample]]:
-    """The same for every layout; with the experts of an engine that chose at random, where these are repeated."""
+    """Samples that are the same for every layout; with random routed experts if rollout routing replay is on."""
     groups = make_samples(3, 3, seed=rollout_id)
     if not config.use_rollout_routing_replay:
         return groups
@@ -121,7 +121,7 @@ def samples_for(config: Config, rollout_id: int) -> list[list[Sample]]:
 
 
 def own_pieces(backend: MegatronBackend) -> Pieces:
-    """This rank's regions of the folder's tensors, by the family's rules."""
+    """This rank's regions of the folder's tensors, according to the family's weight map."""
     pieces: Pieces = {}
     for name, tensor in backend.tensors().items():
         entry = backend.folder.entries[name]

@@ -1,1 +1,1 @@
-"""What was written for upstream slime, here: tables of its flags, names and behaviours, and whole runs of its plugins."""
+"""Compatibility with upstream slime: tables of its flags, names and behaviours, and whole runs of plugins for it."""

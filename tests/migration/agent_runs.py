@@ -1,4 +1,4 @@
-"""A user's folder with a plugin and a scripted model in it, runs there, and what they left in the journal."""
+"""A user's folder with a plugin and a scripted model: starts runs in it and reads their journal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLUGINS = Path(__file__).parent / "plugins"
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a user starts runs."""
+    """Working folder in which a user starts runs."""
 
     path: Path
     model: ScriptedModel
@@ -40,25 +40,25 @@ class Folder:
         (self.path / file).write_text(text.replace(old, new))
 
     def train(self, *flags: str, program: str = "train.py", **env: str) -> Done:
-        """A run of this folder to its end; its outputs are in `out`."""
+        """Run a training in this folder to its end; outputs are in `out`."""
         shutil.rmtree(self.path / "out", ignore_errors=True)
         command = [sys.executable, str(ROOT / program), *self.flags(), *flags, "--output-dir", "out"]
         return run(command, self.path, **env)
 
     def flags(self) -> list[str]:
-        """Sixteen samples of four prompts in one step."""
+        """Flags for sixteen samples of four prompts in one step."""
         given = """--hf-checkpoint model --prompt-data prompts.jsonl --rollout-batch-size 4 --n-samples-per-prompt 4
         --num-rollout 1 --global-batch-size 16 --rollout-max-response-len 64 --rollout-temperature 1.0
         --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --lr 1e-6 --device cpu"""
         return given.split()
 
     def samples(self) -> list[Sample]:
-        """What was trained on, as the journal has it."""
+        """Consumed samples in the journal."""
         with open_read_only(self.path / "out" / NAME) as connection:
             return [found.sample for found in Reader(connection).samples(Choice(state="consumed"))]
 
     def check_log_probs(self, sample: Sample) -> None:
-        """Every sampled token has the log-prob of the script, every other one 0."""
+        """Check that sampled tokens have the log-prob of the script, and all others 0."""
         start = len(sample.tokens) - sample.response_length
         following = list(pairwise(sample.tokens))[start - 1 :]
         mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
@@ -70,7 +70,7 @@ class Folder:
 
 
 def make_folder(path: Path, plugin: str, script: Script, prompts: Sequence[dict[str, Any]]) -> Folder:
-    """A folder with the files of a plugin, the model of a script, and prompts."""
+    """Create a folder with the files of a plugin, the model of a script, and prompts."""
     shutil.copytree(PLUGINS / plugin, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     return Folder(path, make_scripted_model(path / "model", script))
@@ -78,7 +78,7 @@ def make_folder(path: Path, plugin: str, script: Script, prompts: Sequence[dict[
 
 @contextmanager
 def served(app: web.Application) -> Iterator[str]:
-    """An aiohttp application on a free port, in a thread, and its URL."""
+    """Serve an aiohttp application on a free port in a thread; yields its URL."""
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(app)
     loop.run_until_complete(runner.setup())
@@ -96,7 +96,7 @@ def served(app: web.Application) -> Iterator[str]:
 
 
 def stretches(sample: Sample) -> list[tuple[int, list[int]]]:
-    """The response as (loss mask, tokens) stretches."""
+    """Split the response into (loss mask, tokens) spans of equal mask."""
     found: list[tuple[int, list[int]]] = []
     for token, bit in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True):
         if not found or found[-1][0] != bit:
@@ -106,5 +106,5 @@ def stretches(sample: Sample) -> list[tuple[int, list[int]]]:
 
 
 def spelled(word: str, after: str) -> Script:
-    """A word in single characters, then `after`; encoding its text again gives other tokens."""
+    """Script of a word in single characters, then `after`; encoding its text again gives other tokens."""
     return {char: {next_: 1.0} for char, next_ in pairwise([*word, after])}

@@ -1,4 +1,4 @@
-"""docs/migration.md, made of the tables: `python -m tests.migration.page > docs/migration.md`."""
+"""Generates docs/migration.md from the tables: `python -m tests.migration.page > docs/migration.md`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ tests walk: a name is imported and its signature compared, a flag is parsed, a b
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     flags, names, behaviours = read_flags(), read_names(), read_behaviours()
     parts = [INTRODUCTION, *_counts(flags, names, behaviours), *_flags(flags), *_names(names), *_behaviours(behaviours)]
     parts.extend(_plugins(CONTRACTS))

@@ -1,9 +1,9 @@
-"""A model that follows a script: which token comes after which, with which probability, written into real weights.
+"""A real model whose weights encode a script: the probability of each next token given the previous token.
 
-So a plugin meets tool calls, answers and mistakes in a proportion that the test chooses, and the log-prob of every
-sampled token is known without asking an engine. One-hot embeddings go past layers that add nothing, and the head looks
-the next token up. A piece of one character is that character's own token, a longer one becomes a token of the
-vocabulary; so a word spelled in single characters is tokenised otherwise as soon as somebody encodes its text again.
+A test chooses the share of tool calls, answers and mistakes, and knows the log-prob of every sampled token without an
+engine. One-hot embeddings pass through layers that add nothing, and the head looks up the next token. A piece of one
+character is that character's own token; a longer piece is added to the vocabulary. A word spelled in single characters
+therefore gets other tokens when its text is encoded again.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Script = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class ScriptedModel:
-    """A model folder, its tokenizer, and what may follow each token; whatever the script leaves out ends the turn."""
+    """A model folder, its tokenizer, and next-token probabilities; tokens without a script entry end the turn."""
 
     folder: Path
     tokenizer: Any
     follows: dict[int, dict[int, float]]
 
     def log_prob(self, before: int, token: int) -> float:
-        """Of a token that was sampled after another one."""
+        """Log-prob of `token` sampled after `before`."""
         return math.log(self.follows.get(before, {self.tokenizer.eos_token_id: 1.0})[token])
 
 
 def make_scripted_model(folder: Path, script: Script) -> ScriptedModel:
-    """Write the folder of a model that starts a turn after a newline and goes on as the script says."""
+    """Write the folder of a model that starts a turn after a newline and follows the script."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     pieces = dict.fromkeys([*script, *(piece for after in script.values() for piece in after)])
@@ -77,7 +77,7 @@ def _id_of(tokenizer: Any, piece: str) -> int:
 
 
 def _norm_scale(width: int, config: Any) -> float:
-    """What the last norm makes of the one of a one-hot vector."""
+    """Value that the last norm gives to the 1 of a one-hot vector."""
     return 1 / math.sqrt(1 / width + config.rms_norm_eps)
 
 

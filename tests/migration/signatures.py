@@ -1,4 +1,4 @@
-"""Whether a function takes every call that upstream's function takes, with the same meaning of what is left out."""
+"""Compares signatures: a function must accept every call of upstream's function, with the same defaults."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 Parameters = dict[str, tuple[inspect._ParameterKind, str | None]]
-"""Name, kind, and the default as it is written; None where there is none."""
+"""Kind and default (source text, None if there is none) of each parameter, by name."""
 
 
 def upstream_parameters(call: str) -> Parameters:
-    """The parameters of a signature that is written as text: `f(a, b=1, *, c=None, **kwargs)`."""
+    """Parse the parameters of a signature given as text: `f(a, b=1, *, c=None, **kwargs)`."""
     (function,) = ast.parse(f"def {call}: ...").body
     if not isinstance(function, ast.FunctionDef):
         raise ValueError(f"{call} is no signature")
@@ -33,7 +33,7 @@ def upstream_parameters(call: str) -> Parameters:
 
 
 def differences(ours: Callable[..., Any], call: str, *, is_method: bool = False) -> list[str]:
-    """What a caller of upstream's function would notice; empty when it can be called all the same."""
+    """Differences that affect callers of upstream's function; empty if all their calls work."""
     parameters = list(inspect.signature(ours).parameters.values())
     if is_method:
         parameters = parameters[1:]
@@ -79,6 +79,6 @@ def _default_differs(parameter: inspect.Parameter, default: str | None) -> list[
         return [f"needs {parameter.name}, which is {default} when left out"]
     try:
         same = ast.literal_eval(default) == parameter.default
-    except ValueError:  # a name, such as Sample.Status.PENDING: compared as it prints
+    except ValueError:  # a name such as Sample.Status.PENDING: compared by its text
         same = default.rpartition(".")[2] in str(parameter.default)
     return [] if same else [f"has {parameter.name}={parameter.default!r} and not {default}"]

@@ -1,6 +1,6 @@
-"""The migration tables, read and checked: one row for each flag, name and behaviour of upstream slime.
+"""Reads and checks the migration tables: one row for each flag, name and behaviour of upstream slime.
 
-Invariant: every row has a verdict, and every row that is not `same` says how or why.
+Invariant: every row has a verdict, and every row that is not `same` has a note with the difference or reason.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Name:
     module: str
     verdict: str
     name: str = ""
-    """Dotted for what belongs to a class; left out for the module as such."""
+    """Dotted for class members; empty for the module itself."""
     call: str = ""
     kind: str = ""
-    """Left out: a function where there is a `call`, else a value. A class may have a `call`, that of its constructor."""
+    """If empty: a function if there is a `call`, else a value. The `call` of a class is that of its constructor."""
     note: str = ""
 
     @property
@@ -44,7 +44,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One thing that upstream does, and the test that shows what is done here."""
+    """One upstream behaviour, and the test that checks it here."""
 
     what: str
     verdict: str
@@ -78,7 +78,7 @@ def read_behaviours() -> list[Behaviour]:
 
 
 def read_flags() -> list[Flag]:
-    """The flags, each with the comment above it in the file for a group."""
+    """Read the flags; the group of each is the comment above it in the file."""
     rows = _rows("flags.toml", "flag", Flag)
     groups, group = {}, ""
     for line in (HERE / "flags.toml").read_text().splitlines():
@@ -90,7 +90,7 @@ def read_flags() -> list[Flag]:
 
 
 def mistakes(row: Name | Behaviour | Flag) -> list[str]:
-    """What is wrong with a row as such, whatever the code says."""
+    """Errors of a row itself, independent of the code."""
     wrong = []
     if row.verdict not in VERDICTS:
         wrong.append(f"its verdict is {row.verdict!r}, none of {', '.join(VERDICTS)}")

@@ -21,7 +21,7 @@ SEARCHES = {
     "\n": {"<search>": 0.5, "<answer>": 0.5},
     "<search>": {"q": 1.0},
     **spelled("quick", "</search>"),
-    "</search>": {"and": 1.0},  # goes on unless somebody stops it
+    "</search>": {"and": 1.0},  # continues unless a stop string ends it
     "<answer>": {"forty-six": 0.6, "forty-seven": 0.4},
     "forty-six": {"</answer>": 1.0},
     "forty-seven": {"</answer>": 1.0},
@@ -31,7 +31,7 @@ INFORMATION = "\n\n<information>Doc 1(Title: fox) the quick fox\nDoc 2(Title: do
 
 
 def retrieval(asked: list[Any]) -> web.Application:
-    """A retrieval server that keeps what it was asked."""
+    """A retrieval server that records its requests in `asked`."""
 
     async def retrieve(request: web.Request) -> web.Response:
         asked.append(await request.json())
@@ -85,7 +85,7 @@ def test_search_r1_with_the_tokens_as_sampled(search_folder: Folder) -> None:
             if not bit:
                 assert text == INFORMATION
             elif "<search>" in text:
-                assert tokens[1:-1] == spelled_out  # as sampled: its text would be tokenised otherwise
+                assert tokens[1:-1] == spelled_out  # as sampled: encoding the text gives other tokens
         searches[len([bit for bit, _ in turns if not bit])] += 1
         search_folder.check_log_probs(sample)
         assert sample.reward == search_reward(search_folder, sample)
@@ -116,7 +116,7 @@ def test_search_r1_with_text_that_is_cut_and_tokenised(search_folder: Folder) ->
             text = search_folder.decode(tokens)
             assert bit or text == INFORMATION
             assert tokens == encode(text)
-            assert "and" not in text or not bit  # cut behind the first tag
+            assert "and" not in text or not bit  # cut after the first tag
     assert len(asked) == sum(not bit for sample in samples for bit, _ in stretches(sample)) > 0
 
 
@@ -129,7 +129,7 @@ TOOL_USER = {
     **{call: {"</tool_call>": 1.0} for call in (CODE, BROKEN_CODE, UNREADABLE)},
     "Answer: ": {"\\boxed{": 1.0},
     "\\boxed{": {"4": 1.0},
-    "4": {"6": 0.6, "7": 0.4},  # one by one, where their text is one token
+    "4": {"6": 0.6, "7": 0.4},  # two tokens; encoding their text gives one
     "6": {"}": 1.0},
     "7": {"}": 1.0},
 }
@@ -232,7 +232,7 @@ def test_several_agents_make_several_samples_of_one_rollout(tmp_path: Path) -> N
             assert any(line in rewriter.prompt for line in given)
         picked[selector.response] += 1
         picked["unlike"] += len({tuple(one.tokens) for one in by_agent["solver"]}) == 2
-    assert picked["unlike"] > 0  # agents that were asked at once are not one and the same
+    assert picked["unlike"] > 0  # concurrent agents sample different answers
     assert {answer for answer in picked if "IDX" in answer} == {f"IDX{n}<|im_end|>" for n in (0, 1, 9)}
     [rollout] = records(tmp_path / "out", "rollout")
     raw = [one.metadata["raw_reward"] for one in samples]
@@ -269,12 +269,12 @@ STRANDS_FLAGS = (
     ("program", "flags"), [("train.py", []), ("train_async.py", ["--sglang-tool-call-parser", "qwen25"])]
 )
 def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str, flags: list[str]) -> None:
-    """Its calls are in the text of an answer, or parsed by the engine; and a driver that would like log-probs."""
+    """Tool calls are in the response text or parsed by the engine; the async driver warns of missing log-probs."""
     rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
     folder = make_folder(tmp_path, "strands", FRAMEWORK_USER, rows)
     done = folder.train(*STRANDS_FLAGS.split(), *flags, program=program)
     assert done.code == 0, done.err
-    assert done.err.count("importance weights") == (program == "train_async.py")  # left out, and said so once
+    assert done.err.count("importance weights") == (program == "train_async.py")  # dropped with one warning
     samples = folder.samples()
     assert len(samples) == 16
     seen = Counter[Any]()
@@ -297,7 +297,7 @@ def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str,
             continue
         right = "\\boxed{46}" in said[-1]["content"]
         assert sample.reward == pytest.approx(1.0 if right else min(0.2, 0.1 * sample.tool_call_count))
-    assert seen[None] > 0 < seen[SUM] + seen[NO_SUM]  # which, is left to chance: these routes know no seeds
+    assert seen[None] > 0 < seen[SUM] + seen[NO_SUM]  # which one is random: these routes take no seed
     [rollout] = records(tmp_path / "out", "rollout")
     assert rollout["rollout/raw_reward"] == pytest.approx(sum(sample.reward for sample in samples) / 16)
 
@@ -317,9 +317,7 @@ TAU_FLAGS = "--input-key index --custom-generate-function-path generate_with_tau
 
 
 def test_an_environment_with_a_customer_who_is_a_model_too(tmp_path: Path) -> None:
-    rows = [
-        {"index": i, "metadata": '{"source": "shop"}'} for i in range(4)
-    ]  # numbers of tasks in the place of prompts
+    rows = [{"index": i, "metadata": '{"source": "shop"}'} for i in range(4)]  # task numbers instead of prompts
     folder = make_folder(tmp_path, "tau_bench", CLERK, rows)
     customer = EngineProcess(make_scripted_model(tmp_path / "customer", CUSTOMER).folder, tmp_path / "customer.log")
     try:
@@ -348,7 +346,7 @@ def test_an_environment_with_a_customer_who_is_a_model_too(tmp_path: Path) -> No
             assert sample.status is Sample.Status.TRUNCATED
             assert (len(actions), sample.reward) == (4, 0.0)
         assert sample.rollout_log_probs is None
-        assert UNFINISHED not in folder.decode(sample.tokens)  # what was given up was begun again
+        assert UNFINISHED not in folder.decode(sample.tokens)  # aborted samples are retried
         seen.update([sample.status, *actions])
     assert {Sample.Status.COMPLETED, "respond", "get_order", "cancel_order"} <= set(seen)
     [rollout] = records(tmp_path / "out", "rollout")

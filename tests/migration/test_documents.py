@@ -1,17 +1,16 @@
-"""Every command and every block of code of the documents about slime (documents.md), on a CPU with a tiny model.
+"""Runs the commands and code blocks of the documents about slime (documents.md) on a CPU with a tiny model.
 
-Bash reads each command as typed, with `scripts/` and `train.py` beside it, and hands it to an interpreter: the real one
-where nothing less will do, else one that writes the words down, which then start the real train.py from a process that
-has imported torch already (docs/testing.md). The environment says which model: `HF_CHECKPOINT` and the numbers of a
-tiny one for scripts/models.
+Bash parses each command as typed, in a folder with `scripts/` and `train.py`. One test passes it to the real
+interpreter; the others pass it to a script that prints the words, which then start the real train.py from a process
+that has imported torch already (docs/testing.md). The environment selects the model: `HF_CHECKPOINT`, and the sizes of
+a tiny model for scripts/models.
 
 The two GRPO commands run as typed, with up to eight trainers, eight engines and 256 samples per step, until Ctrl-C. The
-others get smaller numbers behind them, and flags that no run can do without where the documents leave them out; that
-they are asked for in one sentence is tested too.
+others get smaller sizes, and required flags that the documents leave out.
 
 Not run: `docker pull`, `docker run` and `git clone` (there is no image, and this is the checkout); `pip install -r
-requirements.txt` and `pip install -e .` (tests/test_packaging.py reads what they read); `tensorboard --logdir outputs/`
-(that it finds the files is tested).
+requirements.txt` and `pip install -e .` (tests/test_packaging.py checks their files); `tensorboard --logdir outputs/`
+(a test reads the event files instead).
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ def block(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout as the commands see it, with the user's files: a model of few words, and the data that is printed.
+    """A checkout as the commands see it, with the user's files: a tiny model and the documented data.
 
-    Three things the documents leave out are in the data: the column that `--input-key` names by default, and for each
-    row a verifier, which no flag of theirs names, one that needs no label.
+    The data adds what the documents leave out: the default column of `--input-key`, and for each row a verifier that
+    needs no label, because no documented flag names one.
     """
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("scripts", "train.py", "train_async.py"):
@@ -122,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(command: str, place: Path) -> list[str]:
-    """The words that bash hands to the interpreter, the model's flags sourced first where the command does not."""
+    """Command line that bash passes to the interpreter; the model's flags are sourced if the command does not."""
     sourced = "" if "source " in command else "source scripts/models/qwen3-4B.sh\n"
     done = subprocess.run(
         ["bash", "-c", sourced + command.replace("/path/to", str(place))],
@@ -140,7 +139,7 @@ def samples(run_dir: Path) -> list[Sample]:
 
 
 def run_folder(running: Running, place: Path) -> Path:
-    """Where a run that was given no folder says it writes."""
+    """Output folder printed by a run without --output-dir."""
     words = "the run's files go to "
     running.wait_for(words)
     return place / running.lines[-1].split(words)[1].strip()
@@ -152,7 +151,7 @@ def wait_for(running: Running, event: Callable[[], bool]) -> None:
 
 
 def trained(out: Path) -> bool:
-    """Whether the first step is finished: the metrics have its row."""
+    """True once the metrics contain the first step."""
     return (out / "metrics.jsonl").is_file() and bool(records(out, "train"))
 
 
@@ -174,7 +173,7 @@ def test_the_models_that_are_listed_are_there(place: Path) -> None:
 
 
 def test_the_quick_start_as_typed(place: Path) -> None:
-    """Four trainers, four engines, 3000 rollouts of 256 samples: ended by Ctrl-C after the first."""
+    """Four trainers, four engines, 3000 rollouts of 256 samples: interrupted by Ctrl-C after the first step."""
     command = typed(block("quick start"), place)
     with started(command, place, **TINY) as running:
         out = run_folder(running, place)
@@ -191,7 +190,7 @@ def test_the_quick_start_as_typed(place: Path) -> None:
 
 
 def test_grpo_as_typed(place: Path) -> None:
-    """Eight trainers and eight engines; what has no effect is said, and where the checkpoints go."""
+    """Eight trainers and eight engines; a note names a flag without effect, and checkpoints go to the run's folder."""
     with started(typed(block("GRPO"), place), place, **TINY) as running:
         out = run_folder(running, place)
         wait_for(running, lambda: trained(out))
@@ -204,7 +203,7 @@ def test_grpo_as_typed(place: Path) -> None:
 
 
 def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
-    """Nothing in between: bash, python, train.py, its processes; Ctrl-C goes to all of them, as from a terminal."""
+    """Runs bash, python, train.py and its processes directly; Ctrl-C reaches all of them, as from a terminal."""
     smaller = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-batch-size 2 --n-samples-per-prompt 2"
     command = block("GRPO").rstrip() + f" {smaller} --global-batch-size 4 --save-interval 1\n"
     shell = ["bash", "-c", f"python() {{ '{sys.executable}' \"$@\"; }}\n" + command.replace("/path/to", str(place))]
@@ -252,7 +251,7 @@ def test_multi_turn_generation_with_tools(place: Path) -> None:
 
 
 def test_shared_gpus_a_reward_model_and_two_evaluations(place: Path) -> None:
-    """The command with the two fragments that follow it in the documents; what the class is made with is in a file."""
+    """The command with the two fragments that follow it in the documents; a YAML file has the class's arguments."""
     (place / "reward.yaml").write_text("model_path: four\n")
     fragments = f"{block('custom reward').rstrip()} {block('evaluation')}"
     command = typed(block("shared GPUs").rstrip() + " " + fragments, place)
@@ -281,7 +280,7 @@ def fragments() -> list[str]:
 
 @pytest.mark.parametrize("fragment", fragments())
 def test_a_parameter_does_what_it_says(fragment: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one command each, read and planned: the value is in the config, and used, or a note says that it is not."""
+    """Parses and plans one command: the config has the value, and the plan names flags that are only carried."""
     words = shlex.split(fragment.replace("/path/to", str(place)))
     model = place / "of-this-shape"
     model.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every flag of slime 0.3.1 through the real parser: accepted and read under its name, or refused with its reason."""
+"""The real parser sets every flag of slime 0.3.1 under its name, or rejects it with the reason in the table."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KEYS = {"name", "kind", "default", "example", "verdict", "note", "default_here"}
 ACCEPTED = [row for row in FLAGS if row["verdict"] != "absent"]
 ABSENT = [row for row in FLAGS if row["verdict"] == "absent"]
 NONE = "none"
-"""How the table writes that our default is None; upstream's is left out then."""
+"""Table value for a default of None here; an upstream default of None is left out of the table."""
 
 by_name = pytest.mark.parametrize
 
 
 def words(row: dict[str, Any], tmp_path: Path) -> list[str]:
-    """The flag as somebody types it. A file that is read while parsing exists."""
+    """Command-line words of a flag. Creates the file that --custom-config-path reads during parsing."""
     example = row.get("example", "")
     if row["name"] == "custom-config-path":
         example = str(tmp_path / "own.yaml")
@@ -39,7 +39,7 @@ def words(row: dict[str, Any], tmp_path: Path) -> list[str]:
 
 
 def expected(row: dict[str, Any]) -> Any:
-    """The example as a value of the row's kind."""
+    """Example value of the row, converted to its kind."""
     example = row.get("example", "")
     pieces = shlex.split(example) if row["kind"] not in ("str", "json") else []
     return {
@@ -57,7 +57,7 @@ def expected(row: dict[str, Any]) -> Any:
 
 
 def attribute(name: str) -> str:
-    """What a flag sets: --no-<switch> turns a switch off, unless it is a name of its own."""
+    """Attribute that a flag sets: --no-<switch> clears <switch>, unless a flag of that full name exists."""
     own = name.replace("-", "_")
     positive = own.removeprefix("no_")
     return positive if own not in FLAG_SPECS and name not in MEGATRON_FLAGS and positive in FLAG_SPECS else own
@@ -80,7 +80,7 @@ def test_accepted_and_read_under_its_name(row: dict[str, Any], tmp_path: Path) -
 @by_name("row", ACCEPTED, ids=names(ACCEPTED))
 def test_the_default_is_upstreams_or_the_table_says_why_not(row: dict[str, Any]) -> None:
     name = attribute(row["name"])
-    if name not in FLAG_SPECS:  # carried: an attribute where it was given
+    if name not in FLAG_SPECS:  # carried flag: an attribute only if given
         assert "default_here" not in row
         return
     ours = getattr(Config(), name)

@@ -1,4 +1,4 @@
-"""Flags of upstream's run scripts in whole runs: what is used, what is said, and what nobody may see."""
+"""Flags of upstream's run scripts in whole runs: used flags, printed notes, and a key that must not leak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Run:
 class Table:
     def __init__(self, **kwargs): pass
 """
-"""Stands where the package wandb would be, and looks at the run's other processes while they live."""
+"""Replaces the package wandb and inspects the other processes of the run while they are alive."""
 
 SFT = """
     --hf-checkpoint model --rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data chats.jsonl

@@ -1,4 +1,4 @@
-"""Every name of upstream slime that its documents and examples use: there with its signature, or absent with a reason."""
+"""Upstream names used in its documents and examples exist with their signature, or are absent with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = sorted({row.module for row in NAMES})
 
 
 class Missing(Exception):
-    """The module or the name is not there."""
+    """The module or the name does not exist."""
 
 
 @cache
@@ -36,7 +36,7 @@ def module(name: str) -> Any:
 
 
 def found(row: Name) -> Any:
-    """What the row names; of an attribute that only objects have, its name."""
+    """Return the object that the row names; for an attribute that only instances have, its name."""
     here = module(row.module)
     for part in row.name.split(".") if row.name else ():
         here = owner(here)
@@ -49,12 +49,12 @@ def found(row: Name) -> Any:
 
 
 def owner(here: Any) -> Any:
-    """Whose attributes are meant: a function that stands for a class stands for what it returns."""
+    """Return the object to look attributes up in: for a factory function, its return type."""
     return get_type_hints(here)["return"] if inspect.isfunction(here) else here
 
 
 def attributes_of(cls: type) -> set[str]:
-    """Names that objects of a class have without the class having them: fields, and what its methods set on `self`."""
+    """Instance attributes that the class object itself lacks: fields, and attributes that methods set on `self`."""
     names = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
     for one in cls.__mro__[:-1]:
         names.update(inspect.get_annotations(one))
@@ -65,7 +65,7 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def shortcomings(row: Name) -> list[str]:
-    """In what the name that is here falls short of upstream's."""
+    """Differences of the local name from upstream's kind and signature."""
     here = found(row)
     wrong = []
     if row.what == "async" and not inspect.iscoroutinefunction(here):
@@ -80,7 +80,7 @@ def shortcomings(row: Name) -> list[str]:
 
 
 def is_method(row: Name) -> bool:
-    """Whether the name is a method that takes `self`."""
+    """True if the name is a method that takes `self`."""
     before, _, last = row.name.rpartition(".")
     if not before:
         return False
@@ -90,7 +90,7 @@ def is_method(row: Name) -> bool:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_names_of_a_module(name: str) -> None:
-    """A row that is `same` or `better` can be called as upstream's; one that is `absent` has not come in the meantime."""
+    """`same` and `better` names can be called with upstream's signature; `absent` names do not exist."""
     wrong = []
     for row in (row for row in NAMES if row.module == name):
         try:

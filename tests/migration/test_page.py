@@ -1,4 +1,4 @@
-"""docs/migration.md says what the tables say."""
+"""docs/migration.md matches the tables."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ async def token_sum(args, sample, **kwargs):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's working folder: a model, sums as prompts, and the plugin files beside them."""
+    """A user's working folder: a model, sums as prompts, and the plugin files."""
     folder = tmp_path_factory.mktemp("upstream")
     make_model_folder(folder / "model")
     sums = [
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_without(*left_out: str) -> list[str]:
-    """The flags of a small run, but for these and their values."""
+    """Flags of a small run without the given flags and their values."""
     replaced = {"plugins.py:token_sum": "rewards.token_sum"}
     flags = [replaced.get(word, word) for word in grpo_flags()]
     gone = ("--rollout-sample-hook-path", *left_out)
@@ -62,18 +62,18 @@ def trained(place: Path, *words: str, left_out: tuple[str, ...] = (), program: t
 
 
 def batch(place: Path, out: str, rollout_id: int) -> list[Sample]:
-    """The samples of a rollout, in the order in which they were trained on."""
+    """Samples of a rollout in training order."""
     return [sample for group in read_dump(place / out / f"{rollout_id}.jsonl") for sample in group]
 
 
 def group_states(place: Path, out: str) -> dict[str, int]:
-    """How many groups of the journal are in which state."""
+    """Number of journal groups in each state."""
     with closing(sqlite3.connect(place / out / "journal.sqlite")) as journal:
         return dict(journal.execute("SELECT state, count(*) FROM groups GROUP BY state"))
 
 
 def handed_out(place: Path, out: str) -> int:
-    """How many groups the data source has handed out, put back ones not counted twice."""
+    """Number of groups that the data source handed out; returned groups count once."""
     with closing(sqlite3.connect(place / out / "journal.sqlite")) as journal:
         ((position,),) = journal.execute("SELECT value FROM meta WHERE key = 'position'")
     return int(json.loads(position)["sample_group_index"])
@@ -102,7 +102,7 @@ def test_a_data_source_on_the_bare_base_class(place: Path) -> None:
     assert [sample.prompt for sample in batch(place, "counting", 0)[::4]] == [f"count from {n}" for n in range(4)]
 
 
-# rollout files that somebody made of the default one
+# rollout files derived from the default one
 
 EVAL = ("--eval-prompt-data", "sums", "sums.jsonl@[0:3]", "--eval-interval", "1", "--n-samples-per-eval-prompt", "2")
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -153,7 +153,7 @@ def test_a_rollout_function_around_the_default_one(place: Path) -> None:
     assert len(records(place / "wrapped", "eval")) == 2
 
 
-# generation that goes on while the trainers work
+# generation during training
 
 ASYNC = (sys.executable, str(ROOT / "train_async.py"))
 
@@ -183,12 +183,12 @@ def test_a_function_around_the_fully_asynchronous_one(place: Path) -> None:
     assert [record["step"] for record in records(place / "around", "eval")][-1] == 3
 
 
-# a teacher in the place of a reward
+# a teacher instead of a reward
 
 
 @pytest.fixture(scope="module")
 def teacher(place: Path) -> Iterator[str]:
-    """Where another model is served."""
+    """URL of an engine that serves another model."""
     make_model_folder(place / "sage", seed=11)
     served = EngineProcess(place / "sage", place / "teacher.log", "--device", "cpu")
     yield served.url

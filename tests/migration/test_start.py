@@ -1,4 +1,4 @@
-"""Runs that start as upstream's scripts do."""
+"""Runs started with the flags of upstream's scripts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(folder: Path) -> None:
-    """--ci-test holds trainer and engine to the same log-probs, and the first KL to 0."""
+    """--ci-test checks that trainer and engine agree on log-probs, and that the first KL is 0."""
     flags = [
         *FLAGS,
         "--rollout-max-response-len",
@@ -73,9 +73,9 @@ def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(
 
 
 def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None:
-    """What the documents type: no limit of a response, an evaluation interval without data, checkpoints without a folder.
+    """Flags as documented: no response limit, an evaluation interval without data, checkpoints without a folder.
 
-    The old log-probs are those of the weights that sampled, so trainer and engine agree in the stale step too.
+    The old log-probs come from the weights that sampled, so trainer and engine agree in the stale step too.
     """
     flags = [*FLAGS, "--num-rollout", "3", "--update-weights-interval", "2", "--keep-old-actor", "--lr", "1e-3"]
     more = ["--eval-interval", "50", "--save-interval", "100", "--rollout-max-context-len", "40"]
@@ -92,7 +92,7 @@ def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None
 
 
 def test_a_generate_function_without_log_probs_trains_asynchronously(folder: Path) -> None:
-    """The importance weights of the asynchronous driver are left out with one warning; asked for, they end the run."""
+    """The asynchronous driver drops its importance weights with one warning; with --use-tis the run fails."""
     flags = [*FLAGS, "--num-rollout", "3", "--rollout-max-response-len", "8", "--rollout-num-gpus", "1"]
     flags += ["--custom-generate-function-path", "plugins.without_log_probs", "--lr", "1e-3"]
     train_async = [TRAIN[0], str(Path(TRAIN[1]).with_name("train_async.py"))]

@@ -24,7 +24,7 @@ async def reward_func(args, sample, **kwargs):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's working folder: a model, sums as prompts, a reward, and the plugin files beside them."""
+    """A user's working folder: a model, sums as prompts, a reward, and the plugin files."""
     folder = tmp_path_factory.mktemp("upstream")
     make_model_folder(folder / "model")
     sums = [
@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(*, num_rollout: int = 1) -> list[str]:
-    """Two updates on 16 samples a rollout."""
+    """Flags for two updates per rollout of 16 samples."""
     words = grpo_flags()
     hook = words.index("--rollout-sample-hook-path")
     del words[hook : hook + 2]
@@ -103,7 +103,7 @@ def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
 def test_a_launch_script_with_execute_train(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The numbers of the model script are those of the tiny model, as its variables allow."""
+    """Environment variables set the tiny model's sizes in the model script."""
     facts = json.loads((place / "model" / "config.json").read_text())
     numbers = {
         "NUM_LAYERS": "num_hidden_layers", "HIDDEN_SIZE": "hidden_size", "FFN_HIDDEN_SIZE": "intermediate_size",
@@ -126,7 +126,7 @@ def test_a_launch_script_with_execute_train(
 
 
 def test_masked_importance_sampling_by_yaml(place: Path) -> None:
-    """The file turns the correction on and sets flags and values of its own; the command says nothing of it."""
+    """The YAML file enables the correction and sets flags and extra values; the command line does not."""
     custom = ["--custom-config-path", "mis.yaml", "--custom-tis-function-path", "mis.compute_mis_weights_with_cp"]
     done = run([*TRAIN, *flags(), *custom, "--output-dir", "mis"], place)
     assert done.code == 0, done.err
@@ -139,4 +139,4 @@ def test_masked_importance_sampling_by_yaml(place: Path) -> None:
     config = (place / "mis" / "config.yaml").read_text()
     for line in ("use_tis: true", "use_rs: true", "tis_mode: truncate", "rs_level: sequence", "rs_lower_bound: null"):
         assert f"{line}\n" in config
-    assert "  tis_upper_bound: 2.0\n" in config  # no flag: the function's own
+    assert "  tis_upper_bound: 2.0\n" in config  # not a flag: read by the function

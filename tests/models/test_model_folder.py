@@ -66,7 +66,7 @@ def test_layers_that_training_does_not_use_are_named_with_the_reason(tmp_path: P
     last = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in weights.items() if "layers.3." in name}
     save_file(weights | last, made / "model.safetensors", metadata={"format": "pt"})
     (sentence,) = open_family_folder(made).left_alone_in_words()
-    assert sentence.startswith(f"{len(last)} tensors of {made} (model.layers.4.")
+    assert sentence.startswith(f"{len(last)} tensors of {made} (such as model.layers.4.")
     assert sentence.endswith("it predicts a token beyond the next, which training does not use")
 
 

@@ -201,7 +201,7 @@ def test_wait_for_returns_raises_and_cancels() -> None:
         assert await wait_for(asyncio.sleep(0, 5), "x", "y", timeout_s=120.0) == 5
         with pytest.raises(ValueError, match="its own"):
             await wait_for(failing(), "x", "y", timeout_s=120.0)
-        with pytest.raises(WaitTimeout, match=r"^main waited [\d.]+ s for the tool to answer \(--t\)\nwho") as caught:
+        with pytest.raises(WaitTimeout, match=r"^main waited [\d.]+ s for the tool to answer \(--t\)\nwait-for graph") as caught:
             await wait_for(forever(), "the tool", "to answer", who="main", timeout_s=0.05, flag="--t")
         assert re.search(r"task of main, waiting for the tool:\n  .*test_graph.py:\d+ in forever", str(caught.value))
         assert ended == ["cancelled"]

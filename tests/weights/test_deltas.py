@@ -225,8 +225,8 @@ def test_whole_weights_have_no_delta_index(tmp_path: Path) -> None:
     ("field", "value", "reason"),
     [
         ("version", "x", "not the index"),
-        ("delta_encoding", "rle", "not known"),
-        ("compression_format", "lz4", "not known"),
+        ("delta_encoding", "rle", "unknown encoding or compression"),
+        ("compression_format", "lz4", "unknown encoding or compression"),
     ],
 )
 def test_an_index_that_is_not_ours_is_refused(delta: Path, field: str, value: str, reason: str) -> None:
@@ -297,7 +297,7 @@ def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apply: Any, fails: str
 ) -> None:
     """Simulates CUDA out-of-memory errors. HalfApplied is raised if the old bytes cannot be restored."""
-    targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # not contiguous, so bytes are written through copies
+    targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # not contiguous: written by copying
     before = {name: tensor.clone() for name, tensor in targets.items()}
     trained = {name: tensor + 1 for name, tensor in targets.items()}
     blobs = {n: encode(Changes.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in targets}

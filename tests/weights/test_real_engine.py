@@ -136,7 +136,7 @@ UNOPENABLE = {
     ("device", "reason", "has_region"),
     [
         (UNOPENABLE, "this engine computes on cpu", True),
-        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "none to give: cuIpcGetMemHandle", False),
+        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "the trainer cannot share memory: cuIpcGetMemHandle", False),
     ],
 )
 def test_what_engines_cannot_open_goes_the_next_way(

@@ -173,7 +173,9 @@ class DeltaExporter:
                 tensors = bucket.tensors or {}
                 changed = dict(self._published.changes(tensors)) if tensors else {}
                 unequal = {name: tensors[name] for name in changed}
-                checksums: Iterable[tuple[str, str | ByteArray]]  # or the bytes from which threads compute one
+                checksums: Iterable[
+                    tuple[str, str | ByteArray]
+                ]  # a checksum, or the bytes from which a thread computes it
                 if self._kind == "sum64" and any(tensor.is_cuda for tensor in unequal.values()):
                     checksums = tensor_checksums(unequal.items(), self._kind).items()
                 else:

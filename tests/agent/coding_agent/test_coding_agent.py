@@ -155,7 +155,7 @@ def world(tmp_path_factory):
 
 
 def attempted(world, monkeypatch, repository, texts, command=AGENT, **environment):
-    """Run an attempt in which the model says these texts; return (sample or samples, turns)."""
+    """Run an attempt in which the model answers with these texts; return (sample or samples, turns)."""
     engine, tokenizer, runtime = world
     monkeypatch.setenv("SWE_AGENT", "command")
     monkeypatch.setenv("SWE_AGENT_COMMAND", json.dumps(command))

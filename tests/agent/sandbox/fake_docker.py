@@ -1,4 +1,4 @@
-"""Fake `docker` that records its command lines and runs real processes in a network namespace of their own.
+"""Fake `docker` that records its command lines and runs real processes in a separate network namespace.
 
 `run` starts the first process of the "container" in a new network namespace; `exec` enters that namespace; `inspect`
 prints the process id and `kill` ends the process. The folder in FAKE_DOCKER holds the record and the process id.

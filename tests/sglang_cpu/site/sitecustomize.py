@@ -2,11 +2,11 @@
 
 Two released wheels expect compiled operators that a CPU build of torch does not load:
 
-- torchvision's is built for CUDA, and its import ends at the first operator that torch has never heard of. Declaring
-  those operators without an implementation lets the import through.
+- torchvision's wheel is built for CUDA, and its import fails at the first operator that torch does not know. Declaring
+  those operators without an implementation lets the import succeed.
 - SGLang's server calls two operators of sgl_kernel when it starts on aarch64 (and on x86 with AMX, if it finds the rest
-  of that package): one binds OpenMP threads to cores, one prepares an all-reduce between ranks. For one rank that keeps
-  the threads it was given, both have nothing to do.
+  of that package): one binds OpenMP threads to cores, one prepares an all-reduce between ranks. For one rank
+  without thread binding, both can be no-ops.
 
 torch itself is imported only when the module that needs the operators is.
 """
@@ -35,7 +35,7 @@ NEEDED_BY = {"torchvision": declare_vision, "sglang.srt.distributed.bootstrap": 
 
 
 class DeclareOperators(importlib.abc.MetaPathFinder):
-    """Finds no module; takes the search for one that needs operators as the moment to declare them, once."""
+    """Import hook that finds no module but declares operators, once, before a module that needs them is imported."""
 
     def find_spec(self, fullname, path=None, target=None):
         declare = NEEDED_BY.pop(fullname, None)

@@ -1,4 +1,4 @@
-"""In place of SGLang's CUDA kernels, which have no CPU wheel: every name imports, and fails by name when called."""
+"""Replaces SGLang's CUDA kernels, which have no CPU wheel: every name can be imported and raises when called."""
 
 
 def __getattr__(name):
