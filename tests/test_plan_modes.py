@@ -104,8 +104,8 @@ def test_flags_that_a_custom_file_sets_are_a_note(flags: dict[str, Any], tmp_pat
     own.write_text("use_tis: true\ntis_level: token\nmine: 1\nwandb_key: abc\n")
     (note,) = [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]
     assert note == (
-        f"--custom-config-path {own} sets --use-tis True, --tis-level token, --wandb-key (not shown), whatever the "
-        "command line says"
+        f"--custom-config-path {own} sets --use-tis True, --tis-level token, --wandb-key (not shown), overriding "
+        "the command line"
     )
     own.unlink()
     assert not [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]

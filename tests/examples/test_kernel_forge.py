@@ -69,7 +69,7 @@ def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
         assert found.feedback.startswith(
             {None: "right, speed ", "semicolon": "does not compile: expected "}.get(draft.mistake, "wrong at n=")
         )
-    said = "\n".join(complaints)  # feedback to read for other mistakes, with any compiler
+    said = "\n".join(complaints)  # feedback texts for several mistakes, with any compiler
     assert "undeclared" in said
     assert "wrong at n=" in said
     assert len(complaints) > 3

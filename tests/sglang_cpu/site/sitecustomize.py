@@ -5,8 +5,8 @@ Two released wheels expect compiled operators that a CPU build of torch does not
 - torchvision's wheel is built for CUDA, and its import fails at the first operator that torch does not know. Declaring
   those operators without an implementation lets the import succeed.
 - SGLang's server calls two operators of sgl_kernel when it starts on aarch64 (and on x86 with AMX, if it finds the rest
-  of that package): one binds OpenMP threads to cores, one prepares an all-reduce between ranks. For one rank
-  without thread binding, both can be no-ops.
+  of that package): one binds OpenMP threads to cores, one prepares an all-reduce between ranks. For one rank without
+  thread binding, both can be no-ops.
 
 torch itself is imported only when the module that needs the operators is.
 """
