@@ -45,7 +45,7 @@ from slime.agent.server.control_client import RemoteServer
 from slime.agent.server.dialects import Kind
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Session
-from slime.agent.session.tree import joined, path
+from slime.agent.session.tree import concatenate_ids, path
 from slime.data.sample import Sample
 
 TEMPLATE = """\
@@ -298,7 +298,7 @@ class Benchmark:
 
 def prompts_of(session: Session) -> list[list[int]]:
     """The prompt of each turn, as it was sent."""
-    return [joined(path(turn.parent), turn.context).tolist() for turn in session.tree.turns.values()]
+    return [concatenate_ids(path(turn.parent), turn.context).tolist() for turn in session.tree.turns.values()]
 
 
 def prefix_hits(sessions: list[Session]) -> tuple[int, int]:
@@ -307,7 +307,7 @@ def prefix_hits(sessions: list[Session]) -> tuple[int, int]:
     for session in sessions:
         for turn in session.tree.turns.values():
             if turn.parent is not None:
-                before = len(joined(path(turn.parent)))
+                before = len(concatenate_ids(path(turn.parent)))
                 found += min(before, int(turn.meta_info["cached_tokens"]))
                 reusable += before
     return found, reusable
@@ -319,7 +319,7 @@ def trained_tokens(sessions: list[Session]) -> tuple[int, int, int]:
     for number, session in enumerate(sessions):
         samples = session.samples(Sample(index=number, group_index=0), 1.0)
         merged += sum(sample.total_length for sample in samples)
-        apart += sum(len(joined(path(turn))) for turn in session.tree.turns.values())
+        apart += sum(len(concatenate_ids(path(turn))) for turn in session.tree.turns.values())
         differing += session.counters.retokenised_tokens
     return merged, apart, differing
 

@@ -54,10 +54,10 @@ def serve(port: int, count: int, length: int) -> None:
         def submit(self, sequences: list[Any]) -> None:
             self.waiting += tuple(sequences)
             if len(self.waiting) == count:
-                threading.Thread(target=self.give, args=(self.waiting, time.perf_counter())).start()
+                threading.Thread(target=self.split_by_sample, args=(self.waiting, time.perf_counter())).start()
                 self.waiting = ()
 
-        def give(self, sequences: tuple[Any, ...], all_in: float) -> None:
+        def split_by_sample(self, sequences: tuple[Any, ...], all_in: float) -> None:
             for step in range(length):
                 for at, seq in enumerate(sequences):
                     seq.append(*drawn[(step * 7 + at) % len(drawn)], "default")

@@ -26,7 +26,7 @@ from transformers import DeepseekV2Config, PretrainedConfig, Qwen3Config
 from workload import SHAPES
 
 from slime.train.flops import FlopsModel
-from slime.train.microbatch_plan import build_schedule, even_out
+from slime.train.microbatch_plan import build_schedule, raise_to_multiple
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-0.6b (dense, GQA)": lambda: Qwen3Config(**SHAPES["qwen3-0.6b"]),
@@ -67,7 +67,7 @@ def round_robin(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[lis
             room.append(max_tokens)
         bins[place].append(position)
         room[place] -= length
-    even_out(bins, lengths, ranks)
+    raise_to_multiple(bins, lengths, ranks)
     return [bins[rank::ranks] for rank in range(ranks)]
 
 

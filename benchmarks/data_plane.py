@@ -151,7 +151,7 @@ def memory(options: argparse.Namespace) -> list[Row]:
         return size / len(kept) / options.tokens
 
     def old(body: bytes) -> Any:
-        return before.answered(body, prompt(before.ListSample))
+        return before.make_answer(body, prompt(before.ListSample))
 
     return [
         Row("memory, columns", "bytes/token", held(old, text=False), held(finished, text=False), "<= 12"),
@@ -164,7 +164,7 @@ def answers(options: argparse.Namespace) -> list[Row]:
     rows = []
     for tokens in (options.tokens, 512):
         body = Answers(tokens).body()
-        old = seconds(lambda body=body: before.answered(body, prompt(before.ListSample)))
+        old = seconds(lambda body=body: before.make_answer(body, prompt(before.ListSample)))
         new = seconds(lambda body=body: answered(body, prompt(Sample)))
         target = ">= 1500" if tokens == options.tokens else ""
         what = f"answers of {tokens} tokens"
@@ -207,7 +207,7 @@ def loop(options: argparse.Namespace) -> list[Row]:
         journal.recover(0)
         samples = [finished(body, index) for index, body in enumerate(bodies)]
         journal.hand_out([[sample] for sample in samples], None)
-        olds = [before.answered(body, prompt(before.ListSample)) for body in bodies]
+        olds = [before.make_answer(body, prompt(before.ListSample)) for body in bodies]
 
         def old_record() -> None:
             payload = before.journal_payload(olds.pop())
@@ -230,7 +230,7 @@ def ready(options: argparse.Namespace) -> list[Row]:
     groups, size, tokens = options.groups, options.group_size, options.tokens
     body = Answers(tokens).body()
     few = 8
-    old_group = [before.answered(body, prompt(before.ListSample)) for _ in range(2)]
+    old_group = [before.make_answer(body, prompt(before.ListSample)) for _ in range(2)]
     old_ready = [old_group for _ in range(few)]
     one_look = seconds(lambda: before.refuse_stale(old_ready, 8, 2)) / (few * len(old_group))
     old = one_look * size * groups * (groups + 1) / 2
@@ -280,7 +280,7 @@ def batch(options: argparse.Namespace) -> list[Row]:
         prepared = make_train_batch(config, news)
         send(rank_shares(prepared, schedule(prepared.total_lengths)))
 
-    olds = [before.answered(body, prompt(before.ListSample)) for _ in range(min(fewer, 200))]
+    olds = [before.make_answer(body, prompt(before.ListSample)) for _ in range(min(fewer, 200))]
     olds = [olds[place % len(olds)] for place in range(fewer)]
     old = once(old_way) * samples / fewer
     olds.clear()

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from gpu_checks.fused import fused_tensors, make_body
 
-from slime.engine.embedded.fused.model import FusedBody, compile_kernels
+from slime.engine.embedded.fused.model import FusedModel, compile_kernels
 from slime.engine.embedded.fused.supported_models import block_of
 from slime.engine.embedded.model.interface import DecodeBatch
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles
@@ -91,7 +91,7 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
         print(f"    {row.device_time_total / 3000:8.3f} ms {row.count // 3:5d} x {row.key[:90]}")
 
 
-def time_prompts(body: FusedBody, table: torch.Tensor, tokens: int, each: int) -> float:
+def time_prompts(body: FusedModel, table: torch.Tensor, tokens: int, each: int) -> float:
     count, device = tokens // each, table.device
     batch_of(count, each, table)
     tiles = ExtendTiles.build(list(range(count)), [each] * count, [each] * count, device)

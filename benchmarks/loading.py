@@ -42,13 +42,13 @@ def load(way: str, folder: str, ranks: Any, device: str) -> Any:
     import torch
 
     from slime.config import Config, derive
-    from slime.config.initial_weights import Start
+    from slime.config.initial_weights import InitialWeights
     from slime.models.loading import load_causal_lm
     from slime.train.backends.fsdp import builder
     from slime.train.backends.fsdp import builder as loading
     from slime.train.backends.fsdp.attention import ATTENTION_NAME
     from slime.train.backends.fsdp.packed_model import PolicyModel
-    from slime.train.timers import Progress
+    from slime.train.timers import RankProgress
 
     config = derive(
         Config(hf_checkpoint=folder, rollout_batch_size=ranks.size, actor_num_gpus_per_node=ranks.size, device=device)
@@ -57,19 +57,19 @@ def load(way: str, folder: str, ranks: Any, device: str) -> Any:
         loading.register_packed_attention()
         how = {"dtype": torch.float32, "device": "cpu", "attn_implementation": ATTENTION_NAME}
         builder.load_policy = lambda *_args: PolicyModel(load_causal_lm(folder, **how))
-    made = builder.FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=Progress())
-    return made.policy(config, Start())
+    made = builder.FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=RankProgress())
+    return made.policy(config, InitialWeights())
 
 
 def one_rank(way: str, folder: str, tiny: str, store: str, device: str) -> None:
     """Says when it is ready, begins when it is told to, says how long it took, and goes when it is told to."""
     from transformers.utils.logging import disable_progress_bar
 
-    from slime.train.processes import Meeting
+    from slime.train.processes import TrainerRendezvous
     from slime.train.topology import join_ranks
 
     disable_progress_bar()
-    ranks = join_ranks(device, meeting=Meeting(store), timeout_minutes=5)
+    ranks = join_ranks(device, meeting=TrainerRendezvous(store), timeout_minutes=5)
     load(way, tiny, ranks, device)  # what it imports and starts is no weight
     ranks.barrier()
     print("ready", flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slime.agent.sandbox import Snapshot
 from slime.agent.sandbox.host_sandbox import MachineSandbox
-from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.local import LocalSandbox, unavailable_reason
 from slime.agent.sandbox.registry import SubprocessSandbox
 
 Make = Callable[[], MachineSandbox]
@@ -78,7 +78,7 @@ async def main() -> None:
         tree = prepared(Path(folder) / "tree", given.files)
         rows: dict[str, Make] = {"subprocess": SubprocessSandbox}
         for via in ("unshare", "bwrap"):
-            if (why := refusal(via)) is not None:
+            if (why := unavailable_reason(via)) is not None:
                 print(f"local by {via}: none here: {why}")
                 continue
             rows[f"local by {via}"] = lambda via=via: LocalSandbox(via=via)

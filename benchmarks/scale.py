@@ -51,16 +51,16 @@ from rich.console import Console
 from rich.table import Table
 
 from slime.cluster.memory.arena import SharedArena
-from slime.cluster.node import Process
-from slime.cluster.rpc.channel import Channel, ChannelClosed, Listening, channel_pair
+from slime.cluster.node import NodeProcess
+from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelPoller, channel_pair
 from slime.config import Config
 from slime.data.buffer import Journal
-from slime.data.sample import Keep, Sample
+from slime.data.sample import ArrayMover, Sample
 from slime.train.flops import FlopsModel
 from slime.train.microbatch_plan import Schedule
-from slime.train.processes import Meeting, Rank, RankProcesses
+from slime.train.processes import Rank, RankProcesses, TrainerRendezvous
 from slime.train.samples.batch import TrainBatch
-from slime.train.samples.dp_shards import HandOver, open_share
+from slime.train.samples.dp_shards import ShardTransfer, open_share
 from slime.train.trainer_group import TrainerGroup
 
 GROUP_SIZE = 8
@@ -126,11 +126,11 @@ class SimulatedRanks(RankProcesses):
         self._num_processes = min(processes, self.world_size)
         self._receivers: list[subprocess.Popen[bytes]] = []
 
-    def launch(self) -> list[Meeting]:
+    def launch(self) -> list[TrainerRendezvous]:
         ends: list[socket.socket] = []
         for number in range(self.world_size):
             channel, theirs = channel_pair()
-            self.ranks.append(Rank(cast(Process, SimulatedRank(number)), channel))
+            self.ranks.append(Rank(cast(NodeProcess, SimulatedRank(number)), channel))
             ends.append(theirs)
         for first in range(self._num_processes):
             own = [end.fileno() for end in ends[first :: self._num_processes]]
@@ -166,7 +166,7 @@ class TimedGroup(TrainerGroup):
     def __init__(self, config: Config, processes: int, *, through_memory: bool, folder: str) -> None:
         super().__init__(config, device="cpu", run_dir=folder)
         self._arena = TimedArena(lambda: self.spent)
-        self._hand_over = HandOver(self._arena)
+        self._hand_over = ShardTransfer(self._arena)
         self._through_memory = through_memory
         self.processes = SimulatedRanks(config, processes)
         self.spent = Spent()
@@ -200,7 +200,7 @@ def receive(fds: Sequence[int]) -> None:
     """The other ends: answer for these ranks until the driver goes."""
     channels = [Channel.from_fd(fd) for fd in fds]
     kept: dict[int, TrainBatch] = {}
-    listening = Listening(channels)
+    listening = ChannelPoller(channels)
     try:
         while True:
             for place in listening.ready(3600.0):
@@ -237,7 +237,7 @@ def lengths_of(tokens: str, count: int, seed: int = 0) -> np.ndarray:
     return np.clip(drawn, 2 * 16, LONGEST).astype(np.int64)
 
 
-def make_samples(lengths: np.ndarray, masked: float, keep: Keep | None) -> tuple[list[list[Sample]], float]:
+def make_samples(lengths: np.ndarray, masked: float, keep: ArrayMover | None) -> tuple[list[list[Sample]], float]:
     """Groups of finished samples, each put where it stays by `keep` as it finishes, and the seconds of that; `masked`
     of them have turns that are not trained on."""
     landing = 0.0

@@ -35,8 +35,8 @@ from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.models.loading import load_config
 from slime.train.flops import FlopsModel
-from slime.train.microbatch_plan import Prompts, build_schedule
-from slime.train.processes import Meeting
+from slime.train.microbatch_plan import PromptGroups, build_schedule
+from slime.train.processes import TrainerRendezvous
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares
 from slime.train.topology import join_ranks
@@ -82,7 +82,7 @@ class OneRank:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
         self._config = config
         self._trainer = Trainer(config, device)
-        self._trainer.init(join_ranks(device, meeting=Meeting(str(scratch / "store")), timeout_minutes=5))
+        self._trainer.init(join_ranks(device, meeting=TrainerRendezvous(str(scratch / "store")), timeout_minutes=5))
 
     def share_prompts(self, share: bool) -> None:
         self._trainer.config = self._trainer.config.replace(share_prompts=share)
@@ -98,7 +98,7 @@ class OneRank:
             micro_batch_size=1,
             max_tokens=self._config.max_tokens_per_gpu,
             trainable=batch.trainable,
-            prompts=Prompts(batch.group_indices, batch.prompt_lengths) if shares else None,
+            prompts=PromptGroups(batch.group_indices, batch.prompt_lengths) if shares else None,
         )
         answer = self._trainer.train(rollout_id, rank_shares(batch, schedule)[0])
         return {**answer["rollout_metrics"], **answer["metrics"][-1]}

@@ -158,10 +158,10 @@ class DevicePeak:
 
 def measure(case: Case, scratch: Path) -> dict[str, dict[str, int]]:
     """Peaks of this rank by what it was doing; runs in a process of its own."""
-    from slime.train.processes import Meeting
+    from slime.train.processes import TrainerRendezvous
     from slime.train.topology import join_ranks
 
-    ranks = join_ranks(case.device, meeting=Meeting(str(scratch / "store")), timeout_minutes=5)
+    ranks = join_ranks(case.device, meeting=TrainerRendezvous(str(scratch / "store")), timeout_minutes=5)
     warm = Rank(dataclasses.replace(case, tokens=16), str(scratch / "tiny"), ranks)
     warm.load()
     warm.train(0)

@@ -113,12 +113,12 @@ def _train(words: Sequence[str]) -> int:
 
 def _train_async(words: Sequence[str]) -> int:
     from slime.config import resolve
-    from slime.config.async_mode import mode_of_train_async
+    from slime.config.async_mode import default_async_mode
     from slime.config.parser import parse_flags
 
     config = parse_flags(words)
     if config.async_mode is None:
-        config = config.replace(async_mode=mode_of_train_async(config))
+        config = config.replace(async_mode=default_async_mode(config))
     return _run(resolve(config))
 
 
@@ -191,10 +191,10 @@ def _flags(words: Sequence[str]) -> int:
         return EXIT_OK
     if words:
         from slime.config.help import search_flags
-        from slime.engine.sglang.launch import OF_THE_ROUTER, OF_THE_RUN
+        from slime.engine.sglang.launch import ROUTER_OPTIONS_OF_RUN, SERVER_OPTIONS_OF_RUN
 
-        decided = {f"sglang-{name}": flag for name, flag in OF_THE_RUN.items()}
-        decided |= {f"router-{name}": flag for name, flag in OF_THE_ROUTER.items()}
+        decided = {f"sglang-{name}": flag for name, flag in SERVER_OPTIONS_OF_RUN.items()}
+        decided |= {f"router-{name}": flag for name, flag in ROUTER_OPTIONS_OF_RUN.items()}
         print(search_flags(words, decided), end="")
         return EXIT_OK
     from slime.config.help import format_help

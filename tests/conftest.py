@@ -1,5 +1,5 @@
-"""What all tests share: one thread of computation per process, seeds, warm starts (tests/warm), the order of the files,
-and examples of Hypothesis that may take as long as they like."""
+"""Shared test setup: one compute thread per process, seeds, warm starts (tests/warm), the order of the files, and
+Hypothesis without deadlines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_FIRST = (
     "learning/test_tool_use.py", "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
     "megatron/test_layouts.py", "megatron/test_whole_runs.py", "megatron/test_gradients.py",
 )  # fmt: skip
-"""Folders whose files take long, and files; begun first, so that the workers end at about the same time."""
+"""Slow folders and files. They run first, so that the workers finish at about the same time."""
 PROCESSES = (
     "e2e", "engine_contract", "learning", "warm", "agent/coding_agent/test_coding_agent.py",
     "agent/test_fuzz.py", "agent/sandbox/test_containment.py", "agent/sandbox/test_ordinary_user.py", "agent/sandbox/test_owner.py",
@@ -36,7 +36,7 @@ PROCESSES = (
     "waits/test_trainers.py", "weights/test_every_transport.py", "weights/test_failures.py",
     "weights/test_real_engine.py",
 )  # fmt: skip
-"""Folders and files that start runs, engines or trainers: not part of `make test-fast`."""
+"""Folders and files that start runs, engines or trainers. `make test-fast` skips them."""
 RECOVERY = (
     "agent/sandbox/test_containment.py", "agent/test_fuzz.py", "data/test_journal_recovery.py", "e2e/test_agents.py",
     "e2e/test_crashes.py", "e2e/test_elastic_run.py", "e2e/test_endings.py", "e2e/test_fault_tolerance.py",
@@ -45,9 +45,9 @@ RECOVERY = (
     "engine/test_orders.py", "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py",
     "waits/test_trainers.py",
 )  # fmt: skip
-"""Files whose processes are killed, stopped, resumed or attacked (`make test-recovery`)."""
+"""Files that kill, stop, resume or attack processes (`make test-recovery`)."""
 TABLE_WALKS = ("test_names.py", "test_flags.py", "test_page.py")
-"""Files of `tests/migration` that only look; the others run what was written for upstream (`make test-migration`)."""
+"""Files of `tests/migration` that start no run. The others run code written for upstream (`make test-migration`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,14 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or children of a session in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background sessions ignore it, and so would children
     if config.getoption("--cold"):
         os.environ[COLD] = "1"
     install(Starter())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not going to run is not imported either, where that takes seconds (Megatron, Ray)."""
+    """Skips the import of deselected Megatron and Ray tests, which takes seconds."""
     return (
         True
         if any(
@@ -105,14 +105,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay for the whole session: collections that look at them again take half a second each."""
+    """Freezes modules and tests, which live for the whole session: a garbage collection over them takes 0.5 s."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The same random numbers for a test, and for what it sets up, whatever ran before it in this process."""
+    """Seeds the random number generators, so that a test and its fixtures do not depend on earlier tests."""
     random.seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
@@ -128,7 +128,7 @@ def _cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def _own_search_path() -> Iterator[None]:
-    """Runs inside a test put the user's folder on the search path, where the next test must not find it."""
+    """Restores sys.path after each test, because runs inside a test add the user's folder."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -1,4 +1,4 @@
-"""A tiny random model of every family, in the sizes that 1, 2 and 4 tensor-parallel and 2 expert-parallel ranks share."""
+"""A tiny random model of every family, divisible by 1, 2 and 4 tensor-parallel and 2 expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("qwen2", {}),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-"""model_type and what its config has besides BASE, by a name of the case."""
+"""Case name -> (model_type, config fields in addition to BASE)."""
 
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 WINDOWED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,16 +118,16 @@ WINDOWED_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_windows": ("qwen3", {**_WINDOWS, "max_window_layers": 1}),
     "qwen3_moe_windows": ("qwen3_moe", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
 }
-"""The same of families that have windows where their config switches these on; tensors are those without."""
+"""The same for families whose config can enable sliding windows. Windows do not change the tensors."""
 
 RENAMED = {"kimi_k2": "kimi_k2", "mimo": "mimo"}
-"""Families whose code transformers does not have, under the model_type their folders name; built as another one."""
+"""Case -> model_type in config.json, for families that transformers lacks. They are built as another family."""
 
 
 def make_family_folder(folder: Path, case: str, *, seed: int = 0, spread: float = 0.1, **overrides: Any) -> Path:
-    """A model folder as transformers writes it, with numbers that no two tensors share; weights in float32.
+    """Writes a model folder as transformers does, with float32 weights that differ between all tensors.
 
-    Weights of a smaller spread make a model that rounding errors grow less in.
+    Rounding errors grow less in a model with a smaller `spread` of the weights.
     """
     model_type, own = {**FAMILY_MODELS, **WINDOWED_MODELS}[case]
     torch.manual_seed(seed)
@@ -136,7 +136,7 @@ def make_family_folder(folder: Path, case: str, *, seed: int = 0, spread: float 
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = parameter.mean() if parameter.dim() == 1 else 0.0  # norms are around one, or around zero
+            centre = parameter.mean() if parameter.dim() == 1 else 0.0  # norm weights are centred on one or on zero
             parameter.copy_(centre + spread * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -149,6 +149,6 @@ def make_family_folder(folder: Path, case: str, *, seed: int = 0, spread: float 
 
 
 def family_config(folder: Path) -> dict[str, Any]:
-    """config.json with the part about text folded in."""
+    """Returns config.json with its text_config merged in."""
     config = json.loads((folder / "config.json").read_text())
     return {**config, **config.get("text_config", {})}

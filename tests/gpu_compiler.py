@@ -1,7 +1,7 @@
-"""Triton's compiler for a GPU that need not be there.
+"""Compiles Triton kernels for a GPU that need not be present.
 
-The interpreter, with which tests compare numbers, is Python: what it takes a compiler may not, above all a branch that a
-launch does not need.
+Tests compare numbers with Triton's interpreter, which is Python. It accepts code that the compiler rejects, above all
+in branches that a launch does not take.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 def compile_launches(monkeypatch: pytest.MonkeyPatch, folders: pytest.TempPathFactory) -> list[str]:
-    """Make launches compile and run nothing; the names of those that did are added to the list returned.
+    """Makes kernel launches compile without running. Returns a list that collects the names of compiled kernels.
 
-    What is compiled is kept for the other tests of the process.
+    Compiled kernels are cached for the other tests of the process.
     """
     names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Who listens where, read from /proc."""
+"""Addresses of listening sockets, read from /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LISTENS = "0A"
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """The addresses on which these processes accept TCP connections."""
+    """Returns the addresses on which these processes accept TCP connections."""
     inodes = {inode for pid in pids for inode in _sockets(pid)}
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):

@@ -1,4 +1,4 @@
-"""Weight files without torch: as much of the format as a folder needs to pass for a whole one."""
+"""Writes minimal safetensors files without torch, enough for a model folder to count as complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_safetensors(file: Path, names: tuple[str, ...] = ("lm_head.weight",)) -> Path:
-    """A whole safetensors file of one float32 number per name."""
+    """Writes a complete safetensors file with one float32 number per name."""
     header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * len(names)))
@@ -16,6 +16,6 @@ def write_safetensors(file: Path, names: tuple[str, ...] = ("lm_head.weight",)) 
 
 
 def add_weights(folder: Path) -> Path:
-    """The folder, with weights that are whole (and mean nothing)."""
+    """Adds a complete weight file with dummy values and returns the folder."""
     write_safetensors(folder / "model.safetensors")
     return folder

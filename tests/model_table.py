@@ -1,12 +1,12 @@
-"""Which models each part computes as transformers does: the table of docs/models.md.
+"""The table of docs/models.md: models that each component computes as transformers does.
 
-    python -m tests.model_table            # prints it: every causal language model of transformers, about ten minutes
-    python -m tests.model_table --write    # puts it into docs/models.md
+    python -m tests.model_table            # prints the table for every causal language model, about ten minutes
+    python -m tests.model_table --write    # writes it into docs/models.md
 
-A row is a small model of the family's own default config, where there are windows also with them (`small_model`): the
-embedded engine and the FSDP trainer make the comparison that they make at their start, and Megatron, which has families
-of its own, is compared by the logits of a packed row. A cell is "equal" or "refused"; a part that raises anything but a
-`UserError`, or gives other numbers, ends the walk.
+A row is a small model (`small_model`) with the default config of its family. Families with optional sliding windows get
+a second row with windows. The embedded engine and the FSDP trainer run their start-up comparison. Megatron has its own
+families; it is compared by the logits of a packed row. A cell is "equal" or "refused". Errors other than `UserError`
+and differing numbers end the program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import set_verbosity_error
 
-from slime.engine.embedded.model.self_test import check_small
+from slime.engine.embedded.model.self_test import compare_small_model
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES
 from slime.models.small import small_model
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "kimi_linear": {"num_experts": 8, "num_experts_per_token": 2},
 }
-"""Of families whose default config makes no model."""
+"""Config fields for families whose default config does not build a model."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Row:
 
 
 def row_names() -> list[str]:
-    """A model_type, and its variant with windows where the default has none."""
+    """Returns each model_type, and its variant with windows if the default has none."""
     names = []
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         names.append(model_type)
@@ -68,10 +68,10 @@ def row_names() -> list[str]:
 
 
 def _windowed(model_type: str) -> dict[str, Any]:
-    """What switches the windows of a family on whose default config has none."""
+    """Returns the config fields that enable sliding windows, for a family whose default config has none."""
     try:
         facts = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})).to_dict()
-    except Exception:  # noqa: BLE001 - no default model of it
+    except Exception:  # noqa: BLE001 - no default config of it
         return {}
     if facts.get("use_sliding_window") is False:
         return {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}
@@ -91,9 +91,9 @@ def row(name: str, *, with_megatron: bool = True) -> Row:
     try:
         config, kind = config_and_class(name)
         small = small_model(kind, config)
-    except Exception:  # noqa: BLE001 - transformers has no default model of it
+    except Exception:  # noqa: BLE001 - transformers cannot build it by default
         return Row(REFUSED, REFUSED, REFUSED)
-    engine = _cell(lambda: check_small(lambda: small_model(kind, config)))
+    engine = _cell(lambda: compare_small_model(lambda: small_model(kind, config)))
     return Row(engine, _cell(lambda: check_packed(small)), megatron(name) if with_megatron else REFUSED)
 
 
@@ -106,7 +106,7 @@ def _cell(compare: Callable[[], None]) -> str:
 
 
 def megatron(name: str) -> str:
-    """By the small models of the families that it has; all cases of a type have to be equal."""
+    """Compares Megatron by the small models of its families. All cases of a model_type must be equal."""
     model_type = name.removesuffix(WINDOWS)
     cases = {
         case: own
@@ -137,7 +137,7 @@ def _is_equal_in_megatron(case: str) -> bool:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Markdown: a line for what anything computes, and the names of what nothing does."""
+    """Returns Markdown: a row per model that any component computes, then the names of models that all refuse."""
     lines = ["| model_type | embedded engine | FSDP | Megatron |", "|---|---|---|---|"]
     nothing = []
     for name, found in rows.items():
@@ -157,7 +157,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def page_rows() -> dict[str, Row]:
-    """What docs/models.md says."""
+    """Returns the rows of docs/models.md."""
     part = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     found = {}
     for line in part.splitlines():

@@ -1,8 +1,8 @@
-"""`python -m tests.mutation MODULE.py TESTS...`: breaks one place after another and says which ones no test notices.
+"""`python -m tests.mutation MODULE.py TESTS...`: mutation testing. Prints the mutants that no test detects.
 
-Nothing on the disk is changed. Each mutant is a fork of this process in which importing the module gives its broken
-version; the tests given run in that fork until the first failure. A mutant that they do not notice is printed with its
-line: either a test is missing, or the line says the same thing in another way.
+Files on disk stay unchanged. Each mutant is a fork of this process in which importing the module gives the mutated
+version. The given tests run in that fork until the first failure. A surviving mutant is printed with its line: either a
+test is missing, or the mutant is equivalent to the original.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Mutant:
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Every place of a module that can be broken by one small change."""
+    """Yields every mutant of a module, each with one small change."""
     tree = ast.parse(path.read_text())
     types = {id(part) for annotation in annotations(tree) for part in ast.walk(annotation)}
     for number, node in enumerate(ast.walk(tree)):
@@ -68,7 +68,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def breakages(node: ast.AST) -> Iterator[Any]:
-    """What can be done to one node, each as a function that does it."""
+    """Yields the mutations of one node, each as a function that applies it."""
     match node:
         case ast.Compare(ops=[operator]) if type(operator) in COMPARISONS:
             yield lambda: setattr(node, "ops", [COMPARISONS[type(operator)]()])
@@ -89,7 +89,7 @@ def breakages(node: ast.AST) -> Iterator[Any]:
 
 
 class BrokenModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importing `name` runs the mutant's code."""
+    """Import hook: importing `name` runs the code of the mutant."""
 
     def __init__(self, name: str, path: Path, code: CodeType) -> None:
         self.name, self.path, self.code = name, path, code
@@ -104,7 +104,7 @@ class BrokenModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def survives(mutant: Mutant | None, path: Path, tests: list[str], limit_s: int) -> bool:
-    """Whether the tests pass with the mutant, in a fork; one that hangs longer than the limit is noticed, too."""
+    """Runs the tests with the mutant in a fork. True if they pass; a timeout counts as a failure."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(limit_s)

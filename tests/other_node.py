@@ -1,6 +1,6 @@
-"""A node that is not the driver's, as far as anybody can tell: its processes connect over TCP and show the run's token.
+"""A fake remote node: its processes connect over TCP and authenticate with the token of the run.
 
-They are children of the test all the same, and `paths` are files that have other names there.
+The processes are children of the test. `paths` maps paths of the driver to paths on the node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.cluster.node import Command, NodeLost
+from slime.cluster.node import NodeLost, ProcessCommand
 from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
 from slime.cluster.rpc.channel import Channel
@@ -37,11 +37,11 @@ class OtherNode:
     def sockets(self) -> Mapping[str, str]:
         return sockets_at(self.address)
 
-    def start(self, command: Command, log_path: Path) -> ChildProcess:
+    def start(self, command: ProcessCommand, log_path: Path) -> ChildProcess:
         return self._child(command, log_path, (), {})
 
-    def start_connected(self, command: Command, log_path: Path) -> tuple[ChildProcess, Channel]:
-        words = self._listener.words_for(command.name)
+    def start_connected(self, command: ProcessCommand, log_path: Path) -> tuple[ChildProcess, Channel]:
+        words = self._listener.connect_arguments(command.name)
         process = self._child(command, log_path, words, {TOKEN_VARIABLE: TOKEN})
         return process, self._listener.wait_for(command.name, CONNECT_S)
 
@@ -54,13 +54,15 @@ class OtherNode:
         return self._paths.get(path, path)
 
     def lose(self) -> None:
-        """What is on it stops for good, and its connections stay open: nobody is left to close them."""
+        """Stops all processes of the node for good. Their connections stay open, as after a power failure."""
         self.is_lost = True
         for process in self.started:
             for pid in process.pids():
                 os.kill(pid, signal.SIGSTOP)
 
-    def _child(self, command: Command, log_path: Path, words: tuple[str, ...], env: Mapping[str, str]) -> ChildProcess:
+    def _child(
+        self, command: ProcessCommand, log_path: Path, words: tuple[str, ...], env: Mapping[str, str]
+    ) -> ChildProcess:
         if self.is_lost:
             raise NodeLost(self.name)
         process = ChildProcess(

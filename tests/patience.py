@@ -1,4 +1,4 @@
-"""For tests in which a short time has to pass, and in which other things happen under the same limit."""
+"""Retries timing-sensitive checks with longer time limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def with_more_time(check: Callable[[float], None], *times: float) -> None:
-    """Check with the first of these times, in seconds, with which it holds; what the last one says counts."""
+    """Calls `check` with each of these times in seconds until it passes. The last failure is raised."""
     for seconds in times[:-1]:
         try:
             return check(seconds)

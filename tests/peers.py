@@ -1,4 +1,4 @@
-"""A function in several processes that form a gloo group, each started (warm) as `python -m tests.peers`."""
+"""Runs a function in several processes of a gloo group, each started (warm) as `python -m tests.peers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ DEADLINE = timedelta(seconds=480)
 
 
 def together(count: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:
-    """What a module's `function(ranks, *arguments)` returned in each of `count` processes; `folder` is the test's."""
+    """Calls a module-level `function(ranks, *arguments)` in `count` processes and returns their results.
+
+    `folder` is the temporary folder of the test.
+    """
     own = Path(tempfile.mkdtemp(dir=folder))
     (own / "arguments").write_bytes(pickle.dumps(arguments))
     words = [sys.executable, "-m", "tests.peers", str(own), function.__module__, function.__name__, str(count)]
@@ -54,7 +57,7 @@ def main(folder: str, module: str, function: str, count: str, rank: str) -> None
     (own / f"answer-{rank}").write_bytes(pickle.dumps(answer))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # the threads of a live process group abort a normal exit now and then
+    os._exit(0)  # threads of a live process group sometimes abort a normal exit
 
 
 if __name__ == "__main__":

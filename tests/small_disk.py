@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""A small file system that fills up quickly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, *, size: str = "64k") -> Iterator[Path]:
-    """A file system of its own at `folder`; the test is skipped where none may be mounted."""
+    """Mounts a tmpfs of `size` at `folder`. Skips the test if mounting is not permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

@@ -59,7 +59,7 @@ def test_evaluation_alone_needs_no_prompts_and_no_trainer(
 
 
 def _without_free_memory(plan: str) -> list[str]:
-    """Other processes change what is free between two calls."""
+    """Drops the lines about free memory, which other processes change between two calls."""
     return [line for line in plan.splitlines() if not line.startswith(("  available", "  each engine"))]
 
 
@@ -129,7 +129,7 @@ def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
         "assert cli.main(['train', '--lrr', '1']) == 2\n"
         "assert cli.main(['flags', '--markdown']) == 0\n"
         "assert cli.main(['flags', 'batch']) == 0\n"
-        "import slime.driver.loop\n"  # starts what imports torch first, and does without it as long as it can
+        "import slime.driver.loop\n"  # first starts the processes that import torch, and defers its own import
         "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if 'torch' in heavy or 'transformers' in heavy else 0)\n"
     )

@@ -1,4 +1,4 @@
-"""The documentation against the code: links, flags, metrics, the table of rooms, and the plugins it prints."""
+"""Compares the documentation with the code: links, flags, metrics, import table, plugins and the printed plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PAGES_BY_NAME = pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: p
 
 @pytest.fixture(scope="module")
 def serve_flags() -> set[str]:
-    """Every option of `slime serve`, read off its help."""
+    """Every option of `slime serve`, read from its help."""
     text = StringIO()
     with redirect_stdout(text), pytest.raises(SystemExit):
         parse_options(["--help"])
@@ -53,7 +53,7 @@ def serve_flags() -> set[str]:
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks of a page in these languages."""
+    """Returns the fenced blocks of a page in these languages."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     return [text for language, text in found if language in languages]
 
@@ -63,7 +63,7 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every shell command of a page; in console blocks only what follows a prompt."""
+    """Returns the words of each shell command of a page. In console blocks only lines with a prompt count."""
     found = []
     for block in blocks(page, "bash", "sh", "console"):
         is_console = re.search(r"^\$ ", block, re.MULTILINE) is not None
@@ -73,7 +73,7 @@ def commands(page: Path) -> list[list[str]]:
                 continue
             try:
                 found.append(shlex.split(line.removeprefix("$ "), comments=True))
-            except ValueError:  # the first line of a quoted text that goes on; no such command takes our flags
+            except ValueError:  # first line of a multi-line quoted string; no such command takes our flags
                 continue
     return [words for words in found if words]
 
@@ -176,7 +176,7 @@ def test_every_metric_made_of_samples_is_documented() -> None:
 
 
 def documented_metrics() -> set[str]:
-    """Names in the first cells of the tables; `a/mean`, `/max` stands for a/mean and a/max."""
+    """Returns the names in the first cells of the tables; `a/mean`, `/max` stands for a/mean and a/max."""
     names: set[str] = set()
     for row in re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE):
         last = ""
@@ -213,7 +213,7 @@ def imported_rooms(path: Path) -> set[str]:
 
 
 def test_the_plan_in_the_documentation_is_what_is_printed(tmp_path: Path) -> None:
-    """Sections, labels and order; numbers are those of the machine."""
+    """Compares sections, labels and their order. The numbers depend on the machine."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     shown = page[page.index("Model\n-----") : page.index("```\n\nThe memory of activations")]
     model = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""examples/retool: the pupil's work, the files, the tokenizer. Whether it learns: tests/learning/test_tool_use.py."""
+"""examples/retool: demonstrations, data files, reward and tokenizer. tests/learning/test_tool_use.py tests learning."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_the_model_writes_calls_in_few_tokens_and_its_turns_can_be_continued(
     from transformers import AutoTokenizer
 
     from slime.agent.session.template import ChatTemplate
-    from slime.models.parsers.formats import formats_of
+    from slime.models.parsers.formats import detect_formats
 
     make_model = load_function(f"{HERE.parent / 'tiny_chat.py'}:make_model", what="make_model")
     words = load_function(f"{HERE / 'task.py'}:demonstration", what="demonstration").__globals__["WORDS"]
     folder = make_model(tmp_path, shown, words=words, seed=1, width=32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert formats_of(tokenizer.chat_template).tool == "hermes"
+    assert detect_formats(tokenizer.chat_template).tool == "hermes"
     assert ChatTemplate(tokenizer).refusal is None
     longest = max(shown, key=lambda row: len(row["messages"]))
     text = tokenizer.apply_chat_template(longest["messages"], tools=longest["tools"], tokenize=False)

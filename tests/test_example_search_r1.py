@@ -1,4 +1,4 @@
-"""examples/search-r1: the invented world, BM25, its server and the tool that asks it."""
+"""examples/search-r1: the synthetic data set, BM25, the retrieval server and the search tool."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_of_a_held_out_question_is_in_another_one(world: Any) -> None:
     assert (len(held_out), len(training)) == (50, 200)
     assert not held_out & training
     towns = {line.split(" was born in ")[1].rstrip(".") for line in _texts(world) if " was born in " in line}
-    assert len(towns) == 550  # everybody has a town of their own
+    assert len(towns) == 550  # one town per person
     named = json.dumps(copied)
     assert not [name for name in held_out if name in named]
 

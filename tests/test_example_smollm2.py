@@ -1,4 +1,4 @@
-"""The word problems of examples/smollm2: labels are right, the split is clean, the reward reads the last number."""
+"""Word problems of examples/smollm2: correct labels, disjoint split, reward from the last number."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_questions_have_right_labels_and_no_overlap(tmp_path) -> None:
 
 
 def test_the_precision_is_left_to_the_machine(tmp_path, monkeypatch) -> None:
-    """bfloat16, which it once asked for, is 40 times slower than float32 on a CPU without units for it."""
+    """bfloat16 is 40 times slower than float32 on a CPU without units for it, so slime chooses the dtype."""
     flags: dict[str, object] = {}
 
     def remembered(**given):

@@ -1,4 +1,4 @@
-"""The same command after its run has finished: it says so and has nothing to start, unless something is missing."""
+"""Repeating the command of a finished run returns its result, unless a part of its output is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config
-from slime.driver.inputs import finished_before
+from slime.driver.inputs import find_finished_result
 from slime.errors import UserError
 
 RECORDS = [
@@ -34,7 +34,7 @@ def flags(tmp_path: Path) -> dict[str, Any]:
 def test_it_is_said_and_the_result_is_that_of_the_run(
     flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = finished_before(Config(**flags, eval_prompt_data=[("math", "m.jsonl")], eval_interval=1), 2)
+    result = find_finished_result(Config(**flags, eval_prompt_data=[("math", "m.jsonl")], eval_interval=1), 2)
     assert result is not None
     assert [metrics["rollout/raw_reward"] for metrics in result.metrics] == [0.25, 0.5]
     assert result.metrics[0]["train/loss"] == 1.0
@@ -46,11 +46,11 @@ def test_it_is_said_and_the_result_is_that_of_the_run(
 @pytest.mark.parametrize(
     ("changes", "total"),
     [
-        ({}, 3),  # rollouts are left
-        ({"save": "elsewhere"}, 2),  # another run begins from this one
+        ({}, 3),  # rollouts remain
+        ({"save": "elsewhere"}, 2),  # another run starts from this checkpoint
         ({"load": None}, 2),
         ({"start_rollout_id": 0}, 2),
-        ({"save_hf": "not/there/{rollout_id}"}, 2),  # it was killed before its model was written
+        ({"save_hf": "not/there/{rollout_id}"}, 2),  # killed before the model was written
         ({"eval_prompt_data": [("math", "m.jsonl")], "eval_interval": 1, "metrics": ""}, 2),  # or before its evaluation
         ({"debug_rollout_only": True}, 2),
     ],
@@ -60,13 +60,13 @@ def test_what_is_left_is_done(
 ) -> None:
     if "metrics" in changes:
         (tmp_path / "metrics.jsonl").write_text(changes.pop("metrics"))
-    assert finished_before(Config(**(flags | changes)), total) is None
+    assert find_finished_result(Config(**(flags | changes)), total) is None
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_was_never_begun_and_a_damaged_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
     fresh = str(tmp_path / "fresh")
-    assert finished_before(Config(**(flags | {"save": fresh, "load": fresh})), 2) is None
+    assert find_finished_result(Config(**(flags | {"save": fresh, "load": fresh})), 2) is None
     (tmp_path / "iter_0000001" / "meta.json").write_text("{")
     with pytest.raises(UserError, match="the checkpoint is damaged"):
-        finished_before(Config(**flags), 2)
+        find_finished_result(Config(**flags), 2)

@@ -1,4 +1,4 @@
-"""What of a step was none of its parts, and what of it was waiting for the last of a rollout."""
+"""Idle time of a step, and time spent waiting for the last responses of a rollout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Import structure: no cycles between files, rooms or inner rooms, and ceilings for the shape of the code."""
+"""Import structure: no cycles between files or packages, allowed imports, and limits for code metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CEILINGS = {
 }
 BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
 BELOW["elastic"] = {"http", "fleet"}
-"""The rooms of `slime.engine`, and which of the others each may import."""
+"""Package of `slime.engine` -> other packages of it that it may import."""
 
 
 def modules_of(folder: Path) -> dict[str, Path]:
-    """Every module below a package, by its dotted name."""
+    """Returns every module below a package by its dotted name."""
     parts = {path: path.relative_to(folder.parent).with_suffix("").parts for path in sorted(folder.rglob("*.py"))}
     return {".".join(part for part in names if part != "__init__"): path for path, names in parts.items()}
 
@@ -38,12 +38,12 @@ def tree_of(path: Path, written: int) -> ast.Module:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file, which is parsed once for all tests."""
+    """Returns the syntax tree of a file, cached for all tests."""
     return tree_of(path, path.stat().st_mtime_ns)
 
 
 def import_graph(folder: Path) -> dict[str, set[str]]:
-    """Which modules each module names in an import statement: at its top, in a function or for type checkers only."""
+    """Maps each module to the modules it imports: at its top, in a function or for type checkers only."""
     modules = modules_of(folder)
     return {
         name: set(imported(parsed(path), name, path.name == "__init__.py", modules)) - {name}
@@ -66,14 +66,14 @@ def imported(tree: ast.Module, name: str, is_package: bool, modules: Iterable[st
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The strongly connected components of more than one module: those from which each reaches all others."""
+    """Returns the strongly connected components of more than one module, in which each module reaches all others."""
     reaches = {name: reachable(graph, name) for name in graph}
     found = {frozenset(other for other in reaches[name] if name in reaches[other]) for name in graph}
     return sorted(sorted(members) for members in found if len(members) > 1)
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
-    """What `start` imports, directly or not; itself only if there is a way back."""
+    """Returns the modules that `start` imports, directly or not. They include `start` only in a cycle."""
     seen: set[str] = set()
     ahead = [start]
     while ahead:
@@ -99,7 +99,7 @@ def test_the_walk_sees_every_file_and_what_it_imports(graph: Graph) -> None:
 
 
 def rooms_of(graph: Graph, inside: str) -> dict[str, set[str]]:
-    """The imports between the folders directly below a package; files beside the folders are not counted."""
+    """Returns the imports between the folders directly below a package, without files outside these folders."""
     folders = {path.name for path in (ROOT / inside.replace(".", "/")).iterdir() if path.is_dir()}
     found: dict[str, set[str]] = {folder: set() for folder in folders}
     for name, targets in graph.items():
@@ -131,7 +131,7 @@ def test_no_folder_has_more_than_25_files() -> None:
 
 
 def test_the_shape_of_the_code_stays_within_its_ceilings(graph: Graph) -> None:
-    """Ceilings, which a change may lower but not raise: merge a small file, inline a helper, find a name."""
+    """A change may lower the limits but not raise them: merge small files, inline helpers, rename classes."""
     paths = modules_of(ROOT / "slime")
     sources = {name: path.read_text() for name, path in paths.items()}
     lines = sum(len(text.splitlines()) for text in sources.values())
@@ -197,7 +197,7 @@ def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> No
 
 
 def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
-    """And that backend by whoever chooses it, in a function: a run without Megatron never loads it."""
+    """The trainer module imports the backend in a function, so that a run without Megatron never loads it."""
     own = "slime.train.backends.megatron"
     outside = {"megatron", "transformer_engine"}
     for name, path in modules_of(ROOT / "slime").items():
@@ -260,7 +260,7 @@ BACKEND = "slime.train.backends.megatron"
 
 
 def top_level(tree: ast.Module) -> Iterator[str]:
-    """Packages that an import statement names, anywhere."""
+    """Yields the top-level package of every absolute import in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -276,7 +276,7 @@ def test_one_folder_alone_imports_megatron() -> None:
 
 
 def test_that_folder_is_imported_only_where_it_was_chosen(graph: Graph) -> None:
-    """From outside by one file alone, and there in a function."""
+    """Only one file outside the backend imports it, in a function."""
     outside = {name: path for name, path in modules_of(ROOT / "slime").items() if not name.startswith(BACKEND)}
     importing = {name for name in outside if any(other.startswith(BACKEND) for other in graph[name])}
     assert importing == {"slime.train.trainer"}

@@ -1,4 +1,4 @@
-"""What is installed: every dependency is pinned, the pins fit together, and `make` says what it downloads."""
+"""Packaging: every dependency is pinned, the pins are compatible, and `make` announces its downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_PINNED = {"sglang", "wandb"}
-"""Nothing of ours installs them: they come from the user's own choice of an extra."""
+"""Optional dependencies that only the user installs, with an extra."""
 VENVS = ("VENV", "SGLANG_VENV", "ROUTER_VENV")
 
 
@@ -35,20 +35,20 @@ def test_every_dependency_has_a_pin_that_it_allows() -> None:
 
 
 def test_no_dependency_is_asked_for_by_an_extra() -> None:
-    """pip warns of an extra whose name it does not know, and spellings differ between versions. Ray's has had its name
-    since Ray 1, and without it there is no `ray job submit`."""
+    """pip warns about unknown extras, and their spelling differs between versions. The exception is Ray: its extra has
+    had the same name since Ray 1, and `ray job submit` needs it."""
     assert [str(one) for one in requirements() if one.extras and one.name != "ray"] == []
 
 
 def test_requirements_txt_is_the_dependencies_under_their_pins() -> None:
-    """`pip install -r requirements.txt && pip install -e .` installs what `make` does, and the second has no more to do."""
+    """`pip install -r requirements.txt` installs the same packages as `make`, so `pip install -e .` adds none."""
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "-c constraints.txt"
     assert lines[1:] == sorted(Requirement(word).name for word in PROJECT["dependencies"])
 
 
 def test_triton_is_the_one_that_torch_from_pypi_asks_for() -> None:
-    """torch's wheels for Linux on PyPI name it exactly, the CPU builds do not: the pin has to fit both."""
+    """The torch wheels for Linux on PyPI require an exact version, the CPU builds do not. The pin must fit both."""
     pinned = pins("constraints.txt")
     assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
 
@@ -59,7 +59,7 @@ def test_make_says_what_it_downloads_before_it_does(target: str, tmp_path: Path)
     done = subprocess.run(["make", "--dry-run", target, *places], cwd=ROOT, capture_output=True, text=True, check=True)
     said, installs = "", 0
     for line in done.stdout.splitlines():
-        if line.startswith("touch"):  # one step of the installation is done
+        if line.startswith("touch"):  # end of one installation step
             said = ""
         elif line.startswith("echo") and "downloads about" in line:
             said = line

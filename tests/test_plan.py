@@ -85,7 +85,7 @@ def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     half, head, layer = PARAMETERS // 2, 151936 * 1024, (PARAMETERS - 151936 * 1024 - 1024) // 28
     estimate = trainer_memory(config, shape, device="cuda", trainers=2)
-    # residuals and what the norms made of them, queries and attention, keys and values, gate and up
+    # residuals and norm outputs, queries and attention outputs, keys and values, gate and up
     kept = 2 * (4 * 1024 + 3 * 2048 + 3 * 1024 + 2 * 3072)
     assert estimate.peak == "loss"
     assert estimate.parts == {
@@ -95,7 +95,7 @@ def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
         "gradients": 4 * half,
         "whole weights": 2 * (head + 1024 + layer),
         "activations": 640 * (28 * kept + 10 * 1024),
-        "logits": 4 * 100 * 151936 * 3 // 2 + 8 * head + 2 * 512 * 151936,  # the last: gradients kept for the backward
+        "logits": 4 * 100 * 151936 * 3 // 2 + 8 * head + 2 * 512 * 151936,  # last term: gradients kept for the backward
     }
     engine = engine_memory(config, shape, dtype="bfloat16", device="cuda", available=None)
     assert engine.parts == {"weights": 2 * PARAMETERS, "KV cache": 1000 * 2 * 28 * 8 * 128 * 2}
@@ -154,12 +154,12 @@ def test_recompute_and_token_budget_change_activations(flags: dict[str, Any]) ->
 def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[str, Any]) -> None:
     shape, config = ModelShape.from_folder(flags["hf_checkpoint"]), resolve(Config(**flags))
     one, two, eight = (trainer_memory(config, shape, device="cpu", trainers=n) for n in (1, 2, 8))
-    assert one.parts["whole weights"] == one.parts["weights"]  # a rank alone keeps all layers whole
+    assert one.parts["whole weights"] == one.parts["weights"]  # a single rank keeps all layers gathered
     assert two.parts["whole weights"] == eight.parts["whole weights"] < one.parts["whole weights"]
     assert eight.parts["Adam moments"] == two.parts["Adam moments"] // 4
-    lone = config.replace(global_batch_size=8)  # one micro-batch a rank: nothing to add its gradients to
+    lone = config.replace(global_batch_size=8)  # one micro-batch per rank: no gradient accumulation
     assert "gradients" not in trainer_memory(lone, shape, device="cpu", trainers=8).parts
-    shared = lone.replace(context_parallel_size=4)  # four ranks share a sample, so each makes four micro-batches
+    shared = lone.replace(context_parallel_size=4)  # four ranks share a sample, so each has four micro-batches
     assert "gradients" in trainer_memory(shared, shape, device="cpu", trainers=8).parts
     copies = config.replace(fsdp_shard_size=2)
     assert trainer_memory(copies, shape, device="cpu", trainers=8).parts == two.parts
@@ -187,7 +187,9 @@ def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, A
     }
     assert set(estimate.parts) == {"whole weights", "activations", "logits"}
     assert estimate.parts["whole weights"] < PARAMETERS
-    with pytest.raises(UserError, match="--exp-avg-dtype applies to Adam's moments, and --use-stateless-adam keeps none"):
+    with pytest.raises(
+        UserError, match="--exp-avg-dtype applies to Adam's moments, and --use-stateless-adam keeps none"
+    ):
         resolve(Config(**flags, use_stateless_adam=True, exp_avg_dtype="bf16"))
 
 
@@ -199,7 +201,7 @@ def test_an_adapter_has_no_master_weights_of_the_model(flags: dict[str, Any]) ->
     assert parts["weights"] == 4 * 28 * 8 * features // 2
     assert parts["Adam moments"] == 2 * parts["weights"]
     assert parts["frozen weights"] == PARAMETERS
-    assert "reference" not in parts  # the model without its adapter
+    assert "reference" not in parts  # the reference is the model without its adapter
     assert parts["logits"] < trainer_memory(resolve(Config(**flags)), shape, device="cuda", trainers=2).parts["logits"]
 
 
@@ -332,7 +334,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
     notes = "\n".join(make_plan(config, device="cpu", gpu_count=0).notes)
     assert "Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size" in notes
     assert "SGLang flags without effect on the embedded engine: --sglang-context-length" in notes
-    assert "-parser" not in notes  # these have one
+    assert "-parser" not in notes  # the parser flags have an effect
     assert "without --eval-interval" in notes
     assert "no --save: the trained model is not kept" in notes
     assert "advantage 0" in notes
@@ -389,7 +391,7 @@ def test_sampling_from_a_part_of_the_vocabulary_is_noted(
 def test_without_save_the_models_of_save_hf_are_all_that_is_kept(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**40)  # a full machine would be noted too
+    monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**40)  # low memory would add a note
     kept = resolve(Config(**(flags | {"save": None, "save_hf": "hf/{rollout_id}"})))
     (note,) = make_plan(kept, device="cpu", gpu_count=0).notes
     assert note.startswith("no --save: only the models of --save-hf hf/{rollout_id} are kept")

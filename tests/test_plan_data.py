@@ -1,4 +1,4 @@
-"""What a plan sees in the prompt files: rows it counts and shows, and runs it refuses because nothing could be scored."""
+"""Plans and prompt files: rows are counted and shown, and runs whose responses cannot be scored are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write rows into a .jsonl file; its path."""
+    """Returns a function that writes rows to a .jsonl file and returns its path."""
 
     def to_file(*rows: dict[str, Any], name: str = "own.jsonl") -> str:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

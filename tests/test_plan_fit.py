@@ -1,4 +1,4 @@
-"""A plan that does not fit says by how much, and names flags and GPUs with which the same estimate fits."""
+"""A plan that does not fit in memory states the shortfall and suggests flags or GPUs with which it fits."""
 
 from __future__ import annotations
 

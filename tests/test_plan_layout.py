@@ -1,4 +1,4 @@
-"""Layouts that a model cannot have are refused with the arithmetic; those that it can have are shown."""
+"""Parallel layouts that do not fit the model are rejected with the arithmetic; valid layouts are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.driver.plan.megatron import layers_as_written, stage_layers
+from slime.driver.plan.megatron import parse_pipeline_layout, stage_layers
 from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
 from tests.model_files import add_weights
@@ -224,6 +224,6 @@ def test_layers_of_each_process(changes: dict[str, Any], layers: list[int]) -> N
 
 
 def test_a_written_layout_is_read_as_megatron_does() -> None:
-    assert layers_as_written("E t*3 | (t|t)*2 | , tL") == [3, 1, 2, 1, 1]
+    assert parse_pipeline_layout("E t*3 | (t|t)*2 | , tL") == [3, 1, 2, 1, 1]
     with pytest.raises(UserError, match="is not written as Megatron reads it"):
-        layers_as_written("Ex|L")
+        parse_pipeline_layout("Ex|L")

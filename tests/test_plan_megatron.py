@@ -1,4 +1,4 @@
-"""The memory of Megatron's trainers: what each part of a layout takes away or adds, in bytes."""
+"""Memory estimate of Megatron trainers: the effect of each layout flag, in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from slime.config import Config, parse_args
 from slime.config.resolve import derive
-from slime.driver.plan.megatron import check_layout, local_weights, megatron_memory, planned_trainer
+from slime.driver.plan.megatron import check_layout, count_stage_weights, estimate_trainer, megatron_memory
 from slime.models.catalog import published_models
 from slime.models.families.family import family_of
 from slime.models.models_cli import layout_words
@@ -38,7 +38,7 @@ def _config(**flags: Any) -> Config:
 
 def weights(model: dict[str, Any], rank: int = 0, **flags: Any) -> tuple[int, int]:
     shape, fields = ModelShape.from_config(model), family_of(model).fields(model)
-    stage = local_weights(_config(**flags), shape, fields, rank)
+    stage = count_stage_weights(_config(**flags), shape, fields, rank)
     return stage.dense, stage.experts
 
 
@@ -64,7 +64,7 @@ def test_states_are_shared_by_those_with_other_samples() -> None:
     assert (own["weights"], own["gradients"], own["optimizer"]) == (2 * count, 4 * count, 12 * -(-count // 8))
     assert memory(DENSE, use_distributed_optimizer=False)["optimizer"] == 12 * count
     assert memory(DENSE, dtype="float32")["optimizer"] == 8 * -(-count // 8)
-    assert memory(DENSE, **{CP: 2})["optimizer"] == own["optimizer"]  # those of a context share it too
+    assert memory(DENSE, **{CP: 2})["optimizer"] == own["optimizer"]  # context-parallel ranks share it too
     dense, experts = weights(EXPERTS, **{EP: 4})
     assert memory(EXPERTS, **{EP: 4})["optimizer"] == 12 * (-(-dense // 8) + -(-experts // 2))
     assert memory(DENSE, use_kl_loss=True, kl_loss_coef=0.1)["reference"] == own["weights"]
@@ -105,4 +105,4 @@ def test_the_layout_of_a_published_model_is_one_and_fits(name: str, tmp_path: Pa
         check_layout(config, device="cuda")
     nodes, gpus, gib = (int(part) for part in model.cluster.split("x"))
     shape = ModelShape.from_folder(tmp_path)
-    assert planned_trainer(config, shape, device="cuda", trainers=nodes * gpus).total < gib * 2**30
+    assert estimate_trainer(config, shape, device="cuda", trainers=nodes * gpus).total < gib * 2**30

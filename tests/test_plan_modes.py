@@ -1,4 +1,4 @@
-"""Plans of the debug modes, of evaluation files and of a teacher."""
+"""Plans for debug modes, evaluation files, teachers, external engines and reward services."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_engines_when_there_is_nothing_to_ask_them(flags: dict[str, Any], tmp
 
 def test_engines_of_others_may_be_counted_as_none(flags: dict[str, Any]) -> None:
     engines = {"rollout_num_gpus": 0, "rollout_external_engine_addrs": ["127.0.0.1:1"]}
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):  # it is asked, and nobody answers
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):  # it is contacted and does not answer
         plan_of(flags, **engines)
 
 
@@ -84,7 +84,7 @@ def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
-    """Evaluation data for an interval, and the limit of a response."""
+    """Also notes --async-buffer-size without effect."""
     bare = {name: value for name, value in flags.items() if name != "rollout_max_response_len"}
     notes = plan_of(bare, eval_interval=2, async_buffer_size=4).notes
     assert "--async-buffer-size 4 has no effect: it is for --async-mode one-step" in notes
@@ -112,7 +112,7 @@ def test_flags_that_a_custom_file_sets_are_a_note(flags: dict[str, Any], tmp_pat
 
 
 class AnEngine(BaseHTTPRequestHandler):
-    """Answers what an engine is asked about itself; the server's `model` is what it serves."""
+    """Answers the info requests to an engine. The `model` attribute of the server is the served model path."""
 
     def do_GET(self) -> None:
         body = json.dumps({"engine": "slime-embedded", "version": "1", "model_path": self.server.model}).encode()  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_entries_that_are_almost_flags_are_asked_about(flags: dict[str, Any], tm
 
 def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any], tmp_path: Path) -> None:
     with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), AnEngine) as server:
-        deaf.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens at it
+        deaf.bind(("127.0.0.1", 0))  # reserves the port without listening
         gone = f"127.0.0.1:{deaf.getsockname()[1]}"
         server.model = flags["hf_checkpoint"]  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -166,4 +166,4 @@ def test_a_service_at_rm_url_is_reached_before_anything_starts(flags: dict[str, 
             assert str(caught.value).startswith(f"--rm-url {gone} cannot be reached (")
             assert str(caught.value).endswith("): start the service, or correct the address")
             plan_of(flags, **mode, rm_url=f"http://127.0.0.1:{listens.getsockname()[1]}/score")
-        plan_of(flags, rm_url=gone)  # nobody would ask it
+        plan_of(flags, rm_url=gone)  # the math reward does not use it

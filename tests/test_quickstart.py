@@ -1,4 +1,4 @@
-"""The quickstart's task and its last sentence. Whether it learns: benchmarks/quickstart_seeds.py, and `make quickstart`."""
+"""Data, model and verdict of the quickstart. benchmarks/quickstart_seeds.py and `make quickstart` test learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run starts again by itself, from where, and what it has to show in the end."""
+"""Automatic restarts of a run: errors that trigger one, the checkpoint it resumes from, and the joined result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import slime.driver.recovery
 from slime.cluster.node import NodeLost
 from slime.config import Config, derive
 from slime.driver.inputs import TrainingResult
-from slime.driver.recovery import LOST, Lives, going_on
+from slime.driver.recovery import RESTARTABLE_ERRORS, RestartPolicy, config_for_restart
 from slime.engine.http.errors import EngineRejected
 from slime.errors import RunFailed, UserError
 from slime.observability.metrics import MetricsLog, read_metrics
@@ -24,7 +24,7 @@ from tests.tiny_models import make_model_folder
 
 @dataclass
 class Lived:
-    """A life that began with `start` and came as far as `trained`."""
+    """Fake attempt that starts at rollout `start` and trains up to rollout `trained`."""
 
     start: int = 0
     trained: int | None = None
@@ -35,7 +35,7 @@ class Lived:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long runs paused, without pausing."""
+    """Records the restart delays in seconds instead of sleeping."""
     slept: list[float] = []
     monkeypatch.setattr(slime.driver.recovery.time, "sleep", slept.append)
     return slept
@@ -46,37 +46,37 @@ def config(**changes: Any) -> Config:
 
 
 def test_a_run_that_never_came_up_is_not_tried_again() -> None:
-    lives = Lives(config(max_restarts=5))
-    assert not lives.go_on_after(TrainerDied("trainer-0 ended during init"))
+    lives = RestartPolicy(config(max_restarts=5))
+    assert not lives.prepare_restart(TrainerDied("trainer-0 ended during init"))
 
 
 def test_so_many_lives_in_a_row_may_come_no_further() -> None:
-    lives = Lives(config(max_restarts=2))
+    lives = RestartPolicy(config(max_restarts=2))
 
     def dies(trained: int | None) -> bool:
         lives.began(Lived(trained=trained))
-        return lives.go_on_after(TrainerDied("trainer-0 ended"))
+        return lives.prepare_restart(TrainerDied("trainer-0 ended"))
 
     assert [dies(None), dies(3), dies(3), dies(3)] == [True, True, True, False]
-    lives = Lives(config(max_restarts=2))
+    lives = RestartPolicy(config(max_restarts=2))
     assert [dies(0), dies(0), dies(1), dies(0), dies(None), dies(2)] == [True, True, True, True, False, True]
-    assert lives.go_on_after(NodeLost("trainers could not start"))  # a life that did not come up counts too
-    assert not lives.go_on_after(NodeLost("trainers could not start"))
+    assert lives.prepare_restart(NodeLost("trainers could not start"))  # an attempt that did not start counts too
+    assert not lives.prepare_restart(NodeLost("trainers could not start"))
 
 
 def test_a_cluster_gets_time_to_notice_who_is_gone(pauses: list[float]) -> None:
-    lives = Lives(config(max_restarts=4))
+    lives = RestartPolicy(config(max_restarts=4))
     lives.began(Lived(trained=1))
-    while lives.go_on_after(NodeLost("still placed on a dead node")):
+    while lives.prepare_restart(NodeLost("still placed on a dead node")):
         pass
     assert pauses == [0.0, 5.0, 30.0, 30.0]
 
 
 def test_none_where_nobody_asked_for_it_and_three_on_ray() -> None:
     for flags, expected in (({}, 0), ({"cluster": "ray"}, 3), ({"cluster": "ray", "max_restarts": 0}, 0)):
-        lives, count = Lives(config(**flags)), 0
+        lives, count = RestartPolicy(config(**flags)), 0
         lives.began(Lived())
-        while lives.go_on_after(TrainerDied("again")):
+        while lives.prepare_restart(TrainerDied("again")):
             count += 1
             lives.began(Lived())
         assert count == expected
@@ -87,19 +87,19 @@ def test_it_goes_on_from_its_own_checkpoint_and_until_there_is_one_as_the_flags_
         max_restarts=1, load="elsewhere", save="own", ckpt_step=7, start_rollout_id=3, no_load_optim=True,
         no_load_rng=True, advantage_estimator="ppo", critic_load="other-critic",
     )  # fmt: skip
-    lives = Lives(given)
+    lives = RestartPolicy(given)
     lives.began(Lived(trained=3))
-    assert lives.go_on_after(TrainerDied("early"))
+    assert lives.prepare_restart(TrainerDied("early"))
     assert lives.config == given
     lives.began(Lived(trained=4, saved=4, wandb_run_id="w1"))
-    assert lives.go_on_after(TrainerDied("later"))
+    assert lives.prepare_restart(TrainerDied("later"))
     changed = {
         "load": "own", "critic_load": "own/critic", "ckpt_step": None, "start_rollout_id": None,
         "no_load_optim": False, "no_load_rng": False, "wandb_run_id": "w1",
     }  # fmt: skip
     assert lives.config == given.replace(**changed)
-    # --save-hf alone leaves nothing to go on from
-    assert going_on(config(load="elsewhere"), checkpointed=True).load == "elsewhere"
+    # without --save there is no own checkpoint to resume from
+    assert config_for_restart(config(load="elsewhere"), checkpointed=True).load == "elsewhere"
 
 
 def test_the_result_is_that_of_one_run() -> None:
@@ -108,11 +108,11 @@ def test_the_result_is_that_of_one_run() -> None:
         result.evaluations = [(step, {"life": life}) for step in evaluations]
         return Lived(start, trained=rollouts.stop - 1, result=result, **more)
 
-    lives = Lives(config(max_restarts=3))
+    lives = RestartPolicy(config(max_restarts=3))
     lives.began(lived(2, range(2, 5), [2, 4], "first", saved=3))
-    assert lives.go_on_after(TrainerDied("once"))
+    assert lives.prepare_restart(TrainerDied("once"))
     lives.began(lived(4, range(4, 5), [], "second"))
-    assert lives.go_on_after(TrainerDied("twice"))
+    assert lives.prepare_restart(TrainerDied("twice"))
     last = lived(4, range(4, 7), [6], "third")
     lives.began(last)
     lives.complete(last)
@@ -152,7 +152,7 @@ def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
 ) -> None:
     seen: list[Any] = []
 
-    def live(of: Lives, device: str, run_dir: Any, data_source: Any, *_: Any) -> Any:
+    def live(of: RestartPolicy, device: str, run_dir: Any, data_source: Any, *_: Any) -> Any:
         seen.append(data_source)
         of.began(Lived())
         raise error
@@ -160,7 +160,7 @@ def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
     monkeypatch.setattr(slime.driver.loop, "_live", live)
     with pytest.raises(type(error)):
         slime.driver.loop.train(Config(**run_flags))
-    assert isinstance(error, LOST) == (lives > 1)
+    assert isinstance(error, RESTARTABLE_ERRORS) == (lives > 1)
     assert len({id(one) for one in seen}) == len(seen) == lives
 
 
@@ -174,5 +174,5 @@ def test_metrics_of_a_life_that_made_no_checkpoint_are_not_set_aside(tmp_path: P
     write(2, again=True)
     assert [record["x"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
     assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
-    write(1, again=False)  # an unrelated run still leaves it alone
+    write(1, again=False)  # an unrelated run sets the old file aside
     assert sorted(path.name for path in tmp_path.glob("metrics*")) == ["metrics.1.jsonl", "metrics.jsonl"]

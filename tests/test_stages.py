@@ -1,4 +1,4 @@
-"""Stages of one config file: which values each has, which folders, and what is refused before the first one begins."""
+"""Stages of one config file: values, folders, and errors found before the first stage starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ stages:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """The file above with one text in the place of another."""
+    """Returns a function that writes FILE with one text replaced."""
     make_model_folder(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"input": "hi"}\n')
 
@@ -54,7 +54,7 @@ def test_a_stage_has_its_own_values_and_goes_on_from_the_one_before(write: Calla
     short, long = read_stages(write(), ["--lr", "3e-4"])
     assert [stage.heading for stage in (short, long)] == ["stage 1 of 2: short", "stage 2 of 2: long-1"]
     first, second = short.config(), long.config()
-    assert (first.num_rollout, second.num_rollout) == (3, 5)  # numbered through
+    assert (first.num_rollout, second.num_rollout) == (3, 5)  # numbered across stages
     assert (first.n_samples_per_prompt, second.n_samples_per_prompt) == (2, 4)
     assert (first.rollout_max_response_len, second.rollout_max_response_len) == (8, 16)
     assert first.lr == second.lr == 3e-4
@@ -72,7 +72,7 @@ def test_a_stage_with_a_checkpoint_goes_on_from_it(write: Callable[..., Path], t
     (own / "iter_0000003").mkdir(parents=True)
     (own / "iter_0000003" / "meta.json").write_text('{"next_rollout_id": 4}')
     (own / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(UserError, match=r"2-long-1/iter_0000003 has no weights"):  # this one, damaged, and no other
+    with pytest.raises(UserError, match=r"2-long-1/iter_0000003 has no weights"):  # the damaged checkpoint is chosen
         long.config()
 
 

@@ -1,4 +1,4 @@
-"""Tiny model folders made on the spot: real architectures with random weights and a small byte-level tokenizer."""
+"""Writes tiny model folders: real architectures with random weights and a small byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model_folder(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """A folder that transformers loads; `overrides` go into the config."""
+    """Writes a model folder that transformers can load. `overrides` are config fields."""
     make_tokenizer().save_pretrained(path)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **overrides})

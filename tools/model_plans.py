@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config import parse_args
-from slime.driver.plan.megatron import planned_trainer
-from slime.models.catalog import Published, published_models
+from slime.driver.plan.megatron import estimate_trainer
+from slime.models.catalog import PublishedModel, published_models
 from slime.models.models_cli import layout_words
 from slime.models.shape import ModelShape
 
@@ -48,7 +48,7 @@ def table() -> str:
     return "\n".join([*lines, *(row(name, model) for name, model in published_models().items())]) + "\n"
 
 
-def row(name: str, model: Published) -> str:
+def row(name: str, model: PublishedModel) -> str:
     shape = ModelShape.from_config(model.config)
     nodes, gpus, gib = (int(part) for part in model.cluster.split("x"))
     with tempfile.TemporaryDirectory() as scratch:
@@ -56,7 +56,7 @@ def row(name: str, model: Published) -> str:
         (Path(scratch) / "prompts.jsonl").write_text(json.dumps({"input": "1+1", "label": "2"}) + "\n")
         words = ["--hf-checkpoint", scratch, "--prompt-data", f"{scratch}/prompts.jsonl", *WORKLOAD.split()]
         config = parse_args([*words, *layout_words(model), "--dry-run"])
-        memory = planned_trainer(config, shape, device="cuda", trainers=nodes * gpus)
+        memory = estimate_trainer(config, shape, device="cuda", trainers=nodes * gpus)
     layout = short(model.layout)
     total = (shape.num_parameters or 0) / 1e9
     return f"| {name} | {total:.1f} B | {nodes} x {gpus} of {gib} GiB | {layout} | {memory.total / 2**30:.0f} |"

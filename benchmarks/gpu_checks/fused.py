@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.fused.model import FusedBody
-from slime.engine.embedded.fused.reference import PlainModel
-from slime.engine.embedded.fused.supported_models import Block, block_of, tensor_shapes, together
+from slime.engine.embedded.fused.model import FusedModel
+from slime.engine.embedded.fused.reference import ReferenceModel
+from slime.engine.embedded.fused.supported_models import FusedModelSpec, block_of, tensor_shapes, together
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.interface import DecodeBatch
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles
@@ -69,7 +69,7 @@ def _lengths(name: str) -> list[list[int]]:
     return few
 
 
-def fused_tensors(block: Block, dtype: torch.dtype, spread: float = 0.03) -> dict[str, torch.Tensor]:
+def fused_tensors(block: FusedModelSpec, dtype: torch.dtype, spread: float = 0.03) -> dict[str, torch.Tensor]:
     """Random weights under the names of a folder, laid out as a body needs them."""
     sizes = _sizes(block)
     tensors: dict[str, torch.Tensor] = {}
@@ -85,13 +85,13 @@ def fused_tensors(block: Block, dtype: torch.dtype, spread: float = 0.03) -> dic
     return tensors
 
 
-def _sizes(block: Block) -> dict[str, torch.Size]:
+def _sizes(block: FusedModelSpec) -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for name, shape in tensor_shapes(block).items()}
 
 
 def make_body(
-    block: Block, tensors: dict[str, torch.Tensor], *, most: int, context: int, slots: int
-) -> tuple[FusedBody, AttentionContext]:
+    block: FusedModelSpec, tensors: dict[str, torch.Tensor], *, most: int, context: int, slots: int
+) -> tuple[FusedModel, AttentionContext]:
     own = AttentionContext(_DEVICE)
     dtype = next(iter(tensors.values())).dtype
     for layer in range(block.layers):
@@ -99,11 +99,13 @@ def make_body(
             torch.zeros(block.kv_heads, slots + 1, block.head_dim, dtype=dtype, device=_DEVICE) for _ in range(2)
         )
     own.table = torch.zeros(most + 1, context, dtype=torch.int32, device=_DEVICE)
-    return FusedBody(block, tensors, own, most=most, positions=context), own
+    return FusedModel(block, tensors, own, most=most, positions=context), own
 
 
 @torch.inference_mode()
-def _one(name: str, block: Block, dtype: torch.dtype, lengths: list[int]) -> Iterator[tuple[str, float, float]]:
+def _one(
+    name: str, block: FusedModelSpec, dtype: torch.dtype, lengths: list[int]
+) -> Iterator[tuple[str, float, float]]:
     torch.manual_seed(len(lengths))
     b, longest = len(lengths), max(lengths)
     tensors = fused_tensors(block, dtype)
@@ -132,8 +134,8 @@ def _one(name: str, block: Block, dtype: torch.dtype, lengths: list[int]) -> Ite
         return_to = _extended_by_one(body, batch, ids[0], longest, order)
         yield f"{what}: decode against extend", _gap(second[0], return_to), 0.06
         return
-    full = PlainModel(block, {key: tensor.float() for key, tensor in tensors.items()})
-    half = PlainModel(block, tensors)
+    full = ReferenceModel(block, {key: tensor.float() for key, tensor in tensors.items()})
+    half = ReferenceModel(block, tensors)
     errors, noise = torch.zeros(2), 1e-4
     for i in chosen:
         wanted = full.logits(ids[i][None])[0, -2:].log_softmax(-1)
@@ -147,7 +149,7 @@ def _one(name: str, block: Block, dtype: torch.dtype, lengths: list[int]) -> Ite
 
 
 def _extended_by_one(
-    body: FusedBody, batch: DecodeBatch, ids: torch.Tensor, length: int, order: torch.Tensor
+    body: FusedModel, batch: DecodeBatch, ids: torch.Tensor, length: int, order: torch.Tensor
 ) -> torch.Tensor:
     tiles = ExtendTiles.build([0], [1], [length + 1], _DEVICE)
     hidden = body.extend(ids[-1:], torch.tensor([length], device=_DEVICE), batch.slots[:1], tiles)

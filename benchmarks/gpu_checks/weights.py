@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, SharedMemory
-from slime.engine.embedded.weights.process_groups import Announced
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.models.delta.apply import apply_on_device, bytes_of, tensor_checksums
 from slime.models.delta.blob import encode, sum64_of_bytes, sum64_of_tensors
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part
 from slime.train.backends.hf_buckets import HfBucket, HfTensor
-from slime.train.timers import Progress
-from slime.train.weight_export.delta import Published
+from slime.train.timers import RankProgress
+from slime.train.weight_export.delta import PublishedWeights
 from slime.train.weight_export.ipc import SharedWeights
 
 _SHAPES = {"a": (1000, 1024), "b": (7,), "c": (300, 33, 5), "d": (1,)}
@@ -58,7 +58,7 @@ class _OneRank:
     """What sharing asks of a trainer's backend."""
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.progress = RankProgress()
         self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=_CUDA)
 
     def hf_plan(self, *_: Any, **__: Any) -> list[tuple[HfTensor, ...]]:
@@ -87,7 +87,7 @@ def _through(region: str | None) -> int:
     answer = here.recv()
     memory = answer["memory"]
     (bucket,) = answer["buckets"]
-    told = Announced(
+    told = AnnouncedBucket(
         "",
         [one["name"] for one in bucket],
         [torch.bfloat16] * len(bucket),
@@ -111,7 +111,7 @@ def _through(region: str | None) -> int:
 
 
 def _delta(encoding: str, checksum: str) -> int:
-    served, trained, published = _tensors(), _tensors(), Published()
+    served, trained, published = _tensors(), _tensors(), PublishedWeights()
     published.keep(trained)
     for tensor in trained.values():
         tensor.view(-1)[::97] += 1

@@ -26,9 +26,9 @@ from slime.agent.session.turn import OnEvent, ParserFactory, take_turn
 from slime.config import Config
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
-from slime.models.parsers.formats import named_formats
-from slime.rollout.gate import evaluating, ticket_here
-from slime.rollout.generate import drawn_apart
+from slime.models.parsers.formats import formats_from_flags
+from slime.rollout.gate import current_ticket, evaluating
+from slime.rollout.generate import next_request_params
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -109,7 +109,7 @@ def chat_model(runtime: RolloutRuntime) -> ChatModel:
     def read() -> ChatModel:
         folder = runtime.args.hf_checkpoint
         context = None if folder is None else model_context_length(folder)
-        return ChatModel(runtime.tokenizer, context=context, formats=named_formats(runtime.args.carried))
+        return ChatModel(runtime.tokenizer, context=context, formats=formats_from_flags(runtime.args.carried))
 
     return runtime.owned("chat model", read)
 
@@ -121,10 +121,10 @@ def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozense
         model.tokenizer,
         stop_ids=stop_ids,
         fault_tolerant=runtime.config.use_fault_tolerance,
-        ticket=ticket_here(),
+        ticket=current_ticket(),
         given_up=lambda: runtime.state.aborted,
         version=lambda: runtime.state.weight_version,
-        draws=drawn_apart,
+        draws=next_request_params,
         routing=runtime.args.use_rollout_routing_replay and not evaluating.get(),
     )
 

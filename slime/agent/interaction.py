@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.agent.messages import Message
-from slime.agent.session.limits import Counters
+from slime.agent.session.limits import SessionCounters
 from slime.agent.session.records import BadRecord, message_of, message_record, turn_record
 from slime.agent.session.session import Session
-from slime.agent.session.tree import Context, Turn, joined, path
+from slime.agent.session.tree import Context, Turn, concatenate_ids, path
 from slime.data.buffer.codec import Codec
 from slime.storage.json_types import JsonMapping, JsonObject
 from slime.storage.sqlite_table import RowFile, RowKind
@@ -93,7 +93,7 @@ def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) 
     history = path(turn.parent)
     messages = session.messages(turn)
     tools = (history[0] if history else turn).context.tools
-    context = Context(number=1, parent=None, messages=(), ids=joined(history, turn.context), tools=tools)
+    context = Context(number=1, parent=None, messages=(), ids=concatenate_ids(history, turn.context), tools=tools)
     alone = Turn(
         id=turn.id,
         number=0,
@@ -108,7 +108,7 @@ def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) 
         ill_formed=turn.ill_formed,
     )
     context.turns.append(alone)
-    counters = Counters(turns=1, extended=1, sampled_tokens=len(turn.ids), prompt_tokens=len(context.ids))
+    counters = SessionCounters(turns=1, extended=1, sampled_tokens=len(turn.ids), prompt_tokens=len(context.ids))
     record = {
         "key": turn.id,
         "closed": True,

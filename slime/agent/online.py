@@ -34,7 +34,7 @@ from slime.agent.session.session import Session
 from slime.cluster.watchdog import waiting
 from slime.data.buffer.reader import Choice, reading
 from slime.data.sample import Sample
-from slime.rollout.gate import clock_stopped
+from slime.rollout.gate import paused_sample_clock
 from slime.rollout.generate import generate as generate_answer
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, runtime_for
@@ -42,7 +42,7 @@ from slime.rollout.staleness import is_stale
 from slime.storage.json_types import JsonObject
 
 JUDGE_FLAG = "--live-judge-path"
-MOST_STARTS = 3
+MAX_SERVER_STARTS = 3
 """How often in a row the agent server may die while a slot waits for its exchange."""
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class LiveService:
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
         self._endpoints = agent_server(runtime)
-        self._turn = _InOrder()
+        self._turn = _SlotLock()
         self._is_clean = False
         self._judge = runtime.function(runtime.args.live_judge_path or "", flag=JUDGE_FLAG, params=("args", "exchange"))
         self.counts: Counter[str] = Counter()
@@ -119,10 +119,10 @@ class LiveService:
         made.reward = verdict.reward
         made.metadata["live"] |= {"hint": verdict.hint}
         if self._runtime.args.use_opd:
-            made.teacher_log_probs = await self._taught(exchange, made, verdict.hint)
+            made.teacher_log_probs = await self._hinted_log_probs(exchange, made, verdict.hint)
         return made
 
-    async def _taught(self, exchange: Exchange, made: Sample, hint: str | None) -> list[float]:
+    async def _hinted_log_probs(self, exchange: Exchange, made: Sample, hint: str | None) -> list[float]:
         """The log-probs of the answer's tokens with the hint in the prompt; without a hint, the sampled log-probs."""
         if not hint:
             known = made.column_array("rollout_log_probs")
@@ -137,7 +137,7 @@ class LiveService:
 
     async def _taken(self, slot: int) -> Exchange:
         """Wait until it is this slot's turn, and then for an exchange from the store."""
-        with clock_stopped(), waiting("clients of the live service", "for a finished exchange", timeout_s=None):
+        with paused_sample_clock(), waiting("clients of the live service", "for a finished exchange", timeout_s=None):
             async with self._turn.of(slot):
                 await self._forget_recorded()
                 while True:
@@ -151,12 +151,12 @@ class LiveService:
                         await self._call("recorded", slot=slot)
 
     async def _call(self, name: str, **arguments: object) -> Any:
-        for attempt in range(MOST_STARTS):
+        for attempt in range(MAX_SERVER_STARTS):
             running = await self._endpoints.running()
             try:
                 return await running.remote.live(name, **arguments)
             except AgentServerFailed:
-                if not running.died.is_set() or attempt == MOST_STARTS - 1:
+                if not running.died.is_set() or attempt == MAX_SERVER_STARTS - 1:
                     raise
         raise AssertionError("the loop returns or raises")
 
@@ -185,7 +185,7 @@ def _is_in_journal(folder: Path, slot: int, name: str) -> bool:
     return any(isinstance(live, Mapping) and live.get("id") == name for live in found)
 
 
-class _InOrder:
+class _SlotLock:
     """A lock that is granted to the waiter with the smallest number."""
 
     def __init__(self) -> None:
@@ -193,8 +193,8 @@ class _InOrder:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
 
-    def of(self, number: int) -> _Place:
-        return _Place(self, number)
+    def of(self, number: int) -> _SlotLockGuard:
+        return _SlotLockGuard(self, number)
 
     async def enter(self, number: int) -> None:
         if not self._is_taken:
@@ -219,10 +219,10 @@ class _InOrder:
         self._is_taken = False
 
 
-class _Place:
-    """Holds an `_InOrder` for the duration of a `with` block."""
+class _SlotLockGuard:
+    """Holds an `_SlotLock` for the duration of a `with` block."""
 
-    def __init__(self, order: _InOrder, number: int) -> None:
+    def __init__(self, order: _SlotLock, number: int) -> None:
         self._order, self._number = order, number
 
     async def __aenter__(self) -> None:

@@ -31,7 +31,7 @@ from slime.agent.session.turn_journal import Attempt
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
 from slime.errors import UserError
-from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
+from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
 from slime.rollout.outcomes import GivenUp
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.storage.json_types import JsonMapping
@@ -133,7 +133,7 @@ async def open_session(
     continues from the turns of an attempt that a crash of the run interrupted (`AgentSession.resumed_turns`), for
     agents whose environment survived the crash. Leaving the block without `finish` drops the session.
     """
-    runtime, ticket = runtime_for(args), ticket_here()
+    runtime, ticket = runtime_for(args), current_ticket()
     endpoints = agent_server(runtime)
     server = await endpoints.running()
     opening = _opening(runtime, sample, sampling_params, ticket, max_turns, models)
@@ -220,7 +220,7 @@ class _GateWatch:
         if self._ticket is not None:
             self._ticket.is_used = True
         self._gate.when_closed.append(self._gate_closed)
-        self._minding = asyncio.create_task(self._mind() if self._ticket is not None else self._give_up())
+        self._minding = asyncio.create_task(self._hold_at_gate() if self._ticket is not None else self._give_up())
         if not self._gate.is_open:
             self._gate_closed()
 
@@ -249,7 +249,7 @@ class _GateWatch:
             self._ticket.in_flight -= 1
             self._gate.left_engine()
 
-    async def _mind(self) -> None:
+    async def _hold_at_gate(self) -> None:
         while True:
             await self._closed.wait()
             self._closed.clear()

@@ -44,7 +44,7 @@ class Verdicts:
             return self._known[key]
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.create_task(self._find_out(key, text, judge))
+            task = self._running[key] = asyncio.create_task(self._run_judge(key, text, judge))
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)  # a cancelled waiter does not cancel the judge for the others
 
@@ -52,7 +52,7 @@ class Verdicts:
         """Return the hash under which the verdict on a text is stored."""
         return hashlib.sha256(f"{self._context}\0{text}".encode()).hexdigest()
 
-    async def _find_out(self, key: str, text: str, judge: Callable[[str], Awaitable[Verdict]]) -> Verdict:
+    async def _run_judge(self, key: str, text: str, judge: Callable[[str], Awaitable[Verdict]]) -> Verdict:
         self.judged += 1
         verdict = await judge(text)
         line = json.dumps({"key": key, "verdict": verdict, "text": text})

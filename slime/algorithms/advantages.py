@@ -218,7 +218,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (student - teacher).detach()
 
 
-def distilled(
+def subtract_reverse_kl(
     advantages: Sequence[Tensor], student: Sequence[Tensor], teacher: Sequence[Tensor], coef: float
 ) -> list[Tensor]:
     """Subtract from each sample's advantages the weighted reverse KL of its tokens.

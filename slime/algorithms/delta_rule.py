@@ -72,8 +72,8 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     unit = (states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6) for states in wide)
     q, k = (states.repeat_interleave(repeats, dim=1) for states in unit)
     q = q * q.shape[-1] ** -0.5
-    q, k, v = (_cut(states, chunks) for states in (q, k, value.float()))  # [chunks, heads, CHUNK, D]
-    rate, log_decay = (_cut(states.float()[..., None], chunks) for states in (beta, decay))
+    q, k, v = (_split_chunks(states, chunks) for states in (q, k, value.float()))  # [chunks, heads, CHUNK, D]
+    rate, log_decay = (_split_chunks(states.float()[..., None], chunks) for states in (beta, decay))
     total = log_decay.cumsum(dim=2)
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total - total.transpose(2, 3)).masked_fill(upper, -torch.inf).exp()
@@ -89,7 +89,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return output.index_select(0, chunks.place).to(value.dtype)
 
 
-def _cut(states: Tensor, chunks: Chunks) -> Tensor:
+def _split_chunks(states: Tensor, chunks: Chunks) -> Tensor:
     """Cut [T, heads, D] into chunks, [chunks, heads, CHUNK, D]."""
     padded = pad(states, (0, 0, 0, 0, 0, 1)).index_select(0, chunks.token)
     return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)

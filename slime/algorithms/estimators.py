@@ -22,7 +22,7 @@ NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_re
 
 
 @dataclass(frozen=True)
-class Scored:
+class EstimatorInputs:
     """Inputs of an estimator; lists have one entry per sample, tensors one number per response token."""
 
     rewards: Sequence[float]
@@ -59,7 +59,7 @@ class Estimator:
     name: str
     level: str
     """RESPONSE: one reward per response, the same advantage at each of its tokens; TOKEN: rewards at single tokens."""
-    advantages: Callable[[Scored], Advantages]
+    advantages: Callable[[EstimatorInputs], Advantages]
     """Computes (advantages, returns) from the shaped rewards."""
     baseline: Callable[[Sequence[float], RewardGroups], list[float]] | None = None
     """Compares rewards with those of their group; None: rewards are used unchanged."""
@@ -80,12 +80,12 @@ class Estimator:
         return self.baseline is not None
 
 
-def estimators_that(condition: Callable[[Estimator], bool]) -> str:
+def estimator_names(condition: Callable[[Estimator], bool]) -> str:
     """Join the names of the estimators that satisfy a condition, for messages."""
     return ", ".join(name for name, one in ESTIMATORS.items() if condition(one))
 
 
-def _less_group_mean(rewards: Sequence[float], groups: RewardGroups) -> list[float]:
+def _subtract_group_mean(rewards: Sequence[float], groups: RewardGroups) -> list[float]:
     from slime.algorithms.rewards import normalize_group_rewards
 
     return normalize_group_rewards(
@@ -99,7 +99,7 @@ def _less_group_mean(rewards: Sequence[float], groups: RewardGroups) -> list[flo
     )
 
 
-def _less_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list[float]:
+def _subtract_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list[float]:
     from slime.algorithms.advantages import leave_one_out_rewards
 
     return leave_one_out_rewards(
@@ -112,14 +112,14 @@ def _less_mean_of_others(rewards: Sequence[float], groups: RewardGroups) -> list
     )
 
 
-def _reward_at_each_token(given: Scored) -> Advantages:
+def _reward_at_each_token(given: EstimatorInputs) -> Advantages:
     from slime.algorithms.advantages import grpo_advantages
 
     advantages = grpo_advantages(given.rewards, [len(mask) for mask in given.masks])
     return advantages, list(advantages)
 
 
-def _reinforce_plus_plus(given: Scored) -> Advantages:
+def _reinforce_plus_plus(given: EstimatorInputs) -> Advantages:
     from slime.algorithms.advantages import reinforce_plus_plus_advantages
 
     advantages = reinforce_plus_plus_advantages(
@@ -128,14 +128,14 @@ def _reinforce_plus_plus(given: Scored) -> Advantages:
     return advantages, list(advantages)
 
 
-def _reinforce_plus_plus_baseline(given: Scored) -> Advantages:
+def _reinforce_plus_plus_baseline(given: EstimatorInputs) -> Advantages:
     from slime.algorithms.advantages import reinforce_plus_plus_baseline_advantages
 
     advantages = reinforce_plus_plus_baseline_advantages(given.rewards, given.kl, given.masks, kl_coef=given.kl_coef)
     return advantages, list(advantages)
 
 
-def _ppo(given: Scored) -> Advantages:
+def _ppo(given: EstimatorInputs) -> Advantages:
     from slime.algorithms.advantages import ppo_advantages
 
     assert given.values is not None, "an estimator with a critic has its values"
@@ -152,32 +152,32 @@ def _ppo(given: Scored) -> Advantages:
 
 
 _ALL = (
-    Estimator("grpo", RESPONSE, _reward_at_each_token, _less_group_mean, divides_by_std=True),
-    Estimator("gspo", RESPONSE, _reward_at_each_token, _less_group_mean, divides_by_std=True, policy_loss=GSPO),
-    Estimator("cispo", RESPONSE, _reward_at_each_token, _less_group_mean, divides_by_std=True, policy_loss=CISPO),
+    Estimator("grpo", RESPONSE, _reward_at_each_token, _subtract_group_mean, divides_by_std=True),
+    Estimator("gspo", RESPONSE, _reward_at_each_token, _subtract_group_mean, divides_by_std=True, policy_loss=GSPO),
+    Estimator("cispo", RESPONSE, _reward_at_each_token, _subtract_group_mean, divides_by_std=True, policy_loss=CISPO),
     Estimator("reinforce_plus_plus", TOKEN, _reinforce_plus_plus, kl_in_reward=True, needs_whitening=True),
     Estimator(
         "reinforce_plus_plus_baseline",
         RESPONSE,
         _reinforce_plus_plus_baseline,
-        _less_group_mean,
+        _subtract_group_mean,
         kl_in_reward=True,
         needs_whitening=True,
     ),
     Estimator("ppo", TOKEN, _ppo, kl_in_reward=True, has_critic=True),
-    Estimator("rloo", RESPONSE, _reward_at_each_token, _less_mean_of_others, needs_siblings=True),
+    Estimator("rloo", RESPONSE, _reward_at_each_token, _subtract_mean_of_others, needs_siblings=True),
     Estimator(
         "dr_grpo",
         RESPONSE,
         _reward_at_each_token,
-        _less_group_mean,
+        _subtract_group_mean,
         presets={"disable_grpo_std_normalization": True, "loss_aggregation": "constant"},
     ),
     Estimator(
         "dapo",
         RESPONSE,
         _reward_at_each_token,
-        _less_group_mean,
+        _subtract_group_mean,
         divides_by_std=True,
         presets={
             "eps_clip_high": 0.28,

@@ -25,7 +25,7 @@ CHUNK_LOGITS_CUDA = 3072 * 151936  # entries; about 1.9 GB of float32
 CHUNK_LOGITS_CPU = 16 * 1024 * 1024
 KEPT_BYTES = 2 << 30  # limit of the gradients that are kept for the backward; --log-probs-keep-gib
 FUSED_SHARE = 128  # rows of the fused head that need the memory of one row of logits: the columns of its tiles
-FUSED_ON = 9  # compute capability of Hopper
+FUSED_CAPABILITY = 9  # compute capability of Hopper
 FUSED_ALIGNMENT = 16  # bytes; the copy engine of the fused head needs addresses and rows that are multiples of it
 
 
@@ -195,7 +195,7 @@ def has_fused_head(hidden: Tensor, weight: Tensor) -> bool:
     """Return True if statistics are computed without logits: on Hopper, with aligned half-precision weights."""
     if not has_kernels(hidden) or weight.dtype not in (torch.bfloat16, torch.float16) or not len(hidden):
         return False
-    if torch.cuda.get_device_capability(weight.device)[0] != FUSED_ON or not weight.is_contiguous():
+    if torch.cuda.get_device_capability(weight.device)[0] != FUSED_CAPABILITY or not weight.is_contiguous():
         return False
     return not any(count % FUSED_ALIGNMENT for count in (weight.data_ptr(), weight.shape[1] * weight.element_size()))
 

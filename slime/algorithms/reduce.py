@@ -24,18 +24,18 @@ from torch import Tensor
 
 def per_rollout_weights(mask: Tensor, rollout_mask_sums: Tensor, num_rollouts: int) -> Tensor:
     """Return the weights of the per-rollout mean; `rollout_mask_sums` has the count of its rollout at every token."""
-    floating = _floating(mask)
+    floating = _as_floating(mask)
     return floating / rollout_mask_sums.to(floating.dtype).clamp_min(1.0) / max(num_rollouts, 1)
 
 
 def per_token_weights(mask: Tensor, num_tokens: int) -> Tensor:
     """Return the weights of the per-token mean."""
-    return _floating(mask) / max(num_tokens, 1)
+    return _as_floating(mask) / max(num_tokens, 1)
 
 
 def constant_weights(mask: Tensor, length: int, num_rollouts: int) -> Tensor:
     """Return the weights that divide by a constant length."""
-    return _floating(mask) / max(length, 1) / max(num_rollouts, 1)
+    return _as_floating(mask) / max(length, 1) / max(num_rollouts, 1)
 
 
 def sample_mean_weights(masks: Sequence[Tensor], mask_sums: Sequence[Tensor] | Tensor | None = None) -> Tensor:
@@ -44,11 +44,11 @@ def sample_mean_weights(masks: Sequence[Tensor], mask_sums: Sequence[Tensor] | T
     `mask_sums` are the denominators if they are not the samples' own counts but those of whole rollouts.
     """
     counts = [mask.sum() for mask in masks] if mask_sums is None else list(mask_sums)
-    parts = [_floating(mask) / count.clamp_min(1) for mask, count in zip(masks, counts, strict=True)]
+    parts = [_as_floating(mask) / count.clamp_min(1) for mask, count in zip(masks, counts, strict=True)]
     return torch.cat(parts)
 
 
-def weights_of(reducer: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+def reducer_weights(reducer: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
     """Compute the weights [R] of a reducer that is a weighted sum: they are its gradient."""
     with torch.enable_grad():
         probe = torch.zeros_like(like, requires_grad=True)
@@ -61,7 +61,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()
 
 
-def _floating(mask: Tensor) -> Tensor:
+def _as_floating(mask: Tensor) -> Tensor:
     return mask if mask.is_floating_point() else mask.float()
 
 

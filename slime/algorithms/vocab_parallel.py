@@ -28,7 +28,7 @@ from slime.algorithms.logprobs import (
 )
 
 
-class Reducing(Protocol):
+class VocabularyGroup(Protocol):
     """Reductions over the ranks that share a vocabulary; both work in place and return their argument."""
 
     @property
@@ -48,7 +48,7 @@ class VocabularyPart:
 
     first: int
     vocab_size: int
-    ranks: Reducing
+    ranks: VocabularyGroup
 
     def own_rows(self, weight: Tensor) -> int:
         """Count the rows of this rank's weight that are tokens."""

@@ -69,12 +69,12 @@ ENGINE_KEY_VARIABLE = "SLIME_ENGINE_API_KEY"
 """The engines' API key: a run sends it, and an engine that has one requires it on all routes."""
 CONTROL_KEY_VARIABLE = "SLIME_ENGINE_ADMIN_API_KEY"
 """The key that only an engine's control routes require."""
-_NO_SECRETS = frozenset({"PWD", "OLDPWD"})
+_NOT_SECRET = frozenset({"PWD", "OLDPWD"})
 
 
 def is_secret(name: str) -> bool:
     """Tell from the name of an environment variable whether its value is a secret."""
-    return name not in _NO_SECRETS and _SECRET.search(name) is not None
+    return name not in _NOT_SECRET and _SECRET.search(name) is not None
 
 
 def without_secrets(environment: Mapping[str, str], *, passed: Collection[str] = ()) -> dict[str, str]:
@@ -82,7 +82,7 @@ def without_secrets(environment: Mapping[str, str], *, passed: Collection[str] =
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name)}
 
 
-def keep_key(port: int, key: str) -> Path:
+def store_engine_key(port: int, key: str) -> Path:
     """Store the key of the engine on a loopback port, readable by this user only; return the file."""
     path = _key_file(port)
     try:
@@ -101,13 +101,13 @@ def keep_key(port: int, key: str) -> Path:
     return path
 
 
-def forget_key(port: int, key: str) -> None:
+def delete_engine_key(port: int, key: str) -> None:
     """Delete the stored key, unless another engine has stored its own key there since."""
-    if kept_key(port) == key:
+    if read_engine_key(port) == key:
         _key_file(port).unlink(missing_ok=True)
 
 
-def kept_key(port: int) -> str | None:
+def read_engine_key(port: int) -> str | None:
     """Return the stored key for a port of this machine, or None."""
     try:
         return _key_file(port).read_text().strip() or None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slime.cluster.devices import gpu_count, resolve_device
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Cluster
-from slime.cluster.remote.placement import NodeFacts
+from slime.cluster.remote.placement import NodeInfo
 from slime.config import Config
 from slime.config.devices import nvidia_gpu_count
 from slime.errors import UserError
@@ -41,7 +41,7 @@ class Machines:
 
     device: str
     gpus: int
-    nodes: tuple[NodeFacts, ...] = ()
+    nodes: tuple[NodeInfo, ...] = ()
 
 
 def find_machines(config: Config) -> Machines:
@@ -50,9 +50,9 @@ def find_machines(config: Config) -> Machines:
         device = resolve_device(config.device)
         return Machines(device, gpu_count() if device == "cuda" else 0)
     _require_ray()
-    from slime.cluster.ray import connected, ray_nodes
+    from slime.cluster.ray import ray_connection, ray_nodes
 
-    with connected(config.ray_address):
+    with ray_connection(config.ray_address):
         nodes = tuple(ray_nodes())
     gpus = sum(node.gpus for node in nodes)
     if config.device == "cuda" and not gpus:

@@ -16,7 +16,7 @@ COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disable the cyclic garbage collector while the body runs, for code that creates many objects and no cycles.
 
     Otherwise it would traverse all samples repeatedly while columns are made of them (a quarter of the time). Objects
@@ -28,47 +28,47 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not _somebody_froze():
+            if not _has_frozen_objects():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 @contextmanager
-def old_objects_left_alone() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exclude the objects that exist now (modules, tokenizers, run components) from collections while the body runs.
 
     Garbage is collected first. If other code has frozen objects, they stay frozen, and ours stay frozen with them.
     """
-    if _kept:
+    if _frozen_bodies:
         yield
         return
-    is_ours = not _somebody_froze()
+    is_ours = not _has_frozen_objects()
     gc.collect()
     gc.freeze()
-    _kept.append(True)
+    _frozen_bodies.append(True)
     try:
         yield
     finally:
-        _kept.pop()
+        _frozen_bodies.pop()
         if is_ours:
             gc.unfreeze()
 
 
-_kept: list[bool] = []
-"""Not empty within the body of `old_objects_left_alone`. `gc.get_freeze_count` also tells, but counts object by object:
+_frozen_bodies: list[bool] = []
+"""Not empty within the body of `gc_frozen`. `gc.get_freeze_count` also tells, but counts object by object:
 tens of milliseconds with torch and a tokenizer loaded, twice in every step."""
 
-_before_us = gc.get_freeze_count()
+_frozen_at_import = gc.get_freeze_count()
 """The number of objects frozen at import; Python 3.12 itself starts with 375."""
 
 
-def _somebody_froze() -> bool:
+def _has_frozen_objects() -> bool:
     """Return True if this module or other code has frozen objects."""
-    return bool(_kept) or gc.get_freeze_count() > _before_us
+    return bool(_frozen_bodies) or gc.get_freeze_count() > _frozen_at_import
 
 
-class _Rest:
+class _GcPause:
     """Reference-counted pause of the process's garbage collector."""
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ class _Rest:
                 gc.enable()
 
 
-_rest = _Rest()
+_gc_pause = _GcPause()
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def gc_disabled_in_all_threads() -> Iterator[None]:
     """Disable collection in all threads until the last body has ended: for compilers that run in several threads.
 
     Before Python 3.12 a collection can start within `ast.parse`. If it runs Python code, such as a destructor, other
@@ -104,8 +104,8 @@ def collector_at_rest() -> Iterator[None]:
     if not COLLECTS_WITHIN_CALLS:
         yield
         return
-    _rest.begin()
+    _gc_pause.begin()
     try:
         yield
     finally:
-        _rest.end()
+        _gc_pause.end()

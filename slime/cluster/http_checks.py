@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
     message: str
 
 
-def shows_key(headers: Mapping[str, str], key: str | None) -> bool:
+def carries_key(headers: Mapping[str, str], key: str | None) -> bool:
     """Return True if a request carries `key` as a bearer token; always False if `key` is None."""
     given = headers.get("Authorization", "").encode(errors="surrogateescape")
     return key is not None and hmac.compare_digest(given, f"Bearer {key}".encode())
@@ -45,7 +45,7 @@ def foreign(headers: Mapping[str, str], *, names: Collection[str] = ()) -> Refus
 
 
 def foreign_page(headers: Mapping[str, str]) -> Refusal | None:
-    """Reject a request from a page of another origin; programs send no `Origin`."""
+    """Reject a request from a page of another origin; programs send no `DispatchedSample`."""
     origin, host = headers.get("Origin"), headers.get("Host", "")
     if origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
         return None
@@ -68,11 +68,11 @@ def guard(key: str | None = None) -> Middleware:
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
         found = None
-        if request.path != "/health" and not shows_key(request.headers, key):
+        if request.path != "/health" and not carries_key(request.headers, key):
             found = foreign(request.headers)
             if key is not None:
                 found = Refusal(401, "give the key of this server: Authorization: Bearer KEY")
-        return await _unless(found or not_json(request), request, handler)
+        return await _reject_or_handle(found or not_json(request), request, handler)
 
     return checked
 
@@ -80,10 +80,10 @@ def guard(key: str | None = None) -> Middleware:
 @web.middleware
 async def no_foreign_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Check the requests of a server that all carry a secret, such as a session's key."""
-    return await _unless(foreign_page(request.headers) or not_json(request), request, handler)
+    return await _reject_or_handle(foreign_page(request.headers) or not_json(request), request, handler)
 
 
-async def _unless(found: Refusal | None, request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _reject_or_handle(found: Refusal | None, request: web.Request, handler: Handler) -> web.StreamResponse:
     if found is not None:
         return web.json_response({"error": {"message": found.message}}, status=found.status)
     return await handler(request)

@@ -24,7 +24,7 @@ from aiohttp.web_protocol import RequestHandler
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel's net.core.somaxconn may lower it."""
 _OTHER_DESCRIPTORS = 256
-_OPENED_TOGETHER = 256
+_MAX_OPENING = 256
 _PAUSE_S = 0.1
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Connections:
         """Close an idle connection if the limit is reached; return True if one more is allowed."""
         if self._opening and len(self._opening) + len(server.connections) >= self.most:
             await asyncio.wait(self._opening)
-        elif len(self._opening) >= _OPENED_TOGETHER:
+        elif len(self._opening) >= _MAX_OPENING:
             await asyncio.wait(self._opening, return_when=asyncio.FIRST_COMPLETED)
         if len(self._opening) + len(server.connections) < self.most:
             return True
@@ -153,7 +153,7 @@ async def _open(connection: socket.socket, server: web.Server) -> None:
         connection.close()
 
 
-async def bound_sockets(host: str, port: int) -> list[socket.socket]:
+async def bind_sockets(host: str, port: int) -> list[socket.socket]:
     """Open listening sockets on every address of a host, on one port (0: a free one); raises `OSError`."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -175,7 +175,7 @@ async def bound_sockets(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def bound_file(path: Path) -> socket.socket:
+def bind_unix_socket(path: Path) -> socket.socket:
     """Open a listening Unix socket at a path."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     one.bind(str(path))
@@ -183,7 +183,7 @@ def bound_file(path: Path) -> socket.socket:
     return one
 
 
-class ClientNoise(logging.Filter):
+class ClientLogLimit(logging.Filter):
     """Limits what clients of an HTTP server can make it log; a filter for handlers or loggers.
 
     A message passes `MOST` times in `PERIOD_S`; the next one after that says how many were dropped. A request that is

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime.cluster.devices import cpu_cores, visible_gpus
-from slime.cluster.node import Command, Node, Placement, Slot
+from slime.cluster.node import Node, ProcessCommand, Slot, SlotPlacement
 from slime.cluster.ports import free_ports, loopback_sockets, sockets_at
 from slime.cluster.process import ChildProcess
 from slime.cluster.rpc.channel import Channel, channel_pair
@@ -31,13 +31,13 @@ class LocalNode:
     def sockets(self) -> Mapping[str, str]:
         return loopback_sockets() if self._alone else sockets_at(self.address)
 
-    def start(self, command: Command, log_path: Path) -> ChildProcess:
-        return child_of(command, log_path)
+    def start(self, command: ProcessCommand, log_path: Path) -> ChildProcess:
+        return start_child(command, log_path)
 
-    def start_connected(self, command: Command, log_path: Path) -> tuple[ChildProcess, Channel]:
+    def start_connected(self, command: ProcessCommand, log_path: Path) -> tuple[ChildProcess, Channel]:
         channel, theirs = channel_pair()
         with theirs:
-            return child_of(command, log_path, fd=theirs.fileno()), channel
+            return start_child(command, log_path, fd=theirs.fileno()), channel
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count, self.address)
@@ -52,7 +52,7 @@ class LocalCluster:
     def __init__(self, config: Config, *, device: str, trainers: int | None = None, rollout: int | None = None) -> None:
         node = LocalNode(config.host)
         count = num_trainers(config) if trainers is None else trainers
-        self.placement = Placement(
+        self.placement = SlotPlacement(
             tuple(_slot(node, device, number) for number in range(count)),
             rollout_slots(config, device, node=node, trainers=count, count=rollout),
         )
@@ -63,7 +63,7 @@ class LocalCluster:
     def provide_code(self, folders: Sequence[str]) -> None:
         """Do nothing: the modules are on this machine."""
 
-    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+    def nodes_without(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
         return []
 
     def spare(self, like: Slot) -> Slot | None:
@@ -92,7 +92,7 @@ def _slot(node: LocalNode, device: str, number: int) -> Slot:
     return Slot(node, visible_gpus([number]) if device == "cuda" else None)
 
 
-def child_of(command: Command, log_path: Path, *, fd: int | None = None) -> ChildProcess:
+def start_child(command: ProcessCommand, log_path: Path, *, fd: int | None = None) -> ChildProcess:
     """Start the command as a child of this process; with `fd`, it serves the channel on that descriptor."""
     own = () if fd is None else (FD_FLAG, str(fd))
     return ChildProcess(

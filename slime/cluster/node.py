@@ -20,7 +20,7 @@ OWN_PYTHON = "{python}"
 
 
 @dataclass(frozen=True)
-class Command:
+class ProcessCommand:
     """The command of one process, independent of the node.
 
     With `module`, the node's own Python runs that module of this very package; without it, `words` name a program
@@ -43,7 +43,7 @@ class Command:
         return tuple(sys.executable if word == OWN_PYTHON else word for word in self.words[:1]) + self.words[1:]
 
 
-class Process(Protocol):
+class NodeProcess(Protocol):
     """A process on any node; `slime.cluster.process.ChildProcess` is one on this machine."""
 
     name: str
@@ -101,10 +101,10 @@ class Node(Protocol):
     def sockets(self) -> Mapping[str, str]:
         """The environment that restricts gloo and NCCL to connections between the run's processes."""
 
-    def start(self, command: Command, log_path: Path) -> Process:
+    def start(self, command: ProcessCommand, log_path: Path) -> NodeProcess:
         """Start a process there; its output also goes to `log_path` on the driver's machine. May raise `NodeLost`."""
 
-    def start_connected(self, command: Command, log_path: Path) -> tuple[Process, Channel]:
+    def start_connected(self, command: ProcessCommand, log_path: Path) -> tuple[NodeProcess, Channel]:
         """Start a process that serves a channel (`slime.cluster.rpc.connect.channel_from`). May raise `NodeLost`."""
 
     def free_ports(self, count: int) -> list[int]:
@@ -124,7 +124,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Placement:
+class SlotPlacement:
     """The slots of a run: `trainers` by rank, `rollout` in the order of `--rollout-num-gpus`.
 
     Engine i has the `rollout_num_gpus_per_engine` slots from `i * rollout_num_gpus_per_engine` on. With `--colocate`
@@ -148,7 +148,7 @@ class Placement:
 class Cluster(Protocol):
     """The nodes of a run and the slots for its processes."""
 
-    placement: Placement
+    placement: SlotPlacement
 
     def provide(self, paths: Sequence[str]) -> None:
         """Make sure that every node has these files and folders of the driver's machine, unchanged; copy missing ones.
@@ -158,7 +158,7 @@ class Cluster(Protocol):
     def provide_code(self, folders: Sequence[str]) -> None:
         """Do the same for the Python modules in these folders: processes started from now on can import them."""
 
-    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+    def nodes_without(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
         """Return the names of the nodes (None: all) that do not see this folder of the driver's machine under the same
         path; the folder is made if needed."""
 

@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 
 from slime.cluster import reaper
 from slime.cluster.child_env import without_secrets
-from slime.cluster.node import Process
+from slime.cluster.node import NodeProcess
 from slime.cluster.watchdog import KnownProcess, forget_process, know_process, waiting
 
 _POLL_S = 0.02
@@ -32,7 +32,7 @@ _LAST_WAIT_S = 30.0
 _TAIL_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
-Kept = TypeVar("Kept", bound=Process)
+Kept = TypeVar("Kept", bound=NodeProcess)
 
 
 class ChildProcess:
@@ -222,7 +222,7 @@ class ProcessSet:
     interpreter's exit, whichever is first."""
 
     def __init__(self) -> None:
-        self._processes: list[Process] = []
+        self._processes: list[NodeProcess] = []
 
     def keep(self, process: Kept) -> Kept:
         """Register a started process to be stopped with the set; return it."""
@@ -231,18 +231,18 @@ class ProcessSet:
         self._processes.append(process)
         return process
 
-    def drop(self, process: Process, grace_s: float = 5.0) -> None:
+    def drop(self, process: NodeProcess, grace_s: float = 5.0) -> None:
         """Stop one process and remove it from the set."""
         process.stop(grace_s)
         self._processes = [kept for kept in self._processes if kept is not process]
 
-    def __iter__(self) -> Iterator[Process]:
+    def __iter__(self) -> Iterator[NodeProcess]:
         return iter(tuple(self._processes))
 
     def __len__(self) -> int:
         return len(self._processes)
 
-    def died(self) -> Process | None:
+    def died(self) -> NodeProcess | None:
         """Return the first process that has ended, or None while all run."""
         return next((process for process in self._processes if process.poll() is not None), None)
 

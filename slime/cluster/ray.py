@@ -29,12 +29,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.cluster.local import LocalNode
-from slime.cluster.node import Node, NodeLost, Placement, Slot
+from slime.cluster.node import Node, NodeLost, Slot, SlotPlacement
 from slime.cluster.ports import is_loopback
 from slime.cluster.remote.agent import OK, USER_ERROR
-from slime.cluster.remote.files import bring, bring_code
-from slime.cluster.remote.node import NodeSilent, RemoteNode
-from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.files import copy_code_to_node, copy_to_node
+from slime.cluster.remote.node import NodeTimeout, RemoteNode
+from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeInfo, fit, make_bundles
 from slime.cluster.remote.probe import agent_class, package_digest
 from slime.cluster.rpc.connect import Listener
 from slime.cluster.watchdog import WaitTimeout, expired, waiting
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 PACKAGE = Path(__file__).resolve().parents[1]
-NEEDED = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp")
+REQUIRED_PACKAGES = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp")
 """Packages that a node must have in addition to slime itself, which the run copies there."""
 ANSWER_S = 120.0
-PLACE_S = 600.0
-SPARE_S = 3.0
-SHIP_S = 600.0
+PLACEMENT_TIMEOUT_S = 600.0
+SPARE_WAIT_S = 3.0
+COPY_TIMEOUT_S = 600.0
 AGENT_THREADS = 16
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def ray_connection(address: str | None) -> Iterator[None]:
     """Connect to the Ray cluster at the address, at `RAY_ADDRESS`, or of this machine, while the body runs.
 
     If the process is connected already, it keeps that connection.
@@ -89,13 +89,13 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def ray_nodes() -> list[NodeFacts]:
+def ray_nodes() -> list[NodeInfo]:
     """Return the nodes that are alive, by address; a name shared by several nodes gets a prefix of the id appended."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in alive]
     own = ray.get_runtime_context().get_node_id()
     facts = [
-        NodeFacts(
+        NodeInfo(
             id=node["NodeID"],
             name=name if names.count(name) == 1 else f"{name}-{node['NodeID'][:6]}",
             address=node["NodeManagerAddress"],
@@ -122,7 +122,7 @@ class RayCluster:
         self._bundle_of: list[tuple[Slot, int, int]] = []
         """Each slot with its bundle of the group and its index in that bundle."""
         try:
-            self._stack.enter_context(connected(config.ray_address))
+            self._stack.enter_context(ray_connection(config.ray_address))
             self._facts = {node.id: node for node in ray_nodes()}
             self._own_id = ray.get_runtime_context().get_node_id()
             nodes = list(self._facts.values())
@@ -146,10 +146,10 @@ class RayCluster:
     # the interface
 
     def provide(self, paths: Sequence[str]) -> None:
-        self._provide_to_all(bring, paths)
+        self._provide_to_all(copy_to_node, paths)
 
     def provide_code(self, folders: Sequence[str]) -> None:
-        self._provide_to_all(bring_code, folders)
+        self._provide_to_all(copy_code_to_node, folders)
 
     def _provide_to_all(self, way: Callable[..., str], paths: Sequence[str]) -> None:
         act = partial(self._provide, way, sorted({os.path.abspath(path) for path in paths}))
@@ -159,7 +159,7 @@ class RayCluster:
             with ThreadPoolExecutor(len(remotes)) as pool:
                 list(pool.map(act, remotes))
 
-    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+    def nodes_without(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
         asked = self.placement.nodes if nodes is None else nodes
         remotes = [node for node in asked if isinstance(node, RemoteNode) and not node.is_lost]
         if not remotes:
@@ -176,14 +176,14 @@ class RayCluster:
     def spare(self, like: Slot) -> Slot | None:
         """Return the slot where Ray has moved the bundle since its node was lost, or None."""
         bundle, place = next((bundle, place) for slot, bundle, place in self._bundle_of if slot is like)
-        if not self._group.wait(SPARE_S):
+        if not self._group.wait(SPARE_WAIT_S):
             return None
         self._facts = {node.id: node for node in ray_nodes()}
         where = placement_group_table(self._group)["bundles_to_node_id"][bundle]
         if where not in self._facts or self._facts[where].name == like.node.name:
             return None
         is_new = where != self._own_id and where not in self._remotes
-        node = self._reach_one(self._facts[where])
+        node = self._start_agent(self._facts[where])
         if is_new:
             for provide in self._provided:
                 provide(self._remotes[where])
@@ -204,13 +204,15 @@ class RayCluster:
             wanted = sum(bundle.count for bundle in self._bundles)
             free = int(ray.available_resources().get(resource, 0))
             logger.warning("waiting for other jobs of the Ray cluster: %d %ss wanted, %d free", wanted, resource, free)
-            with waiting("the Ray cluster", f"to have {wanted} {resource}s free", timeout_s=PLACE_S) as wait:
+            with waiting(
+                "the Ray cluster", f"to have {wanted} {resource}s free", timeout_s=PLACEMENT_TIMEOUT_S
+            ) as wait:
                 while not group.wait(1.0):
                     if wait.is_over():
                         raise expired(wait, WaitTimeout, f"{wait.sentence()}: other jobs have them")
         return group
 
-    def _make_placement(self, places: Sequence[tuple[Bundle, int, NodeFacts]], rollout: int) -> Placement:
+    def _make_placement(self, places: Sequence[tuple[Bundle, int, NodeInfo]], rollout: int) -> SlotPlacement:
         slots: dict[str, list[Slot]] = {TRAINER: [], ENGINE: []}
         devices = self._devices([number for _, number, _ in places])
         for bundle, number, facts in places:
@@ -218,7 +220,7 @@ class RayCluster:
             self._bundle_of += [(slot, number, place) for place, slot in enumerate(own)]
             slots[bundle.role].extend(own)
         shared = slots[TRAINER] if self._config.colocate else []
-        return Placement(tuple(slots[TRAINER]), tuple([*shared, *slots[ENGINE]][:rollout]))
+        return SlotPlacement(tuple(slots[TRAINER]), tuple([*shared, *slots[ENGINE]][:rollout]))
 
     def _devices(self, numbers: Sequence[int]) -> dict[int, Sequence[str | None]]:
         """Return the GPUs of bundles by their names in CUDA_VISIBLE_DEVICES; an actor in each bundle reports them."""
@@ -241,13 +243,13 @@ class RayCluster:
 
     # nodes
 
-    def _node(self, facts: NodeFacts) -> Node:
+    def _node(self, facts: NodeInfo) -> Node:
         if facts.id == self._own_id:
             assert self._here is not None
             return self._here
         return self._remotes[facts.id]
 
-    def _reach(self, places: Sequence[tuple[Bundle, int, NodeFacts]]) -> None:
+    def _reach(self, places: Sequence[tuple[Bundle, int, NodeInfo]]) -> None:
         """Start an agent on every node except the driver's, which listens on an address that the others reach."""
         used = list({facts.id: facts for _, _, facts in places}.values())
         others = [facts for facts in used if facts.id != self._own_id]
@@ -256,16 +258,16 @@ class RayCluster:
         self._here = LocalNode(own if others and is_loopback(given) else given, alone=not others)
         if others:
             with ThreadPoolExecutor(len(others)) as pool:
-                list(pool.map(self._reach_one, others))
+                list(pool.map(self._start_agent, others))
 
-    def _reach_one(self, facts: NodeFacts) -> Node:
+    def _start_agent(self, facts: NodeInfo) -> Node:
         if facts.id == self._own_id or facts.id in self._remotes:
             return self._node(facts)
         strategy = NodeAffinitySchedulingStrategy(facts.id, soft=False)
         options = {"num_cpus": 0, "max_concurrency": AGENT_THREADS, "scheduling_strategy": strategy}
         actor = ray.remote(agent_class()).options(**options).remote()
         self._stack.callback(partial(ray.kill, actor))
-        surveyed = _first_answer(facts, actor.survey.remote(PACKAGE.name, NEEDED))
+        surveyed = _first_answer(facts, actor.survey.remote(PACKAGE.name, REQUIRED_PACKAGES))
         if surveyed["missing"]:
             raise UserError(
                 f"the node {facts.name} ({facts.address}) has no {', '.join(surveyed['missing'])} in the Python that "
@@ -292,7 +294,7 @@ class RayCluster:
     def _provide(self, way: Callable[..., str], paths: Sequence[str], node: RemoteNode) -> None:
         for path in paths:
             try:
-                there = way(Path(path), partial(node.call, timeout_s=SHIP_S))
+                there = way(Path(path), partial(node.call, timeout_s=COPY_TIMEOUT_S))
             except UserError as error:
                 raise UserError(f"the node {node.name} cannot get {path}: {error}") from error
             except NodeLost as error:
@@ -305,7 +307,7 @@ class RayCluster:
 class RayAgent:
     """Calls the agent of one node, which is a Ray actor."""
 
-    def __init__(self, facts: NodeFacts, actor: ActorHandle) -> None:
+    def __init__(self, facts: NodeInfo, actor: ActorHandle) -> None:
         self._name = f"{facts.name} ({facts.address})"
         self._actor = actor
 
@@ -313,7 +315,7 @@ class RayAgent:
         try:
             kind, value = ray.get(self._actor.call.remote(method, *args), timeout=timeout_s)
         except GetTimeoutError as error:
-            raise NodeSilent(f"the node {self._name} did not answer {method} in {timeout_s:g} s") from error
+            raise NodeTimeout(f"the node {self._name} did not answer {method} in {timeout_s:g} s") from error
         except RayError as error:
             raise NodeLost(f"the node {self._name} cannot be reached: {_first_line(error)}") from error
         if kind == OK:
@@ -335,7 +337,7 @@ def device_holder() -> type:
     return DeviceHolder
 
 
-def _first_answer(facts: NodeFacts, answer: object) -> Any:
+def _first_answer(facts: NodeInfo, answer: object) -> Any:
     """Wait for the answer of a node that may not be up."""
     try:
         return ray.get(answer, timeout=ANSWER_S)
@@ -343,7 +345,7 @@ def _first_answer(facts: NodeFacts, answer: object) -> Any:
         raise RunFailed(f"the node {facts.name} ({facts.address}) does not answer: {_first_line(error)}") from error
 
 
-def _by_address(facts: NodeFacts) -> tuple[int, int | str, str]:
+def _by_address(facts: NodeInfo) -> tuple[int, int | str, str]:
     try:
         address = ip_address(facts.address)
         return (address.version, int(address), facts.id)

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Keeper:
+class ChildSupervisor:
     """Supervises one child and its descendants; none of them is left when this process exits."""
 
     def __init__(self, argv: list[str]) -> None:
@@ -93,13 +93,13 @@ class Keeper:
 
         return self._fork(execute)
 
-    def _drop_foreign_fds(self, *own: int) -> None:
+    def _close_inherited_fds(self, *own: int) -> None:
         """Close the descriptors passed to the child: a channel must read end of file as soon as the child is gone."""
         low = 3
         for fd in sorted({self.wakeup_fd, self.wakeup_write_fd, *own}):
             os.closerange(low, fd)
             low = fd + 1
-        os.closerange(low, resource_limit_of_fds())
+        os.closerange(low, open_fd_limit())
 
     def _wait_for_input(self, fds: Sequence[int], timeout_s: float | None) -> set[int]:
         """Wait until some of `fds` are readable, a signal arrives or the time is over; return the readable ones."""
@@ -139,7 +139,7 @@ class Keeper:
         self._reap()
 
 
-class Guard(Keeper):
+class Guard(ChildSupervisor):
     """The process that the driver starts; it ends its descendants on request (SIGTERM) or by force (SIGKILL)."""
 
     def __init__(self, control_fd: int | None, driver_pid: int, argv: list[str]) -> None:
@@ -161,13 +161,13 @@ class Guard(Keeper):
             self._start_deputy()
         else:
             self.child_pid = self._start_child(os.getpgrp())
-            self._drop_foreign_fds(*self.control_fds)
+            self._close_inherited_fds(*self.control_fds)
         while self.child_status is None:
             timeout = POLL_S if self.kill_at is None else max(0.0, min(POLL_S, self.kill_at - time.monotonic()))
             for fd in self._wait_for_input([] if self.driver_gone else self.control_fds, timeout):
                 commands = os.read(fd, 64)
                 if not commands:
-                    self._driver_is_gone()
+                    self._handle_driver_exit()
                 if TERMINATE in commands:
                     self._terminate_group()
                 if KILL in commands:
@@ -176,7 +176,7 @@ class Guard(Keeper):
             if self.terminate_asked:
                 self._terminate_group()
             if not self.driver_gone and os.getppid() != self.driver_pid:
-                self._driver_is_gone()
+                self._handle_driver_exit()
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 break
         self._sweep()
@@ -191,14 +191,14 @@ class Guard(Keeper):
         def watch() -> None:
             os.close(alive_write_fd)
             os.close(started_fd)
-            exit_like(Deputy(alive_fd, started_write_fd, group, self.argv).run())
+            exit_with_status(Deputy(alive_fd, started_write_fd, group, self.argv).run())
 
         self.child_pid = self._fork(watch)
-        self._drop_foreign_fds(*self.control_fds, alive_write_fd, started_fd)
+        self._close_inherited_fds(*self.control_fds, alive_write_fd, started_fd)
         os.read(started_fd, 1)
         os.close(started_fd)
 
-    def _driver_is_gone(self) -> None:
+    def _handle_driver_exit(self) -> None:
         self.driver_gone = True
         self._terminate_group()
         deadline = time.monotonic() + ORPHAN_GRACE_S
@@ -210,7 +210,7 @@ class Guard(Keeper):
             os.killpg(os.getpgrp(), signal.SIGTERM)
 
 
-class Deputy(Keeper):
+class Deputy(ChildSupervisor):
     """Supervises the child until the child or the guard has ended; `alive_fd` reads end of file when the guard has.
 
     It is in its own process group, so that it survives signals that end the guard's group.
@@ -231,7 +231,7 @@ class Deputy(Keeper):
         with contextlib.suppress(OSError):
             os.setpgid(self.child_pid, self.group)  # the child does this too; the first call wins
         os.write(self.started_fd, b"+")
-        self._drop_foreign_fds(self.alive_fd)
+        self._close_inherited_fds(self.alive_fd)
         while self.child_status is None:
             guard_is_gone = bool(self._wait_for_input([self.alive_fd], None))
             self._reap()
@@ -257,11 +257,11 @@ def descendants(root_pid: int) -> list[int]:
 
 def guarded_child(guard_pid: int) -> int | None:
     """Return the pid of the program that a guard supervises; None before it starts and after it has ended."""
-    deputy = first_child(guard_pid)
-    return first_child(deputy) if deputy is not None and HAS_SUBREAPERS else deputy
+    deputy = oldest_child(guard_pid)
+    return oldest_child(deputy) if deputy is not None and HAS_SUBREAPERS else deputy
 
 
-def first_child(parent_pid: int) -> int | None:
+def oldest_child(parent_pid: int) -> int | None:
     """Return the oldest child of a process, or None."""
     ages = [(began, pid) for pid, parent, began in process_table() if parent == parent_pid]
     return min(ages)[1] if ages else None
@@ -284,7 +284,7 @@ def process_table() -> list[tuple[int, int, int]]:
     return table
 
 
-def resource_limit_of_fds() -> int:
+def open_fd_limit() -> int:
     """Return one more than the highest open descriptor, or the soft limit without /proc."""
     try:
         return max(int(name) for name in os.listdir("/proc/self/fd")) + 1
@@ -300,7 +300,7 @@ def _load_prctl() -> Callable[[int, int], int]:
     return lambda option, value: prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def exit_like(status: int) -> None:
+def exit_with_status(status: int) -> None:
     """End this process as the child ended: with the same exit code, or by the same signal."""
     if os.WIFSIGNALED(status):
         signum = os.WTERMSIG(status)
@@ -317,7 +317,7 @@ def main(args: list[str]) -> None:
     separator = args.index("--")
     control, driver_pid = args[:separator]
     control_fd = None if control == "-" else int(control)
-    exit_like(Guard(control_fd, int(driver_pid), args[separator + 1 :]).run())
+    exit_with_status(Guard(control_fd, int(driver_pid), args[separator + 1 :]).run())
 
 
 if __name__ == "__main__":

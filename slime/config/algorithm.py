@@ -9,15 +9,15 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.algorithms.estimators import CISPO, ESTIMATORS, GSPO, Estimator, estimators_that
-from slime.config.async_mode import may_be_older
+from slime.algorithms.estimators import CISPO, ESTIMATORS, GSPO, Estimator, estimator_names
+from slime.config.async_mode import may_train_on_stale_tokens
 from slime.config.config import Config
 from slime.storage.json_types import JsonObject
 
 _log = logging.getLogger(__name__)
 
 
-def cut_sampling(config: Config) -> str | None:
+def biased_sampling_flags(config: Config) -> str | None:
     """Return the flags that make the policy train on tokens sampled from a part of the vocabulary, or None.
 
     The loss takes log-probs over the whole vocabulary, which is not the distribution of such tokens.
@@ -42,17 +42,17 @@ def serves_teacher(config: Config) -> bool:
     return config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is not None
 
 
-def weighs_importance(config: Config) -> bool:
+def uses_importance_weights(config: Config) -> bool:
     """Return whether the loss uses importance weights between the engine's and the trainer's log-probs.
 
     Without `--use-tis` the mode decides.
     """
     if config.use_tis is not None:
         return config.use_tis
-    return may_be_older(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
+    return may_train_on_stale_tokens(config) and config.loss_type == "policy_loss" and not config.use_rollout_logprobs
 
 
-def weighs_what_it_can(config: Config) -> bool:
+def uses_optional_importance_weights(config: Config) -> bool:
     """Return whether importance weights are optional: the mode implies them, and no flag requires them.
 
     A rollout without the engine's log-probs is then trained on without weights.
@@ -60,7 +60,7 @@ def weighs_what_it_can(config: Config) -> bool:
     requested = (
         config.use_tis or config.use_rs or config.get_mismatch_metrics or config.custom_tis_function_path is not None
     )
-    return weighs_importance(config) and not requested
+    return uses_importance_weights(config) and not requested
 
 
 def estimator_of(config: Config) -> Estimator:
@@ -72,16 +72,16 @@ def has_critic(config: Config) -> bool:
     return estimator_of(config).has_critic and config.loss_type == "policy_loss"
 
 
-def normalizes_groups(config: Config) -> bool:
+def normalizes_group_rewards(config: Config) -> bool:
     """Return whether rewards are compared with those of their group."""
     relative = estimator_of(config).group_relative and not config.disable_rewards_normalization
     return config.loss_type != "sft_loss" and relative and config.custom_reward_post_process_path is None
 
 
-def compares_siblings(config: Config) -> bool:
+def uses_group_baseline(config: Config) -> bool:
     """Return whether advantages are relative to the other samples of the group; a group of one then has no signal."""
     own = config.loss_type == "custom_loss" or config.custom_advantage_function_path
-    return normalizes_groups(config) and not own and not config.use_opd
+    return normalizes_group_rewards(config) and not own and not config.use_opd
 
 
 def derive_algorithm(config: Config) -> Config:
@@ -176,7 +176,7 @@ def _kl(config: Config) -> Iterator[str]:
 
 def _estimator(config: Config) -> Iterator[str]:
     estimator = estimator_of(config)
-    if config.advantage_population != "auto" and not normalizes_groups(config):
+    if config.advantage_population != "auto" and not normalizes_group_rewards(config):
         yield (
             f"--advantage-population {config.advantage_population} needs rewards that are compared within their group, "
             "which this run does not do: drop it"
@@ -194,7 +194,7 @@ def _estimator(config: Config) -> Iterator[str]:
         chosen = f"--advantage-estimator {estimator.name}"
     if config.policy_loss == GSPO and config.loss_aggregation == "token_mean":
         yield f"{chosen} has one ratio per sequence, which a token mean would weight by length: drop the token mean"
-    if estimator.needs_siblings and config.n_samples_per_prompt < 2 and normalizes_groups(config):
+    if estimator.needs_siblings and config.n_samples_per_prompt < 2 and normalizes_group_rewards(config):
         yield (
             f"--advantage-estimator {estimator.name} compares a sample with its siblings: --n-samples-per-prompt must "
             "be 2 or more"
@@ -215,14 +215,14 @@ def _estimator(config: Config) -> Iterator[str]:
     if config.loss_aggregation == "constant" and config.rollout_max_response_len is None:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: set it"
     if not has_critic(config):
-        critics = estimators_that(lambda one: one.has_critic)
+        critics = estimator_names(lambda one: one.has_critic)
         for name in ("critic_load", "critic_save", "critic_lr", "critic_config", "critic_hf_checkpoint"):
             if getattr(config, name) is not None:
                 yield f"--{name.replace('_', '-')} is for the critic of --advantage-estimator {critics}: drop it"
 
 
 def _off_policy(config: Config) -> Iterator[str]:
-    corrects = weighs_importance(config) or config.use_rs or config.get_mismatch_metrics
+    corrects = uses_importance_weights(config) or config.use_rs or config.get_mismatch_metrics
     if config.use_rollout_logprobs and (config.use_tis or config.use_rs):
         yield (
             "--use-tis corrects for the difference between trainer and engine, which --use-rollout-logprobs assumes is "

@@ -24,12 +24,12 @@ def is_async(config: Config) -> bool:
     return config.async_mode in (ONE_STEP, FULL) and config.max_weight_staleness != 0
 
 
-def may_be_older(config: Config) -> bool:
+def may_train_on_stale_tokens(config: Config) -> bool:
     """Return whether training may use tokens that were sampled with older weights than the current ones."""
     return is_async(config) or config.partial_rollout or config.update_weights_interval > 1
 
 
-def versions_behind(config: Config) -> int:
+def max_versions_behind(config: Config) -> int:
     """Return the largest age, in steps, of the weights that sampled a token, as bounded by the flags."""
     unpublished = config.update_weights_interval - 1
     if config.async_mode == ONE_STEP and is_async(config):
@@ -42,7 +42,7 @@ def versions_behind(config: Config) -> int:
     return unpublished
 
 
-def loop_in_words(config: Config) -> str:
+def describe_loop(config: Config) -> str:
     """Describe the loop of a resolved config for the plan."""
     interval = config.update_weights_interval
     weights = "every step" if interval == 1 else f"every {interval} steps"
@@ -50,7 +50,7 @@ def loop_in_words(config: Config) -> str:
         older = "" if interval == 1 else f", new weights {weights}, samples up to {interval - 1} steps old"
         return f"synchronous: generate, then train{older}"
     if config.async_mode == ONE_STEP:
-        ready, oldest = config.async_buffer_size, versions_behind(config)
+        ready, oldest = config.async_buffer_size, max_versions_behind(config)
         return f"one step off: up to {ready} rollout(s) ready, new weights {weights}, samples up to {oldest} steps old"
     return (
         f"fully asynchronous: new weights {weights} under running requests, samples at most "
@@ -58,7 +58,7 @@ def loop_in_words(config: Config) -> str:
     )
 
 
-def mode_of_train_async(config: Config) -> str:
+def default_async_mode(config: Config) -> str:
     """Return the default mode of the asynchronous entry point; a run of half the loop is synchronous."""
     half = config.debug_rollout_only or config.load_debug_rollout_data is not None
     return SYNC if half else ONE_STEP

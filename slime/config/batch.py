@@ -11,7 +11,7 @@ def num_trainers(config: Config) -> int:
     return config.actor_num_nodes * config.actor_num_gpus_per_node
 
 
-def copy_size(config: Config) -> int:
+def model_replica_size(config: Config) -> int:
     """Return the number of training processes that share one copy of the model."""
     return config.fsdp_shard_size or num_trainers(config)
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.algorithms.estimators import NONZERO_STD_FILTER
-from slime.config.algorithm import algorithm_contradictions, cut_sampling, estimator_of
+from slime.config.algorithm import algorithm_contradictions, biased_sampling_flags, estimator_of
 from slime.config.async_mode import async_contradictions
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULL
-from slime.config.initial_weights import check_weight_sources, find_start
+from slime.config.initial_weights import check_weight_sources, find_initial_weights
 from slime.config.lora import check_adapter, lora_contradictions
 from slime.config.megatron_flags import CHOICES, NEUTRAL, REFUSED_BY_MEGATRON, given_settings
 from slime.config.model_folder import dataset_hint
@@ -75,7 +75,7 @@ _ADDRESS = re.compile(r"(?:[^\s:]+:|\[[0-9a-fA-F:.]+\]:|:)?[0-9]{1,5}")
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
 
 
-def check_all_there(config: Config) -> None:
+def check_required_flags(config: Config) -> None:
     """Raise one `UserError` that names all missing required flags, if there are several."""
     missing = [
         f"{spec.flag} {spec.metavar}"
@@ -95,7 +95,7 @@ def _lacks_prompts(config: Config) -> bool:
     return not given and not elsewhere and config.load_debug_rollout_data is None
 
 
-def check_flags_fit(config: Config) -> None:
+def check_contradictions(config: Config) -> None:
     """Raise a `UserError` for the first contradiction between flags."""
     for sentence in _contradictions(config):
         raise UserError(sentence)
@@ -187,7 +187,7 @@ def _placement(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     yield from algorithm_contradictions(config)
-    cut = cut_sampling(config)
+    cut = biased_sampling_flags(config)
     if cut is not None and not config.allow_biased_sampling:
         yield (
             f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their log-probs over all of "
@@ -306,7 +306,7 @@ def _check_data_file(data: str, flag: str, *, is_ours: bool) -> None:
         raise UserError(f"{flag}: no permission to read {path}")
 
 
-def check_numbers_stay(config: Config) -> None:
+def check_megatron_flags(config: Config) -> None:
     """Refuse Megatron's flags that would change the computation, and settings that Megatron's trainer does not have."""
     if uses_megatron(config):
         for flag, why in REFUSED_BY_MEGATRON.items():
@@ -327,6 +327,6 @@ def check_numbers_stay(config: Config) -> None:
         value = config.carried.get(flag.replace("-", "_"))
         if value is None or value is False or value in neutral:
             continue
-        if flag == "finetune" and not find_start(config).resumes:
+        if flag == "finetune" and not find_initial_weights(config).resumes:
             continue
         raise UserError(f"--{flag}{'' if value is True else f' {value}'} is not supported: {why}")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.fields import FlagSpec, coerce, did_you_mean, one_message, specs_of_group
-from slime.config.flag_aliases import foreign_hint, in_python, refusal
+from slime.config.fields import FlagSpec, coerce, did_you_mean, join_unknown_names, specs_of_group
+from slime.config.flag_aliases import foreign_hint, refusal, with_keyword_names
 from slime.config.flags.agent import AgentFlags, LiveFlags
 from slime.config.flags.algorithm import AlgorithmFlags, CorrectionFlags, CriticFlags, DistillationFlags
 from slime.config.flags.cluster import ClusterFlags
@@ -128,9 +128,9 @@ class Config(
                 if sentence is None:
                     unknown.append(f"unknown config key {name}{did_you_mean(name, FLAG_SPECS)}")
                 else:
-                    unknown.append(in_python(sentence))
+                    unknown.append(with_keyword_names(sentence))
         if unknown:
-            raise UserError(one_message(unknown, "keys"))
+            raise UserError(join_unknown_names(unknown, "keys"))
         return cls(**fields)
 
 

@@ -14,12 +14,12 @@ from slime.config.model_folder import read_latest
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
-_OWN = {
+_CRITIC_FLAG_TARGETS = {
     "critic_hf_checkpoint": "hf_checkpoint",
     "critic_lr": "lr",
     "critic_lr_warmup_iters": "lr_warmup_iters",
 }
-_NOT_FOR_A_CRITIC = {
+_CRITIC_DEFAULTS = {
     "use_kl_loss": False,
     "kl_coef": 0.0,
     "use_opd": False,
@@ -41,14 +41,14 @@ def critic_flags(config: Config) -> Config:
     changes = role_overrides(config, "critic")
     if config.critic_config is not None:
         values = read_config_file(config.critic_config, what="--critic-config")
-        changes |= _coerced(values, config, config.critic_config, "--critic-config")
+        changes |= _coerce_overrides(values, config, config.critic_config, "--critic-config")
     for name in _SHARED:
         if name in changes and changes[name] != getattr(config, name):
             raise UserError(
                 f"{flag_name(name)} {changes[name]} for the critic, but {getattr(config, name)} for the policy: one "
                 "set of processes trains both, so give the same value for both"
             )
-    for name, own in _OWN.items():
+    for name, own in _CRITIC_FLAG_TARGETS.items():
         value = getattr(config, name)
         if value is not None:
             changes[own] = value
@@ -61,7 +61,7 @@ def critic_flags(config: Config) -> Config:
         load = None  # the first start of a run that later resumes from there
     if load is not None and read_latest(Path(load)) is None:
         changes.setdefault("ckpt_step", None)  # `--ckpt-step` applies to `--load`; this folder has no checkpoints
-    return config.replace(**{**changes, **_NOT_FOR_A_CRITIC, "save": config.critic_save, "load": load})
+    return config.replace(**{**changes, **_CRITIC_DEFAULTS, "save": config.critic_save, "load": load})
 
 
 def role_overrides(config: Config, role: str) -> JsonObject:
@@ -78,10 +78,10 @@ def role_overrides(config: Config, role: str) -> JsonObject:
             raise UserError(f"--megatron-config-path {path}: role {entry['role']!r} is neither actor nor critic")
         if entry["role"] == role:
             overrides |= entry.get("overrides") or {}
-    return _coerced(overrides, config, path, "--megatron-config-path")
+    return _coerce_overrides(overrides, config, path, "--megatron-config-path")
 
 
-def _coerced(values: JsonObject, config: Config, path: str, flag: str) -> JsonObject:
+def _coerce_overrides(values: JsonObject, config: Config, path: str, flag: str) -> JsonObject:
     """Convert the values to the types of their config fields; Megatron's flags are added to the run's carried ones."""
     result: JsonObject = {}
     for key, value in values.items():

@@ -35,7 +35,7 @@ _SECTIONS = ("eval", "train")
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetValueRule:
     """The rule for one value in a dataset file: its type, and a check of its range."""
 
     kind: str
@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedDataset:
     """One dataset of a file, with its own values over the file's defaults."""
 
     name: str
@@ -66,25 +66,27 @@ def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(fits(item) for item in value)
 
 
-def text(check: Check | None = None) -> Entry:
+def text(check: Check | None = None) -> DatasetValueRule:
     """Return the rule for a text, with an optional check."""
-    return Entry("text", _is_text, check)
+    return DatasetValueRule("text", _is_text, check)
 
 
-def integer(check: Check) -> Entry:
+def integer(check: Check) -> DatasetValueRule:
     """Return the rule for a whole number in a range."""
-    return Entry("an integer", _is_integer, check)
+    return DatasetValueRule("an integer", _is_integer, check)
 
 
-def number(check: Check) -> Entry:
+def number(check: Check) -> DatasetValueRule:
     """Return the rule for a number in a range."""
-    return Entry("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), check)
+    return DatasetValueRule(
+        "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), check
+    )
 
 
-SWITCH = Entry("true or false", lambda value: isinstance(value, bool))
-MAPPING = Entry("a mapping", lambda value: isinstance(value, dict))
+SWITCH = DatasetValueRule("true or false", lambda value: isinstance(value, bool))
+MAPPING = DatasetValueRule("a mapping", lambda value: isinstance(value, dict))
 
-READING: dict[str, Entry] = {
+PROMPT_VALUE_RULES: dict[str, DatasetValueRule] = {
     "rm_type": text(known_rm_type),
     "custom_rm_path": text(),
     "custom_generate_function_path": text(),
@@ -98,16 +100,21 @@ READING: dict[str, Entry] = {
     "max_prompt_len": integer(at_least(1)),
     "max_response_len": integer(at_least(1)),
     "min_new_tokens": integer(at_least(0)),
-    "stop": Entry("a list of texts", _list_of(_is_text)),
-    "stop_token_ids": Entry("a list of integers", _list_of(_is_integer)),
+    "stop": DatasetValueRule("a list of texts", _list_of(_is_text)),
+    "stop_token_ids": DatasetValueRule("a list of integers", _list_of(_is_integer)),
     "metadata_overrides": MAPPING,
 }
 """Keys of training and evaluation datasets: how prompts are read and scored, and where responses end."""
 
 
 def read_datasets(
-    path: str, *, flag: str, section: str, known: Mapping[str, Entry], elsewhere: Mapping[str, str] | None = None
-) -> list[Listed]:
+    path: str,
+    *,
+    flag: str,
+    section: str,
+    known: Mapping[str, DatasetValueRule],
+    elsewhere: Mapping[str, str] | None = None,
+) -> list[ListedDataset]:
     """Read the datasets of a section; `elsewhere` maps keys that are not `known` to what to use instead."""
     where = f"{flag} {path}"
     content = read_config_file(path, what=flag)
@@ -115,9 +122,9 @@ def read_datasets(
     if other := next((name for name in _SECTIONS if name != section and name in content), None):
         raise UserError(f"{where} has no section {section}, only {other}: list its datasets under {section}: datasets")
     _refuse_unknown(content, ("defaults", "datasets"), where)
-    check = _Checked(known, elsewhere or {})
+    check = _ValueChecker(known, elsewhere or {})
     defaults = check(_mapping(content.get("defaults") or {}, f"{where}: defaults"), f"{where}: defaults")
-    datasets = list(_named(content.get("datasets"), where))
+    datasets = list(_iterate_named_datasets(content.get("datasets"), where))
     if not datasets:
         raise UserError(f"{where} has no datasets: list them under {section}: datasets, each with a name and a path")
     found = []
@@ -128,18 +135,18 @@ def read_datasets(
         if not isinstance(file, str):
             raise UserError(f"{origin}: path is missing: name a .jsonl or .parquet file")
         shared = {key: value for key, value in defaults.items() if key != "custom_rm_path" or "rm_type" not in own}
-        found.append(Listed(name, file, origin, {**shared, **own}))
+        found.append(ListedDataset(name, file, origin, {**shared, **own}))
     return found
 
 
-def refuse_twins(names: Sequence[str], where: str) -> None:
+def check_unique_names(names: Sequence[str], where: str) -> None:
     """Raise a `UserError` if two datasets have the same name."""
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{where} has two datasets named {name}: give each its own name")
 
 
-def _named(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
+def _iterate_named_datasets(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
     """Yield name and entries of each dataset, from a list or a mapping."""
     if isinstance(datasets, dict):
         for name, entries in datasets.items():
@@ -156,10 +163,10 @@ def _named(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _ValueChecker:
     """Checks entries for unknown keys, types and ranges, and returns the entries that are not null."""
 
-    known: Mapping[str, Entry]
+    known: Mapping[str, DatasetValueRule]
     elsewhere: Mapping[str, str]
 
     def __call__(self, entries: JsonObject, where: str) -> JsonObject:
@@ -260,8 +267,8 @@ class EvalDataset:
         return {**defaults, **base, **always, **{name: value for name, value in own.items() if value is not None}}
 
 
-_ENTRIES: dict[str, Entry] = {
-    **READING,
+_EVAL_VALUE_RULES: dict[str, DatasetValueRule] = {
+    **PROMPT_VALUE_RULES,
     "n_samples_per_eval_prompt": integer(at_least(1)),
     "temperature": number(at_least(0)),
     "top_p": number(between(0, 1, low_open=True)),
@@ -303,16 +310,16 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         for name, path in config.eval_prompt_data
     ]
     if config.eval_config is not None:
-        found = read_datasets(config.eval_config, flag="--eval-config", section="eval", known=_ENTRIES)
+        found = read_datasets(config.eval_config, flag="--eval-config", section="eval", known=_EVAL_VALUE_RULES)
         datasets += [
             EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found
         ]
     flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
-    refuse_twins([dataset.name for dataset in datasets], flag)
+    check_unique_names([dataset.name for dataset in datasets], flag)
     return datasets
 
 
-FLAG = "--prompt-config"
+PROMPT_CONFIG_FLAG = "--prompt-config"
 
 
 @dataclass(frozen=True)
@@ -355,12 +362,12 @@ class TrainDataset:
         return {name: value for name, value in own.items() if value is not None}
 
 
-_TRAIN_ENTRIES: dict[str, Entry] = {
-    **READING,
+_TRAIN_VALUE_RULES: dict[str, DatasetValueRule] = {
+    **PROMPT_VALUE_RULES,
     "weight": number(lambda value: None if math.isfinite(value) and value > 0 else "must be a number greater than 0"),
 }
 _SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
-_ELSEWHERE = {
+_REFUSED_TRAIN_KEYS = {
     "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
     "top_p": _SAME_FOR_ALL.format(flag="--rollout-top-p"),
     "top_k": _SAME_FOR_ALL.format(flag="--rollout-top-k"),
@@ -373,9 +380,15 @@ def train_datasets(config: Config) -> list[TrainDataset]:
     """Return the datasets of `--prompt-config`, none without it; raise a `UserError` for a wrong file."""
     if config.prompt_config is None:
         return []
-    found = read_datasets(config.prompt_config, flag=FLAG, section="train", known=_TRAIN_ENTRIES, elsewhere=_ELSEWHERE)
-    refuse_twins([one.name for one in found], f"{FLAG} {config.prompt_config}")
-    flags = reading_flags(config)
+    found = read_datasets(
+        config.prompt_config,
+        flag=PROMPT_CONFIG_FLAG,
+        section="train",
+        known=_TRAIN_VALUE_RULES,
+        elsewhere=_REFUSED_TRAIN_KEYS,
+    )
+    check_unique_names([one.name for one in found], f"{PROMPT_CONFIG_FLAG} {config.prompt_config}")
+    flags = prompt_reading_values(config)
     return [TrainDataset(one.name, one.path, origin=one.origin, **{**flags, **one.values}) for one in found]
 
 
@@ -402,11 +415,11 @@ def mixture_contradictions(config: Config) -> Iterator[str]:
     if config.prompt_config is None:
         return
     if config.prompt_data is not None:
-        yield f"--prompt-data and {FLAG} both name prompts: list the prompt file in {FLAG}, and drop --prompt-data"
+        yield f"--prompt-data and {PROMPT_CONFIG_FLAG} both name prompts: list the prompt file in {PROMPT_CONFIG_FLAG}, and drop --prompt-data"
     if config.disable_rollout_global_dataset:
-        yield f"--disable-rollout-global-dataset reads no prompts, but {FLAG} names some: drop one of them"
+        yield f"--disable-rollout-global-dataset reads no prompts, but {PROMPT_CONFIG_FLAG} names some: drop one of them"
     if config.live_judge_path is not None:
-        yield f"{FLAG} is not read by a live service, whose prompts come from clients: drop it"
+        yield f"{PROMPT_CONFIG_FLAG} is not read by a live service, whose prompts come from clients: drop it"
     most = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
     for dataset in train_datasets(config):
         limit = dataset.max_response_len
@@ -422,7 +435,7 @@ def mixture_contradictions(config: Config) -> Iterator[str]:
             )
 
 
-def reading_flags(config: Config) -> JsonObject:
+def prompt_reading_values(config: Config) -> JsonObject:
     """Return the flags' values for reading prompts, which datasets override."""
     return {
         "input_key": config.input_key,

@@ -52,7 +52,7 @@ def nvidia_gpu_memory() -> int | None:
     return min(sizes) * 2**20 if sizes and listing.returncode == 0 else None
 
 
-_WRITTEN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
+_CLUSTER_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PlannedCluster:
     @classmethod
     def parse(cls, text: str) -> PlannedCluster:
         """Parse nodes, GPUs per node and GiB per GPU, separated by x."""
-        match = _WRITTEN.fullmatch(text)
+        match = _CLUSTER_PATTERN.fullmatch(text)
         assert match is not None, "checked with the flags"
         nodes, gpus, gib = map(int, match.groups())
         return cls(nodes, gpus, gib * 2**30)
@@ -80,6 +80,6 @@ class PlannedCluster:
         return f"{self.nodes} x {self.gpus_per_node} GPUs of {self.gpu_memory // 2**30} GiB"
 
 
-def cluster_complaint(text: str) -> str | None:
+def check_planned_cluster(text: str) -> str | None:
     """Check a value of --plan-cluster; return the rest of an error sentence, or None."""
-    return None if _WRITTEN.fullmatch(text) else "must be nodes, GPUs per node and GiB per GPU, such as 8x8x80"
+    return None if _CLUSTER_PATTERN.fullmatch(text) else "must be nodes, GPUs per node and GiB per GPU, such as 8x8x80"

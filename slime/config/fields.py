@@ -166,7 +166,7 @@ def specs_of_group(group: type) -> list[FlagSpec]:
     return specs
 
 
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name most similar to `name`, or None if no name is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
@@ -174,11 +174,11 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of an error sentence, `: did you mean X?`, or an empty string."""
-    match = nearest(name, known)
+    match = nearest_name(name, known)
     return f": did you mean {prefix}{match}?" if match else ""
 
 
-def one_message(sentences: Sequence[str], what: str) -> str:
+def join_unknown_names(sentences: Sequence[str], what: str) -> str:
     """Join the sentences about unknown names into one message; `what` is their plural noun, such as "flags"."""
     distinct = list(dict.fromkeys(sentences))
     if len(distinct) == 1:
@@ -190,7 +190,7 @@ ONLY_DATASET = "aime"
 """The name of a dataset that is given by its path alone."""
 
 _log = logging.getLogger(__name__)
-_WANTED = {
+_KIND_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -243,7 +243,7 @@ def coerce(spec: FlagSpec, value: object, where: str) -> Any:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where} must be {_WANTED['dict']}, but {value!r} is not JSON: {error}") from error
+            raise UserError(f"{where} must be {_KIND_NAMES['dict']}, but {value!r} is not JSON: {error}") from error
     if not isinstance(value, Mapping):
         _refuse(spec, value, where)
     return dict(plain_value(value, where))
@@ -275,7 +275,7 @@ def plain_value(value: object, where: str) -> Any:
 
 
 def _refuse(spec: FlagSpec, value: object, where: str) -> NoReturn:
-    raise UserError(f"{where} must be {_WANTED[spec.kind]}, not {value!r}")
+    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
 
 
 def _text(spec: FlagSpec, value: object, where: str) -> str:

@@ -224,7 +224,7 @@ def foreign_setting(word: str) -> str | None:
     return None if match is None else foreign_hint(match["name"], shown=match["name"])
 
 
-def in_python(sentence: str) -> str:
+def with_keyword_names(sentence: str) -> str:
     """Replace the flags in a sentence by the keywords of `slime.run`."""
     return _FLAG.sub(lambda match: match[1].replace("-", "_"), sentence)
 

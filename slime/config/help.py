@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slime.config.config import FLAG_SPECS
-from slime.config.fields import FlagSpec, nearest
+from slime.config.fields import FlagSpec, nearest_name
 from slime.config.flag_aliases import FOREIGN_FLAGS, REFUSED, foreign_hint, refusal
 from slime.config.megatron_flags import (
     FIELD_FLAGS,
@@ -142,7 +142,7 @@ _VALUES = {SWITCH: "", INT: "N", FLOAT: "X", NUMBER: "X", TEXT: "VALUE", TEXTS: 
 
 
 @dataclass(frozen=True)
-class Found:
+class FlagSearchEntry:
     """One flag of a search result, and the text that is searched."""
 
     section: str
@@ -163,12 +163,12 @@ def search_flags(words: Sequence[str], decided: Mapping[str, str] | None = None,
     Raises a `UserError` with the nearest known word if no flag matches.
     """
     query = [_plain(word) for word in words]
-    known = list(_all(decided or {}))
+    known = list(_iterate_search_entries(decided or {}))
     found = [flag for flag in known if flag.has(query)]
     if not found:
-        raise UserError(_nothing(query, known))
+        raise UserError(_no_match_message(query, known))
     found.sort(key=lambda flag: (flag.section in _OTHERS, not all(word in flag.name for word in query)))
-    sections: dict[str, list[Found]] = {}
+    sections: dict[str, list[FlagSearchEntry]] = {}
     for flag in found:
         sections.setdefault(flag.section, []).append(flag)
     width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
@@ -179,30 +179,32 @@ def search_flags(words: Sequence[str], decided: Mapping[str, str] | None = None,
     return "\n".join(blocks)
 
 
-def _all(decided: Mapping[str, str]) -> Iterator[Found]:
+def _iterate_search_entries(decided: Mapping[str, str]) -> Iterator[FlagSearchEntry]:
     for spec in FLAG_SPECS.values():
         names = " ".join(_plain(name) for name in (spec.name, *spec.info.aliases))
-        yield _found(spec.group, names, f"{spec.flag} {spec.metavar}".rstrip(), description(spec))
+        yield _search_entry(spec.group, names, f"{spec.flag} {spec.metavar}".rstrip(), description(spec))
     for name, metavar, text in FILE_FLAGS:
-        yield _found("Files and help", name[2:], f"{name} {metavar}".rstrip(), text)
+        yield _search_entry("Files and help", name[2:], f"{name} {metavar}".rstrip(), text)
     for name, text in _PREFIXES:
-        yield _found(_SGLANG, name, f"--{name}", text)
+        yield _search_entry(_SGLANG, name, f"--{name}", text)
     for name, ours in decided.items():
-        yield _found(_SGLANG, name, f"--{name}", f"refused: it is decided by {ours}")
+        yield _search_entry(_SGLANG, name, f"--{name}", f"refused: it is decided by {ours}")
     for name, kind in MEGATRON_FLAGS.items():
-        yield _found(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "Megatron-LM's flag of this name")
+        yield _search_entry(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "Megatron-LM's flag of this name")
     for name, kind in FIELD_FLAGS.items():
-        yield _found(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "the field of Megatron-Core's settings")
+        yield _search_entry(
+            _CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "the field of Megatron-Core's settings"
+        )
     for name in sorted(REFUSED | REFUSED_FIELDS):
-        yield _found(_REFUSED, name, f"--{name}", refusal(name) or "")
+        yield _search_entry(_REFUSED, name, f"--{name}", refusal(name) or "")
     for name, (whose, _) in FOREIGN_FLAGS.items():
         shown = name.replace("-", "_") if "." in name else f"--{name}"
         hint = (foreign_hint(name, shown) or "").removeprefix(f"{shown} is ").removeprefix(f"{shown}: ")
-        yield Found(_FOREIGN, name, shown, hint, f"{name} {whose}".lower())
+        yield FlagSearchEntry(_FOREIGN, name, shown, hint, f"{name} {whose}".lower())
 
 
-def _found(section: str, names: str, head: str, text: str) -> Found:
-    return Found(section, names, head, text, f"{names} {head} {text} {section}".lower())
+def _search_entry(section: str, names: str, head: str, text: str) -> FlagSearchEntry:
+    return FlagSearchEntry(section, names, head, text, f"{names} {head} {text} {section}".lower())
 
 
 def _plain(word: str) -> str:
@@ -210,11 +212,11 @@ def _plain(word: str) -> str:
     return word.lower().removeprefix("--").replace("_", "-")
 
 
-def _nothing(query: Sequence[str], known: Sequence[Found]) -> str:
+def _no_match_message(query: Sequence[str], known: Sequence[FlagSearchEntry]) -> str:
     vocabulary = {word for flag in known for word in re.findall(r"[a-z0-9][a-z0-9.-]+", flag.known_as)}
     for word in query:
         if not any(flag.has([word]) for flag in known):
-            match = nearest(word, sorted(vocabulary))
+            match = nearest_name(word, sorted(vocabulary))
             hint = f": did you mean {match}?" if match else " (slime flags lists all)"
             return f"no flag has {word!r} in its name, help or group{hint}"
     return f"no flag has all of {', '.join(map(repr, query))}: search with fewer words"

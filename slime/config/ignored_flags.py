@@ -13,8 +13,8 @@ from slime.config.flags.megatron import HOOKS, MegatronFlags
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.flags.upstream import BUFFER_FLAGS
 from slime.config.megatron_flags import (
-    DONE_BY_MEGATRON,
     FIELD_FLAGS,
+    IMPLIED_FLAGS,
     MEGATRON_CLASSES,
     OTHERS,
     SHAPE,
@@ -44,7 +44,7 @@ def flags_without_effect(config: Config) -> list[str]:
     given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
     if uses_megatron(config):
         others = [
-            name for name, role in given.items() if role == OTHERS and name.replace("_", "-") not in DONE_BY_MEGATRON
+            name for name, role in given.items() if role == OTHERS and name.replace("_", "-") not in IMPLIED_FLAGS
         ]
         if others:
             sentences.append(
@@ -72,7 +72,7 @@ def flags_without_effect(config: Config) -> list[str]:
     return sentences
 
 
-def unused_by_layers(config: Config, device: str) -> list[str]:
+def flags_unused_by_layers(config: Config, device: str) -> list[str]:
     """Return a sentence about kernel flags that the layers of this run do not use."""
     if not uses_megatron(config):
         return []

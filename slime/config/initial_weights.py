@@ -20,7 +20,7 @@ from slime.config.model_folder import (
     LATEST,
     check_model_folder,
     check_same_shape,
-    megatron_to_read,
+    find_readable_megatron,
     read_header,
     read_latest,
 )
@@ -31,7 +31,7 @@ _META = "meta.json"
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialWeights:
     """Initial weights: a checkpoint, another model folder, Megatron's weights, or (all None) `--hf-checkpoint`.
 
     `flag` names the source.
@@ -54,7 +54,7 @@ class Start:
         return self.checkpoint is not None and self.flag != "--ref-load"
 
 
-def from_its_folder(config: Config) -> Config:
+def split_load_iteration(config: Config) -> Config:
     """Replace a `--load` of one `iter_<n>` in a folder of checkpoints by that folder with `--ckpt-step <n>`.
 
     The data position, the rollouts not yet trained on and the critic's checkpoints are next to the iteration.
@@ -66,28 +66,28 @@ def from_its_folder(config: Config) -> Config:
     return config.replace(load=str(one.parent), ckpt_step=int(number[1]))
 
 
-def find_start(config: Config, flag: str = "--load") -> Start:
+def find_initial_weights(config: Config, flag: str = "--load") -> InitialWeights:
     """Return the initial weights of the policy: those at `--load`, or those of the reference if there are none."""
     if config.load is None:
-        return find_reference(config)
+        return find_reference_weights(config)
     found = _read_folder(config.load, flag, config.ckpt_step)
-    return find_reference(config) if found is None else found
+    return find_reference_weights(config) if found is None else found
 
 
-def find_reference(config: Config) -> Start:
+def find_reference_weights(config: Config) -> InitialWeights:
     """Return the weights of the reference, which also are the initial weights of a policy without checkpoint."""
     if config.ref_load is None:
-        return Start()
+        return InitialWeights()
     found = _read_folder(config.ref_load, "--ref-load", config.ref_ckpt_step)
-    return Start(hf_folder=Path(config.ref_load), flag="--ref-load") if found is None else found
+    return InitialWeights(hf_folder=Path(config.ref_load), flag="--ref-load") if found is None else found
 
 
-def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
+def _read_folder(folder: str, flag: str, step: int | None) -> InitialWeights | None:
     """Find a folder of checkpoints, one checkpoint, or a Hugging Face folder; None if `folder` is none of these."""
     path = Path(folder)
-    megatron = megatron_to_read(path, f"{flag} {folder}", step)
+    megatron = find_readable_megatron(path, f"{flag} {folder}", step)
     if megatron is not None:
-        return Start(megatron=megatron, flag=flag)
+        return InitialWeights(megatron=megatron, flag=flag)
     text = read_latest(path)
     if text is not None:
         number = step if step is not None else int(text) if text.isdecimal() else None
@@ -97,34 +97,34 @@ def _read_folder(folder: str, flag: str, step: int | None) -> Start | None:
             if step is None:
                 named = f"{path / LATEST} names iteration {text!r}, which does not exist"
             raise UserError(f"{named}: choose another {flag if step is None else 'one'}")
-        return Start(checkpoint=chosen, flag=flag)
+        return InitialWeights(checkpoint=chosen, flag=flag)
     if step is not None and path.is_dir():
         raise UserError(f"{flag} {folder} is not a folder of checkpoints to pick iteration {step} from: drop the step")
     if (path / _META).is_file():
-        return Start(checkpoint=path, flag=flag)
+        return InitialWeights(checkpoint=path, flag=flag)
     if (path / "config.json").is_file():
-        return Start(hf_folder=path, flag=flag)
+        return InitialWeights(hf_folder=path, flag=flag)
     return None
 
 
-def base_of(config: Config, start: Start) -> Start:
+def adapter_base_weights(config: Config, start: InitialWeights) -> InitialWeights:
     """Return the frozen base weights of an adapter; a checkpoint that the run resumes from names them."""
     if not start.resumes or start.checkpoint is None:
         return start
-    named = Path(str((adapter_of(start.checkpoint) or {}).get("base")))
-    reference = find_reference(config)
-    if named == base_path(config, reference) or not named.is_dir():
+    named = Path(str((read_checkpoint_adapter(start.checkpoint) or {}).get("base")))
+    reference = find_reference_weights(config)
+    if named == adapter_base_path(config, reference) or not named.is_dir():
         return reference
     found = _read_folder(str(named), "--ref-load", None)
     return reference if found is None else found
 
 
-def base_path(config: Config, base: Start) -> Path:
+def adapter_base_path(config: Config, base: InitialWeights) -> Path:
     """Return the folder that a checkpoint of an adapter names as its base."""
     return Path(base.folder or config.hf_checkpoint).resolve()
 
 
-def adapter_of(checkpoint: Path) -> JsonObject | None:
+def read_checkpoint_adapter(checkpoint: Path) -> JsonObject | None:
     """Read rank, alpha, targets and base of a checkpoint's adapter; None if the checkpoint has all weights."""
     try:
         found = json.loads((checkpoint / _META).read_text()).get("lora")
@@ -140,7 +140,7 @@ def iteration(root: Path, number: int) -> Path | None:
     return next((path for path in found if (path / _META).is_file()), None)
 
 
-def find_critic_start(config: Config) -> Start:
+def find_critic_weights(config: Config) -> InitialWeights:
     """Return the initial weights of the critic: its checkpoint of the same rollout as the policy's.
 
     Later checkpoints of the critic are ignored: a run that ends between the two checkpoints of a rollout leaves the
@@ -148,16 +148,16 @@ def find_critic_start(config: Config) -> Start:
     """
     critic = critic_flags(config)
     if critic.load is None:
-        return find_reference(critic)
-    start = find_start(config)
+        return find_reference_weights(critic)
+    start = find_initial_weights(config)
     policy = start.checkpoint if start.resumes else None
     number = None if policy is None else re.search(r"iter_(\d+)", policy.name)
     pair = None if number is None else iteration(Path(critic.load), int(number[1]))
     if pair is not None:
-        return Start(checkpoint=pair, flag="--critic-load")
-    start = find_start(critic, "--critic-load")
-    if policy is None and start.resumes and continues_itself(critic):
-        return find_reference(critic)
+        return InitialWeights(checkpoint=pair, flag="--critic-load")
+    start = find_initial_weights(critic, "--critic-load")
+    if policy is None and start.resumes and resumes_own_checkpoints(critic):
+        return find_reference_weights(critic)
     return start
 
 
@@ -165,45 +165,53 @@ def reads_reference(config: Config) -> bool:
     """Return whether `--ref-load` is read: for the reference, or as initial weights of policy or critic."""
     if config.ref_load is None or config.debug_rollout_only:
         return False
-    return needs_reference(config) or _found_nothing(config) or (has_critic(config) and _critic_reads(config))
+    return (
+        needs_reference(config)
+        or _load_has_no_weights(config)
+        or (has_critic(config) and _critic_reads_reference(config))
+    )
 
 
-def _critic_reads(config: Config) -> bool:
+def _critic_reads_reference(config: Config) -> bool:
     critic = critic_flags(config)
-    return critic.ref_load is not None and _found_nothing(critic)
+    return critic.ref_load is not None and _load_has_no_weights(critic)
 
 
-def _found_nothing(config: Config) -> bool:
+def _load_has_no_weights(config: Config) -> bool:
     return config.load is None or _read_folder(config.load, "--load", config.ckpt_step) is None
 
 
-def start_in_words(config: Config) -> str:
+def describe_initial_weights(config: Config) -> str:
     """Describe the initial weights of the policy: the flag and its folder."""
-    start = find_start(config)
+    start = find_initial_weights(config)
     only_weights = start.megatron is not None or (start.checkpoint is not None and not start.resumes)
     return f"{start.flag} {start.folder or config.hf_checkpoint}" + (", weights only" if only_weights else "")
 
 
-def reference_in_words(config: Config) -> str:
+def describe_reference(config: Config) -> str:
     """Describe the weights of the reference: the flag and its folder."""
-    reference = find_reference(config)
+    reference = find_reference_weights(config)
     return f"{reference.flag} {reference.folder or config.hf_checkpoint}"
 
 
-def start_notes(config: Config) -> Iterator[str]:
+def initial_weight_notes(config: Config) -> Iterator[str]:
     """Yield notes about `--load` and `--ref-load` whose effect may be unexpected."""
     if config.debug_rollout_only:
         return
-    if config.load is not None and not continues_itself(config) and _found_nothing(config):
-        yield f"--load {config.load} has no checkpoint: the actor starts from {start_in_words(config)}"
-    if find_start(config).megatron is not None and config.load is not None and not _found_nothing(config):
+    if config.load is not None and not resumes_own_checkpoints(config) and _load_has_no_weights(config):
+        yield f"--load {config.load} has no checkpoint: the actor starts from {describe_initial_weights(config)}"
+    if (
+        find_initial_weights(config).megatron is not None
+        and config.load is not None
+        and not _load_has_no_weights(config)
+    ):
         yield (
             f"--load {config.load} is a Megatron checkpoint: only its weights are read; the optimizer starts fresh "
             "and rollouts count from 0"
         )
     if config.ref_load is not None and not reads_reference(config):
         yield (
-            f"--ref-load {config.ref_load} is not read: the actor starts from {start_in_words(config)}, and without "
+            f"--ref-load {config.ref_load} is not read: the actor starts from {describe_initial_weights(config)}, and without "
             "--use-kl-loss there is no reference"
         )
 
@@ -213,26 +221,26 @@ def model_folders(config: Config) -> dict[str, str]:
     found = {"--hf-checkpoint": config.hf_checkpoint}
     given = {"--opd-teacher-load": config.opd_teacher_load}
     if reads_reference(config):
-        given["--ref-load"] = _hf_folder(find_reference(config))
+        given["--ref-load"] = _hf_folder(find_reference_weights(config))
     if not config.debug_rollout_only:
-        given["--load"] = _hf_folder(find_start(config)) if config.load is not None else None
+        given["--load"] = _hf_folder(find_initial_weights(config)) if config.load is not None else None
     if has_critic(config):
         critic = critic_flags(config)
         given["--critic-hf-checkpoint"] = critic.hf_checkpoint
-        given["--critic-load"] = _hf_folder(find_critic_start(config)) if critic.load is not None else None
+        given["--critic-load"] = _hf_folder(find_critic_weights(config)) if critic.load is not None else None
     for flag, folder in given.items():
         if folder is not None and folder not in found.values():
             found[flag] = folder
     return found
 
 
-def _hf_folder(start: Start) -> str | None:
+def _hf_folder(start: InitialWeights) -> str | None:
     return None if start.hf_folder is None else str(start.hf_folder)
 
 
-def resumes_at(config: Config) -> int:
+def first_rollout_id(config: Config) -> int:
     """Return the first rollout of a run with this `--load`; 0 if it does not resume."""
-    start = find_start(config)
+    start = find_initial_weights(config)
     if start.checkpoint is None or not start.resumes:
         return 0
     try:
@@ -241,7 +249,7 @@ def resumes_at(config: Config) -> int:
         raise UserError(f"{start.checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
 
 
-def continues_itself(config: Config) -> bool:
+def resumes_own_checkpoints(config: Config) -> bool:
     """Return whether the same command, run again, resumes from its own last checkpoint."""
     if config.load is None or config.save is None:
         return False
@@ -263,7 +271,7 @@ def check_weight_sources(config: Config) -> None:
         check_model_folder(folder, flag, weights=not only_described)
     if config.debug_rollout_only:
         return
-    _check_start(config, find_start(config))
+    _check_initial_weights(config, find_initial_weights(config))
     if reads_reference(config):
         _check_reference(config)
     if has_critic(config):
@@ -275,19 +283,19 @@ def check_weight_sources(config: Config) -> None:
             and (config.load is None or Path(load) != Path(config.load) / "critic")
         ):
             raise UserError(f"--critic-load: there is no folder {load}")
-        _check_start(critic_flags(config), find_critic_start(config))
+        _check_initial_weights(critic_flags(config), find_critic_weights(config))
 
 
 def _check_reference(config: Config) -> None:
     """Check the reference: a checkpoint must be complete; a model folder may differ in shape, but not in vocabulary."""
-    reference = find_reference(config)
+    reference = find_reference_weights(config)
     if reference.checkpoint is not None:
         check_checkpoint(reference.checkpoint, "--ref-load")
-        if adapter_of(reference.checkpoint) is not None:
+        if read_checkpoint_adapter(reference.checkpoint) is not None:
             raise UserError(
                 f"--ref-load {reference.checkpoint} holds an adapter, not all weights: convert it with slime convert"
             )
-        if has_critic(config) and _critic_reads(config):
+        if has_critic(config) and _critic_reads_reference(config):
             raise UserError(
                 f"--ref-load {config.ref_load} is a checkpoint of a policy, which a critic cannot start from: give "
                 "--critic-hf-checkpoint"
@@ -296,7 +304,7 @@ def _check_reference(config: Config) -> None:
         check_same_shape(reference.hf_folder, "--ref-load", config.hf_checkpoint, only=("vocab_size",))
 
 
-def _check_start(config: Config, start: Start) -> None:
+def _check_initial_weights(config: Config, start: InitialWeights) -> None:
     if config.load is not None and Path(config.load).is_file():
         raise UserError(f"--load {config.load} is a file, but a folder is needed")
     if start.checkpoint is not None:
@@ -307,10 +315,10 @@ def _check_start(config: Config, start: Start) -> None:
         check_same_shape(start.hf_folder, start.flag, config.hf_checkpoint)
 
 
-def _check_same_adapter(config: Config, start: Start) -> None:
+def _check_same_adapter(config: Config, start: InitialWeights) -> None:
     """Check that LoRA resumes from a checkpoint of the same adapter, and full training from one of all weights."""
     assert start.checkpoint is not None
-    saved, flag = adapter_of(start.checkpoint), f"{start.flag} {start.checkpoint}"
+    saved, flag = read_checkpoint_adapter(start.checkpoint), f"{start.flag} {start.checkpoint}"
     if saved is None and config.lora_rank:
         raise UserError(
             f"{flag} holds all weights and no adapter: give it as --ref-load to train an adapter on them, or drop "

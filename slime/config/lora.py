@@ -1,6 +1,6 @@
 """LoRA flags: derived values, contradictions, and the adapter folder of `--lora-load`.
 
-Invariant: after `take_from_adapter` and `derive_lora`, a run with `--lora-rank` above 0 has alpha and targets, which
+Invariant: after `apply_adapter_config` and `derive_lora`, a run with `--lora-rank` above 0 has alpha and targets, which
 are those of `--lora-load` if that is given.
 """
 
@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.config.config import Config
-from slime.config.initial_weights import base_of, base_path, find_reference, find_start
+from slime.config.initial_weights import (
+    adapter_base_path,
+    adapter_base_weights,
+    find_initial_weights,
+    find_reference_weights,
+)
 from slime.config.model_folder import read_header
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -20,7 +25,7 @@ ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PLAIN: dict[str, tuple[object, ...]] = {
+_PLAIN_LORA_VALUES: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "use_dora": (None, False),
@@ -47,10 +52,12 @@ def reference_is_base(config: Config) -> bool:
     """Return whether the reference is the base model of the adapter, so that it needs no model of its own."""
     if not uses_lora(config):
         return False
-    return base_path(config, find_reference(config)) == base_path(config, base_of(config, find_start(config)))
+    return adapter_base_path(config, find_reference_weights(config)) == adapter_base_path(
+        config, adapter_base_weights(config, find_initial_weights(config))
+    )
 
 
-def take_from_adapter(config: Config) -> Config:
+def apply_adapter_config(config: Config) -> Config:
     """Fill in rank, alpha and targets from `--lora-load`; flags that contradict it are refused."""
     folder = config.lora_load
     if folder is None:
@@ -82,7 +89,7 @@ def read_adapter_config(folder: Path, flag: str) -> JsonObject:
         raise UserError(f"{path} cannot be read as JSON ({cause}): save the adapter again") from cause
     if not isinstance(facts, dict):
         raise UserError(f"{path} does not hold a JSON object: save the adapter again")
-    for name, plain in _PLAIN.items():
+    for name, plain in _PLAIN_LORA_VALUES.items():
         if facts.get(name) not in plain:
             raise UserError(f"{path} has {name} {facts.get(name)!r}: only plain LoRA matrices can be trained further")
     rank, alpha, targets = facts.get("r"), facts.get("lora_alpha"), facts.get("target_modules")
@@ -128,7 +135,7 @@ def check_adapter(config: Config) -> None:
             raise UserError(f"--lora-load {config.lora_load} has no {WEIGHTS_FILE}: save the adapter again")
         read_header(weights, "--lora-load")
     if uses_lora(config) and config.lora_sync == "adapter" and not config.debug_rollout_only:
-        base = base_of(config, find_start(config))
+        base = adapter_base_weights(config, find_initial_weights(config))
         folder = base.folder
         if folder is not None and Path(folder).resolve() != Path(config.hf_checkpoint).resolve():
             raise UserError(

@@ -148,7 +148,7 @@ REFUSED_BY_MEGATRON: dict[str, str] = {
 }
 """Flags that FSDP ignores and Megatron does not support here."""
 
-DONE_BY_MEGATRON = ("bf16", "accumulate-allreduce-grads-in-fp32", "variable-seq-lengths")
+IMPLIED_FLAGS = ("bf16", "accumulate-allreduce-grads-in-fp32", "variable-seq-lengths")
 """Flags that are always on, or set by other flags: their effect is not reported."""
 
 
@@ -191,7 +191,7 @@ FIELD_FLAGS: dict[str, str] = {
 }
 """Flag -> type of value, for the fields that have no Megatron-LM flag of the same name."""
 
-_OTHERWISE: dict[str, tuple[str, bool]] = {
+_NEGATED_FIELDS: dict[str, tuple[str, bool]] = {
     "no-rope-fusion": ("apply_rope_fusion", False),
     "no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "no-masked-softmax-fusion": ("masked_softmax_fusion", False),
@@ -280,7 +280,7 @@ REFUSED_FIELDS: dict[str, str] = {
 }
 """Flag -> why it is not supported, and what to do."""
 
-MADE = (
+TRAINER_FIELDS = (
     "params_dtype", "pipeline_dtype", "autocast_dtype", "timers", "finalize_model_grads_func", "grad_scale_func",
     "no_sync_func", "grad_sync_func", "param_sync_func", "perform_initialization", "_cpu_offloading_context",
     "activation_func", "init_method", "output_layer_init_method", "embedding_init_method",
@@ -298,19 +298,19 @@ _ENGINE_FIELDS = """
     tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
     tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
     """
-OF_TRANSFORMER_ENGINE = frozenset(_ENGINE_FIELDS.split())
+TRANSFORMER_ENGINE_FIELDS = frozenset(_ENGINE_FIELDS.split())
 """Fields for kernels of Transformer Engine's layers, which layers of plain torch do not get."""
 _GPU_FIELDS = """
     nccl_ub disable_symmetric_registration fine_grained_activation_offloading offload_modules
     min_offloaded_tensor_size pin_cpu_grads pin_cpu_params
     """
-OF_GPUS = frozenset(_GPU_FIELDS.split())
+GPU_FIELDS = frozenset(_GPU_FIELDS.split())
 """Fields without effect on a CPU."""
 
 
 def unused_fields(*, transformer_engine: bool, on_gpu: bool) -> frozenset[str]:
     """Return the fields without effect if layers are not Transformer Engine's, or if there is no GPU."""
-    return (frozenset() if transformer_engine else OF_TRANSFORMER_ENGINE) | (frozenset() if on_gpu else OF_GPUS)
+    return (frozenset() if transformer_engine else TRANSFORMER_ENGINE_FIELDS) | (frozenset() if on_gpu else GPU_FIELDS)
 
 
 def given_settings(carried: JsonMapping) -> JsonObject:
@@ -318,8 +318,8 @@ def given_settings(carried: JsonMapping) -> JsonObject:
     found: JsonObject = {}
     for name, value in carried.items():
         flag = name.replace("_", "-")
-        if flag in _OTHERWISE:
-            field, said = _OTHERWISE[flag]
+        if flag in _NEGATED_FIELDS:
+            field, said = _NEGATED_FIELDS[flag]
             if value:
                 found[field] = said
         elif flag in FIELD_FLAGS or MEGATRON_CLASSES.get(flag) == SPEED:

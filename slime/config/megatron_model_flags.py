@@ -15,7 +15,7 @@ from slime.config.fields import flag_name
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
-COMPARED: dict[str, tuple[str, ...]] = {
+COMPARED_SHAPE_KEYS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "ffn_hidden_size": ("intermediate_size", "ffn_dim", "n_inner"),
@@ -59,17 +59,17 @@ _ONLY_NAMES_WITH_LATENT_ATTENTION = ("head_dim", "num_key_value_heads")
 
 def check_shape_flags(config: Config) -> None:
     """Raise a `UserError` with both numbers if a carried shape flag contradicts the model folder."""
-    compared = (*COMPARED, "untie_embeddings_and_output_weights")
+    compared = (*COMPARED_SHAPE_KEYS, "untie_embeddings_and_output_weights")
     given = {name: config.carried[name] for name in compared if name in config.carried}
     if not given:
         return
     file = Path(config.hf_checkpoint) / "config.json"
     model = read_model_config(file)
-    facts = {**model, **_rotary(model)}
+    facts = {**model, **_rotary_settings(model)}
     if "kv_lora_rank" in model:
         facts = {name: value for name, value in facts.items() if name not in _ONLY_NAMES_WITH_LATENT_ATTENTION}
     for name, value in given.items():
-        hf_name, hf_value = _first_number(facts, COMPARED.get(name, ()))
+        hf_name, hf_value = _first_number(facts, COMPARED_SHAPE_KEYS.get(name, ()))
         if hf_value is not None and not math.isclose(hf_value, value, rel_tol=1e-6):
             raise UserError(
                 f"{flag_name(name)} {value} contradicts {hf_name} {hf_value} in {file}: "
@@ -87,21 +87,22 @@ def check_has_routers(config: Config) -> None:
     if not config.use_routing_replay:
         return
     file = Path(config.hf_checkpoint) / "config.json"
-    if _first_number(read_model_config(file), COMPARED["num_experts"])[1] is None:
+    if _first_number(read_model_config(file), COMPARED_SHAPE_KEYS["num_experts"])[1] is None:
         flag = "--use-rollout-routing-replay" if config.use_rollout_routing_replay else "--use-routing-replay"
         raise UserError(f"{flag} repeats the choices of routers, but the model of {file} has none: drop the flag")
 
 
-def shape_of(file: Path) -> dict[str, float]:
+def read_model_shape(file: Path) -> dict[str, float]:
     """Read the shape of a model from its config.json, under Megatron's names."""
     model = read_model_config(file)
     found = {
-        name: _first_number({**model, **_rotary(model)}, keys)[1] for name, keys in {**COMPARED, **_PADDED}.items()
+        name: _first_number({**model, **_rotary_settings(model)}, keys)[1]
+        for name, keys in {**COMPARED_SHAPE_KEYS, **_PADDED}.items()
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rotary(model: JsonObject) -> JsonObject:
+def _rotary_settings(model: JsonObject) -> JsonObject:
     """Return the rotary settings that newer config files keep in a nested entry."""
     found: JsonObject = {}
     for entry in (model.get("rope_scaling"), model.get("rope_parameters")):

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.config.fields import nearest
+from slime.config.fields import nearest_name
 from slime.config.megatron_model_flags import read_model_config
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-AGAIN = "download the folder again"
+DOWNLOAD_AGAIN = "download the folder again"
 _LONGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -45,8 +45,8 @@ def check_weights(folder: Path, flag: str) -> dict[str, JsonObject]:
         return _check_index(folder / INDEX, flag)
     if any(folder.glob("*.safetensors")):
         names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
-        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that lists their tensors: {AGAIN}")
-    raise UserError(f"{flag} {folder} has no weights: {_remedy(folder)}")
+        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that lists their tensors: {DOWNLOAD_AGAIN}")
+    raise UserError(f"{flag} {folder} has no weights: {_missing_weights_hint(folder)}")
 
 
 def read_header(file: Path, flag: str) -> JsonObject:
@@ -65,14 +65,14 @@ def read_header(file: Path, flag: str) -> JsonObject:
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise UserError(f"{flag}: {file} is not a safetensors file, or is truncated: {AGAIN}")
+        raise UserError(f"{flag}: {file} is not a safetensors file, or is truncated: {DOWNLOAD_AGAIN}")
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
         wanted = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
     except (TypeError, KeyError, IndexError, ValueError):
-        raise UserError(f"{flag}: the header of {file} is broken: {AGAIN}") from None
+        raise UserError(f"{flag}: the header of {file} is broken: {DOWNLOAD_AGAIN}") from None
     if size != wanted:
-        raise UserError(f"{flag}: {file} has {size} of the {wanted} bytes that its header names: {AGAIN}")
+        raise UserError(f"{flag}: {file} has {size} of the {wanted} bytes that its header names: {DOWNLOAD_AGAIN}")
     return tensors
 
 
@@ -81,24 +81,26 @@ def _check_index(index: Path, flag: str) -> dict[str, JsonObject]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: index.parent / file for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{flag}: {index} is not an index of weights ({type(error).__name__}): {AGAIN}") from error
+        raise UserError(
+            f"{flag}: {index} is not an index of weights ({type(error).__name__}): {DOWNLOAD_AGAIN}"
+        ) from error
     absent = sorted({file.name for file in files.values() if not file.exists()})
     if absent:
         of = f"{len(absent)} of {len(set(files.values()))} weight files"
-        raise UserError(f"{flag}: {index.parent} lacks {of}, {absent[0]} first: {AGAIN}")
+        raise UserError(f"{flag}: {index.parent} lacks {of}, {absent[0]} first: {DOWNLOAD_AGAIN}")
     found = {file: read_header(file, flag) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in found[file]:
-            raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} lists in it: {AGAIN}")
+            raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} lists in it: {DOWNLOAD_AGAIN}")
     return {name: found[file][name] for name, file in files.items()}
 
 
-def _remedy(folder: Path) -> str:
+def _missing_weights_hint(folder: Path) -> str:
     if any(folder.glob("*.bin")):
         return f"its .bin files are not read (they may run code), convert them with {conversion(folder)}"
     if any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
         return "its .pt or .pth files are not read, take the model's safetensors"
-    return f"there is no {SINGLE}, {AGAIN}"
+    return f"there is no {SINGLE}, {DOWNLOAD_AGAIN}"
 
 
 def conversion(folder: Path) -> str:
@@ -156,7 +158,7 @@ def find_megatron(folder: Path, step: int | None = None) -> MegatronCheckpoint |
     return MegatronCheckpoint(folder / name, kind)
 
 
-def megatron_to_read(folder: Path, what: str, step: int | None = None) -> Path | None:
+def find_readable_megatron(folder: Path, what: str, step: int | None = None) -> Path | None:
     """Return the torch_dist checkpoint in a folder, None without a Megatron checkpoint; `what` is the folder's flag."""
     found = find_megatron(folder, step)
     if found is None:
@@ -266,7 +268,7 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     """Raise a `UserError` unless `folder` is a Hugging Face model folder, with complete weights if `weights`."""
     path = Path(folder)
     if not path.exists():
-        raise UserError(f"there is no model folder {folder}: {_absent(folder, flag)}")
+        raise UserError(f"there is no model folder {folder}: {_missing_folder_hint(folder, flag)}")
     if path.suffix == ".gguf":
         raise UserError(f"{flag} {folder} is a GGUF file, {_GGUF}")
     if not path.is_dir():
@@ -279,10 +281,10 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
         raise UserError(f"{flag} {folder} holds a LoRA adapter{of_base}: {_MERGE}")
     if not (path / "config.json").exists():
         refuse_megatron(folder, flag)
-        raise UserError(f"model folder {folder} has no config.json: {_without_config(path, flag)}")
+        raise UserError(f"model folder {folder} has no config.json: {_missing_config_hint(path, flag)}")
     config = read_model_config(path / "config.json")
     for name in config.keys() - _NAMES:
-        meant = nearest(name, _NAMES - config.keys(), cutoff=_MISSPELT)
+        meant = nearest_name(name, _NAMES - config.keys(), cutoff=_MISSPELT)
         if meant is not None:
             raise UserError(f"{path / 'config.json'} has {name} but not {meant}: correct the spelling")
     if "model_type" not in config:
@@ -344,7 +346,7 @@ def _size(facts: JsonObject, key: str) -> int | None:
 
 def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:
     """Raise a `UserError` if the weights of `folder` do not fit the model of `--hf-checkpoint`."""
-    theirs, ours = _facts(folder), _facts(Path(hf_checkpoint))
+    theirs, ours = _normalized_config(folder), _normalized_config(Path(hf_checkpoint))
     for name in only:
         if name in theirs and name in ours and theirs[name] != ours[name]:
             raise UserError(
@@ -353,7 +355,7 @@ def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Seque
             )
 
 
-def _facts(folder: Path) -> JsonObject:
+def _normalized_config(folder: Path) -> JsonObject:
     """Read config.json with rotary settings of all transformers versions under the same names, without nulls."""
     facts = read_model_config(folder / "config.json")
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
@@ -371,7 +373,7 @@ _MERGE = (
 )
 
 
-def _absent(folder: str, flag: str) -> str:
+def _missing_folder_hint(folder: str, flag: str) -> str:
     takes = f"{flag} takes the path of a downloaded Hugging Face model"
     if not _HUB_NAME.fullmatch(folder):
         return takes
@@ -390,7 +392,7 @@ def dataset_hint(path: str, flag: str) -> str:
     )
 
 
-def _without_config(path: Path, flag: str) -> str:
+def _missing_config_hint(path: Path, flag: str) -> str:
     if any(path.glob("*.gguf")):
         return f"its GGUF files are {_GGUF}"
     if any((path / name).exists() for name in _CHECKPOINTS):

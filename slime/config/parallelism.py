@@ -10,7 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from slime.config.batch import copy_size, num_trainers
+from slime.config.batch import model_replica_size, num_trainers
 from slime.config.config import Config
 from slime.config.fields import flag_name
 from slime.config.flags.megatron import HOOKS, RECOMPUTED_MODULES
@@ -19,7 +19,9 @@ _FSDP_BUILDS = {
     "custom_model_provider_path": "transformers builds the model from its folder: put the code into the "
     "folder and give --trust-remote-code, or train with --train-backend megatron",
 }
-_INSIDE = "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+_MEGATRON_HOOK_REASON = (
+    "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+)
 
 
 def uses_megatron(config: Config) -> bool:
@@ -30,7 +32,7 @@ def uses_megatron(config: Config) -> bool:
 def virtual_stages(config: Config, num_layers: int) -> int:
     """Return the number of stages per pipeline rank; more than one if they are interleaved."""
     if config.pipeline_model_parallel_layout is not None:
-        return written_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
+        return count_layout_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     per_stage = config.num_layers_per_virtual_pipeline_stage
@@ -39,7 +41,7 @@ def virtual_stages(config: Config, num_layers: int) -> int:
     return num_layers // config.pipeline_model_parallel_size // per_stage
 
 
-def written_stages(text: str) -> int:
+def count_layout_stages(text: str) -> int:
     """Count the stages of a written layout: `Et*3|(tt|)*2tL` has three bars between four stages."""
     return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
 
@@ -64,27 +66,27 @@ def layout_contradictions(config: Config) -> Iterator[str]:
         yield from _recompute(config)
         if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
             yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs are offloaded"
-        yield from _only_of_fsdp(config)
+        yield from _fsdp_only_flags(config)
         if config.plan_cluster is None and importlib.util.find_spec("megatron") is None:
             yield "--train-backend megatron needs Megatron-Core, which is not installed: pip install 'slime[megatron]'"
         return
     for name in HOOKS:
         if getattr(config, name) is not None:
-            yield f"{flag_name(name)} is not supported: {_FSDP_BUILDS.get(name, _INSIDE)}"
-    trainers, sharing = num_trainers(config), copy_size(config)
+            yield f"{flag_name(name)} is not supported: {_FSDP_BUILDS.get(name, _MEGATRON_HOOK_REASON)}"
+    trainers, sharing = num_trainers(config), model_replica_size(config)
     if trainers % sharing:
         yield (
-            f"--fsdp-shard-size {sharing} does not divide {_are(config)}: each copy of the model needs the same "
+            f"--fsdp-shard-size {sharing} does not divide {_trainers_text(config)}: each copy of the model needs the same "
             "number of processes"
         )
     if trainers % config.context_parallel_size:
         yield (
-            f"--context-parallel-size {config.context_parallel_size} does not divide {_are(config)}: that many "
+            f"--context-parallel-size {config.context_parallel_size} does not divide {_trainers_text(config)}: that many "
             "processes share each sequence"
         )
 
 
-def _are(config: Config) -> str:
+def _trainers_text(config: Config) -> str:
     return (
         f"the {num_trainers(config)} training processes (--actor-num-nodes {config.actor_num_nodes} x "
         f"--actor-num-gpus-per-node {config.actor_num_gpus_per_node})"
@@ -97,7 +99,7 @@ def _processes(config: Config) -> Iterator[str]:
     if trainers % (tensor * pipeline * context):
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
-            f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide {_are(config)}: "
+            f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide {_trainers_text(config)}: "
             "every copy of the model needs that many"
         )
     expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)
@@ -105,7 +107,7 @@ def _processes(config: Config) -> Iterator[str]:
         yield (
             f"--expert-tensor-parallel-size {expert_tensor} x --expert-model-parallel-size {expert} x "
             f"--pipeline-model-parallel-size {pipeline} = {expert_tensor * expert * pipeline}, which does not divide "
-            f"{_are(config)}: every copy of the experts needs that many"
+            f"{_trainers_text(config)}: every copy of the experts needs that many"
         )
 
 
@@ -138,9 +140,9 @@ def _pipeline(config: Config) -> Iterator[str]:
     if uneven and size == 1:
         yield f"{uneven[0]} applies to the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
     written = config.pipeline_model_parallel_layout
-    if written is not None and written_stages(written) % size:
+    if written is not None and count_layout_stages(written) % size:
         yield (
-            f"--pipeline-model-parallel-layout {written} has {written_stages(written)} stages, which "
+            f"--pipeline-model-parallel-layout {written} has {count_layout_stages(written)} stages, which "
             f"--pipeline-model-parallel-size {size} does not divide"
         )
     if written is not None and (uneven or ways):
@@ -159,7 +161,7 @@ def _recompute(config: Config) -> Iterator[str]:
         yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
 
 
-def _only_of_fsdp(config: Config) -> Iterator[str]:
+def _fsdp_only_flags(config: Config) -> Iterator[str]:
     """Yield one sentence for each flag that only FSDP supports and that would change numbers or memory."""
     for flag, given in (
         (f"--fsdp-shard-size {config.fsdp_shard_size}", config.fsdp_shard_size is not None),
@@ -184,15 +186,15 @@ def shares_prompts(config: Config) -> bool:
     """
     if config.share_prompts is not None:
         return config.share_prompts
-    return not uses_megatron(config) and next(_obstacles(config), None) is None
+    return not uses_megatron(config) and next(_sharing_conflicts(config), None) is None
 
 
 def sharing_contradictions(config: Config) -> Iterator[str]:
     """Yield one sentence for each flag that contradicts a given `--share-prompts`."""
-    return _obstacles(config) if config.share_prompts else iter(())
+    return _sharing_conflicts(config) if config.share_prompts else iter(())
 
 
-def _obstacles(config: Config) -> Iterator[str]:
+def _sharing_conflicts(config: Config) -> Iterator[str]:
     if config.context_parallel_size > 1:
         yield (
             f"--share-prompts cannot be combined with --context-parallel-size {config.context_parallel_size}: ranks "

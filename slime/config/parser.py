@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime.config.config import FLAG_SPECS, Config, read_config_file
-from slime.config.fields import FlagSpec, coerce, did_you_mean, guess, nearest, one_message, parse_text, plain_value
+from slime.config.fields import (
+    FlagSpec,
+    coerce,
+    did_you_mean,
+    guess,
+    join_unknown_names,
+    nearest_name,
+    parse_text,
+    plain_value,
+)
 from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, refusal
 from slime.config.help import FILE_FLAGS, format_help
 from slime.config.megatron_flags import (
@@ -45,7 +54,7 @@ _FILE_FLAGS = tuple(name[2:] for name, metavar, _ in FILE_FLAGS if metavar)
 
 
 @dataclasses.dataclass(frozen=True)
-class Occurrence:
+class GivenFlag:
     """One flag of a command line, with its words."""
 
     name: str
@@ -81,35 +90,35 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
     carried: JsonObject = {}
     for occurrence in occurrences:
         if occurrence.name == "config":
-            _take_file(_single_word(occurrence), values, carried, what="--config", custom=custom)
-    _take_command_line(occurrences, custom, values, carried)
+            _apply_file(_single_word(occurrence), values, carried, what="--config", custom=custom)
+    _apply_command_line(occurrences, custom, values, carried)
     for occurrence in occurrences:
         if occurrence.name == "custom-config-path":
-            _take_custom_file(_single_word(occurrence), values, carried)
+            _apply_custom_file(_single_word(occurrence), values, carried)
     return Config(**values, carried=carried)
 
 
-def config_of_settings(settings: JsonMapping, origin: str, argv: Sequence[str] = ()) -> Config:
+def config_from_settings(settings: JsonMapping, origin: str, argv: Sequence[str] = ()) -> Config:
     """Build a config from `settings`, instead of a --config file `origin`, and a command line; nothing is derived."""
     values: JsonObject = {}
     carried: JsonObject = {}
-    _take_settings(settings, origin, values, carried)
+    _apply_settings(settings, origin, values, carried)
     occurrences = scan(argv)
     for occurrence in occurrences:
         if occurrence.name in (*_FILE_FLAGS, "help"):
             raise UserError(f"{occurrence.shown} cannot be combined with {origin}: put its content into that file")
-    _take_command_line(occurrences, None, values, carried)
+    _apply_command_line(occurrences, None, values, carried)
     return Config(**values, carried=carried)
 
 
-def config_of_keywords(keywords: JsonMapping) -> Config:
+def config_from_keywords(keywords: JsonMapping) -> Config:
     """Build a config from keyword arguments; like `parse_flags`, it derives and checks nothing."""
     given = dict(keywords)
     files, custom_file = given.pop("config", None) or (), given.pop("custom_config_path", None)
     values: JsonObject = {}
     carried: JsonObject = {}
     for file in [files] if isinstance(files, str | os.PathLike) else files:
-        _take_file(os.fspath(file), values, carried, what="config")
+        _apply_file(os.fspath(file), values, carried, what="config")
     carried |= given.pop("carried", None) or {}
     named: JsonObject = {}
     for name, value in given.items():
@@ -124,31 +133,31 @@ def config_of_keywords(keywords: JsonMapping) -> Config:
     if custom_file is None:
         return config
     over: JsonObject = {}
-    _take_custom_file(os.fspath(custom_file), over, carried)
+    _apply_custom_file(os.fspath(custom_file), over, carried)
     return config.replace(**over, carried=carried)
 
 
-def scan(argv: Sequence[str]) -> list[Occurrence]:
+def scan(argv: Sequence[str]) -> list[GivenFlag]:
     """Split a command line into flags and their words; `--flag=value` and `--flag value` are equivalent."""
-    occurrences: list[Occurrence] = []
+    occurrences: list[GivenFlag] = []
     for word in argv:
         if word in ("-h", "--help"):
-            occurrences.append(Occurrence("help", ()))
+            occurrences.append(GivenFlag("help", ()))
         elif foreign_setting(word) is not None:
-            occurrences.append(Occurrence(word, ()))
+            occurrences.append(GivenFlag(word, ()))
         elif _FLAG.match(word):
             name, equals, value = word[2:].partition("=")
-            occurrences.append(Occurrence(name.replace("_", "-"), (value,) if equals else ()))
+            occurrences.append(GivenFlag(name.replace("_", "-"), (value,) if equals else ()))
         elif not occurrences:
             raise UserError(f"unexpected argument {word!r}: flags start with two dashes")
         else:
             last = occurrences.pop()
-            occurrences.append(Occurrence(last.name, (*last.words, word)))
+            occurrences.append(GivenFlag(last.name, (*last.words, word)))
     return occurrences
 
 
-def _take_command_line(
-    occurrences: Iterable[Occurrence],
+def _apply_command_line(
+    occurrences: Iterable[GivenFlag],
     custom: _CustomParser | None,
     values: JsonObject,
     carried: JsonObject,
@@ -179,7 +188,7 @@ def _take_command_line(
             known_elsewhere = foreign_setting(occurrence.name) or refusal(occurrence.name)
             unknown.append(known_elsewhere or unknown_flag(occurrence.name, own_flags))
     if unknown:
-        raise UserError(one_message(unknown, "flags"))
+        raise UserError(join_unknown_names(unknown, "flags"))
     if custom is not None:
         for name, value in custom.parse(custom_words, from_files=carried).items():
             (values if name in FLAG_SPECS else carried)[name] = value
@@ -194,19 +203,19 @@ def _field(name: str) -> tuple[FlagSpec | None, bool]:
     return spec, False
 
 
-def _field_value(spec: FlagSpec, occurrence: Occurrence, negated: bool) -> Any:
+def _field_value(spec: FlagSpec, occurrence: GivenFlag, negated: bool) -> Any:
     if spec.kind == "bool":
         if not occurrence.words:
             return not negated
         if negated or len(occurrence.words) > 1 or occurrence.words[0].lower() not in ("true", "false"):
-            _unexpected(occurrence, occurrence.words[0])
+            _refuse_word(occurrence, occurrence.words[0])
         return coerce(spec, occurrence.words[0], occurrence.shown)
     if len(occurrence.words) > 1 and spec.kind not in ("strs", "ints", "pairs"):
-        _unexpected(occurrence, occurrence.words[1])
+        _refuse_word(occurrence, occurrence.words[1])
     return parse_text(spec, occurrence.words, occurrence.shown)
 
 
-def _carried_value(occurrence: Occurrence) -> object:
+def _carried_value(occurrence: GivenFlag) -> object:
     kind = _megatron_kind(occurrence.name)
     if kind is not None:
         return _megatron_value(occurrence, kind)
@@ -220,16 +229,16 @@ def _megatron_kind(flag: str) -> str | None:
     return MEGATRON_FLAGS.get(flag) or FIELD_FLAGS.get(flag)
 
 
-def _megatron_value(occurrence: Occurrence, kind: str) -> object:
+def _megatron_value(occurrence: GivenFlag, kind: str) -> object:
     words = occurrence.words
     if kind == SWITCH:
-        return True if not words else _unexpected(occurrence, words[0])
+        return True if not words else _refuse_word(occurrence, words[0])
     if not words:
         raise UserError(f"{occurrence.shown} needs a value")
     if kind == TEXTS:
         return list(words)
     if len(words) > 1:
-        _unexpected(occurrence, words[1])
+        _refuse_word(occurrence, words[1])
     if kind not in (INT, FLOAT, NUMBER):
         return words[0]
     number = guess(words[0])
@@ -245,11 +254,11 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
         return hint
     with_effect = [flag for flag, spec in _BY_FLAG.items() if spec.info.no_effect is None]
     megatron = [flag for flag, role in MEGATRON_CLASSES.items() if role != OTHERS]
-    match = nearest(name, [*with_effect, *_FILE_FLAGS, *own_flags, *megatron, *FIELD_FLAGS, *REFUSED])
+    match = nearest_name(name, [*with_effect, *_FILE_FLAGS, *own_flags, *megatron, *FIELD_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
 
 
-def _take_file(
+def _apply_file(
     path: str,
     values: JsonObject,
     carried: JsonObject,
@@ -257,10 +266,10 @@ def _take_file(
     what: str,
     custom: _CustomParser | None = None,
 ) -> None:
-    _take_settings(read_config_file(path, what=what), path, values, carried, custom)
+    _apply_settings(read_config_file(path, what=what), path, values, carried, custom)
 
 
-def _take_settings(
+def _apply_settings(
     settings: JsonMapping,
     path: str,
     values: JsonObject,
@@ -292,10 +301,10 @@ def _take_settings(
             else:
                 unknown.append(f"{path}: {sentence}")
     if unknown:
-        raise UserError(one_message(unknown, "keys"))
+        raise UserError(join_unknown_names(unknown, "keys"))
 
 
-def _take_custom_file(path: str, values: JsonObject, carried: JsonObject) -> None:
+def _apply_custom_file(path: str, values: JsonObject, carried: JsonObject) -> None:
     """Apply a --custom-config-path file: entries override flags, or become `args.<name>` for plugins."""
     carried["custom_config_path"] = path
     for key, value in read_config_file(path, what="--custom-config-path").items():
@@ -318,17 +327,17 @@ def _take_custom_file(path: str, values: JsonObject, carried: JsonObject) -> Non
             carried[name] = plain_value(value, where)
 
 
-def flags_of_custom_file(path: str) -> JsonObject:
+def custom_file_flags(path: str) -> JsonObject:
     """Return the entries of a --custom-config-path file that set flags, with secrets masked."""
     entries = read_config_file(path, what="--custom-config-path").items()
     named = ((_BY_FLAG.get(key.replace("_", "-")), value) for key, value in entries)
     return {spec.flag: "(not shown)" if spec.info.secret else value for spec, value in named if spec is not None}
 
 
-def near_flags_of_custom_file(path: str) -> dict[str, str]:
+def misspelled_custom_file_keys(path: str) -> dict[str, str]:
     """Return the entries of a --custom-config-path file that are almost spelled like a flag, with its name."""
     own = [key.replace("-", "_") for key in read_config_file(path, what="--custom-config-path")]
-    near = {key: nearest(key, FLAG_SPECS, cutoff=0.9) for key in own if key.replace("_", "-") not in _BY_FLAG}
+    near = {key: nearest_name(key, FLAG_SPECS, cutoff=0.9) for key in own if key.replace("_", "-") not in _BY_FLAG}
     return {key: match for key, match in near.items() if match is not None}
 
 
@@ -336,15 +345,15 @@ def _is_carried(flag: str) -> bool:
     return _megatron_kind(flag) is not None or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
 
 
-def _single_word(occurrence: Occurrence) -> str:
+def _single_word(occurrence: GivenFlag) -> str:
     if not occurrence.words:
         raise UserError(f"{occurrence.shown} needs a file")
     if len(occurrence.words) > 1:
-        _unexpected(occurrence, occurrence.words[1])
+        _refuse_word(occurrence, occurrence.words[1])
     return occurrence.words[0]
 
 
-def _unexpected(occurrence: Occurrence, word: str) -> NoReturn:
+def _refuse_word(occurrence: GivenFlag, word: str) -> NoReturn:
     raise UserError(f"unexpected argument {word!r} after {occurrence.shown}")
 
 

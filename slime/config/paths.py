@@ -24,7 +24,7 @@ from slime.config.config import RESOLVED, Config
 from slime.config.datasets import all_datasets
 from slime.config.model_folder import LATEST
 from slime.errors import UserError
-from slime.storage.files import is_checkpoint, is_dump, is_marked, not_from_a_run
+from slime.storage.files import find_foreign_file, is_checkpoint, is_dump, is_marked
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RolloutPath:
             if rollout_id is not None:
                 yield rollout_id, Path(name)
 
-    def folders_on_the_way(self) -> Iterator[Path]:
+    def existing_folders(self) -> Iterator[Path]:
         """Yield the existing paths, and the existing folders on them from the first placeholder on."""
         for template in (self.template, *map(str, Path(self.template).parents)):
             path = RolloutPath(template)
@@ -105,7 +105,7 @@ _RUN_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
-class Place:
+class FlaggedPath:
     """A path and the flag that names it; `is_replaced`: all old content of the folder is removed."""
 
     flag: str
@@ -124,7 +124,7 @@ def check_folders(config: Config) -> None:
     """Raise a `UserError` for paths where the run would overwrite foreign files, or that it cannot write."""
     for sentence in _collisions(config):
         raise UserError(sentence)
-    for sentence in _strangers(config):
+    for sentence in _foreign_file_conflicts(config):
         raise UserError(sentence)
     for flag, name in (
         ("--tb-project-name", config.tb_project_name),
@@ -132,11 +132,11 @@ def check_folders(config: Config) -> None:
     ):
         if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
             raise UserError(f"{flag} {name} is outside the run folder: give the name of a folder in it")
-    for place in _written(config):
-        _try_writing(place)
+    for place in _written_paths(config):
+        _check_writable(place)
 
 
-def _models_read(config: Config) -> Iterator[Place]:
+def _models_read(config: Config) -> Iterator[FlaggedPath]:
     named = (
         ("--hf-checkpoint", config.hf_checkpoint),
         ("--critic-hf-checkpoint", config.critic_hf_checkpoint),
@@ -147,7 +147,7 @@ def _models_read(config: Config) -> Iterator[Place]:
     )
     for flag, path in named:
         if path is not None:
-            yield Place(flag, path)
+            yield FlaggedPath(flag, path)
 
 
 def _is_one_model(folder: str | None) -> bool:
@@ -157,7 +157,7 @@ def _is_one_model(folder: str | None) -> bool:
     return any(Path(folder, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
 
 
-def _other_things_read(config: Config) -> Iterator[Place]:
+def _data_paths_read(config: Config) -> Iterator[FlaggedPath]:
     named = [
         ("--prompt-data", config.prompt_data),
         *((dataset.origin, dataset.path) for dataset in all_datasets(config)),
@@ -170,12 +170,12 @@ def _other_things_read(config: Config) -> Iterator[Place]:
     ]
     for flag, path in named:
         if path is not None:
-            yield Place(flag, path.partition("@[")[0])
+            yield FlaggedPath(flag, path.partition("@[")[0])
     if config.load_debug_rollout_data is not None:
-        yield Place("--load-debug-rollout-data", str(Path(config.load_debug_rollout_data).parent))
+        yield FlaggedPath("--load-debug-rollout-data", str(Path(config.load_debug_rollout_data).parent))
 
 
-def _written(config: Config) -> list[Place]:
+def _written_paths(config: Config) -> list[FlaggedPath]:
     named = (
         ("--output-dir", config.output_dir, False),
         ("--save", config.save, False),
@@ -186,7 +186,7 @@ def _written(config: Config) -> list[Place]:
         ("--save-debug-rollout-data", _parent(config.save_debug_rollout_data), False),
         ("--save-debug-train-data", _parent(config.save_debug_train_data), False),
     )
-    return [Place(flag, path, replaced) for flag, path, replaced in named if path is not None]
+    return [FlaggedPath(flag, path, replaced) for flag, path, replaced in named if path is not None]
 
 
 def _parent(template: str | None) -> str | None:
@@ -194,14 +194,14 @@ def _parent(template: str | None) -> str | None:
 
 
 def _collisions(config: Config) -> Iterator[str]:
-    models, written = list(_models_read(config)), _written(config)
-    others = [*_other_things_read(config)]
+    models, written = list(_models_read(config)), _written_paths(config)
+    others = [*_data_paths_read(config)]
     for place in written:
         for model in models:
             if _overwrites(place, model):
                 yield f"{place} would write into the model folder that {model} reads: choose another folder"
         for other in [*models, *others, *(one for one in written if one.flag != place.flag)]:
-            if place.is_replaced and _takes_along(place, other):
+            if place.is_replaced and _removes(place, other):
                 yield f"{place} is replaced as a whole, and {other} with it: choose another folder"
     checkpoints = [os.path.realpath(path) for path in (config.save, config.critic_save) if path is not None]
     if len(checkpoints) > len(set(checkpoints)):
@@ -212,18 +212,18 @@ def _collisions(config: Config) -> Iterator[str]:
             yield f"{model} is among the versions of the weights that this run removes: copy it elsewhere first"
 
 
-def _overwrites(place: Place, model: Place) -> bool:
+def _overwrites(place: FlaggedPath, model: FlaggedPath) -> bool:
     """Return whether `place` is the model folder or, if it is replaced as a whole, is inside it."""
     path = RolloutPath(place.path)
     if place.flag.startswith("--save-debug"):
         return False  # single files, which are checked one by one
     if not place.is_replaced:
         return place.real == model.real
-    reached = [path.fixed_folder, *path.folders_on_the_way()]
+    reached = [path.fixed_folder, *path.existing_folders()]
     return path.rollout_of(model.real) is not None or any(_is_within(one, model.real) for one in reached)
 
 
-def _takes_along(place: Place, other: Place) -> bool:
+def _removes(place: FlaggedPath, other: FlaggedPath) -> bool:
     """Return whether replacing `place` removes `other`."""
     path, inner = RolloutPath(place.path), RolloutPath(other.path)
     folder = Path(inner.real) if inner.is_one else inner.fixed_folder
@@ -235,16 +235,16 @@ def _is_within(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
 
 
-def _strangers(config: Config) -> Iterator[str]:
-    yield from _strange_exports(config)
-    yield from _strange_checkpoints(config)
+def _foreign_file_conflicts(config: Config) -> Iterator[str]:
+    yield from _foreign_exports(config)
+    yield from _foreign_checkpoints(config)
     for version in sorted(_version_root(config).glob("weight_v*")):
         if version.name[8:].isdigit() and not is_marked(version):
             yield (
                 f"{version} is named like a version of the weights, but no run wrote it: choose another "
                 "--update-weight-disk-dir, or move it away"
             )
-    yield from _strange_dumps(config)
+    yield from _foreign_dumps(config)
     folder = Path(config.output_dir)
     written = folder / "config.yaml"
     by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
@@ -256,14 +256,14 @@ def _strangers(config: Config) -> Iterator[str]:
                 yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"
 
 
-def _strange_exports(config: Config) -> Iterator[str]:
+def _foreign_exports(config: Config) -> Iterator[str]:
     if config.save_hf is not None:
         for rollout_id, folder in RolloutPath(config.save_hf).present():
             if config.num_rollout is not None and rollout_id > config.num_rollout:
                 continue
             if not folder.is_dir():
                 yield f"--save-hf {config.save_hf} is a file, but a folder is needed: {folder}"
-            elif (name := not_from_a_run(Path(os.path.realpath(folder)))) is not None:
+            elif (name := find_foreign_file(Path(os.path.realpath(folder)))) is not None:
                 yield (
                     f"--save-hf {config.save_hf} would replace {folder}, which holds what no run saved ({name}): "
                     "choose another folder, or move that away"
@@ -274,7 +274,7 @@ def _strange_exports(config: Config) -> Iterator[str]:
         yield f"--update-weight-local-checkpoint-dir {local} holds files that no run wrote: name an empty folder"
 
 
-def _strange_checkpoints(config: Config) -> Iterator[str]:
+def _foreign_checkpoints(config: Config) -> Iterator[str]:
     for flag, folder, load in (("--save", config.save, config.load), ("--critic-save", config.critic_save, None)):
         if folder is None or not Path(folder).is_dir():
             continue
@@ -297,8 +297,8 @@ def _version_root(config: Config) -> Path:
     return Path(os.path.realpath(config.update_weight_disk_dir or Path(config.output_dir) / "weights"))
 
 
-def _strange_dumps(config: Config) -> Iterator[str]:
-    read = {place.real: place for place in _other_things_read(config)}
+def _foreign_dumps(config: Config) -> Iterator[str]:
+    read = {place.real: place for place in _data_paths_read(config)}
     for flag, template in (
         ("--save-debug-rollout-data", config.save_debug_rollout_data),
         ("--save-debug-train-data", config.save_debug_train_data),
@@ -315,7 +315,7 @@ def _strange_dumps(config: Config) -> Iterator[str]:
                 yield f"{flag} {template} would overwrite {path}, which no run wrote: choose another name"
 
 
-def _try_writing(place: Place) -> None:
+def _check_writable(place: FlaggedPath) -> None:
     """Write and remove a probe file at the path, or in the folder where it will be created."""
     path = RolloutPath(place.path)
     folder = path.fixed_folder if place.is_replaced or not path.is_one else Path(path.real)

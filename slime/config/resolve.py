@@ -13,10 +13,10 @@ from slime.config.algorithm import derive_algorithm, has_critic
 from slime.config.async_mode import derive_async, is_async
 from slime.config.batch import derive_batch_sizes, num_trainers
 from slime.config.checks import (
-    check_all_there,
+    check_contradictions,
     check_files,
-    check_flags_fit,
-    check_numbers_stay,
+    check_megatron_flags,
+    check_required_flags,
     check_trackers,
     derive_live,
 )
@@ -26,8 +26,8 @@ from slime.config.datasets import evaluates
 from slime.config.fields import coerce
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.initial_weights import from_its_folder
-from slime.config.lora import derive_lora, take_from_adapter
+from slime.config.initial_weights import split_load_iteration
+from slime.config.lora import apply_adapter_config, derive_lora
 from slime.config.megatron_model_flags import check_has_routers, check_shape_flags
 from slime.config.parallelism import uses_megatron
 from slime.config.plugins.view import check_plugins, with_own_overlay
@@ -36,24 +36,24 @@ from slime.storage.json_types import JsonObject
 
 _log = logging.getLogger(__name__)
 
-INDEXER = r"\.indexer\."
+INDEXER_PATTERN = r"\.indexer\."
 """Pattern in the parameter names of the indexers of sparse attention."""
 
 
 def resolve(config: Config) -> Config:
     """Return the config that a run uses; raise a `UserError` if the flags are wrong or contradict each other."""
-    check_all_there(config)
+    check_required_flags(config)
     config = with_own_overlay(_checked_values(config))
-    config = take_from_adapter(from_its_folder(config.replace(**role_overrides(config, "actor"))))
+    config = apply_adapter_config(split_load_iteration(config.replace(**role_overrides(config, "actor"))))
     config = derive(config)
-    check_flags_fit(config)
+    check_contradictions(config)
     check_trackers(config)
     check_files(config)
     if has_critic(config):
         critic_flags(config)
     check_shape_flags(config)
     check_has_routers(config)
-    check_numbers_stay(config)
+    check_megatron_flags(config)
     check_plugins(config)
     return config
 
@@ -71,7 +71,7 @@ def derive(config: Config) -> Config:
         _derive_placement,
         derive_batch_sizes,
         _derive_eval,
-        _derive_rest,
+        _derive_other_flags,
     ):
         config = step(config)
     return config
@@ -164,7 +164,7 @@ def _derive_eval(config: Config) -> Config:
     return config.replace(rollout_max_prompt_len=prompt_len, **missing)
 
 
-def _derive_rest(config: Config) -> Config:
+def _derive_other_flags(config: Config) -> Config:
     changes: JsonObject = {}
     if config.over_sampling_batch_size is None:
         changes["over_sampling_batch_size"] = config.rollout_batch_size
@@ -172,8 +172,8 @@ def _derive_rest(config: Config) -> Config:
         changes["use_fault_tolerance"] = True
     if config.offload:
         changes |= {"offload_rollout": True, "offload_train": True}
-    if config.freeze_indexer and INDEXER not in (config.freeze_params_name_list or ()):
-        changes["freeze_params_name_list"] = [*(config.freeze_params_name_list or ()), INDEXER]
+    if config.freeze_indexer and INDEXER_PATTERN not in (config.freeze_params_name_list or ()):
+        changes["freeze_params_name_list"] = [*(config.freeze_params_name_list or ()), INDEXER_PATTERN]
     if config.carried.get("bf16") and config.dtype == "auto":
         changes["dtype"] = "bfloat16"
     if config.recompute_granularity is not None:

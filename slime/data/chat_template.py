@@ -32,7 +32,7 @@ ASSISTANT = "assistant"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def checked_messages(messages: Sequence[object], where: str) -> list[Message]:
+def normalize_messages(messages: Sequence[object], where: str) -> list[Message]:
     """Return the messages with text contents; a `UserError` names an invalid message."""
     return [_checked_message(message, f"{where}: message {number}") for number, message in enumerate(messages)]
 
@@ -145,7 +145,7 @@ def render_messages(
     tokenizer: PreTrainedTokenizerBase, sample: Sample, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> str:
     """Render chat messages with the sample's tools and template arguments."""
-    texts = checked_messages(messages, f"sample {sample.index}")
+    texts = normalize_messages(messages, f"sample {sample.index}")
     options = {**sample.apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
     return tokenizer.apply_chat_template(texts, tools=sample.metadata.get("tools") or None, **options)
 

@@ -36,7 +36,7 @@ class _Buffer:
             return True
 
 
-class Packed:
+class PackedArray:
     """Read-only array of numbers; appending returns a longer one and costs only the appended part."""
 
     __slots__ = ("_buffer", "array", "digest", "high", "is_finite", "length", "low", "total")
@@ -63,11 +63,11 @@ class Packed:
     def __repr__(self) -> str:
         return f"<{self.length} packed {self.array.dtype}>"
 
-    def __deepcopy__(self, _memo: dict[int, object]) -> Packed:
+    def __deepcopy__(self, _memo: dict[int, object]) -> PackedArray:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Packed, (np.ascontiguousarray(self.array),)
+        return PackedArray, (np.ascontiguousarray(self.array),)
 
     def look(self) -> None:
         """Compute `low`, `high`, `total` and `is_finite` once: packed numbers do not change."""
@@ -79,9 +79,9 @@ class Packed:
             if held.dtype == np.int8:
                 self.total = self.low * len(held) if is_constant(held) else int(held.sum())
 
-    def moved(self, same: np.ndarray) -> Packed:
+    def moved(self, same: np.ndarray) -> PackedArray:
         """Return these numbers in other memory, `same`, with the statistics computed so far."""
-        twin = Packed(same)
+        twin = PackedArray(same)
         twin.array = same  # the array itself and not a slice: its base identifies the memory
         same.setflags(write=False)
         twin.low, twin.high, twin.total, twin.is_finite = self.low, self.high, self.total, self.is_finite
@@ -92,38 +92,38 @@ class Packed:
         """Return the numbers as a new list."""
         return self._buffer.array[: self.length].tolist()
 
-    def grown(self, more: np.ndarray) -> Packed:
+    def grown(self, more: np.ndarray) -> PackedArray:
         """Return these numbers followed by `more`; this array is unchanged."""
         if not len(more):
             return self
         mine = self._buffer.array
         if is_constant(mine) and is_constant(more) and mine[0] == more[0]:
-            return Packed(_repeated(mine[0], self.length + len(more)))
+            return PackedArray(_repeated(mine[0], self.length + len(more)))
         kind, end = np.promote_types(mine.dtype, more.dtype), self.length + len(more)
         if kind == mine.dtype and not is_constant(mine) and self._buffer.claim(self.length, len(more)):
             mine[self.length : end] = more
-            return Packed(self._buffer, end)
+            return PackedArray(self._buffer, end)
         room = np.empty(end + end // 2, dtype=kind)
         room[: self.length] = mine[: self.length]
         room[self.length : end] = more
-        return Packed(_Buffer(room, end), end)
+        return PackedArray(_Buffer(room, end), end)
 
-    def compacted(self) -> Packed:
+    def compacted(self) -> PackedArray:
         """Return the same numbers without spare room; int8 numbers that are all equal take no memory."""
         held = self.array
         if is_constant(held):
             return self
         if held.dtype == np.int8 and len(held) and (held == held[0]).all():
-            slim = Packed(_repeated(held[0], len(held)))
+            slim = PackedArray(_repeated(held[0], len(held)))
         elif len(held) == len(self._buffer.array):
             return self
         else:
-            slim = Packed(held.copy())
+            slim = PackedArray(held.copy())
         slim.digest = self.digest
         return slim
 
 
-def packed(value: object, *, narrow: bool = False) -> Packed | None:
+def packed(value: object, *, narrow: bool = False) -> PackedArray | None:
     """Pack a list without loss; None unless it is a non-empty list of integers only or of floats only.
 
     `narrow` stores small integers as int8.
@@ -134,20 +134,20 @@ def packed(value: object, *, narrow: bool = False) -> Packed | None:
     if kinds == {int}:
         for code in ("b", "i", "q") if narrow else ("i", "q"):
             try:
-                return Packed(np.frombuffer(array(code, value), dtype=_NARROW[code]))
+                return PackedArray(np.frombuffer(array(code, value), dtype=_NARROW[code]))
             except OverflowError:
                 continue
         return None
-    return Packed(exact_floats(np.frombuffer(array("d", value)))) if kinds == {float} else None
+    return PackedArray(exact_floats(np.frombuffer(array("d", value)))) if kinds == {float} else None
 
 
-def grown(column: Packed | list[float], more: np.ndarray) -> Packed | list[float]:
+def grown(column: PackedArray | list[float], more: np.ndarray) -> PackedArray | list[float]:
     """Return a column followed by `more`: packed, unless the column cannot be packed together with it."""
     if not len(column):
-        return Packed(more)
-    held = column if isinstance(column, Packed) else packed(list(column), narrow=more.dtype == np.int8)
+        return PackedArray(more)
+    held = column if isinstance(column, PackedArray) else packed(list(column), narrow=more.dtype == np.int8)
     if held is None or held.array.dtype.kind != more.dtype.kind:
-        return [*(column.tolist() if isinstance(column, Packed) else column), *more.tolist()]
+        return [*(column.tolist() if isinstance(column, PackedArray) else column), *more.tolist()]
     return held.grown(more)
 
 
@@ -155,11 +155,11 @@ def same_numbers(left: object, right: object) -> bool:
     """Compare two columns, at least one of them packed, as lists; NaN equals NaN."""
     if left is right:
         return True
-    one, two = (value if isinstance(value, Packed) else packed(value) for value in (left, right))
+    one, two = (value if isinstance(value, PackedArray) else packed(value) for value in (left, right))
     if one is not None and two is not None:
         return np.array_equal(one.array, two.array, equal_nan=one.array.dtype.kind == two.array.dtype.kind == "f")
     for column, other in ((left, right), (right, left)):
-        if isinstance(column, Packed):
+        if isinstance(column, PackedArray):
             return np.array_equal(column.array, other) if isinstance(other, np.ndarray) else column.tolist() == other
     return False
 
@@ -181,12 +181,12 @@ def exact_ints(wide: np.ndarray) -> np.ndarray:
     return wide.astype(np.int32 if fits else np.int64)
 
 
-def mask_of(value: int, count: int) -> np.ndarray:
+def constant_mask(value: int, count: int) -> np.ndarray:
     """Return a constant loss mask that takes no memory."""
     return _repeated(np.int8(value), count)
 
 
-class HandsOutLists:
+class ColumnOwner:
     """Base class of objects with columns; records, outside of `__dict__`, which columns were read as lists."""
 
     __slots__ = ("_handed_out",)
@@ -200,7 +200,7 @@ class HandsOutLists:
             self._handed_out = set()
             return self._handed_out
 
-    def grow(self, name: str, column: Packed | list[float], more: np.ndarray) -> None:
+    def grow(self, name: str, column: PackedArray | list[float], more: np.ndarray) -> None:
         """Append `more` to the current column, in place if it is a list that a caller may hold."""
         if type(column) is list and name in self.handed_out():
             column.extend(more.tolist())
@@ -214,25 +214,25 @@ class Column:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, sample: HandsOutLists | None, owner: type) -> object:
+    def __get__(self, sample: ColumnOwner | None, owner: type) -> object:
         if sample is None:
             return None  # the default value, which a dataclass keeps as a class attribute
         try:
             value = sample.__dict__[self._name]
         except KeyError:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}") from None
-        if type(value) is Packed:
+        if type(value) is PackedArray:
             value = sample.__dict__[self._name] = value.tolist()
         if type(value) is list:
             sample.handed_out().add(self._name)
         return value
 
-    def __set__(self, sample: HandsOutLists, value: object) -> None:
+    def __set__(self, sample: ColumnOwner, value: object) -> None:
         if value is not sample.__dict__.get(self._name):
             sample.handed_out().discard(self._name)
         sample.__dict__[self._name] = value
 
-    def __delete__(self, sample: HandsOutLists) -> None:
+    def __delete__(self, sample: ColumnOwner) -> None:
         del sample.__dict__[self._name]
 
 

@@ -84,11 +84,13 @@ class PrefixCacheInfo:
         return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
 
 
-Spans = list[list[Any]]
+VersionRuns = list[list[Any]]
 """Runs `[version or None, number of tokens]` of a response, as plain JSON values."""
 
 
-def grown_spans(spans: Spans, known: int, count: int, meta_info: JsonMapping, *, sampled: bool) -> Spans:
+def extend_version_runs(
+    spans: VersionRuns, known: int, count: int, meta_info: JsonMapping, *, sampled: bool
+) -> VersionRuns:
     """Return the runs after `count` more tokens; `known` is the length of the response so far.
 
     An engine whose weights changed during a request reports `weight_versions` (`version`, `start`, `end`). Without that
@@ -109,7 +111,7 @@ def grown_spans(spans: Spans, known: int, count: int, meta_info: JsonMapping, *,
     return grown
 
 
-def oldest_version(spans: Spans, mask: Sequence[int] | np.ndarray | None, calls: Sequence[str]) -> int | None:
+def oldest_version(spans: VersionRuns, mask: Sequence[int] | np.ndarray | None, calls: Sequence[str]) -> int | None:
     """Return the oldest numeric version that sampled a trained token; None if there is none.
 
     The versions of the engine calls (`calls`) count too when the version of a trained token is unknown.
@@ -129,7 +131,7 @@ def oldest_version(spans: Spans, mask: Sequence[int] | np.ndarray | None, calls:
     return min(oldest, default=None)
 
 
-def _extend(spans: Spans, version: str | None, count: int) -> None:
+def _extend(spans: VersionRuns, version: str | None, count: int) -> None:
     """Append a run, or extend the last one; run objects are shared with other lists and never modified."""
     if count <= 0:
         return

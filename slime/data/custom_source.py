@@ -22,7 +22,7 @@ from slime.data.source import (
     fill_in_indices,
     is_group,
     observes,
-    remove_chosen,
+    remove_by_identity,
     samples_of,
 )
 from slime.data.source_state import latest_state_path, read_state, state_path, write_state
@@ -100,7 +100,7 @@ class UserSource:
                     f"{FLAG} {self.args.data_source_path}: buffer_filter returned {len(chosen)} groups when asked for "
                     f"at most {wanted}"
                 )
-            remove_chosen(self.source.buffer, chosen)
+            remove_by_identity(self.source.buffer, chosen)
             groups += chosen
         if len(groups) < num_samples:
             groups += self._new(num_samples - len(groups))
@@ -117,7 +117,7 @@ class UserSource:
         self.source.observe_samples(rollout_id, groups)
         self._observed = rollout_id
 
-    def stands_before(self, rollout_id: int) -> bool:
+    def has_not_observed(self, rollout_id: int) -> bool:
         """True if the source observes rollouts and its loaded state has not observed this one yet."""
         return observes(self.source) and self._observed < rollout_id
 
@@ -160,7 +160,7 @@ class UserSource:
         """Resume at `position` with empty buffers; `saved` is the position at the checkpoint of `rollout_id`.
 
         A source without its own state is loaded from the checkpoint; the groups it has handed out since are then
-        requested again and discarded. It observes the batches since then a second time (`stands_before`).
+        requested again and discarded. It observes the batches since then a second time (`has_not_observed`).
         """
         if self._has_state() and "source" in position:
             self._take(position, "the journal")

@@ -57,19 +57,19 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def prompt_text(prompt: object) -> str:
+def format_prompt(prompt: object) -> str:
     """Format a prompt as one text; messages are one per line, each with its role."""
     if not isinstance(prompt, list | tuple):
-        return value_text(prompt)
+        return format_value(prompt)
     return "\n".join(
-        f"{message.get('role')}: {value_text(message.get('content'))}"
+        f"{message.get('role')}: {format_value(message.get('content'))}"
         if isinstance(message, Mapping)
-        else value_text(message)
+        else format_value(message)
         for message in prompt
     )
 
 
-def value_text(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a label, reward or similar value: text unchanged, None as empty text, other values as JSON."""
     if value is None:
         return ""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Recipe(Protocol):
+class DatasetRecipe(Protocol):
     """The settings of one training dataset (`slime.config.datasets`)."""
 
     @property
@@ -61,7 +61,7 @@ class Recipe(Protocol):
     def metadata_overrides(self) -> JsonObject: ...
 
 
-class Walk(Protocol):
+class PromptCursor(Protocol):
     """A resumable cursor over the prompts of one dataset, epoch after epoch."""
 
     def __len__(self) -> int: ...
@@ -71,18 +71,18 @@ class Walk(Protocol):
 
 
 @dataclass
-class Part:
+class MixtureMember:
     """One dataset of a mixture, and the number of prompts it has supplied under the current weights."""
 
-    recipe: Recipe
-    walk: Walk
+    recipe: DatasetRecipe
+    walk: PromptCursor
     given: int = 0
 
 
 class Mixture:
     """Supplies prompts of all datasets in proportion to their weights, each tagged with its dataset."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[MixtureMember]) -> None:
         self.parts = list(parts)
         self._weights = [Fraction(str(part.recipe.weight)) for part in self.parts]
 
@@ -96,7 +96,7 @@ class Mixture:
 
     def next_prompt(self) -> Sample:
         """Return a prompt of the next dataset."""
-        part = self.parts[whose_turn(self._weights, [part.given for part in self.parts])]
+        part = self.parts[next_dataset_index(self._weights, [part.given for part in self.parts])]
         prompt = marked(part.walk.next_prompt(), part.recipe)
         part.given += 1
         return prompt
@@ -126,7 +126,7 @@ class Mixture:
             part.given = int(own["given"]) if same else 0
 
 
-def whose_turn(weights: Sequence[Fraction], given: Sequence[int]) -> int:
+def next_dataset_index(weights: Sequence[Fraction], given: Sequence[int]) -> int:
     """Return the index of the dataset that supplies the next prompt; ties go to the first.
 
     The quota method of Balinski and Young (1975): of the datasets below their share of the prompts including the next
@@ -138,7 +138,7 @@ def whose_turn(weights: Sequence[Fraction], given: Sequence[int]) -> int:
     return min(behind, key=lambda part: (given[part] + 1) / weights[part])
 
 
-def marked(prototype: Sample, recipe: Recipe) -> Sample:
+def marked(prototype: Sample, recipe: DatasetRecipe) -> Sample:
     """Return a copy of a prompt tagged with its dataset and that dataset's reward and generate functions."""
     prompt = copy.copy(prototype)
     prompt.task = recipe.name
@@ -149,7 +149,7 @@ def marked(prototype: Sample, recipe: Recipe) -> Sample:
     return prompt
 
 
-def reading(recipe: Recipe, args: Namespace) -> JsonObject:
+def reading(recipe: DatasetRecipe, args: Namespace) -> JsonObject:
     """Return the flags for reading one dataset that differ from those of the run.
 
     Each dataset has its own seed, so that datasets of the same length are shuffled differently.

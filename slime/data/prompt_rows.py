@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal
 
 import jinja2
 
-from slime.data.chat_template import ASSISTANT, Message, checked_messages, is_conversation
-from slime.data.readers import Row, chosen_columns, open_rows, parse_line, split_slice, value_at
+from slime.data.chat_template import ASSISTANT, Message, is_conversation, normalize_messages
+from slime.data.readers import Row, chosen_columns, lookup_key, open_rows, parse_line, split_slice
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -47,27 +47,27 @@ _BY_FUNCTION_OR_NOT_AT_ALL = ("ifbench", "remote_rm", "random")
 _SUPERVISED = "slime.rollout.sft_rollout."
 
 
-def use_of_labels(args: Config | Namespace) -> LabelUse:
+def label_use_of_run(args: Config | Namespace) -> LabelUse:
     """Return the label use that a run's flags imply."""
     if args.rollout_function_path.startswith(_SUPERVISED):
         return "target"
     own = args.custom_rm_path or args.custom_generate_function_path
-    return "any" if own else use_by_verifier(args.rm_type)
+    return "any" if own else label_use_of_verifier(args.rm_type)
 
 
-def use_by_verifier(rm_type: str | None) -> LabelUse:
+def label_use_of_verifier(rm_type: str | None) -> LabelUse:
     """Return the label use that `--rm-type` implies; None (metadata or a function decides) accepts any label."""
     if rm_type is None or rm_type.removeprefix("boxed_") in _BY_FUNCTION_OR_NOT_AT_ALL:
         return "any"
     return "answer"
 
 
-def checked_label(label: object, use: LabelUse, where: str) -> object:
+def normalize_label(label: object, use: LabelUse, where: str) -> object:
     """Return the label in the form for this use; a `UserError` names the row of an unusable label."""
     if use == "any" or label is None or isinstance(label, str | int | float):
         return label
     if is_conversation(label):
-        messages = checked_messages(label, f"{where}: label")
+        messages = normalize_messages(label, f"{where}: label")
         if not any(message["role"] == ASSISTANT for message in messages):
             raise UserError(f"{where}: the label is a conversation without an assistant's message")
         return messages if use == "target" else _assistant_text(messages, where)
@@ -93,7 +93,7 @@ def label_text(label: object) -> str:
     if isinstance(label, bool | int | float):
         return json.dumps(label)
     if is_conversation(label):
-        return _assistant_text(checked_messages(label, "a label"), "a label")
+        return _assistant_text(normalize_messages(label, "a label"), "a label")
     raise UserError(f"a label must be a text, a number or chat messages here, not {_kind(label)}")
 
 
@@ -113,9 +113,9 @@ def _kind(label: object) -> str:
 _MOST_TOKENS_PER_CHARACTER = 4
 _MOST_EDGE_TOKENS = 8
 
-USUAL_KEY = "input"
+USUAL_PROMPT_KEY = "input"
 _OUR_FUNCTIONS = "slime."
-PROMPT_KEYS = (USUAL_KEY, "prompt", "messages", "question", "problem")
+PROMPT_KEYS = (USUAL_PROMPT_KEY, "prompt", "messages", "question", "problem")
 """Common names of the prompt column in published files."""
 
 MOST_ROWS = 100
@@ -123,7 +123,7 @@ MOST_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedRow:
     """A row and its place in the file."""
 
     where: str
@@ -131,7 +131,7 @@ class Located:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltPrototype:
     """A prototype and its number of prompt tokens; None if it is certainly within the limit."""
 
     where: str
@@ -171,29 +171,30 @@ class PrototypeBuilder:
         own = (self.label_key, self.metadata_key, self.tool_key, *self.multimodal_keys.values())
         return {key for key in (*prompts, *own) if key}
 
-    def with_prompt_key(self, first: Located) -> PrototypeBuilder:
+    def with_prompt_key(self, first: LocatedRow) -> PrototypeBuilder:
         """Return a builder with a prompt column: the given one, or the one found in the first row of a file."""
         if self.input_key is not None:
             return self
         found = [name for name in PROMPT_KEYS if name in first.row]
-        if USUAL_KEY in found or not found:
-            return replace(self, input_key=USUAL_KEY)
+        if USUAL_PROMPT_KEY in found or not found:
+            return replace(self, input_key=USUAL_PROMPT_KEY)
         if len(found) > 1:
             raise UserError(
-                f"{first.where}: no key {USUAL_KEY!r}, and the prompt may be any of {', '.join(found)}: name it with "
+                f"{first.where}: no key {USUAL_PROMPT_KEY!r}, and the prompt may be any of {', '.join(found)}: name it with "
                 "--input-key"
             )
         return replace(self, input_key=found[0])
 
-    def build_all(self, rows: Sequence[Located]) -> list[Built]:
+    def build_all(self, rows: Sequence[LocatedRow]) -> list[BuiltPrototype]:
         """Build prototypes in the order of the rows; prompts are tokenised in one batch."""
         samples = [self.build(located) for located in rows]
         counts = self.prompt_tokens(samples, [located.where for located in rows])
         return [
-            Built(located.where, sample, count) for located, sample, count in zip(rows, samples, counts, strict=True)
+            BuiltPrototype(located.where, sample, count)
+            for located, sample, count in zip(rows, samples, counts, strict=True)
         ]
 
-    def build(self, located: Located) -> Sample:
+    def build(self, located: LocatedRow) -> Sample:
         """Build the prototype of one row."""
         where, row = located.where, located.row
         for kind, key in self.multimodal_keys.items():
@@ -213,7 +214,7 @@ class PrototypeBuilder:
             prompt = _checked_prompt(prompt, self.prompt_suffix, where)
         label: object = None
         if self.label_key:
-            label = checked_label(_required(row, self.label_key, "--label-key", where), self.label_use, where)
+            label = normalize_label(_required(row, self.label_key, "--label-key", where), self.label_use, where)
         metadata = self._metadata(row, where)
         if self.apply_chat_template and is_readable:
             if self.label_use == "target" and is_conversation(label) and len(label) > 1:
@@ -286,7 +287,7 @@ def takes_any_prompt(args: Config | Namespace) -> bool:
 
 def _required(row: Row, key: str, flag: str, where: str) -> object:
     try:
-        return value_at(row, key)
+        return lookup_key(row, key)
     except KeyError:
         inner = (f"{outer}.{name}" for outer, value in row.items() if isinstance(value, dict) for name in value)
         near = difflib.get_close_matches(key, [*row, *inner], n=1)
@@ -302,7 +303,7 @@ def _checked_prompt(prompt: object, suffix: str | None, where: str) -> str | lis
         if prompt in ("", []):
             raise UserError(f"{where}: the prompt is empty")
         raise UserError(f"{where}: a prompt must be a string or a list of messages, not {type(prompt).__name__}")
-    messages = checked_messages(prompt, where)
+    messages = normalize_messages(prompt, where)
     if not suffix:
         return messages
     said = [position for position, message in enumerate(messages) if message["role"] == "user"]
@@ -324,7 +325,7 @@ def _parsed(value: object, key: str | None, where: str) -> object:
         raise UserError(f"{where}: {key!r} is text but not valid JSON ({error.msg})") from error
 
 
-def read_first_rows(path: str, *, columns: set[str], most_rows: int = MOST_ROWS) -> list[Located]:
+def read_first_rows(path: str, *, columns: set[str], most_rows: int = MOST_ROWS) -> list[LocatedRow]:
     """Read up to `most_rows` rows of a JSONL or Parquet file or slice `path@[a:b]`; a `UserError` if there are none."""
     file, chosen = split_slice(path)
     start, stop = chosen.start or 0, chosen.stop
@@ -348,7 +349,7 @@ def count_rows(path: str) -> int:
     return len(open_rows(path, columns=set()))
 
 
-def _lines(file: Path, start: int) -> Iterator[Located]:
+def _lines(file: Path, start: int) -> Iterator[LocatedRow]:
     read, skipped = 0, 0
     try:
         with file.open("rb") as lines:
@@ -359,7 +360,7 @@ def _lines(file: Path, start: int) -> Iterator[Located]:
                     skipped += 1
                     continue
                 where = f"{file}:{number}"
-                yield Located(where, parse_line(line, where))
+                yield LocatedRow(where, parse_line(line, where))
                 read += len(line)
                 if read >= MOST_BYTES:
                     return
@@ -367,7 +368,7 @@ def _lines(file: Path, start: int) -> Iterator[Located]:
         raise UserError(f"prompt data {file}: cannot be read ({error.strerror})") from error
 
 
-def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Iterator[Located]:
+def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Iterator[LocatedRow]:
     """Yield rows of a Parquet file, starting at the row group of the first one; other columns are None."""
     import pyarrow
     import pyarrow.parquet
@@ -385,13 +386,13 @@ def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Itera
         for batch in source.iter_batches(batch_size=most_rows, row_groups=groups, columns=wanted) if groups else ():
             for row in batch.to_pylist():
                 if first >= start:
-                    yield Located(f"{file}: row {first}", absent | row)
+                    yield LocatedRow(f"{file}: row {first}", absent | row)
                 first += 1
     except (OSError, pyarrow.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"prompt data {file}: cannot be read as Parquet ({reason})") from error
 
 
-def _indexed(path: str, columns: set[str], most_rows: int) -> list[Located]:
+def _indexed(path: str, columns: set[str], most_rows: int) -> list[LocatedRow]:
     rows = open_rows(path, columns=columns)
-    return [Located(rows.where(index), rows[index]) for index in range(min(max(most_rows, 1), len(rows)))]
+    return [LocatedRow(rows.where(index), rows[index]) for index in range(min(max(most_rows, 1), len(rows)))]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from slime.data.prompt_rows import Built, LabelUse, Located, PrototypeBuilder
+from slime.data.prompt_rows import BuiltPrototype, LabelUse, LocatedRow, PrototypeBuilder
 from slime.data.readers import file_bytes, open_rows
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ROWS_PER_CHUNK = 512
 
 
-class PromptTooLong(UserError):
+class StreamedPromptTooLong(UserError):
     """Raised on access to a streamed prompt longer than the limit; the data source skips and counts it."""
 
 
@@ -85,12 +85,12 @@ class PromptDataset:
             any_prompt=any_prompt,
         )
         self._rows = open_rows(path, columns=builder.columns)
-        self._builder = builder.with_prompt_key(Located(self._rows.where(0), self._rows[0]))
+        self._builder = builder.with_prompt_key(LocatedRow(self._rows.where(0), self._rows[0]))
         self._position_of_row: np.ndarray | None = None
         self.origin_samples: Sequence[Sample]
         if streaming:
-            self._builder.build(Located(self._rows.where(0), self._rows[0]))
-            self.origin_samples = Streamed(self, np.arange(len(self._rows)))
+            self._builder.build(LocatedRow(self._rows.where(0), self._rows[0]))
+            self.origin_samples = StreamedSamples(self, np.arange(len(self._rows)))
         else:
             self.origin_samples = self._read_whole(num_workers)
         self.samples = self.origin_samples
@@ -107,14 +107,16 @@ class PromptDataset:
         if self.epoch_id == new_epoch_id:
             return
         order = self.epoch_order(self.seed, new_epoch_id, True)
-        self.samples = Streamed(self, order) if self.streaming else [self.origin_samples[index] for index in order]
+        self.samples = (
+            StreamedSamples(self, order) if self.streaming else [self.origin_samples[index] for index in order]
+        )
         self.epoch_id = new_epoch_id
 
     def read_row(self, row: int) -> Sample:
         """Read one row of the file and build its prototype."""
-        built = self._builder.build_all([Located(self._rows.where(row), self._rows[row])])[0]
+        built = self._builder.build_all([LocatedRow(self._rows.where(row), self._rows[row])])[0]
         if not self._fits(built):
-            raise PromptTooLong(
+            raise StreamedPromptTooLong(
                 f"{built.where}: the prompt has {built.prompt_tokens} tokens, more than {self.max_prompt_len}"
             )
         return built.sample
@@ -124,7 +126,7 @@ class PromptDataset:
         for index in range(len(self)):
             try:
                 yield self[index]
-            except PromptTooLong:
+            except StreamedPromptTooLong:
                 continue
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -158,8 +160,8 @@ class PromptDataset:
             log_dropped(dropped, len(positions), self.max_prompt_len)
         return kept
 
-    def _build_all(self, num_workers: int) -> Iterator[Built]:
-        located = (Located(self._rows.where(index), row) for index, row in enumerate(self._rows))
+    def _build_all(self, num_workers: int) -> Iterator[BuiltPrototype]:
+        located = (LocatedRow(self._rows.where(index), row) for index, row in enumerate(self._rows))
         chunks = iter(lambda: list(islice(located, _ROWS_PER_CHUNK)), [])
         if num_workers <= 0:
             for chunk in chunks:
@@ -172,7 +174,7 @@ class PromptDataset:
             for built in pool.map(_build_in_worker, chunks):
                 yield from built
 
-    def _fits(self, built: Built) -> bool:
+    def _fits(self, built: BuiltPrototype) -> bool:
         count = built.prompt_tokens
         if count is None:
             return True
@@ -186,7 +188,7 @@ class PromptDataset:
         return True
 
 
-class Streamed(Sequence[Sample]):
+class StreamedSamples(Sequence[Sample]):
     """Prototypes of a streamed file in a given order; each is read on access."""
 
     def __init__(self, dataset: PromptDataset, order: np.ndarray) -> None:
@@ -200,11 +202,11 @@ class Streamed(Sequence[Sample]):
     def __getitem__(self, index: int) -> Sample: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Streamed: ...
+    def __getitem__(self, index: slice) -> StreamedSamples: ...
 
-    def __getitem__(self, index: int | slice) -> Sample | Streamed:
+    def __getitem__(self, index: int | slice) -> Sample | StreamedSamples:
         if isinstance(index, slice):
-            return Streamed(self._dataset, self._order[index])
+            return StreamedSamples(self._dataset, self._order[index])
         return self._dataset.read_row(int(self._order[index]))
 
 
@@ -238,5 +240,5 @@ def _start_worker(builder: PrototypeBuilder) -> None:
     _worker_builder = builder
 
 
-def _build_in_worker(chunk: list[Located]) -> list[Built]:
+def _build_in_worker(chunk: list[LocatedRow]) -> list[BuiltPrototype]:
     return _worker_builder.build_all(chunk)

@@ -30,7 +30,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CACHED_ROW_GROUPS = 4
 
 
-def value_at(row: Row, key: str) -> object:
+def lookup_key(row: Row, key: str) -> object:
     """Look up a key, or `outer.inner` inside nested objects; `KeyError` if it is absent.
 
     A column whose own name contains the dots takes precedence.
@@ -40,7 +40,7 @@ def value_at(row: Row, key: str) -> object:
     outer, dot, inner = key.partition(".")
     if not dot or not isinstance(row.get(outer), dict):
         raise KeyError(key)
-    return value_at(row[outer], inner)
+    return lookup_key(row[outer], inner)
 
 
 def chosen_columns(names: Sequence[str], keys: set[str]) -> list[str]:
@@ -48,7 +48,7 @@ def chosen_columns(names: Sequence[str], keys: set[str]) -> list[str]:
     return [name for name in names if name in keys or any(key.startswith(f"{name}.") for key in keys)]
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Random access to the rows of one file."""
 
     def __len__(self) -> int: ...
@@ -71,7 +71,7 @@ def split_slice(path: str) -> tuple[str, slice]:
     return path, slice(None)
 
 
-def open_rows(path: str, *, columns: set[str]) -> Rows:
+def open_rows(path: str, *, columns: set[str]) -> RowReader:
     """Open a JSONL or Parquet file, or a slice `path@[a:b]` of one; only an index is kept in memory.
 
     `columns` are the keys that will be read: only these columns of a Parquet file are loaded.
@@ -82,7 +82,7 @@ def open_rows(path: str, *, columns: set[str]) -> Rows:
         raise UserError(f"prompt data {file}: no such file")
     if source.is_dir():
         raise UserError(f"prompt data {file}: is a folder; name a .jsonl or .parquet file in it")
-    rows: Rows
+    rows: RowReader
     if source.suffix == ".jsonl":
         rows = JsonlRows(source)
     elif source.suffix == ".parquet":
@@ -196,7 +196,7 @@ class ParquetRows:
 class SlicedRows:
     """A contiguous slice of other rows; `where` still names the place in the file."""
 
-    def __init__(self, rows: Rows, indices: range) -> None:
+    def __init__(self, rows: RowReader, indices: range) -> None:
         self._rows = rows
         self._indices = indices
 

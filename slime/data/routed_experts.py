@@ -20,7 +20,7 @@ _NARROW = (np.uint8, np.int16)
 
 
 @dataclass(frozen=True)
-class RoutedModel:
+class RouterDimensions:
     """The router dimensions of a model, from its config."""
 
     num_layers: int
@@ -29,7 +29,7 @@ class RoutedModel:
     topk: int
 
     @classmethod
-    def of(cls, folder: str | Path) -> RoutedModel | None:
+    def of(cls, folder: str | Path) -> RouterDimensions | None:
         """Read a model folder; None if the model has no experts or its config does not specify them."""
         try:
             model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ class RoutedModel:
         return cls.from_config(model) if isinstance(model, dict) else None
 
     @classmethod
-    def from_config(cls, model: JsonMapping) -> RoutedModel | None:
+    def from_config(cls, model: JsonMapping) -> RouterDimensions | None:
         """Build from a config.json; of a multimodal model the text part is used."""
         facts = {**model, **text} if isinstance(text := model.get("text_config"), dict) else model
         layers = _number(facts, "num_hidden_layers", "num_layers")
@@ -48,7 +48,7 @@ class RoutedModel:
             return None
         return cls(layers, tuple(layer for layer in range(layers) if _has_experts(facts, layer)), experts, topk)
 
-    def wrong_with(self, experts: np.ndarray) -> str | None:
+    def mismatch_with(self, experts: np.ndarray) -> str | None:
         """Return the mismatch between a sample's rows and this model as a predicate phrase; None if they match."""
         if experts.shape[1:] != (self.num_layers, self.topk):
             shape = " x ".join(map(str, experts.shape[1:]))
@@ -66,7 +66,7 @@ class RoutedModel:
         return None
 
 
-def flat_experts(value: object) -> np.ndarray:
+def decode_expert_ids(value: object) -> np.ndarray:
     """Decode an engine's expert ids to a flat array of the narrowest type; ValueError for a malformed value.
 
     The wire form is base64 of int32 bytes.
@@ -74,11 +74,11 @@ def flat_experts(value: object) -> np.ndarray:
     if isinstance(value, np.ndarray) and value.dtype in _NARROW:
         return value.reshape(-1)
     if isinstance(value, str):
-        return narrowed(np.frombuffer(base64.b64decode(value, validate=True), dtype="<i4"))
-    return narrowed(np.array(value, dtype=np.int64).reshape(-1))
+        return narrow_expert_ids(np.frombuffer(base64.b64decode(value, validate=True), dtype="<i4"))
+    return narrow_expert_ids(np.array(value, dtype=np.int64).reshape(-1))
 
 
-def narrowed(ids: np.ndarray) -> np.ndarray:
+def narrow_expert_ids(ids: np.ndarray) -> np.ndarray:
     """Return the ids in the narrowest integer type they fit in."""
     least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
     for kind in _NARROW:

@@ -22,17 +22,17 @@ import numpy as np
 from slime.data import counters
 from slime.data.columns import (
     Column,
-    HandsOutLists,
-    Packed,
+    ColumnOwner,
+    PackedArray,
+    constant_mask,
     exact_floats,
     exact_ints,
     is_constant,
-    mask_of,
     packed,
     same_numbers,
 )
-from slime.data.counters import PrefixCacheInfo, Spans, SpecInfo, grown_spans, oldest_version
-from slime.data.routed_experts import flat_experts
+from slime.data.counters import PrefixCacheInfo, SpecInfo, VersionRuns, extend_version_runs, oldest_version
+from slime.data.routed_experts import decode_expert_ids
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -45,7 +45,7 @@ __all__ = ["PrefixCacheInfo", "Reward", "Sample", "SampleStatus", "SpecInfo"]
 
 Reward = float | JsonObject
 
-Keep = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+ArrayMover = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """Moves arrays into their final memory and returns them in the same order."""
 
 
@@ -63,8 +63,8 @@ class SampleStatus(Enum):
 class _TopP:
     """The top-p span columns of a sample, and the entries that an engine call appends to them."""
 
-    ids: Packed | list[float]
-    offsets: Packed | list[float]
+    ids: PackedArray | list[float]
+    offsets: PackedArray | list[float]
     new_ids: np.ndarray
     new_offsets: np.ndarray
 
@@ -77,7 +77,7 @@ _STATUS_OF_FINISH_REASON = {
 
 
 @dataclass(eq=False)
-class Sample(HandsOutLists):
+class Sample(ColumnOwner):
     """One prompt with one response and the record of how they were generated and scored."""
 
     Status = SampleStatus
@@ -100,7 +100,7 @@ class Sample(HandsOutLists):
     reward: Reward | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
-    version_spans: Spans = field(default_factory=list)
+    version_spans: VersionRuns = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
@@ -133,7 +133,7 @@ class Sample(HandsOutLists):
             return False
         for key, left in mine.items():
             right = theirs[key]
-            if isinstance(left, Packed) or isinstance(right, Packed):
+            if isinstance(left, PackedArray) or isinstance(right, PackedArray):
                 equal = same_numbers(left, right)
             elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
                 equal = left is not None and right is not None and np.array_equal(left, right)
@@ -175,7 +175,7 @@ class Sample(HandsOutLists):
         mask = self.__dict__["loss_mask"]
         if mask is None:
             return self.response_length
-        if not isinstance(mask, Packed):
+        if not isinstance(mask, PackedArray):
             return sum(mask)
         return mask.array.sum().item() if mask.total is None else mask.total
 
@@ -207,7 +207,7 @@ class Sample(HandsOutLists):
         value = self.__dict__[name]
         if value is None:
             return None
-        held = value if isinstance(value, Packed) else packed(value, narrow=name == "loss_mask")
+        held = value if isinstance(value, PackedArray) else packed(value, narrow=name == "loss_mask")
         return np.asarray(value) if held is None else held.array
 
     def compact(self) -> None:
@@ -217,14 +217,14 @@ class Sample(HandsOutLists):
         """
         for name in COLUMNS:
             value = self.__dict__[name]
-            slim = value.compacted() if isinstance(value, Packed) else packed(value, narrow=name == "loss_mask")
+            slim = value.compacted() if isinstance(value, PackedArray) else packed(value, narrow=name == "loss_mask")
             if slim is not None:
                 self.__dict__[name] = slim
 
-    def keep_with(self, keep: Keep) -> None:
+    def keep_with(self, keep: ArrayMover) -> None:
         """Compact the sample, compute the column statistics that training needs, and move columns with `keep`."""
         self.compact()
-        held = {name: column for name in TRAINED_ON if isinstance(column := self.__dict__[name], Packed)}
+        held = {name: column for name in TRAINED_ON if isinstance(column := self.__dict__[name], PackedArray)}
         for column in held.values():
             column.look()
         real = {name: column for name, column in held.items() if len(column) and not is_constant(column.array)}
@@ -255,7 +255,9 @@ class Sample(HandsOutLists):
 
     def to_dict(self) -> JsonObject:
         """Return all fields and extra attributes; arrays and containers are shared, packed columns become new lists."""
-        data = {name: value.tolist() if isinstance(value, Packed) else value for name, value in self.__dict__.items()}
+        data = {
+            name: value.tolist() if isinstance(value, PackedArray) else value for name, value in self.__dict__.items()
+        }
         data["status"] = self.status.value
         data["spec_info"] = self.spec_info.to_dict()
         data["prefix_cache_info"] = self.prefix_cache_info.to_dict()
@@ -304,13 +306,13 @@ class Sample(HandsOutLists):
         experts = self._spliced_experts(args, self.total_length + len(new_tokens), meta_info)
 
         if len(new_tokens):
-            self.version_spans = grown_spans(
+            self.version_spans = extend_version_runs(
                 self.version_spans, self.response_length, len(new_tokens), meta_info, sampled=trainable
             )
             self.grow("tokens", self.__dict__["tokens"], new_tokens)
             self.response_length += len(new_tokens)
             masked = int(meta_info.get("masked_until") or 0) if trainable else len(new_tokens)
-            new_mask = mask_of(int(masked <= 0), len(new_tokens))
+            new_mask = constant_mask(int(masked <= 0), len(new_tokens))
             if 0 < masked < len(new_tokens):
                 new_mask = np.ones(len(new_tokens), dtype=np.int8)
                 new_mask[:masked] = 0
@@ -332,26 +334,26 @@ class Sample(HandsOutLists):
             kind = reason.get("type") if isinstance(reason, Mapping) else reason
             self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
 
-    def _response_columns(self) -> tuple[Packed | list[float], Packed | list[float]]:
+    def _response_columns(self) -> tuple[PackedArray | list[float], PackedArray | list[float]]:
         """Return loss mask and log-probs of the response so far, filled in where absent and validated."""
         length = self.response_length
         if length > self.total_length:
             raise ValueError(f"sample has {self.total_length} tokens but response_length {length}")
         mask, log_probs = self.__dict__["loss_mask"], self.__dict__["rollout_log_probs"]
         if mask is None:
-            mask = Packed(mask_of(1, length))
+            mask = PackedArray(constant_mask(1, length))
         if len(mask) != length:
             raise ValueError(f"loss_mask has {len(mask)} entries for {length} response tokens")
         if log_probs is None:
             if trained := _sum(mask):
                 raise ValueError(f"{trained} earlier trainable response tokens have no rollout_log_probs")
-            log_probs = Packed(np.zeros(length, dtype=np.float32))
+            log_probs = PackedArray(np.zeros(length, dtype=np.float32))
         if len(log_probs) != length:
             raise ValueError(f"rollout_log_probs has {len(log_probs)} entries for {length} tokens")
         return mask, log_probs
 
     def _grown_top_p(
-        self, count: int, mask: Packed | list[float], trainable: bool, meta_info: JsonMapping
+        self, count: int, mask: PackedArray | list[float], trainable: bool, meta_info: JsonMapping
     ) -> _TopP | None:
         """Return the top-p spans with those of `count` more tokens; None when the sample has none."""
         new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
@@ -366,8 +368,8 @@ class Sample(HandsOutLists):
         if ids is None or offsets is None:
             if _sum(mask):
                 raise ValueError("top-p spans arrived, but earlier trainable response tokens have none")
-            ids, offsets = [], Packed(np.zeros(len(mask) + 1, dtype=np.int32))
-        last = offsets.array if isinstance(offsets, Packed) else offsets
+            ids, offsets = [], PackedArray(np.zeros(len(mask) + 1, dtype=np.int32))
+        last = offsets.array if isinstance(offsets, PackedArray) else offsets
         if len(offsets) != len(mask) + 1 or last[-1] != len(ids):
             raise ValueError(f"top-p offsets do not span {len(mask)} response tokens and {len(ids)} ids")
         if new_ids is None or new_offsets is None:
@@ -386,7 +388,7 @@ class Sample(HandsOutLists):
         """Return routed experts `[total_tokens - 1, layers, topk]` after this engine call; None if it reports none."""
         if meta_info.get("routed_experts") is None:
             return None
-        flat = flat_experts(meta_info["routed_experts"])
+        flat = decode_expert_ids(meta_info["routed_experts"])
         if args is None:
             raise ValueError("routed experts need args with num_layers and moe_router_topk")
         layers, topk = int(args.num_layers), int(args.moe_router_topk)
@@ -406,7 +408,7 @@ class Sample(HandsOutLists):
         return rows
 
 
-_UNCHANGING = frozenset({type(None), bool, int, float, str, SampleStatus, Packed})
+_UNCHANGING = frozenset({type(None), bool, int, float, str, SampleStatus, PackedArray})
 
 COLUMNS = (
     "tokens",
@@ -459,8 +461,8 @@ def _checked_log_probs(count: int, log_probs: Sequence[float] | np.ndarray | Non
     return exact_floats(np.array([float(value) for value in log_probs], dtype=np.float64))
 
 
-def _sum(column: Packed | list[float]) -> float:
-    return column.array.sum().item() if isinstance(column, Packed) else sum(column)
+def _sum(column: PackedArray | list[float]) -> float:
+    return column.array.sum().item() if isinstance(column, PackedArray) else sum(column)
 
 
 def _int32_field(meta_info: JsonMapping, *names: str) -> np.ndarray | None:

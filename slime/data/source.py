@@ -17,14 +17,14 @@ from typing import Any, TypeGuard
 from slime.config.plugins import load_function
 from slime.data.chat_template import load_tokenizer, model_context_length
 from slime.data.json_samples import from_json, to_json
-from slime.data.mixture import Mixture, Part, reading
-from slime.data.prompt_rows import takes_any_prompt, use_of_labels
-from slime.data.prompts import PromptDataset, PromptTooLong, log_dropped
+from slime.data.mixture import Mixture, MixtureMember, reading
+from slime.data.prompt_rows import label_use_of_run, takes_any_prompt
+from slime.data.prompts import PromptDataset, StreamedPromptTooLong, log_dropped
 from slime.data.readers import split_slice
 from slime.data.sample import Sample
 from slime.data.source_args import changed, completed, given_input_key
 from slime.data.source_state import (
-    Records,
+    SampleRecords,
     buffer_from_state,
     buffer_state,
     latest_state_path,
@@ -205,7 +205,7 @@ class RolloutDataSource(DataSource):
             try:
                 prototype: Sample = self.dataset.samples[self.sample_offset - 1]
                 return prototype
-            except PromptTooLong:
+            except StreamedPromptTooLong:
                 self._dropped_in_epoch += 1
         if not isinstance(self.dataset, PromptDataset) or not len(self.dataset):
             raise UserError(f"{type(self).__name__}: its dataset has no samples to hand out")
@@ -268,7 +268,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     A subclass may define its own filter as a method `buffer_filter(self, args, buffer, num_samples)`.
     """
 
-    records: Records | None = None
+    records: SampleRecords | None = None
     """The journal that holds the buffered groups; the saved state then refers to its rows instead of copying them."""
 
     def __init__(self, args: Namespace) -> None:
@@ -288,7 +288,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
             def choose(args: Namespace, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
                 chosen = list(method(self, args, buffer, num_samples))
-                remove_chosen(buffer, chosen)
+                remove_by_identity(buffer, chosen)
                 return chosen
 
             self.buffer_filter = choose
@@ -386,7 +386,7 @@ def is_member(member: object) -> bool:
     return isinstance(member, Sample)
 
 
-def remove_chosen(buffer: list[Group], chosen: list[Group]) -> None:
+def remove_by_identity(buffer: list[Group], chosen: list[Group]) -> None:
     """Remove chosen objects, compared by identity, from the buffer in place."""
     chosen_ids = {id(item) for item in chosen}
     buffer[:] = [item for item in buffer if id(item) not in chosen_ids]
@@ -395,7 +395,7 @@ def remove_chosen(buffer: list[Group], chosen: list[Group]) -> None:
 def _open_dataset(args: Namespace) -> PromptDataset | Mixture:
     if args.prompt_config is not None:
         members = ((recipe, changed(args, reading(recipe, args))) for recipe in args.train_datasets)
-        return Mixture([Part(recipe, RolloutDataSource(own)) for recipe, own in members])
+        return Mixture([MixtureMember(recipe, RolloutDataSource(own)) for recipe, own in members])
     if args.prompt_data is None:
         raise UserError("no prompts to roll out; name a .jsonl or .parquet file with --prompt-data")
     if args.hf_checkpoint is None:
@@ -408,7 +408,7 @@ def _open_dataset(args: Namespace) -> PromptDataset | Mixture:
         tokenizer=load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
         input_key=given_input_key(args),
         label_key=args.label_key,
-        label_use=use_of_labels(args),
+        label_use=label_use_of_run(args),
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
         multimodal_keys=args.multimodal_keys,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import cast
 
-from slime.data.prompt_rows import USUAL_KEY
+from slime.data.prompt_rows import USUAL_PROMPT_KEY
 from slime.storage.json_types import JsonObject
 
 DEFAULTS: dict[str, object] = {
@@ -50,12 +50,12 @@ _READS_NONE = "disable_rollout_global_dataset"
 def completed(args: object) -> Namespace:
     """Return `args` if it has all of the above flags, else a view of it with defaults for the missing ones."""
     is_whole = all(hasattr(args, name) for name in (*DEFAULTS, _READS_NONE))
-    return cast(Namespace, args if is_whole else CompletedNamespace(args))
+    return cast(Namespace, args if is_whole else NamespaceWithDefaults(args))
 
 
 def given_input_key(args: Namespace) -> str | None:
     """Return the prompt column; None if no flag names it and plugin `args` only have upstream's default."""
-    is_default = not getattr(args, "is_input_key_given", True) and args.input_key == USUAL_KEY
+    is_default = not getattr(args, "is_input_key_given", True) and args.input_key == USUAL_PROMPT_KEY
     return None if is_default else args.input_key
 
 
@@ -64,7 +64,7 @@ def changed(args: Namespace, changes: JsonObject) -> Namespace:
     return Namespace(**{**{name: getattr(args, name) for name in DEFAULTS}, **changes})
 
 
-class CompletedNamespace:
+class NamespaceWithDefaults:
     """View of a namespace that adds default values; reads and writes go to the namespace."""
 
     def __init__(self, args: object) -> None:

@@ -109,7 +109,7 @@ _OF_THE_RESPONSE = frozenset(
 _BLANK = vars(Sample())
 
 
-class Records(Protocol):
+class SampleRecords(Protocol):
     """Interface to the journal that holds the buffered samples."""
 
     @property
@@ -123,7 +123,7 @@ class Records(Protocol):
         """Return samples of the journal with this name by row id, without deleted rows."""
 
 
-def buffer_state(groups: Sequence[_Group], records: Records | None) -> JsonObject:
+def buffer_state(groups: Sequence[_Group], records: SampleRecords | None) -> JsonObject:
     """Convert groups to JSON values for the state of a data source."""
     if records is None or not groups:
         return {"buffer": [[_whole(member) for member in group] for group in groups]}
@@ -133,7 +133,7 @@ def buffer_state(groups: Sequence[_Group], records: Records | None) -> JsonObjec
     }
 
 
-def buffer_from_state(state: JsonObject, records: Records | None, origin: str) -> list[_Group]:
+def buffer_from_state(state: JsonObject, records: SampleRecords | None, origin: str) -> list[_Group]:
     """Restore the groups of a saved state; logs how many prompts with a response start over."""
     if records is not None and not records.wanted:
         return []

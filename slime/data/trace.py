@@ -38,7 +38,7 @@ _open: ContextVar[Mapping[str, str] | None] = ContextVar("open_spans", default=N
 """The innermost open span of each trace, in this task or thread."""
 
 
-class Failures:
+class TracingErrors:
     """Counter of tracing errors in this process."""
 
     count = 0
@@ -51,7 +51,7 @@ class Failures:
         self.count += 1
 
 
-failures = Failures()
+failures = TracingErrors()
 
 
 def _quiet(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -154,7 +154,7 @@ def trace_event(target: object, name: str, attrs: JsonMapping | None = None) -> 
     _append(traces_of(target), "event", name, attrs)
 
 
-class Span:
+class TraceSpan:
     """Context manager that records a span in the traces of a target.
 
     Attributes added with `update` and `set` are recorded with the end of the span.
@@ -200,9 +200,9 @@ class Span:
         _append(self._traces, "span_end", self._name, attrs, self._ids, self._outer)
 
 
-def trace_span(target: object, name: str, attrs: JsonMapping | None = None) -> Span:
+def trace_span(target: object, name: str, attrs: JsonMapping | None = None) -> TraceSpan:
     """Record a span: `with trace_span(sample, "tool", attrs={...}) as span: ...; span.set("exit_code", 0)`."""
-    return Span(target, name, attrs)
+    return TraceSpan(target, name, attrs)
 
 
 def trace_function(
@@ -230,9 +230,9 @@ def trace_function(
             found = target if target is not None and not isinstance(target, str) else None
             return next((given[key] for key in names if key in given), found) if found is None else found, attrs
 
-        def span(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
+        def span(args: tuple[object, ...], kwargs: dict[str, object]) -> TraceSpan:
             of, attrs = described(args, kwargs) or (None, None)
-            return Span(of, name, attrs)
+            return TraceSpan(of, name, attrs)
 
         if inspect.iscoroutinefunction(function):
             coroutine_function: Callable[..., Awaitable[object]] = function

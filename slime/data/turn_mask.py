@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from slime.data.chat_template import ASSISTANT, Message, checked_messages
+from slime.data.chat_template import ASSISTANT, Message, normalize_messages
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
+TextRange = tuple[int, int]
 
 DROP_KEY = "step_loss_mask"
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -62,13 +62,13 @@ def mask_turns(
     template_kwargs: JsonMapping | None = None,
 ) -> TurnMask:
     """Return tokens and loss mask of a conversation; assistant turns with `step_loss_mask: 0` are masked."""
-    conversation = Conversation(tokenizer, messages, tools, template_kwargs or {})
+    conversation = RenderedConversation(tokenizer, messages, tools, template_kwargs or {})
     if conversation.marks_generation and (masked := conversation.by_generation()) is not None:
         return masked
     return conversation.by_spans()
 
 
-class Conversation:
+class RenderedConversation:
     """A conversation rendered by one chat template; locates its assistant turns in the rendered text."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Conversation:
         self._options = {key: value for key, value in template_kwargs.items() if key != "add_generation_prompt"}
         self.messages: list[Message] = [
             {key: value for key, value in message.items() if key != DROP_KEY}
-            for message in checked_messages(messages, "this conversation")
+            for message in normalize_messages(messages, "this conversation")
         ]
         self.turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         self.dropped = {i for i in self.turns if messages[i].get(DROP_KEY) == 0}
@@ -132,12 +132,12 @@ class Conversation:
                 mask[first:last] = [1] * (last - first)
         return TurnMask(token_ids, mask)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TextRange]:
         """Return the text range of each assistant turn.
 
         A turn ends with the token that closes it; a line break after that belongs to the template.
         """
-        found: list[Span] = []
+        found: list[TextRange] = []
         for turn in self.turns:
             begin = found[-1][1] if found else 0
             start, end = self._by_prefix(turn) or self._by_marker(turn, begin)
@@ -147,7 +147,7 @@ class Conversation:
             found.append((start, end))
         return found
 
-    def _by_prefix(self, turn: int) -> Span | None:
+    def _by_prefix(self, turn: int) -> TextRange | None:
         try:
             asked = self._render(self.messages[:turn], add_generation_prompt=True)
             answered = self._render(self.messages[: turn + 1])
@@ -156,7 +156,7 @@ class Conversation:
         fits = self.text.startswith(answered) and answered.startswith(asked)
         return (len(asked), len(answered)) if fits else None
 
-    def _by_marker(self, turn: int, begin: int) -> Span:
+    def _by_marker(self, turn: int, begin: int) -> TextRange:
         """Locate a turn by a marker in place of its content, or of the name of its first tool call."""
         message = self.messages[turn]
         variants: list[Message] = [{**message, "content": _MARKER}]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from slime.data.columns import Packed
+from slime.data.columns import PackedArray
 from slime.data.counters import PrefixCacheInfo, SpecInfo
-from slime.data.routed_experts import RoutedModel
+from slime.data.routed_experts import RouterDimensions
 from slime.data.sample import Sample, SampleStatus
 from slime.storage.json_types import JsonObject
 
@@ -58,7 +58,7 @@ class Bounds:
     replayed. None: no limit."""
 
     vocab_size: int | None = None
-    routed: RoutedModel | None = None
+    routed: RouterDimensions | None = None
 
 
 UNBOUND = Bounds()
@@ -114,7 +114,7 @@ def turn_rewards(sample: Sample) -> list[tuple[int, int, float]]:
     return [(int(start), int(stop), float(reward)) for start, stop, reward in given]
 
 
-def mend(sample: Sample) -> None:
+def reset_invalid_fields(sample: Sample) -> None:
     """Reset fields of a wrong type to their default values."""
     blank = Sample()
     for name, kinds in _TYPES.items():
@@ -154,7 +154,7 @@ def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
         raise BadSample(f"{name} must be a list of numbers")
     if length and values.dtype.kind == "f":
         held = vars(sample)[name]
-        if isinstance(held, Packed):
+        if isinstance(held, PackedArray):
             held.look()
             is_finite = bool(held.is_finite)
         else:
@@ -168,14 +168,14 @@ def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:
 def _extent(sample: Sample, name: str, values: np.ndarray) -> tuple[float, float]:
     """Return minimum and maximum of a non-empty column; a packed column computes them only once."""
     held = vars(sample)[name]
-    if isinstance(held, Packed) and values.dtype.kind == "i":
+    if isinstance(held, PackedArray) and values.dtype.kind == "i":
         held.look()
         if held.low is not None and held.high is not None:
             return held.low, held.high
     return values.min(), values.max()
 
 
-def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: RoutedModel | None) -> None:
+def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: RouterDimensions | None) -> None:
     """Check that every token from which a trained token is predicted has a row; later rows may be missing."""
     experts = sample.rollout_routed_experts
     if experts is None and routed is None:
@@ -198,7 +198,7 @@ def _check_experts(sample: Sample, total: int, mask: np.ndarray | None, routed: 
         )
     if experts.size and experts.min() < 0:
         raise BadSample(f"rollout_routed_experts has {int(experts.min())}, which is not an expert id")
-    if routed is not None and (wrong := routed.wrong_with(experts)) is not None:
+    if routed is not None and (wrong := routed.mismatch_with(experts)) is not None:
         raise BadSample(f"rollout_routed_experts {wrong}")
 
 

@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slime.driver.components import Parts
+from slime.driver.components import RunComponents
 from slime.observability.memory import PhaseMemory
 from slime.weights.transport import sends_whole_weights
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 
 
-class Turns:
+class GpuTimeSharing:
     """Switches GPU memory between phases; without a publisher of weights the switches move no memory."""
 
-    def __init__(self, parts: Parts, memory: PhaseMemory | None) -> None:
+    def __init__(self, parts: RunComponents, memory: PhaseMemory | None) -> None:
         self._parts = parts
         self._memory = memory
         both = parts.publisher is not None

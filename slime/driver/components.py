@@ -17,20 +17,20 @@ from functools import partial
 
 from slime.cluster.child_env import is_secret
 from slime.cluster.factory import open_cluster
-from slime.cluster.node import Placement
+from slime.cluster.node import SlotPlacement
 from slime.config import Config
 from slime.config.algorithm import serves_teacher
 from slime.config.batch import num_trainers
 from slime.config.initial_weights import model_folders
 from slime.driver.plan.plan import choose_rollout_backend, needs_engines, precisions
 from slime.engine.elastic.fleet_cli import fleet_rows
-from slime.engine.elastic.handshake import fleet_token, key_of_joined
+from slime.engine.elastic.handshake import fleet_token, joined_engine_key
 from slime.engine.elastic.members import JoinedEngines
-from slime.engine.elastic.registration import open_door
-from slime.engine.fleet.engines import Engines, alone_engine
+from slime.engine.elastic.registration import start_registration
+from slime.engine.fleet.engines import Engines, single_engine_config
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.status import EngineStates, Load, ask_load
-from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.fleet.status import EngineLoad, EngineStates, request_load
+from slime.engine.fleet.supervisor import HealthCheckSettings, Supervisor
 from slime.engine.http.errors import EngineError, EngineProtocolError
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
@@ -53,7 +53,7 @@ Route = Callable[[str, bool], None] | None
 logger = logging.getLogger(__name__)
 
 
-class Parts:
+class RunComponents:
     """The processes of a run and their connections; `start` is the first rollout to train on."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Parts:
         self._trainers_busy = threading.Lock()
         self.cluster = open_cluster(config, device, **places(config))
         stack.callback(self.cluster.close)
-        self.config = config = outliving_nodes(config, self.cluster.placement)
+        self.config = config = with_fault_tolerance_across_nodes(config, self.cluster.placement)
         self._bring_files()
         if needs_engines(config):
             backend, _ = choose_rollout_backend(config, device)
@@ -88,7 +88,7 @@ class Parts:
             progress.watch("trainer", self.trainers.doing)
         self.start = self._start_processes(progress.status)
         if self.engines is not None:
-            self.config = self.engines.without_missing(config)
+            self.config = self.engines.supported_config(config)
         urls, where = (self.engines.urls, self.engines.addresses()) if self.engines is not None else ([], {})
         self.runtime = stack.enter_context(
             RolloutRuntime(self.config, urls, dispatch=generate_and_rm_group, reward=reward, **where)
@@ -104,7 +104,7 @@ class Parts:
         if self.joined is not None:
             assert self.config.fleet_address is not None
             staged_in = None if self.publisher is None else self.publisher.staged_in
-            door = open_door(
+            door = start_registration(
                 self.config.fleet_address, run_dir.path, self.joined, model=self.config.hf_checkpoint,
                 staged_in=staged_in, rows=self.fleet,
             )  # fmt: skip
@@ -123,7 +123,7 @@ class Parts:
         cluster.provide_code(code_folders(config))
         trainers = tuple(dict.fromkeys(slot.node for slot in cluster.placement.trainers))
         for flag, folder in folders_written(config).items():
-            if missing_on := cluster.strangers_to(folder, trainers):
+            if missing_on := cluster.nodes_without(folder, trainers):
                 raise UserError(
                     f"{flag} {folder} is not the same folder on the node {missing_on[0]}, whose trainers write there: "
                     "give a folder on a file system that all nodes share"
@@ -145,7 +145,7 @@ class Parts:
             return engines, None
         assert config.opd_teacher_load is not None
         teacher = EngineFleet(
-            alone_engine(alone),
+            single_engine_config(alone),
             device=self._device,
             run_dir=self._run_dir,
             model_path=config.opd_teacher_load,
@@ -235,7 +235,7 @@ class Parts:
             run_async=self.runtime.run,
             watch=self._watch(),
             refresh=self._refresh if self.trainers is not None else None,
-            key=key_of_joined(fleet_token(self._run_dir.path)),
+            key=joined_engine_key(fleet_token(self._run_dir.path)),
         )
         stack.callback(joined.supervisor.close)
         return joined
@@ -265,8 +265,8 @@ class Parts:
         def why_ended(index: int) -> str | None:
             return engines.why_ended(index) if index < len(engines.urls) else None
 
-        def load_of(url: str) -> Load | None:
-            return ask_load(url, api_key=pool.key_of(url))
+        def load_of(url: str) -> EngineLoad | None:
+            return request_load(url, api_key=pool.key_of(url))
 
         states = EngineStates(urls, why_ended=why_ended, away=self._away, load_of=load_of)
         stack.callback(states.close)
@@ -301,9 +301,9 @@ class Parts:
             supervisors.append(one)
         return supervisors
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> HealthCheckSettings:
         config = self.config
-        return Watch(
+        return HealthCheckSettings(
             config.rollout_health_check_interval,
             config.rollout_health_check_timeout,
             config.rollout_health_check_first_wait,
@@ -352,7 +352,9 @@ class Parts:
                     break
                 except (EngineError, WeightVersionMismatch) as error:
                     if self.joined is not None:
-                        self.joined.blame(error.url, str(error))  # only the joined engine that fails is dropped
+                        self.joined.report_failure(
+                            error.url, str(error)
+                        )  # only the joined engine that fails is dropped
                     elif not self.supervisors or isinstance(error, WeightVersionMismatch):
                         raise
                     logger.warning("publishing version %d again: %s", version, error)
@@ -390,7 +392,7 @@ class Parts:
             self._trainers_busy.release()
 
 
-def outliving_nodes(config: Config, placement: Placement) -> Config:
+def with_fault_tolerance_across_nodes(config: Config, placement: SlotPlacement) -> Config:
     """Turn on fault tolerance for engines on several nodes: an engine whose node is lost moves to another one or is
     dropped. Prefill and decode servers are excepted, as they are not restarted one by one."""
     if all(slot.node.is_here for slot in placement.rollout) or config.prefill_num_servers or config.sglang_config:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slime.config.model_folder import megatron_to_read
+from slime.config.model_folder import find_readable_megatron
 from slime.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class Conversion:
 
     def _read(self) -> tuple[Path, Iterator[tuple[str, torch.Tensor]]]:
         """Return the folder with config and tokenizer, and every weight, dequantized."""
-        megatron = megatron_to_read(self.source, str(self.source))
+        megatron = find_readable_megatron(self.source, str(self.source))
         if megatron is not None:
             from slime.models.dequantized import plain_sources
             from slime.models.tensor_sources import read_whole
-            from slime.models.torch_dist.hugging_face import read_in_place_of
+            from slime.models.torch_dist.hugging_face import checkpoint_sources
 
             model_folder = self.model_folder
             if model_folder is None or not (model_folder / "config.json").is_file():
@@ -86,7 +86,7 @@ class Conversion:
                     f"{self.source} is a Megatron checkpoint, which does not describe its model: name the Hugging Face "
                     "folder of that model with --hf-checkpoint"
                 )
-            found = read_in_place_of(model_folder, megatron)
+            found = checkpoint_sources(model_folder, megatron)
             if self.add_missing:
                 found = {**plain_sources(model_folder), **found}
             return model_folder, ((name, read_whole(source)) for name, source in found.items())

@@ -23,7 +23,7 @@ from slime.cluster.watchdog import ending_signals
 from slime.config import Config
 from slime.config.datasets import evaluates
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.initial_weights import continues_itself, find_start, resumes_at
+from slime.config.initial_weights import find_initial_weights, first_rollout_id, resumes_own_checkpoints
 from slime.config.plugins.view import plugin_args
 from slime.data.chat_template import load_tokenizer
 from slime.data.custom_source import make_data_source
@@ -31,7 +31,7 @@ from slime.driver.plan.plan import needs_engines
 from slime.errors import RunFailed, UserError
 from slime.observability.metrics import read_metrics
 from slime.observability.progress import Progress
-from slime.observability.summary import earlier_metrics
+from slime.observability.summary import merge_records
 from slime.rollout.debug_data import DumpedRollouts
 from slime.rollout.evaluate import EvalPrompts, read_eval_datasets
 from slime.storage.json_types import JsonObject
@@ -39,7 +39,7 @@ from slime.storage.json_types import JsonObject
 logger = logging.getLogger(__name__)
 
 
-def rollouts_of_run(config: Config, data_source: Any) -> int:
+def count_rollouts(config: Config, data_source: Any) -> int:
     """Return the number of rollouts: --num-rollout, the number of dumps, or the epochs of the data source."""
     if config.num_rollout is not None:
         return config.num_rollout
@@ -55,7 +55,7 @@ def open_data_source(config: Config) -> Any:
     return make_data_source(config, plugin_args(config))
 
 
-def eval_prompts(config: Config) -> dict[str, EvalPrompts]:
+def read_eval_prompts(config: Config) -> dict[str, EvalPrompts]:
     """Read the datasets of the default evaluation now: a broken file must not end a run at its first evaluation."""
     default = config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION
     if not evaluates(config) or not needs_engines(config) or not default:
@@ -74,16 +74,21 @@ class TrainingResult:
     peak_memory_gib: float = 0.0
 
 
-def finished_before(config: Config, total: int) -> TrainingResult | None:
+def find_finished_result(config: Config, total: int) -> TrainingResult | None:
     """Return the result of a run that the same command has finished already, and print that it is; else None."""
-    if not total or not continues_itself(config) or config.start_rollout_id is not None or config.debug_rollout_only:
+    if (
+        not total
+        or not resumes_own_checkpoints(config)
+        or config.start_rollout_id is not None
+        or config.debug_rollout_only
+    ):
         return None
-    start = resumes_at(config)
+    start = first_rollout_id(config)
     if start < total or (config.save_hf and not Path(config.save_hf.format(rollout_id=total - 1)).is_dir()):
         return None
     folder = Path(config.output_dir)
     records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
-    result = TrainingResult(folder, *earlier_metrics(records))
+    result = TrainingResult(folder, *merge_records(records))
     logs_itself = config.custom_eval_rollout_log_function_path is not None
     if evaluates(config) and needs_engines(config) and not logs_itself and start not in dict(result.evaluations):
         return None
@@ -95,7 +100,7 @@ def finished_before(config: Config, total: int) -> TrainingResult | None:
 
 
 @contextmanager
-def terminated_like_interrupt() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the run as Ctrl-C does: components are stopped in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,7 +108,7 @@ def terminated_like_interrupt() -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            leave_closed_terminal((1, 2))
+            redirect_closed_terminal((1, 2))
             logger.warning(
                 "SIGHUP (the terminal was closed): the run ends as on Ctrl-C; start it under nohup or tmux to keep it "
                 "running"
@@ -119,7 +124,7 @@ def terminated_like_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_closed_terminal(descriptors: Iterable[int]) -> None:
+def redirect_closed_terminal(descriptors: Iterable[int]) -> None:
     """Redirect descriptors of a closed terminal to /dev/null, so that printing during shutdown does not raise."""
     for descriptor in descriptors:
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
@@ -129,7 +134,7 @@ def leave_closed_terminal(descriptors: Iterable[int]) -> None:
 
 
 @contextmanager
-def failures_with_context(config: Config, progress: Progress) -> Iterator[None]:
+def log_run_failures(config: Config, progress: Progress) -> Iterator[None]:
     """Write the traceback of a failure to the driver's log; the terminal shows only the message."""
     try:
         yield
@@ -139,10 +144,10 @@ def failures_with_context(config: Config, progress: Progress) -> Iterator[None]:
         logger.info("the run failed", exc_info=True)
         raise
     except KeyboardInterrupt:
-        if continues_itself(config):
+        if resumes_own_checkpoints(config):
             progress.message(
                 "interrupted: run the same command to resume from the last checkpoint"
-                if find_start(config).resumes
+                if find_initial_weights(config).resumes
                 else "interrupted before the first checkpoint: the same command trains from the start, on the samples "
                 "that the journal has"
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slime.config.config import FLAG_SPECS
-from slime.config.parser import config_of_keywords
+from slime.config.parser import config_from_keywords
 
 if TYPE_CHECKING:
     from slime.driver.inputs import TrainingResult
@@ -56,7 +56,7 @@ def run(*, reward: Callable[..., object] | None = None, **flags: object) -> Trai
     other programs (`sglang_...`, `router_...`, Megatron's) are accepted under their names. `slime flags WORDS` explains
     each flag.
     """
-    config = config_of_keywords(flags)
+    config = config_from_keywords(flags)
     from slime.driver.loop import train
 
     return train(config, reward=reward)

@@ -29,38 +29,38 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from slime.cluster.factory import find_machines
-from slime.cluster.garbage_collection import old_objects_left_alone
+from slime.cluster.garbage_collection import gc_frozen
 from slime.cluster.process import process_tree
 from slime.cluster.watchdog import watch_signals
 from slime.config import Config, resolve, save_config
 from slime.config.async_mode import is_async
 from slime.config.datasets import eval_datasets, evaluates, prompt_files
-from slime.config.initial_weights import model_folders, start_in_words
+from slime.config.initial_weights import describe_initial_weights, model_folders
 from slime.config.plugins import check_given, load_function
-from slime.config.plugins.tracking import logged_to
+from slime.config.plugins.tracking import forward_metrics_to
 from slime.config.plugins.view import as_config
 from slime.data.buffer import Journal, JournaledSource, open_journal
 from slime.data.source_state import saved_rollouts
-from slime.driver.colocate import Turns
-from slime.driver.components import Parts
+from slime.driver.colocate import GpuTimeSharing
+from slime.driver.components import RunComponents
 from slime.driver.inputs import (
     TrainingResult,
-    eval_prompts,
-    failures_with_context,
-    finished_before,
+    count_rollouts,
+    find_finished_result,
+    log_run_failures,
     open_data_source,
-    rollouts_of_run,
-    terminated_like_interrupt,
+    read_eval_prompts,
+    signals_as_interrupts,
 )
 from slime.driver.plan.plan import make_plan, needs_engines
-from slime.driver.recovery import LOST, Lives, weights_rescued
+from slime.driver.recovery import RESTARTABLE_ERRORS, RestartPolicy, rescue_weights
 from slime.engine.fleet.processes import fixed_ports
 from slime.models.folder import check_model
 from slime.observability.logs import configure_logging, repeated_warnings
-from slime.observability.memory import MemorySampler, PhaseMemory, used_memory
+from slime.observability.memory import MemorySampler, PhaseMemory, memory_sources
 from slime.observability.metrics import MetricsLog, idle_seconds, read_metrics, straggler_seconds
-from slime.observability.plots import Curves
-from slime.observability.progress import Progress, told_if_slow
+from slime.observability.plots import RunPlots
+from slime.observability.progress import Progress, notify_if_slow
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import show_summary
 from slime.observability.terminal import make_progress
@@ -72,10 +72,10 @@ from slime.rollout.debug_data import (
     evaluated_samples,
     save_evaluation,
 )
-from slime.rollout.evaluate import EvalPrompts, checked_evaluation
-from slime.rollout.health_warnings import Concerns
+from slime.rollout.evaluate import EvalPrompts, complete_evaluation
+from slime.rollout.health_warnings import HealthWarnings
 from slime.rollout.outcomes import RolloutFnEvalOutput, call_rollout_fn, leaves
-from slime.rollout.pipeline import Feed, Generated, RolloutMaker, make_feed
+from slime.rollout.pipeline import GeneratedRollout, RolloutFeed, RolloutMaker, make_feed
 from slime.storage.json_types import JsonObject
 from slime.train.ci_checks import check_grad_norms, check_numbers
 
@@ -101,16 +101,16 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., object] | 
         check_model(folder, trust_remote_code=config.trust_remote_code)
     if needs_engines(config):
         fixed_ports(config)
-    with told_if_slow("reading the prompts", silent=config.progress == "none"):
+    with notify_if_slow("reading the prompts", silent=config.progress == "none"):
         data_source = open_data_source(config)
-    finished = finished_before(config, rollouts_of_run(config, data_source))
+    finished = find_finished_result(config, count_rollouts(config, data_source))
     if finished is not None:
         return finished
-    with told_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
-        datasets = eval_prompts(config)
-    lives = Lives(config)
-    with terminated_like_interrupt(), watch_signals(), ExitStack() as stack:
-        with told_if_slow(
+    with notify_if_slow("reading the evaluation prompts", silent=config.progress == "none"):
+        datasets = read_eval_prompts(config)
+    lives = RestartPolicy(config)
+    with signals_as_interrupts(), watch_signals(), ExitStack() as stack:
+        with notify_if_slow(
             f"checking whether the run that used {config.output_dir} on another machine is still alive",
             silent=config.progress == "none",
         ):
@@ -121,14 +121,14 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., object] | 
                 run = _live(lives, device, run_dir, data_source, datasets, reward, plan.notes, memory)
                 lives.complete(run)
                 return run.result
-            except LOST as error:
-                if not lives.go_on_after(error):
+            except RESTARTABLE_ERRORS as error:
+                if not lives.prepare_restart(error):
                     raise
             data_source = open_data_source(lives.config)
 
 
 def _live(
-    lives: Lives,
+    lives: RestartPolicy,
     device: str,
     run_dir: RunDir,
     data_source: Any,
@@ -147,11 +147,11 @@ def _live(
         again = lives.restarts > 0
         run = Run(config, device, run_dir, stack, data_source, journal, reward, notes=notes, again=again)
         lives.began(run)
-        with failures_with_context(run.config, run.progress), weights_rescued(run):
+        with log_run_failures(run.config, run.progress), rescue_weights(run):
             run.runtime.eval_datasets.update(datasets)
             run.loop()
         run.result.peak_memory_gib = memory.stop() / 2**30
-        with weights_rescued(run):
+        with rescue_weights(run):
             run.finish()
     return run
 
@@ -181,22 +181,22 @@ class Run:
         self.trained: int | None = None
         self.saved: int | None = None
         self.data_source = data_source if journal is None else JournaledSource(data_source, journal)
-        self.total = rollouts_of_run(config, data_source)
+        self.total = count_rollouts(config, data_source)
         self.config = config = config.replace(num_rollout=self.total)
-        self.curves = Curves(run_dir.metrics)
+        self.curves = RunPlots(run_dir.metrics)
         stack.callback(self.curves.finish)  # also after Ctrl-C or a failure, after everything else has stopped
         self.progress: Progress = stack.enter_context(make_progress(config, self.total))
         configure_logging(run_dir, "driver", config.log_level, console=self.progress.console)
         stack.callback(self._say_repeats)
         for note in () if again else notes:
             self.progress.message(f"note: {note}")
-        self.parts = Parts(config, device, run_dir, stack, reward=reward, progress=self.progress)
+        self.parts = RunComponents(config, device, run_dir, stack, reward=reward, progress=self.progress)
         self.config = config = self.parts.config
         self.runtime, self.trainers, self.start = self.parts.runtime, self.parts.trainers, self.parts.start
         phase_memory: PhaseMemory | None = None
         if device == "cuda" or config.offload_rollout or config.offload_train:
-            phase_memory = stack.enter_context(PhaseMemory(run_dir.memory, used_memory(device)))
-        self.turns = Turns(self.parts, phase_memory)
+            phase_memory = stack.enter_context(PhaseMemory(run_dir.memory, memory_sources(device)))
+        self.turns = GpuTimeSharing(self.parts, phase_memory)
         self._watch(stack)
         if not again:
             save_config(config, run_dir.config)
@@ -204,12 +204,12 @@ class Run:
         if self.start and config.load is not None:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
         elif self.trainers is not None:
-            self.progress.message(f"trainer: the actor starts from {start_in_words(config)}")
+            self.progress.message(f"trainer: the actor starts from {describe_initial_weights(config)}")
         self.replayed = self._resume_data()
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start, again=again)
         stack.callback(self.metrics.close)
-        stack.enter_context(logged_to(self.log_for_plugin))
-        self._concerns = Concerns(config, lambda: self.runtime.tokenizer.all_special_tokens)
+        stack.enter_context(forward_metrics_to(self.log_for_plugin))
+        self._concerns = HealthWarnings(config, lambda: self.runtime.tokenizer.all_special_tokens)
         self._largest: tuple[float | None, float | None] = None, None  # gradient norm, advantage of the last rollout
         self._eval_fn = _rollout_function(config.eval_function_path, "--eval-function-path")
         self._log_eval = _log_function(
@@ -251,7 +251,7 @@ class Run:
             self.progress.message(f"the journal has {len(replayed)} rollout(s) from before the resume: reusing them")
         return replayed
 
-    def _make_feed(self) -> Feed:
+    def _make_feed(self) -> RolloutFeed:
         config = self.config
         log = _log_function(
             config.custom_rollout_log_function_path,
@@ -280,21 +280,21 @@ class Run:
         config, total = self.config, self.total
         self.publish_weights(self.start)
         evaluates_first = total == 0 or (self.start == 0 and not config.skip_eval_before_train)
-        if not evaluates_first and self.start and _due(self.start - 1, config.eval_interval, total):
+        if not evaluates_first and self.start and _is_due(self.start - 1, config.eval_interval, total):
             # the run may have been killed between the checkpoint that it resumes from and the evaluation after it
             records = read_metrics(self.run_dir.metrics)
             evaluates_first = not any(one["kind"] == "eval" and one["step"] == self.start for one in records)
         if evaluates_first:
             self.evaluate(self.start)
-        with old_objects_left_alone(), closing(self._make_feed()) as feed:
+        with gc_frozen(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
                 rollout = self.next_rollout(feed, rollout_id)
                 waited = time.monotonic() - began
                 after = self.train_on(rollout_id, rollout)
-                evaluates_now = evaluates(config) and _due(rollout_id, config.eval_interval, total)
+                evaluates_now = evaluates(config) and _is_due(rollout_id, config.eval_interval, total)
                 with ExitStack() as held:
-                    if evaluates_now or _due(rollout_id, config.update_weights_interval, total):
+                    if evaluates_now or _is_due(rollout_id, config.update_weights_interval, total):
                         held.enter_context(feed.undisturbed())
                         after |= self.publish_weights(rollout_id + 1)
                         feed.weights_arrived(rollout_id + 1)
@@ -310,7 +310,7 @@ class Run:
                         self.evaluate(rollout_id + 1)
         self._finish_save(patient=True)
 
-    def _finish_step(self, rollout_id: int, rollout: Generated, after: JsonObject) -> None:
+    def _finish_step(self, rollout_id: int, rollout: GeneratedRollout, after: JsonObject) -> None:
         """Log and show the step, then save; as the log comes first, all steps of a checkpoint are on record."""
         logged = after if rollout.is_logged else rollout.metrics | after
         own = {name: value for name, value in logged.items() if not name.startswith("train/")}
@@ -320,7 +320,7 @@ class Run:
             self.metrics.log_completions("rollout", rows, rollout_id, "rollout", rollout_id=rollout_id)
         self.result.metrics.append(rollout.metrics | after)
         self._finish_save(patient=False)
-        if _due(rollout_id, self.config.save_interval, self.total):
+        if _is_due(rollout_id, self.config.save_interval, self.total):
             self.save(rollout_id)
         self.progress.step(rollout_id, rollout.metrics | after)
         self.curves.redraw()
@@ -336,14 +336,14 @@ class Run:
         rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be generated ahead
         self.metrics.log(others, step, "plugin", rollout_id=rollout_id)
 
-    def next_rollout(self, feed: Feed, rollout_id: int) -> Generated:
+    def next_rollout(self, feed: RolloutFeed, rollout_id: int) -> GeneratedRollout:
         self.turns.to_rollout()
         self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
         rollout = feed.get(rollout_id)
         self.progress.status("rollout", "generating ahead" if is_async(self.config) else "waiting")
         return rollout
 
-    def train_on(self, rollout_id: int, rollout: Generated) -> JsonObject:
+    def train_on(self, rollout_id: int, rollout: GeneratedRollout) -> JsonObject:
         """Train on a rollout and return its metrics; a rollout that filled no optimizer step has none of a step."""
         if self.trainers is None:
             return {}
@@ -391,7 +391,7 @@ class Run:
         with self.parts.engines_at_work():
             output = call_rollout_fn(self._eval_fn, self.runtime.plugin_args, step, self.data_source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
-        output = checked_evaluation(self.runtime.args, output)
+        output = complete_evaluation(self.runtime.args, output)
         metrics = dict(output.metrics or {})
         save_evaluation(self.config, step, output.data)
         completions = evaluated_samples(output.data)
@@ -476,7 +476,7 @@ def _log_function(path: str | None, flag: str, params: tuple[str, ...]) -> Calla
     return load_function(path, what=flag, params=params) if path is not None else lambda *_: False
 
 
-def _due(rollout_id: int, interval: int | None, total: int) -> bool:
+def _is_due(rollout_id: int, interval: int | None, total: int) -> bool:
     """Return True at every multiple of the interval and after the last rollout."""
     return rollout_id == total - 1 or (interval is not None and (rollout_id + 1) % interval == 0)
 

@@ -37,22 +37,22 @@ from slime.train.processes import TrainerDied, TrainerTimeout
 from slime.train.trainer_group import GradientsNotFinite, TrainerGroup
 from slime.weights.publisher import WeightsNotWritten
 
-LOST = (
+RESTARTABLE_ERRORS = (
     TrainerDied, TrainerTimeout, NodeLost, EngineDied, EngineStartTimeout, EnginesGivenUp, EngineUnreachable,
     EngineTimeout, EngineFailed, RouterDied, GradientsNotFinite,
 )  # fmt: skip
 """Errors after which a restart may succeed, with other processes or on other nodes."""
-ON_RAY = 3
+RAY_MAX_RESTARTS = 3
 """Default of --max-restarts on Ray."""
-PAUSES_S = (0.0, 5.0, 30.0)
+RESTART_DELAYS_S = (0.0, 5.0, 30.0)
 """Seconds before the first, second and each later restart in a row: a cluster may take that long to notice a loss."""
 SHARED_MEMORY = Path("/dev/shm")
-_NOT_OF_A_DISK = (ConnectionError, TimeoutError, ChildProcessError, InterruptedError, BlockingIOError)
+_NOT_DISK_ERRORS = (ConnectionError, TimeoutError, ChildProcessError, InterruptedError, BlockingIOError)
 
 logger = logging.getLogger(__name__)
 
 
-class Result(Protocol):
+class AttemptResult(Protocol):
     """Result of one attempt."""
 
     metrics: list[JsonObject]
@@ -60,7 +60,7 @@ class Result(Protocol):
     seconds: float
 
 
-class Life(Protocol):
+class RunAttempt(Protocol):
     """One attempt of a run, from its start to its end or loss."""
 
     start: int
@@ -70,13 +70,13 @@ class Life(Protocol):
     """The last rollout that it made a checkpoint of."""
 
     @property
-    def result(self) -> Result: ...
+    def result(self) -> AttemptResult: ...
 
     @property
     def wandb_run_id(self) -> str | None: ...
 
 
-class Lives:
+class RestartPolicy:
     """Decides whether a run starts again after a loss, and joins the results of its attempts."""
 
     def __init__(self, config: Config) -> None:
@@ -84,8 +84,8 @@ class Lives:
         """The config of the present attempt."""
         self.restarts = 0
         given = config.max_restarts
-        self._limit = given if given is not None else ON_RAY if cluster_kind(config) == RAY else 0
-        self._life: Life | None = None
+        self._limit = given if given is not None else RAY_MAX_RESTARTS if cluster_kind(config) == RAY else 0
+        self._life: RunAttempt | None = None
         self._in_a_row = 0
         self._furthest = -1
         self._metrics: list[JsonObject] = []
@@ -93,13 +93,13 @@ class Lives:
         self._began = time.monotonic()
         self._first: int | None = None
 
-    def began(self, life: Life) -> None:
+    def began(self, life: RunAttempt) -> None:
         """Register an attempt whose processes are all up."""
         self._life = life
         if self._first is None:
             self._first = life.start
 
-    def go_on_after(self, error: BaseException) -> bool:
+    def prepare_restart(self, error: BaseException) -> bool:
         """Wait before the next attempt and return True, with its flags in `config`; False if the run is to end.
 
         A run that never came up is not restarted: its inputs are probably wrong. Neither is a run whose last
@@ -113,14 +113,14 @@ class Lives:
                 self._furthest = life.trained
                 self._in_a_row = 0
             self._keep(life)
-            self.config = going_on(self.config, checkpointed=life.saved is not None)
+            self.config = config_for_restart(self.config, checkpointed=life.saved is not None)
             if self.config.wandb_run_id is None:
                 self.config = self.config.replace(wandb_run_id=life.wandb_run_id)
         if self._in_a_row >= self._limit:
             return False
         self.restarts += 1
         self._in_a_row += 1
-        pause_s = PAUSES_S[min(self._in_a_row, len(PAUSES_S)) - 1]
+        pause_s = RESTART_DELAYS_S[min(self._in_a_row, len(RESTART_DELAYS_S)) - 1]
         logger.warning(
             "restart %d of %d without progress%s, from %s: %s",
             self._in_a_row,
@@ -133,7 +133,7 @@ class Lives:
             time.sleep(pause_s)
         return True
 
-    def _keep(self, life: Life) -> None:
+    def _keep(self, life: RunAttempt) -> None:
         """Append the results of an attempt to those of earlier ones, without the steps that it repeated."""
         assert self._first is not None
         self._metrics = self._metrics[: life.start - self._first] + life.result.metrics
@@ -141,14 +141,14 @@ class Lives:
         before = [one for one in self._evaluations if one[0] <= life.start and one[0] not in done_again]
         self._evaluations = before + life.result.evaluations
 
-    def complete(self, life: Life) -> None:
+    def complete(self, life: RunAttempt) -> None:
         """Replace the result of the last attempt by that of the whole run."""
         self._keep(life)
         life.result.metrics, life.result.evaluations = self._metrics, self._evaluations
         life.result.seconds = time.monotonic() - self._began
 
 
-def going_on(config: Config, *, checkpointed: bool) -> Config:
+def config_for_restart(config: Config, *, checkpointed: bool) -> Config:
     """Return the config of the next attempt: it resumes the run's own checkpoint completely, if there is one."""
     if config.save is None or not checkpointed:
         return config
@@ -163,7 +163,7 @@ def going_on(config: Config, *, checkpointed: bool) -> Config:
     )
 
 
-class Saved(Protocol):
+class SavableRun(Protocol):
     """State of a run that is needed to save its weights after a disk failure."""
 
     config: Config
@@ -175,18 +175,18 @@ class Saved(Protocol):
 
 
 @contextmanager
-def weights_rescued(run: Saved) -> Iterator[None]:
+def rescue_weights(run: SavableRun) -> Iterator[None]:
     """On a write failure save the weights elsewhere, and raise a `RunFailed` that says where they are."""
     try:
         yield
     except (OSError, JournalFailed, NotWritten, WeightsNotWritten) as error:
-        if isinstance(error, _NOT_OF_A_DISK):
+        if isinstance(error, _NOT_DISK_ERRORS):
             raise
         sentence = f"cannot write to disk: {error}" if isinstance(error, OSError) else str(error)
-        raise RunFailed(f"{sentence}; {_rescued(run, sentence)}") from error
+        raise RunFailed(f"{sentence}; {_save_elsewhere(run, sentence)}") from error
 
 
-def _rescued(run: Saved, failure: str) -> str:
+def _save_elsewhere(run: SavableRun, failure: str) -> str:
     """Save the weights in another place than the one that failed; return the sentence that names it."""
     trainers, rollout_id = run.trainers, run.trained
     if rollout_id is None or trainers is None:

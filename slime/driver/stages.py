@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from slime.config import Config, resolve
 from slime.config.config import FLAG_SPECS, read_config_file
 from slime.config.model_folder import read_latest
-from slime.config.parser import config_of_settings
+from slime.config.parser import config_from_settings
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from slime.driver.inputs import TrainingResult
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_DECIDED = ("save", "load")
+_DERIVED_FLAGS = ("save", "load")
 """Flags whose values follow from the position of a stage."""
 
 
@@ -94,12 +94,12 @@ def read_stages(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UserError(f"{where} needs a name of letters, digits, - and _")
         custom = {**shared_custom, **_custom(settings, where), "stage": name}
-        config = config_of_settings({**common, **settings, "carried": custom}, file, flags)
+        config = config_from_settings({**common, **settings, "carried": custom}, file, flags)
         if config.num_rollout is None or config.num_rollout < 1:
             raise UserError(f"{where} needs num_rollout, the rollouts of this stage, at least 1")
         if config.output_dir is None:
             raise UserError(f"{where} needs output_dir, in which every stage has a folder")
-        for flag in _DECIDED:
+        for flag in _DERIVED_FLAGS:
             if getattr(config, flag) is not None and not (flag == "load" and where.startswith("stage 1 ")):
                 raise UserError(
                     f"{where}: {flag} follows from the stages; remove it (only the first stage may set load)"

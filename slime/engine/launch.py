@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from slime.cluster.devices import resolve_rollout_dtype, split_cores, threads_per_process
-from slime.cluster.node import Command, Node, Slot
+from slime.cluster.node import Node, ProcessCommand, Slot
 from slime.config import Config
 from slime.engine.http.blocking import key_variable
 from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -18,15 +18,15 @@ STREAM_INTERVAL = 32  # tokens between two events of a stream: the most that a d
 EMBEDDED_PARSERS = {"sglang_tool_call_parser": TOOL_CALL_PARSERS, "sglang_reasoning_parser": REASONING_PARSERS}
 """SGLang's parser flags that the embedded engine supports, and the parsers it has."""
 EMBEDDED_MODULE = "slime.engine.embedded"
-Seat = tuple[Slot, ...]
+EngineSlots = tuple[Slot, ...]
 """The slots of one engine."""
 
 
-class Start(NamedTuple):
+class ProcessStart(NamedTuple):
     """A process of an engine: its command and its node."""
 
     node: Node
-    command: Command
+    command: ProcessCommand
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Launch:
     name: str
     host: str
     port: int
-    starts: tuple[Start, ...] = ()
+    starts: tuple[ProcessStart, ...] = ()
     worker_type: str = "regular"
     bootstrap_port: int | None = None
 
@@ -55,12 +55,12 @@ def engine_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def by_node(seat: Seat) -> list[Seat]:
+def split_by_node(seat: EngineSlots) -> list[EngineSlots]:
     """Split the slots of an engine by node."""
     return [tuple(slots) for _, slots in groupby(seat, key=lambda slot: id(slot.node))]
 
 
-def engine_env(device: str, slots: Seat, *, seats: Sequence[Seat]) -> dict[str, str]:
+def engine_env(device: str, slots: EngineSlots, *, seats: Sequence[EngineSlots]) -> dict[str, str]:
     """Environment of an engine's process on one node: its GPUs there, or its share of the node's cores, which are
     divided among all engines on the node (`seats` has all engines)."""
     node = slots[0].node
@@ -71,7 +71,7 @@ def engine_env(device: str, slots: Seat, *, seats: Sequence[Seat]) -> dict[str, 
     return {**threads, **node.sockets}
 
 
-class Ports:
+class PortAllocator:
     """Allocates ports on several nodes; each port of a node is allocated only once."""
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ def rollout_dtype(config: Config, device: str) -> str:
 def embedded_launch(
     config: Config,
     name: str,
-    seat: Seat,
+    seat: EngineSlots,
     port: int,
     *,
-    seats: Sequence[Seat],
+    seats: Sequence[EngineSlots],
     device: str,
     model_path: str,
     launcher: Sequence[str] = (),
@@ -125,7 +125,7 @@ def embedded_launch(
         argv.append("--compile" if config.rollout_compile else "--no-compile")
     if config.trust_remote_code:
         argv.append("--trust-remote-code")
-    command = Command(
+    command = ProcessCommand(
         name,
         (*launcher, *argv),
         module=None if launcher else EMBEDDED_MODULE,
@@ -134,4 +134,4 @@ def embedded_launch(
         dumps_stacks=not launcher,
         also=(engine_url(node.address, port),),
     )
-    return Launch(name, node.address, port, (Start(node, command),))
+    return Launch(name, node.address, port, (ProcessStart(node, command),))

@@ -22,7 +22,7 @@ _FILE = Path(__file__).with_name("published.json")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A published model; `title` names the hub folders that have this shape, and the differences of others."""
 
     name: str
@@ -33,7 +33,7 @@ class Published:
     layout: tuple[str, ...]
     """Megatron's parallelism on these GPUs, as flags."""
 
-    def with_fields(self, assignments: Sequence[str]) -> Published:
+    def with_fields(self, assignments: Sequence[str]) -> PublishedModel:
         """Return the model with other values in its config.json: `num_hidden_layers=4`, the value as JSON or a word."""
         config = dict(self.config)
         for assignment in assignments:
@@ -56,7 +56,7 @@ class Published:
         (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
 
-def published_models() -> dict[str, Published]:
+def published_models() -> dict[str, PublishedModel]:
     """All models of the catalog, in the order of their names."""
     entries: dict[str, JsonObject] = json.loads(_FILE.read_text(encoding="utf-8"))
     models = {}
@@ -65,11 +65,11 @@ def published_models() -> dict[str, Published]:
         while "layout" not in source:
             source = entries[source["like"]]
         layout, config = source["layout"], _config(entries, name)
-        models[name] = Published(name, entry["title"], config, layout["cluster"], tuple(layout["flags"].split()))
+        models[name] = PublishedModel(name, entry["title"], config, layout["cluster"], tuple(layout["flags"].split()))
     return models
 
 
-def published_model(name: str) -> Published:
+def published_model(name: str) -> PublishedModel:
     models = published_models()
     if name not in models:
         raise UserError(f"{name} is not in the catalog of models whose shape is known: `slime models` lists them")

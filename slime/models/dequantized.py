@@ -17,11 +17,11 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, region_shape
 from slime.models.folder import block_size, quantization, read_config_json
-from slime.models.safetensors_io import FP8, SCALE_SUFFIX, Stored, stored_tensors
-from slime.models.tensor_sources import Blocks, Source
+from slime.models.safetensors_io import FP8, SCALE_SUFFIX, StoredTensor, stored_tensors
+from slime.models.tensor_sources import Fp8BlockSource, Source
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -41,7 +41,7 @@ def plain_sources(folder: Path) -> dict[str, Source]:
     return dict(stored)
 
 
-def _from_fp8(folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -> Iterator[tuple[str, Source]]:
+def _from_fp8(folder: Path, stored: dict[str, StoredTensor], block: tuple[int, int]) -> Iterator[tuple[str, Source]]:
     for name, tensor in stored.items():
         scale = stored.get(f"{name}{SCALE_SUFFIX}")
         if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored:
@@ -55,10 +55,10 @@ def _from_fp8(folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -
         ):
             raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
         else:
-            yield name, Blocks(tensor, scale, block)
+            yield name, Fp8BlockSource(tensor, scale, block)
 
 
-def _from_mxfp4(folder: Path, stored: dict[str, Stored]) -> Iterator[tuple[str, Source]]:
+def _from_mxfp4(folder: Path, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Source]]:
     for name, tensor in stored.items():
         if name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in stored:
             continue
@@ -69,15 +69,15 @@ def _from_mxfp4(folder: Path, stored: dict[str, Stored]) -> Iterator[tuple[str, 
         scales = stored.get(plain + _SCALES)
         if scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]:
             raise UserError(f"{plain} in {folder} is in 4-bit floats without a scale for each block: it cannot be read")
-        yield plain, PackedExperts(tensor, scales)
+        yield plain, Mxfp4Source(tensor, scales)
 
 
 @dataclass(frozen=True)
-class PackedExperts:
+class Mxfp4Source:
     """Matrices of experts in 4-bit floats (mxfp4): outputs before inputs in the file, transposed when read."""
 
-    blocks: Stored
-    scales: Stored
+    blocks: StoredTensor
+    scales: StoredTensor
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -105,13 +105,15 @@ def _weight_files(folder: Path, named: str | None) -> list[Path]:
 
     `named`: the file name that the config gives instead.
     """
-    if named is None and (folder / SINGLE).is_file():
-        named = SINGLE
+    if named is None and (folder / SINGLE_FILE_NAME).is_file():
+        named = SINGLE_FILE_NAME
     if named is not None and not str(named).endswith(".index.json"):
         return [folder / str(named)]
-    index = folder / (named or INDEX)
+    index = folder / (named or INDEX_FILE_NAME)
     if not index.is_file():
-        raise UserError(f"the weights in {folder} cannot be loaded: there is no {SINGLE} and no {INDEX}")
+        raise UserError(
+            f"the weights in {folder} cannot be loaded: there is no {SINGLE_FILE_NAME} and no {INDEX_FILE_NAME}"
+        )
     try:
         files = sorted({folder / str(file) for file in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as cause:

@@ -23,7 +23,7 @@ ROWS_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
-class Made:
+class PlannedTensor:
     """A tensor of the folder; `made_as` is its name in the result of its piece's conversion."""
 
     name: str
@@ -37,11 +37,11 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConversionPiece:
     """Whole parameters, or the rows (begin, end) of one parameter, and the tensors that they are converted to."""
 
     sources: tuple[str, ...]
-    makes: tuple[Made, ...]
+    makes: tuple[PlannedTensor, ...]
     rows: tuple[int, int] | None = None
     is_same: bool = False
     """The piece is one parameter, which the conversion returns unchanged."""
@@ -51,7 +51,7 @@ class Piece:
         return sum(made.nbytes for made in self.makes)
 
 
-def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def group_by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Group consecutive tensors by decoder layer; a tensor outside the layers is a group of its own."""
 
     def layer(pair: tuple[str, Tensor]) -> str:
@@ -62,34 +62,35 @@ def by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
         yield dict(members)
 
 
-def pieces_of(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], convert: Convert) -> list[Piece]:
+def plan_pieces(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], convert: Convert) -> list[ConversionPiece]:
     """Plan all pieces of a model from shapes and dtypes alone, in the order of the parameters."""
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, dtype) in facts.items())
-    return [piece for members in by_layer(empty) for piece in _pieces_of_layer(members, convert)]
+    return [piece for members in group_by_layer(empty) for piece in _plan_layer(members, convert)]
 
 
-def _pieces_of_layer(members: dict[str, Tensor], convert: Convert) -> list[Piece]:
+def _plan_layer(members: dict[str, Tensor], convert: Convert) -> list[ConversionPiece]:
     """Plan one layer: parameters that convert alone are pieces of their own, the others are one piece."""
     wanted = convert(members)
     if {name: t.shape for name, t in members.items()} == {name: t.shape for name, t in wanted.items()}:
         return [
-            Piece((name,), _made({name: tensor}), is_same=wanted[name] is tensor) for name, tensor in members.items()
+            ConversionPiece((name,), _planned_tensors({name: tensor}), is_same=wanted[name] is tensor)
+            for name, tensor in members.items()
         ]
     found, together = [], []
     for name, tensor in members.items():
-        alone = _converted_alone(name, tensor, convert)
+        alone = _convert_alone(name, tensor, convert)
         if alone and all(key in wanted and wanted[key].shape == made.shape for key, made in alone.items()):
-            found += _pieces_of_one(name, tensor, alone, convert)
+            found += _plan_parameter(name, tensor, alone, convert)
         else:
             together.append(name)
     covered = {made.name for piece in found for made in piece.makes}
     rest = {name: tensor for name, tensor in wanted.items() if name not in covered}
     if bool(rest) != bool(together):
         raise RuntimeError(f"cannot match tensors of the model folder to parameters: {sorted(rest) or together}")
-    return [*found, Piece(tuple(together), _made(rest))] if rest else found
+    return [*found, ConversionPiece(tuple(together), _planned_tensors(rest))] if rest else found
 
 
-def _converted_alone(name: str, tensor: Tensor, convert: Convert) -> dict[str, Tensor]:
+def _convert_alone(name: str, tensor: Tensor, convert: Convert) -> dict[str, Tensor]:
     """Convert one parameter without the others; empty if it needs them."""
     try:
         return convert({name: tensor})
@@ -97,29 +98,29 @@ def _converted_alone(name: str, tensor: Tensor, convert: Convert) -> dict[str, T
         return {}
 
 
-def _pieces_of_one(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[Piece]:
+def _plan_parameter(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[ConversionPiece]:
     """Plan a parameter that converts alone: groups of rows for a stack, else one piece."""
-    templates = _templates(name, tensor, alone, convert) if tensor.dim() > 1 and len(alone) > 1 else []
+    templates = _row_name_templates(name, tensor, alone, convert) if tensor.dim() > 1 and len(alone) > 1 else []
     if not templates:
-        return [Piece((name,), _made(alone))]
+        return [ConversionPiece((name,), _planned_tensors(alone))]
     count = len(tensor)
     step = max(1, ROWS_BYTES // max(1, tensor[:1].nbytes))
     pieces = []
     for begin in range(0, count, step):
         end = min(begin + step, count)
         makes = [
-            Made(one.format(row), one.format(row - begin), tuple(alone[one.format(row)].shape), tensor.dtype)
+            PlannedTensor(one.format(row), one.format(row - begin), tuple(alone[one.format(row)].shape), tensor.dtype)
             for row in range(begin, end)
             for one in templates
         ]
-        pieces.append(Piece((name,), tuple(makes), (begin, end)))
+        pieces.append(ConversionPiece((name,), tuple(makes), (begin, end)))
     return pieces
 
 
-def _templates(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[str]:
+def _row_name_templates(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Convert) -> list[str]:
     """Templates of the names of the tensors that one row of a stack becomes; empty if the parameter is not a stack."""
     count = len(tensor)
-    first = _converted_alone(name, tensor[:1], convert)
+    first = _convert_alone(name, tensor[:1], convert)
     templates = []
     for key, made in first.items():
         for match in re.finditer(r"(?<=\.)0(?=\.)", key):
@@ -132,5 +133,5 @@ def _templates(name: str, tensor: Tensor, alone: dict[str, Tensor], convert: Con
     return templates if is_whole else []
 
 
-def _made(tensors: Mapping[str, Tensor]) -> tuple[Made, ...]:
-    return tuple(Made(name, name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+def _planned_tensors(tensors: Mapping[str, Tensor]) -> tuple[PlannedTensor, ...]:
+    return tuple(PlannedTensor(name, name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())

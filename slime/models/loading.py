@@ -32,7 +32,7 @@ from slime.models.folder import (
 from slime.models.safetensors_io import plain_tensors
 from slime.models.saving import save_hf_folder
 
-REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+REPORT_OPTIONS = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Puts mismatches into transformers' report, for `check_complete`: transformers' own error names no tensor."""
 
 __all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
@@ -69,7 +69,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model of `folder` in `dtype` on `device`, in eval mode."""
-    config = config_of_weights(folder, trust_remote_code=trust_remote_code)
+    config = load_weights_config(folder, trust_remote_code=trust_remote_code)
     how = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation}
     with errors_of(folder):
         if block_size(read_config_json(folder)) is not None:
@@ -81,14 +81,14 @@ def load_causal_lm(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
-                **REPORTED,
+                **REPORT_OPTIONS,
                 **how,
             )
     check_complete(folder, report)
     return model.to(device).eval()
 
 
-def config_of_weights(folder: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+def load_weights_config(folder: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """The config of a folder; UserError unless the folder has weights and a tokenizer that fits."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if not any(Path(folder).glob("*.safetensors")):
@@ -149,7 +149,7 @@ def load_tensors(
             del place.quantization_config
     if not isinstance(config, getattr(kind, "config_class", None) or type(config)):
         config = config.get_text_config()  # the language part of a multimodal model
-    model, report = kind.from_pretrained(None, config=config, state_dict=weights, **REPORTED, **how)
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, **REPORT_OPTIONS, **how)
     model.config.name_or_path = str(folder)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
@@ -162,6 +162,6 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]
     return [(name, buffer) for name, buffer in model.named_buffers() if name in names]
 
 
-def as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_fused_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Undo, for one layer, the fusing of weights that transformers does while loading (such as a layer's experts)."""
     return revert_weight_conversion(model, tensors)

@@ -17,7 +17,7 @@ from slime.models.shape import ModelShape, tensor_shapes
 
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-Linears = Mapping[str, tuple[int, int]]
+LinearShapes = Mapping[str, tuple[int, int]]
 """Linear layers by module name, each with its (out, in) features."""
 
 _IN_A_LAYER = re.compile(r"\.\d+\.")
@@ -49,7 +49,7 @@ def is_of_expert(name: str) -> bool:
     return _EXPERTS.search(name) is not None
 
 
-def adapter_shapes(modules: Linears, rank: int) -> dict[str, tuple[int, int]]:
+def adapter_shapes(modules: LinearShapes, rank: int) -> dict[str, tuple[int, int]]:
     """The parameters of an adapter on these linear layers, by their names in the trainer."""
     shapes = {}
     for module, (rows, columns) in modules.items():
@@ -72,7 +72,7 @@ def choose_targets(
     and `only_train` exclude from training gets no adapter.
     """
     for target in targets:
-        if target != ALL_LINEAR and not any(_names(target, module) for module in linears):
+        if target != ALL_LINEAR and not any(_matches_target(target, module) for module in linears):
             there = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in linears)) or "none"
             raise UserError(
                 f"--lora-target-modules {target}: {where} has no linear layer of that name; {there} can have an "
@@ -80,7 +80,7 @@ def choose_targets(
             )
     if not linears:
         raise UserError(f"--lora-rank: {where} has no linear layer that could have an adapter: leave it out")
-    named = [module for module in linears if any(_names(target, module) for target in targets)]
+    named = [module for module in linears if any(_matches_target(target, module) for target in targets)]
     chosen = [
         module
         for module in named
@@ -93,7 +93,7 @@ def choose_targets(
     return chosen
 
 
-def _names(target: str, module: str) -> bool:
+def _matches_target(target: str, module: str) -> bool:
     return target == ALL_LINEAR or module == target or module.endswith(f".{target}")
 
 

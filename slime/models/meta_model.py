@@ -19,13 +19,13 @@ from slime.errors import UserError
 from slime.models.dequantized import plain_sources
 from slime.models.folder import block_size, quantization, read_config_json
 from slime.models.heads import output_projection, put_value_head
-from slime.models.lazy_tensor import Unread
-from slime.models.loading import check_complete, config_of_weights, errors_of, load_causal_lm, load_tensors
-from slime.models.tensor_sources import Held, Source, Zeros, read_whole
+from slime.models.lazy_tensor import LazyTensor
+from slime.models.loading import check_complete, errors_of, load_causal_lm, load_tensors, load_weights_config
+from slime.models.tensor_sources import MemorySource, Source, ZeroSource, read_whole
 
 
 @dataclass(frozen=True)
-class ModelOutline:
+class MetaModel:
     """A model without weights; `sources` has its parameters under the names of `named_parameters`, a tied one once."""
 
     model: PreTrainedModel
@@ -37,17 +37,17 @@ class ModelOutline:
         head = output_projection(self.model).weight
         for name, parameter in self.model.named_parameters():
             if parameter is head:
-                self.sources[name] = Zeros(tuple(head.shape), head.dtype)
+                self.sources[name] = ZeroSource(tuple(head.shape), head.dtype)
 
 
-def outline_causal_lm(
+def load_meta_model(
     folder: str | Path,
     *,
     dtype: torch.dtype,
     attn_implementation: str,
     trust_remote_code: bool = False,
     weights: Mapping[str, Source] | None = None,
-) -> ModelOutline:
+) -> MetaModel:
     """Build the model of `folder` in `dtype` and eval mode, without reading its weights.
 
     `weights` replace the folder's own tensors of the same names.
@@ -60,29 +60,29 @@ def outline_causal_lm(
                 f"the weights in {folder} are quantised and cannot be replaced: use a folder with plain ones"
             )
         whole = load_causal_lm(folder, device="cpu", trust_remote_code=trust_remote_code, **how)
-        return _emptied(whole)
-    config = config_of_weights(folder, trust_remote_code=trust_remote_code)
+        return _to_meta_model(whole)
+    config = load_weights_config(folder, trust_remote_code=trust_remote_code)
     with errors_of(folder):
         unread = {
-            name: Unread.of(source) for name, source in {**plain_sources(Path(folder)), **(weights or {})}.items()
+            name: LazyTensor.of(source) for name, source in {**plain_sources(Path(folder)), **(weights or {})}.items()
         }
         model, report = load_tensors(folder, unread, config=config, trust_remote_code=trust_remote_code, **how)
     check_complete(folder, report)
-    return _emptied(model.eval())
+    return _to_meta_model(model.eval())
 
 
-def _emptied(model: PreTrainedModel) -> ModelOutline:
+def _to_meta_model(model: PreTrainedModel) -> MetaModel:
     """Move the parameters to the meta device and collect their sources; buffers get their numbers."""
     sources: dict[str, Source] = {}
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        sources[name] = parameter.source if isinstance(parameter, Unread) else Held(parameter.detach())
+        sources[name] = parameter.source if isinstance(parameter, LazyTensor) else MemorySource(parameter.detach())
         outline = torch.empty(sources[name].shape, dtype=sources[name].dtype, device="meta")
         empty[parameter] = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, empty[parameter])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if isinstance(buffer, Unread):
+            if isinstance(buffer, LazyTensor):
                 setattr(module, name, read_whole(buffer.source))
-    return ModelOutline(model, sources)
+    return MetaModel(model, sources)

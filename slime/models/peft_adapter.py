@@ -25,10 +25,10 @@ from slime.storage.json_types import JsonMapping, JsonObject
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_ENDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+_SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 _BASE_DTYPE = "base_dtype"
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}
-_PLAIN: dict[str, tuple[object, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     **dict.fromkeys(
@@ -46,7 +46,7 @@ class BadAdapter(ValueError):
 
 
 @dataclass(frozen=True)
-class AdapterFacts:
+class AdapterConfig:
     """The parameters of an adapter in addition to A and B."""
 
     rank: int
@@ -62,7 +62,7 @@ class AdapterFacts:
         return {"r": self.rank, "lora_alpha": self.alpha, _BASE_DTYPE: _dtype_name(self.base_dtype)}
 
     @classmethod
-    def from_dict(cls, given: JsonMapping) -> AdapterFacts:
+    def from_dict(cls, given: JsonMapping) -> AdapterConfig:
         """Read `r`, `lora_alpha` and `base_dtype` from a PEFT config or a message."""
         rank, alpha, kind = given.get("r"), given.get("lora_alpha"), given.get(_BASE_DTYPE)
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 1 << 16:
@@ -78,15 +78,15 @@ class AdapterFacts:
 class Adapter:
     """A LoRA adapter: the matrices A and B by module."""
 
-    facts: AdapterFacts
+    facts: AdapterConfig
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
 
     @classmethod
-    def from_tensors(cls, facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> Adapter:
+    def from_tensors(cls, facts: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> Adapter:
         """Pair each module's A and B by their names; BadAdapter for an incomplete pair or shapes that do not fit."""
         halves: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            module, half = module_of(name)
+            module, half = split_tensor_name(name)
             halves.setdefault(module, {})[half] = tensor
         if not halves:
             raise BadAdapter("the adapter has no tensors")
@@ -118,19 +118,21 @@ def peft_name(parameter: str) -> str:
 
 def tensor_names(module: str) -> tuple[str, str]:
     """The names under which a module's A and B are sent and saved."""
-    return f"{_PREFIX}{module}{_ENDS['A']}", f"{_PREFIX}{module}{_ENDS['B']}"
+    return f"{_PREFIX}{module}{_SUFFIXES['A']}", f"{_PREFIX}{module}{_SUFFIXES['B']}"
 
 
-def module_of(name: str) -> tuple[str, str]:
+def split_tensor_name(name: str) -> tuple[str, str]:
     """The module that an adapter's tensor belongs to, and `A` or `B`."""
-    for half, end in _ENDS.items():
+    for half, end in _SUFFIXES.items():
         if name.startswith(_PREFIX) and name.endswith(end):
             return name[len(_PREFIX) : -len(end)], half
-    raise BadAdapter(f"{name!r} is not a LoRA tensor: expected {_PREFIX}<module>{_ENDS['A']} or {_ENDS['B']}")
+    raise BadAdapter(f"{name!r} is not a LoRA tensor: expected {_PREFIX}<module>{_SUFFIXES['A']} or {_SUFFIXES['B']}")
 
 
 @torch.no_grad()
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def merge_lora(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
     """`base + scale * B @ A`, computed in float32 and rounded to `dtype` once."""
     return (b.float() @ a.float()).mul_(scale).add_(base).to(dtype)
 
@@ -138,7 +140,7 @@ def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float
 def write_adapter(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
-    facts: AdapterFacts,
+    facts: AdapterConfig,
     *,
     base_model: str,
     target_modules: Sequence[str],
@@ -174,11 +176,11 @@ def read_adapter(folder: Path) -> Adapter:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError) as cause:
         raise BadAdapter(f"{folder} holds no readable LoRA adapter: {cause}") from cause
-    for name, plain in _PLAIN.items():
+    for name, plain in _SUPPORTED_VALUES.items():
         if name in config and config[name] not in plain:
             raise BadAdapter(f"{folder / CONFIG_NAME} has {name} {config[name]!r}: only plain LoRA is supported")
     try:
-        return Adapter.from_tensors(AdapterFacts.from_dict({**config, **base}), tensors)
+        return Adapter.from_tensors(AdapterConfig.from_dict({**config, **base}), tensors)
     except BadAdapter as cause:
         raise BadAdapter(f"{folder}: {cause}") from cause
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from slime.errors import UserError
-from slime.models.loading import as_in_folder, load_config
+from slime.models.loading import load_config, split_fused_weights
 from slime.models.saving import FolderDraft
 from slime.storage.json_types import JsonMapping
 
@@ -27,23 +27,23 @@ _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SPREAD = 0.02
-TOKENS = len(_SPECIAL) + 256
+_WEIGHT_STD = 0.02
+TOKENIZER_SIZE = len(_SPECIAL) + 256
 """Number of ids of the tokenizer; the model may have more."""
 
 
 def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
     """Write a model of the shape in `config`, a config.json; a folder that slime did not write is never replaced."""
-    if config.get("vocab_size", 0) < TOKENS:
+    if config.get("vocab_size", 0) < TOKENIZER_SIZE:
         raise UserError(
-            f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has {TOKENS} tokens, "
+            f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has {TOKENIZER_SIZE} tokens, "
             "one for each byte and a few special tokens"
         )
     ids = {"bos_token_id": None, "eos_token_id": _SPECIAL.index(_END), "pad_token_id": _SPECIAL.index(_PAD)}
     with tempfile.TemporaryDirectory() as scratch:
         byte_tokenizer().save_pretrained(scratch)
         (Path(scratch) / "config.json").write_text(json.dumps({**config, **ids}, indent=2) + "\n", encoding="utf-8")
-        model = _outline(scratch, dtype)
+        model = _meta_model(scratch, dtype)
         with FolderDraft.begin(scratch, folder) as draft:
             writer = draft.writer(getattr(torch, dtype))
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,9 +51,9 @@ def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloa
             tensors = dict(model.named_parameters())  # names a tied parameter once
             buffers = dict(model.named_buffers())
             tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
-            in_folder = as_in_folder(model, {name: tensor.detach() for name, tensor in tensors.items()})
+            in_folder = split_fused_weights(model, {name: tensor.detach() for name, tensor in tensors.items()})
             for name, tensor in in_folder.items():
-                writer.add(name, _filled(tensor, chance))
+                writer.add(name, _draw_values(tensor, chance))
             writer.finish()
             return draft.finish(getattr(torch, dtype))
 
@@ -71,7 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def _outline(folder: str, dtype: str) -> PreTrainedModel:
+def _meta_model(folder: str, dtype: str) -> PreTrainedModel:
     """The model on the meta device, in which modules without matrices (such as norms) have their initial values.
 
     In modules with matrices the other parameters are biases.
@@ -89,9 +89,9 @@ def _outline(folder: str, dtype: str) -> PreTrainedModel:
     return model
 
 
-def _filled(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+def _draw_values(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
     """Fill a tensor that is on the meta device: matrices with normal random numbers, others with zeros."""
     if tensor.device.type != "meta":
         return tensor
     empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=chance.device)
-    return empty if tensor.dim() < 2 else empty.normal_(0.0, _SPREAD, generator=chance)
+    return empty if tensor.dim() < 2 else empty.normal_(0.0, _WEIGHT_STD, generator=chance)

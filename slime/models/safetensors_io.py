@@ -48,7 +48,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a safetensors file; regions of it are read on demand."""
 
     path: Path
@@ -87,19 +87,21 @@ class Stored:
         return raw
 
 
-def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """The tensors of files by name, from their headers alone; for a name in two files, the later file wins."""
     return {stored.name: stored for path in sorted(files) for stored in _read_header(path)}
 
 
-def _read_header(path: Path) -> list[Stored]:
+def _read_header(path: Path) -> list[StoredTensor]:
     try:
         with path.open("rb") as file:
             start = file.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
             header: JsonObject = json.loads(file.read(length) if length <= _LONGEST_HEADER else "")
         size = path.stat().st_size
-        found = [_stored(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+        found = [
+            _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+        ]
     except OSError as cause:
         raise UserError(f"{path} cannot be loaded: {cause.strerror}") from cause
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
@@ -110,7 +112,7 @@ def _read_header(path: Path) -> list[Stored]:
     return found
 
 
-def _stored(path: Path, name: str, entry: JsonObject, data_begin: int) -> Stored:
+def _stored_tensor(path: Path, name: str, entry: JsonObject, data_begin: int) -> StoredTensor:
     kind = DTYPES.get(entry["dtype"])
     if kind is None:
         raise UserError(f"{name} in {path} is of type {entry['dtype']}, which cannot be read: convert the folder first")
@@ -118,14 +120,14 @@ def _stored(path: Path, name: str, entry: JsonObject, data_begin: int) -> Stored
     begin, end = (int(offset) for offset in entry["data_offsets"])
     if min((begin, *shape), default=0) < 0 or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{name} has {end - begin} bytes, which do not match its shape and type")
-    return Stored(path, name, shape, kind, data_begin + begin)
+    return StoredTensor(path, name, shape, kind, data_begin + begin)
 
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SCALE_SUFFIX = "_scale_inv"
 BLOCK = (128, 128)
-_KEPT = re.compile(
+_NOT_QUANTIZED = re.compile(
     r"norm|embed|lm_head|router|\.gate\.weight$|shared_expert_gate|eh_proj|weights_proj|conv1d|in_proj_(a|b|ba)\.|visual"
 )
 """Weights that are not quantised: tables, norms, routers and heads lose too much, and engines expect them unquantised.
@@ -137,7 +139,7 @@ def quantize_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a matrix; returns the 8-bit matrix and its scales, powers of two (UE8M0) with `power_of_two`."""
     rows, columns = weight.shape
-    blocked = _blocks(weight.float(), block)
+    blocked = _block_view(weight.float(), block)
     largest = blocked.abs().amax(dim=(1, 3))
     scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
     if power_of_two:
@@ -150,12 +152,12 @@ def quantize_block(
 def dequantize_block(stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
     """The dequantised matrix in float32, contiguous and without padding."""
     rows, columns = stored.shape
-    blocked = _blocks(stored.float(), block) * scale.float()[:, None, :, None]
+    blocked = _block_view(stored.float(), block) * scale.float()[:, None, :, None]
     height, _, width, _ = blocked.shape
     return blocked.reshape(height * block[0], width * block[1])[:rows, :columns].contiguous()
 
 
-def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _block_view(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """View a matrix as (block rows, rows per block, block columns, columns per block), padded with zeros."""
     rows, columns = matrix.shape
     down, across = -rows % block[0], -columns % block[1]
@@ -175,7 +177,7 @@ class BlockQuantizer:
         self, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            if is_linear(name, tensor) and not _KEPT.search(name):
+            if is_linear(name, tensor) and not _NOT_QUANTIZED.search(name):
                 stored, scale = quantize_block(tensor, power_of_two=self.power_of_two)
                 yield name, stored
                 yield f"{name}{SCALE_SUFFIX}", scale
@@ -235,7 +237,7 @@ def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if block is None and quantized:
         method = quantized.get("quant_method")
         raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats can be converted")
-    weights = weights_of(folder)
+    weights = open_weights(folder)
     for name in weights.names:
         scale = f"{name}{SCALE_SUFFIX}"
         if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in weights:
@@ -254,7 +256,7 @@ def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, dequantize_block(tensor, weights[scale], block)
 
 
-def weights_of(folder: Path) -> WeightReader:
+def open_weights(folder: Path) -> WeightReader:
     files = list(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")

@@ -89,7 +89,7 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
 
 MAX_SHARD_BYTES = 5 * 1000**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
-Beside = Callable[[Path], object]
+AddFiles = Callable[[Path], object]
 """Adds more files to a folder."""
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
@@ -134,7 +134,7 @@ def save_hf_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: Callable[[], JsonObject] | None = None,
-    beside: Beside | None = None,
+    beside: AddFiles | None = None,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
 
@@ -182,10 +182,12 @@ class FolderDraft:
         """A writer of weights into the draft; with a `dtype` they are converted."""
         return ShardWriter(self.staging, prefix=name, max_bytes=max_shard_bytes, dtype=dtype)
 
-    def finish(self, dtype: torch.dtype, quantization: JsonObject | None = None, beside: Beside | None = None) -> Path:
+    def finish(
+        self, dtype: torch.dtype, quantization: JsonObject | None = None, beside: AddFiles | None = None
+    ) -> Path:
         """Number the files of all writers, write their dtype into config.json and move the folder to its target;
         `beside` adds more files before the move."""
-        _name_parts(self.staging)
+        _number_shards(self.staging)
         write_config_dtype(self.staging, dtype, quantization)
         if beside is not None:
             beside(self.staging)
@@ -206,7 +208,7 @@ class FolderDraft:
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
-def _name_parts(folder: Path) -> None:
+def _number_shards(folder: Path) -> None:
     """Rename the files of all writers to the names of a model folder, with an index if there are several."""
     parts = sorted(folder.glob("*.safetensors"))
     if len(parts) == 1:

@@ -146,14 +146,16 @@ def count_shape_parameters(numbers: ConfigNumbers) -> int | None:
         return None
     full = numbers.attention_layers or 0
     linear = layers - full if numbers.family in GATED_DELTA_FAMILIES else 0
-    mixing = (layers - linear) * (attention + _attention_extras(numbers)) + linear * _delta_net(numbers)
+    mixing = (layers - linear) * (attention + _attention_extra_parameters(numbers)) + linear * _delta_net_parameters(
+        numbers
+    )
     norms = layers * hidden * (4 if numbers.family in FOUR_NORM_FAMILIES else 2)
     dense = 3 * hidden * ffn + (2 * ffn + hidden if numbers.config.get("mlp_bias") is True else 0)
-    feed_forward = (layers - numbers.moe_layers) * dense + numbers.moe_layers * _experts(numbers)
+    feed_forward = (layers - numbers.moe_layers) * dense + numbers.moe_layers * _expert_parameters(numbers)
     return mixing + norms + feed_forward + vocab * hidden * (1 if numbers.tied else 2) + hidden
 
 
-def _attention_extras(numbers: ConfigNumbers) -> int:
+def _attention_extra_parameters(numbers: ConfigNumbers) -> int:
     """Biases, norms and sinks of one attention layer."""
     hidden, head_dim, heads = numbers.hidden or 0, numbers.head_dim or 0, numbers.heads or 0
     latent = numbers.number("kv_lora_rank")
@@ -172,7 +174,7 @@ def _attention_extras(numbers: ConfigNumbers) -> int:
     return extra + (heads if family == "gpt_oss" else 0)
 
 
-def _delta_net(numbers: ConfigNumbers) -> int:
+def _delta_net_parameters(numbers: ConfigNumbers) -> int:
     """Parameters of a gated delta net: projections, convolution, decay and step biases, norm of the output."""
     hidden, value_heads = numbers.hidden or 0, numbers.size("linear_num_value_heads")
     value_dim = numbers.size("linear_value_head_dim")
@@ -182,7 +184,7 @@ def _delta_net(numbers: ConfigNumbers) -> int:
     return projections + (2 * keys + values) * numbers.size("linear_conv_kernel_dim") + 2 * value_heads + value_dim
 
 
-def _experts(numbers: ConfigNumbers) -> int:
+def _expert_parameters(numbers: ConfigNumbers) -> int:
     """Parameters of experts, router and shared experts of one layer."""
     hidden, count, width = numbers.hidden or 0, numbers.experts or 0, numbers.expert_ffn or 0
     each = 3 * hidden * width + hidden
@@ -365,7 +367,7 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
     return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__" and "shape" in entry}
 
 
-_WIDE = 4  # bytes of float32, in which normalisations and, on a CPU, attention compute
+_FLOAT32_BYTES = 4  # bytes of float32, in which normalisations and, on a CPU, attention compute
 
 
 def layer_bytes(
@@ -399,9 +401,11 @@ def layer_bytes(
         normed = queries + keys if shape.has_head_norms else 0
         return size * (4 * hidden + normed + 2 * queries + 2 * keys + 3 * per_token + routed)
     scaled = 0 if frozen_norms else size
-    norms = shape.norms_per_layer * (_WIDE + scaled + size) * hidden  # input in float32, normalised, times its weight
-    normed = (_WIDE + scaled) * (queries + keys) if shape.has_head_norms else 0
-    attention = (size if on_gpu else _WIDE) * (2 * queries + 2 * keys)
+    norms = (
+        shape.norms_per_layer * (_FLOAT32_BYTES + scaled + size) * hidden
+    )  # input in float32, normalised, times its weight
+    normed = (_FLOAT32_BYTES + scaled) * (queries + keys) if shape.has_head_norms else 0
+    attention = (size if on_gpu else _FLOAT32_BYTES) * (2 * queries + 2 * keys)
     output = 0 if on_gpu else size * queries  # attention on a CPU copies the input of the output projection
     return norms + normed + attention + output + size * (4 * per_token + routed)
 
@@ -410,7 +414,7 @@ def root_bytes(shape: ModelShape, *, dtype: str) -> int | None:
     """Bytes kept per token outside the layers: the last normalisation and the input of the output layer."""
     if shape.hidden_size is None:
         return None
-    return (_WIDE + 3 * BYTES_PER_ELEMENT[dtype]) * shape.hidden_size
+    return (_FLOAT32_BYTES + 3 * BYTES_PER_ELEMENT[dtype]) * shape.hidden_size
 
 
 def layer_input_bytes(shape: ModelShape, *, dtype: str) -> int | None:

@@ -41,18 +41,18 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTra
     transformers cannot compute any of the small models.
     """
     failures = []
-    for ways in _WAYS:
+    for ways in _SHRINK_PLANS:
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet():
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _QuietTransformers():
                 torch.manual_seed(0)
-                made = _shrunk(config, ways)
+                made = _shrink_config(config, ways)
                 with torch.device("meta"):
                     count = sum(parameter.numel() for parameter in kind._from_config(made).parameters())
                 if count > _MOST_PARAMETERS:
                     raise ValueError(f"it still has {count / 1e6:.0f} million parameters")
                 model = kind._from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
                 _draw_weights(model)
-                _flatten(model)
+                _limit_logit_spread(model)
                 return model
         except Exception as cause:  # noqa: BLE001 - a family's code may raise anything if sizes do not fit
             failures.append(cause)
@@ -86,10 +86,10 @@ def plain_logits(model: PreTrainedModel, sequences: list[list[int]]) -> list[Ten
     return [found[place] for place in range(len(sequences))]
 
 
-def _shrunk(config: PretrainedConfig, ways: Sequence[Callable[[PretrainedConfig], None]]) -> PretrainedConfig:
+def _shrink_config(config: PretrainedConfig, ways: Sequence[Callable[[PretrainedConfig], None]]) -> PretrainedConfig:
     """A copy of a config and of its parts, each shrunk in these ways."""
     made = copy.deepcopy(config)
-    for part in _parts(made):
+    for part in _config_parts(made):
         for shrink in ways:
             shrink(part)
     facts = made.to_dict()
@@ -98,14 +98,14 @@ def _shrunk(config: PretrainedConfig, ways: Sequence[Callable[[PretrainedConfig]
     return found
 
 
-def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+def _config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PretrainedConfig):
-            yield from _parts(value)
+            yield from _config_parts(value)
 
 
-def _cap(config: PretrainedConfig, name: str, most: int) -> None:
+def _cap_field(config: PretrainedConfig, name: str, most: int) -> None:
     value = getattr(config, name, None)
     if isinstance(value, int) and not isinstance(value, bool) and value > most:
         setattr(config, name, most)
@@ -122,23 +122,23 @@ def _shrink_widths(config: PretrainedConfig, *, is_coupled: bool) -> None:
     hidden, head_dim = getattr(config, "hidden_size", None), vars(config).get("head_dim")
     if isinstance(heads, int) and isinstance(hidden, int):
         is_free = isinstance(head_dim, int) and not is_coupled
-        _cap(config, "hidden_size", _HIDDEN if is_free else (head_dim or hidden // heads) * min(heads, _HEADS))
+        _cap_field(config, "hidden_size", _HIDDEN if is_free else (head_dim or hidden // heads) * min(heads, _HEADS))
     for name in _HEAD_COUNTS:
-        _cap(config, name, _HEADS)
+        _cap_field(config, name, _HEADS)
     for name in list(config.to_dict()):
         if name.endswith(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff")):
-            _cap(config, name, _INNER)
+            _cap_field(config, name, _INNER)
 
 
 def _shrink_vocabulary(config: PretrainedConfig) -> None:
     facts = config.to_dict()
     for name, value in facts.items():
         if name.startswith("vocab_size"):
-            _cap(config, name, _VOCAB)
+            _cap_field(config, name, _VOCAB)
         elif name.endswith(("token_id", "token_index")):
             if isinstance(value, list):
                 setattr(config, name, [min(token, _VOCAB - 1) for token in value])
-            _cap(config, name, _VOCAB - 1)
+            _cap_field(config, name, _VOCAB - 1)
 
 
 def _shrink_experts(config: PretrainedConfig) -> None:
@@ -147,20 +147,20 @@ def _shrink_experts(config: PretrainedConfig) -> None:
     topk = next((facts[name] for name in _TOPK if isinstance(facts.get(name), int)), 2)
     groups, kept = facts.get("n_group") or 1, facts.get("topk_group") or 1
     for name in _EXPERTS:
-        _cap(config, name, groups * max(2, -(-topk // kept)) if groups > 1 else max(2 * topk, 4))
+        _cap_field(config, name, groups * max(2, -(-topk // kept)) if groups > 1 else max(2 * topk, 4))
 
 
 def _shrink_windows(config: PretrainedConfig) -> None:
     for name in window_fields(config.to_dict()):
-        _cap(config, name, WINDOW)
-    _cap(config, "index_topk", WINDOW)
+        _cap_field(config, name, WINDOW)
+    _cap_field(config, "index_topk", WINDOW)
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("rope_type") in _UNSTABLE_ROPES:
         if "original_max_position_embeddings" in rope:
             rope["original_max_position_embeddings"] = ROPE_LENGTH
-        _cap(config, "original_max_position_embeddings", ROPE_LENGTH)
+        _cap_field(config, "original_max_position_embeddings", ROPE_LENGTH)
         if rope["rope_type"] == "dynamic":
-            _cap(config, "max_position_embeddings", ROPE_LENGTH)
+            _cap_field(config, "max_position_embeddings", ROPE_LENGTH)
 
 
 def _shrink_depth(config: PretrainedConfig) -> None:
@@ -184,12 +184,12 @@ def _shrink_depth(config: PretrainedConfig) -> None:
             setattr(config, name, {key: entry for key, entry in value.items() if int(key) < depth})
 
 
-_EVERYTHING = (partial(_shrink_widths, is_coupled=False), _shrink_vocabulary, _shrink_experts, _shrink_windows)
-_COUPLED = (partial(_shrink_widths, is_coupled=True), *_EVERYTHING[1:])
-_WAYS: tuple[tuple[Callable[[PretrainedConfig], None], ...], ...] = (
-    (*_EVERYTHING, _shrink_depth),
+_DECOUPLED = (partial(_shrink_widths, is_coupled=False), _shrink_vocabulary, _shrink_experts, _shrink_windows)
+_COUPLED = (partial(_shrink_widths, is_coupled=True), *_DECOUPLED[1:])
+_SHRINK_PLANS: tuple[tuple[Callable[[PretrainedConfig], None], ...], ...] = (
+    (*_DECOUPLED, _shrink_depth),
     (*_COUPLED, _shrink_depth),
-    _EVERYTHING,
+    _DECOUPLED,
     _COUPLED,
     (_shrink_vocabulary, _shrink_experts, _shrink_windows, _shrink_depth),
 )
@@ -207,7 +207,7 @@ def _draw_weights(model: PreTrainedModel) -> None:
             buffer.add_(0.1 * torch.randn_like(buffer))
 
 
-def _flatten(model: PreTrainedModel) -> None:
+def _limit_logit_spread(model: PreTrainedModel) -> None:
     """Scale the output layer so that no token is certain: the log-prob of a certain token hides wrong logits."""
     spread = float(logits_of(model, torch.arange(3, 8)).std())
     if not math.isfinite(spread):
@@ -217,7 +217,7 @@ def _flatten(model: PreTrainedModel) -> None:
         output.weight.mul_(_SPREAD / spread)
 
 
-class _quiet:
+class _QuietTransformers:
     """Context manager that hides the notices that transformers logs about configs."""
 
     def __enter__(self) -> None:

@@ -1,7 +1,7 @@
 """Tensor sources: read any region of a tensor from files, through casts, slices and joins, without the rest.
 
 Invariant: the region that a source reads is, bit for bit, the same region of the whole tensor. Only the bytes that the
-region needs are read from files, except through functions that are not implemented here (`Computed`).
+region needs are read from files, except through functions that are not implemented here (`ComputedSource`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime.models.families.tp_sharding import Region, region_shape, whole_region
-from slime.models.safetensors_io import Stored, dequantize_block
+from slime.models.safetensors_io import StoredTensor, dequantize_block
 
 _T = TypeVar("_T")
 
@@ -37,9 +37,9 @@ def read_whole(source: Source) -> Tensor:
     return source.read(whole_region(source.shape))
 
 
-def read_onto(source: Source, region: Region, device: torch.device) -> Tensor:
+def read_to_device(source: Source, region: Region, device: torch.device) -> Tensor:
     """Read a region to a device; a cast is done on the device, after the copy of the stored numbers."""
-    if isinstance(source, Cast):
+    if isinstance(source, CastSource):
         return source.of.read(region).to(device).to(source.dtype)
     return source.read(region).to(device)
 
@@ -48,7 +48,7 @@ CHUNK_NUMBERS = 2**24
 """Number of elements that are compared at once."""
 
 
-def same_numbers(left: Source, right: Source) -> bool:
+def sources_equal(left: Source, right: Source) -> bool:
     """True if two sources have equal shapes and numbers; reads some rows at a time."""
     if left.shape != right.shape or left is right:
         return left is right
@@ -61,7 +61,7 @@ def same_numbers(left: Source, right: Source) -> bool:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class ZeroSource:
     """A tensor of zeros."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Zeros:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemorySource:
     """A tensor in memory."""
 
     tensor: Tensor
@@ -90,11 +90,11 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Fp8BlockSource:
     """A matrix in blocks of 8-bit floats, dequantised to float32."""
 
-    stored: Stored
-    scale: Stored
+    stored: StoredTensor
+    scale: StoredTensor
     block: tuple[int, int]
     dtype: torch.dtype = torch.float32
 
@@ -120,7 +120,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastSource:
     """Another source, converted to another dtype."""
 
     of: Source
@@ -135,7 +135,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedSource:
     """Members of one shape, stacked along a new dimension, such as the experts of a layer."""
 
     members: Sequence[Source]
@@ -159,7 +159,7 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatenatedSource:
     """Members, concatenated along one of their dimensions."""
 
     members: Sequence[Source]
@@ -191,7 +191,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Swapped:
+class TransposedSource:
     """Another source with two dimensions transposed."""
 
     of: Source
@@ -216,7 +216,7 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Cut:
+class NarrowedSource:
     """A range of another source along one dimension."""
 
     of: Source
@@ -239,7 +239,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedSource:
     """The result of a function of whole tensors, for functions that no other source implements."""
 
     compute: Callable[[], Tensor]

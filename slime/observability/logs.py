@@ -17,11 +17,11 @@ from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OURS = "slime-"
+_HANDLER_PREFIX = "slime-"
 ON_SCREEN = "on_screen"
 """Attribute of a record that the display shows itself: the console handler skips it."""
 _MOST_KNOWN_TEXTS, _MOST_SHOWN = 10_000, 5
-_TALKATIVE = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
+_NOISY_LOGGERS = ("aiohttp.access", "asyncio", "matplotlib", "urllib3", "httpx", "filelock", "PIL")
 
 
 def configure_logging(
@@ -37,12 +37,12 @@ def configure_logging(
     and warnings also to `console`, above the live display if there is one. A second call replaces the earlier setup.
     """
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if (handler.name or "").startswith(_OURS)]:
+    for handler in [handler for handler in root.handlers if (handler.name or "").startswith(_HANDLER_PREFIX)]:
         root.removeHandler(handler)
         handler.close()
     threshold = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(threshold)
-    for name in _TALKATIVE:
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
     logging.captureWarnings(False)  # other code may have restored the hook since an earlier run in this process
     logging.captureWarnings(True)
@@ -75,7 +75,7 @@ class SentenceFormatter(logging.Formatter):
         return self.formatMessage(record) + (f" (traceback in {self._log_path})" if record.exc_info else "")
 
 
-class Once(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Passes each text once, and counts its repetitions."""
 
     def __init__(self) -> None:
@@ -98,17 +98,19 @@ class Once(logging.Filter):
 
 def repeated_warnings() -> list[str]:
     """Return a line for each text that was logged several times and shown once; the log file has all of them."""
-    filters = [one for handler in logging.getLogger().handlers for one in handler.filters if isinstance(one, Once)]
+    filters = [
+        one for handler in logging.getLogger().handlers for one in handler.filters if isinstance(one, RepeatFilter)
+    ]
     return [f"{count} more times: {text}" for once in filters for text, count in once.again.most_common(_MOST_SHOWN)]
 
 
 def _add(
     root: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter, level: int = logging.NOTSET
 ) -> None:
-    handler.set_name(_OURS + name)
+    handler.set_name(_HANDLER_PREFIX + name)
     if name == "console":
         handler.addFilter(lambda record: not hasattr(record, ON_SCREEN))
-        handler.addFilter(Once())
+        handler.addFilter(RepeatFilter())
     handler.setFormatter(layout)
     handler.setLevel(level)
     root.addHandler(handler)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self, TextIO
 
-from slime.cluster.memory.cuda_driver import GpuMemory, NoGpuMemory
+from slime.cluster.memory.cuda_driver import GpuMemory, NvmlError
 
 INTERVAL_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +26,7 @@ _WORTH_A_ROW = 64 * 2**20
 
 _MEMINFO = Path("/proc/meminfo")
 
-Used = Callable[[], int]
+MeasureBytes = Callable[[], int]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _process_bytes(pid: int) -> int:
 class PhaseMemory:
     """Samples used memory by phase in its own thread; `used` has the functions that measure it (`device`, `host`)."""
 
-    def __init__(self, file: Path, used: dict[str, Used], *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, file: Path, used: dict[str, MeasureBytes], *, interval_s: float = INTERVAL_S) -> None:
         self._used = used
         self._rows: TextIO = file.open("w")
         self._began = time.monotonic()
@@ -158,13 +158,13 @@ class PhaseMemory:
         self._rows.flush()
 
 
-def used_memory(device: str) -> dict[str, Used]:
+def memory_sources(device: str) -> dict[str, MeasureBytes]:
     """Return the functions that measure used memory on this machine."""
-    used: dict[str, Used] = {"host": host_used_bytes} if _MEMINFO.is_file() else {}
+    used: dict[str, MeasureBytes] = {"host": host_used_bytes} if _MEMINFO.is_file() else {}
     if device == "cuda":
         try:
             used["device"] = GpuMemory().used_bytes
-        except NoGpuMemory as reason:
+        except NvmlError as reason:
             logger.warning("peaks of the GPUs' memory are not recorded: %s", reason)
     return used
 

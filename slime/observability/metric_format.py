@@ -14,7 +14,7 @@ STEP_TIME = "perf/step_time"
 UNKNOWN = "-"
 
 
-class Column(NamedTuple):
+class MetricColumn(NamedTuple):
     """One column: title, metric names (the first one present is shown), format, and rank (9 is dropped first)."""
 
     title: str
@@ -26,16 +26,18 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("reward", ("rollout/raw_reward",), lambda value: f"{value:.3f}", 0),
-    Column("loss", ("train/loss",), lambda value: f"{value:.4f}", 3),
-    Column("grad", ("train/grad_norm",), lambda value: f"{value:.3g}", 4),
-    Column("kl", ("train/kl_loss", "rollout/kl", "train/ppo_kl"), lambda value: f"{value:.2g}", 6, quiet_zero=True),
-    Column("entropy", ("train/entropy_loss", "rollout/entropy"), lambda value: f"{value:.2f}", 5),
-    Column("length", ("rollout/response_len/mean",), lambda value: f"{value:.1f}", 2),
-    Column("cut", ("rollout/truncated_ratio",), lambda value: f"{value:.0%}", 7, quiet_zero=True),
-    Column("0-std", ("rollout/zero_std/count",), lambda value: f"{value:.0f}", 8, quiet_zero=True),
-    Column("tok/s", ("perf/tokens_per_gpu_per_sec",), lambda value: f"{value:,.0f}", 9),
-    Column("s/step", (STEP_TIME,), lambda value: f"{value:.2f}", 1),
+    MetricColumn("reward", ("rollout/raw_reward",), lambda value: f"{value:.3f}", 0),
+    MetricColumn("loss", ("train/loss",), lambda value: f"{value:.4f}", 3),
+    MetricColumn("grad", ("train/grad_norm",), lambda value: f"{value:.3g}", 4),
+    MetricColumn(
+        "kl", ("train/kl_loss", "rollout/kl", "train/ppo_kl"), lambda value: f"{value:.2g}", 6, quiet_zero=True
+    ),
+    MetricColumn("entropy", ("train/entropy_loss", "rollout/entropy"), lambda value: f"{value:.2f}", 5),
+    MetricColumn("length", ("rollout/response_len/mean",), lambda value: f"{value:.1f}", 2),
+    MetricColumn("cut", ("rollout/truncated_ratio",), lambda value: f"{value:.0%}", 7, quiet_zero=True),
+    MetricColumn("0-std", ("rollout/zero_std/count",), lambda value: f"{value:.0f}", 8, quiet_zero=True),
+    MetricColumn("tok/s", ("perf/tokens_per_gpu_per_sec",), lambda value: f"{value:,.0f}", 9),
+    MetricColumn("s/step", (STEP_TIME,), lambda value: f"{value:.2f}", 1),
 )
 
 
@@ -44,7 +46,7 @@ def figures_of(metrics: JsonMapping) -> list[str]:
     return [UNKNOWN if (value := _value(column, metrics)) is None else column.layout(value) for column in COLUMNS]
 
 
-def fitting(widths: Mapping[int, int], room: int) -> list[int]:
+def columns_that_fit(widths: Mapping[int, int], room: int) -> list[int]:
     """Choose the columns that fit into `room`, the most important ones first; `widths` are by column number."""
     kept: list[int] = []
     for index in sorted(widths, key=lambda index: COLUMNS[index].rank):
@@ -64,7 +66,7 @@ def step_line(step: int, total: int, metrics: JsonMapping, *, width: int | None 
         if figures[i] != UNKNOWN and not (column.quiet_zero and _value(column, metrics) == 0)
     }
     room = None if width is None else width - len(head) - len(tail)
-    shown = sorted(parts) if room is None else fitting({i: len(text) for i, text in parts.items()}, room)
+    shown = sorted(parts) if room is None else columns_that_fit({i: len(text) for i, text in parts.items()}, room)
     return head + "".join(parts[i] for i in shown) + tail
 
 
@@ -73,7 +75,7 @@ def known(rows: Sequence[Sequence[str]]) -> list[int]:
     return [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
 
 
-def _value(column: Column, metrics: JsonMapping) -> float | None:
+def _value(column: MetricColumn, metrics: JsonMapping) -> float | None:
     return next((metrics[name] for name in column.names if metrics.get(name) is not None), None)
 
 

@@ -105,7 +105,7 @@ class MetricsLog:
         if not rows:
             return
         record = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": round(time.time(), 3), "name": name}
-        record["rows"] = [{key: _shown(value) for key, value in row.items()} for row in rows]
+        record["rows"] = [{key: _json_cell(value) for key, value in row.items()} for row in rows]
         with self.completions.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         for tracker in self._trackers:
@@ -155,7 +155,7 @@ def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[JsonOb
     return kept
 
 
-def _shown(value: Scalar) -> Scalar:
+def _json_cell(value: Scalar) -> Scalar:
     """Make a cell of a table valid JSON: text as valid UTF-8, non-finite numbers as text."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")

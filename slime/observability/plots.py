@@ -37,7 +37,7 @@ _TASK_REWARD = re.compile(r"rollout/(.+)/raw_reward")
 _EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
 _INK = "#334155"
 _TRAIN = "#2563eb"
-_GROUNDS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
+_PHASE_COLORS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
 _MEMORY_S = 600.0  # the last seconds of a long run that the memory plot shows
 _EVALS = ("#ea580c", "#059669", "#9333ea", "#be123c")
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
@@ -129,7 +129,7 @@ def draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.add_subplot()
     phases = dict.fromkeys(row["phase"] for row in rows)
-    grounds = {phase: _GROUNDS[index % len(_GROUNDS)] for index, phase in enumerate(phases)}
+    grounds = {phase: _PHASE_COLORS[index % len(_PHASE_COLORS)] for index, phase in enumerate(phases)}
     times = [row["t"] for row in rows]
     for row, following in pairwise(rows):
         axes.axvspan(row["t"], following["t"], color=grounds[row["phase"]], linewidth=0)
@@ -146,7 +146,7 @@ def draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
     axes.set_ylabel("GiB", color=_INK)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    return _saved(figure, out)
+    return _save_figure(figure, out)
 
 
 def _draw(
@@ -185,8 +185,8 @@ def _draw(
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _label(axes, title, scales)
-    return _saved(figure, out)
+    _label_axes(axes, title, scales)
+    return _save_figure(figure, out)
 
 
 def reward_by_seconds(records: Sequence[JsonMapping]) -> list[tuple[float, float]]:
@@ -217,11 +217,11 @@ def draw_comparison(runs: Mapping[str, str | os.PathLike[str]], out: Path, title
         curve = smooth(rewards, half_life=max(1.0, math.sqrt(len(rewards)) / 2))
         axes.plot(seconds, curve, color=color, linewidth=2, label=name)
         axes.plot(seconds[-1:], curve[-1:], color=color, marker="o", markersize=5)
-    _label(axes, title, ("seconds of training", "mean reward"))
-    return _saved(figure, out, dpi=80)
+    _label_axes(axes, title, ("seconds of training", "mean reward"))
+    return _save_figure(figure, out, dpi=80)
 
 
-def _label(axes: Axes, title: str, scales: tuple[str, str]) -> None:
+def _label_axes(axes: Axes, title: str, scales: tuple[str, str]) -> None:
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel(scales[0], color=_INK)
     axes.set_ylabel(scales[1], color=_INK)
@@ -230,7 +230,7 @@ def _label(axes: Axes, title: str, scales: tuple[str, str]) -> None:
     axes.legend(frameon=False, loc="best", fontsize=9)
 
 
-def _saved(figure: Figure, out: Path, dpi: int = 150) -> Path:
+def _save_figure(figure: Figure, out: Path, dpi: int = 150) -> Path:
     """Write the figure to a temporary file and move it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
@@ -239,7 +239,7 @@ def _saved(figure: Figure, out: Path, dpi: int = 150) -> Path:
     return out
 
 
-class Curves:
+class RunPlots:
     """Draws `reward.png` (or `loss.png`) and `memory.png` next to `metrics.jsonl` during a run."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Invariants: a display decides nothing. The driver reports the same events to every kind of display; the one that shows
 nothing has the same interface. Everything that is shown is also in the driver's log. No other display is silent for
-longer than `QUIET_S` during the run. Before there is a display, slow start-up work prints a notice (`told_if_slow`):
+longer than `QUIET_S` during the run. Before there is a display, slow start-up work prints a notice (`notify_if_slow`):
 quick work is not mentioned, and slow work is not silent for longer than a display of lines would be.
 """
 
@@ -36,12 +36,12 @@ PLAIN_INTERVAL_S = 2.0
 """Least seconds between two steps that a display of lines shows."""
 QUIET_S = 30.0
 """Longest time in seconds without a line on a display of lines."""
-_RESTING = {"", "idle", "done", "waiting", "ready"}
+_IDLE_TEXTS = {"", "idle", "done", "waiting", "ready"}
 
 logger = logging.getLogger("slime.progress")
 
 
-class Doing(NamedTuple):
+class Activity(NamedTuple):
     """The activity of a part, and whether the part is busy."""
 
     text: str
@@ -120,7 +120,7 @@ class NoProgress:
 
 
 @dataclass
-class Part:
+class ProgressRow:
     """One row: the last status and its time, and the source of the present activity."""
 
     text: str = ""
@@ -128,32 +128,32 @@ class Part:
     since_s: float = 0.0
     source: Source | None = None
 
-    def doing(self) -> Doing:
+    def doing(self) -> Activity:
         found = None if self.source is None else self.source()
-        return Doing(self.text, self.busy and self.text not in _RESTING) if found is None else Doing(*found)
+        return Activity(self.text, self.busy and self.text not in _IDLE_TEXTS) if found is None else Activity(*found)
 
 
-class Shown(NoProgress):
+class TrackedProgress(NoProgress):
     """Base of the displays of lines and of a table: the rows of the parts, and the clock of the steps."""
 
     def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, total)
         self._now = now
         self._clock = StepClock(total, start, now)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, ProgressRow] = {}
         self._lock = threading.RLock()
 
     def status(self, part: str, text: str, *, busy: bool = True) -> None:
         super().status(part, text)
         with self._lock:
-            row = self._parts.setdefault(part, Part())
+            row = self._parts.setdefault(part, ProgressRow())
             row.busy = busy
             if row.text != text:
                 row.text, row.since_s = text, self._now()
 
     def watch(self, part: str, source: Source) -> None:
         with self._lock:
-            self._parts.setdefault(part, Part(since_s=self._now())).source = source
+            self._parts.setdefault(part, ProgressRow(since_s=self._now())).source = source
 
     def step(self, step: int, metrics: JsonMapping) -> None:
         super().step(step, metrics)
@@ -164,7 +164,7 @@ class Shown(NoProgress):
         logger.warning("%s", text, extra={ON_SCREEN: True})  # the display shows it itself
 
 
-class PlainProgress(Shown):
+class PlainProgress(TrackedProgress):
     """Prints one line per event. Activities of the parts are shown until the first step, and after `QUIET_S` without
     a line.
 
@@ -181,7 +181,7 @@ class PlainProgress(Shown):
         def watch_silence() -> None:
             wait_s = QUIET_S
             while not self._closed.wait(wait_s):
-                wait_s = self.speak_up()
+                wait_s = self.report_if_quiet()
 
         threading.Thread(target=watch_silence, name="progress", daemon=True).start()
 
@@ -221,7 +221,7 @@ class PlainProgress(Shown):
         with self._lock:
             self._show_held_back()
 
-    def speak_up(self) -> float:
+    def report_if_quiet(self) -> float:
         """Print the activities of the busy parts if the last line is `QUIET_S` old; return the seconds to wait."""
         with self._lock:
             left = self._last_line_s + QUIET_S - self._now()
@@ -300,7 +300,7 @@ def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", co
 
 
 @contextmanager
-def told_if_slow(what: str, *, silent: bool = False, say: Callable[[str], None] | None = None) -> Iterator[None]:
+def notify_if_slow(what: str, *, silent: bool = False, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Print `what` after a few seconds, and then every `QUIET_S`, until the body is done; nothing with `silent`."""
     done = threading.Event()
     began = time.monotonic()

@@ -44,7 +44,7 @@ class Owner:
         return cls(str(os.getpid()), socket.gethostname(), boot)
 
     @classmethod
-    def written_in(cls, lock_fd: int) -> Self | None:
+    def read_from(cls, lock_fd: int) -> Self | None:
         """Read the owner from the lock file; None if the last owner released it."""
         words = os.pread(lock_fd, 512, 0).decode(errors="replace").split()
         return cls(*words[:3]) if words else None
@@ -88,7 +88,7 @@ class RunDir(os.PathLike[str]):
     def _claim(self, lock_fd: int) -> None:
         """Take the lock; from an owner on another machine only if it has no heartbeat."""
         locked = _locked(lock_fd)
-        owner = Owner.written_in(lock_fd) or Owner("unknown")
+        owner = Owner.read_from(lock_fd) or Owner("unknown")
         if locked and not owner.is_elsewhere:
             return
         is_alive = not owner.is_elsewhere

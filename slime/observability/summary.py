@@ -15,7 +15,7 @@ from slime.observability.progress import print_summary
 from slime.storage.json_types import JsonMapping, JsonObject
 
 
-class Finished(Protocol):
+class FinishedRun(Protocol):
     """The result of a run, as the summary reads it."""
 
     run_dir: Path
@@ -26,7 +26,7 @@ class Finished(Protocol):
 
 
 def show_summary(
-    result: Finished,
+    result: FinishedRun,
     config: Config,
     curves: Mapping[str, Path],
     console: Console,
@@ -34,7 +34,7 @@ def show_summary(
     earlier: Sequence[JsonMapping] = (),
 ) -> None:
     """Print the summary; `earlier` are the records from before a resume, as results count from the first step on."""
-    before, evaluated = earlier_metrics(earlier)
+    before, evaluated = merge_records(earlier)
     metrics, evaluations = [*before, *result.metrics], [*evaluated, *result.evaluations]
     steps, seconds = str(len(metrics)), format_seconds(result.seconds)
     if before:
@@ -60,7 +60,7 @@ def show_summary(
     print_summary(rows, title="Finished", console=console)
 
 
-def earlier_metrics(
+def merge_records(
     records: Sequence[JsonMapping],
 ) -> tuple[list[JsonObject], list[tuple[int, JsonObject]]]:
     """Convert the records of a metrics file to (one merged dict per rollout, the evaluations), as in a result."""

@@ -17,21 +17,21 @@ from rich.text import Text
 from slime.config import Config
 from slime.observability.metric_format import (
     COLUMNS,
+    columns_that_fit,
     figures_of,
-    fitting,
     format_scores,
     format_seconds,
     format_when,
     known,
 )
-from slime.observability.progress import NoProgress, PlainProgress, Progress, Shown
+from slime.observability.progress import NoProgress, PlainProgress, Progress, TrackedProgress
 from slime.storage.json_types import JsonMapping
 
 _SHOWN_STEPS = 8
 _GAP = 2
 
 
-class RichProgress(Shown):
+class RichProgress(TrackedProgress):
     """Redraws itself a few times a second until `close`; then the last state stays on the screen."""
 
     def __init__(
@@ -93,11 +93,11 @@ class RichProgress(Shown):
                 step, scores = next(reversed(self._scores.items()))
                 pieces.append(Text(f"eval {format_when(step)}: {scores}", style="cyan"))
             if self._steps:
-                pieces.append(_Figures(list(self._steps)))
+                pieces.append(_StepTable(list(self._steps)))
         return Panel(Group(*pieces), title=f"[bold]{self._title}", title_align="left", border_style="dim")
 
 
-class _Figures:
+class _StepTable:
     """The table of the last steps, with as many columns as fit."""
 
     def __init__(self, steps: list[tuple[int, list[str]]]) -> None:
@@ -109,7 +109,7 @@ class _Figures:
         newest = self._steps[-1][0]
         room = options.max_width - max(len("step"), len(str(newest + 1))) - _GAP
         widths = {i: _GAP + max(len(COLUMNS[i].title), *(len(row[i]) for row in rows)) for i in known(rows)}
-        shown = fitting(widths, room)
+        shown = columns_that_fit(widths, room)
         for title in ("step", *(COLUMNS[i].title for i in shown)):
             table.add_column(title, justify="right", no_wrap=True)
         for step, figures in self._steps:

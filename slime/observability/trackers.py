@@ -26,7 +26,7 @@ _NOT_A_METRIC = {"kind", "step", "rollout_id", "time"}
 _MARKDOWN = r"\`*_{}[]()#+-.!|<>&~$:"
 
 
-def numbers_of(record: JsonMapping) -> dict[str, float]:
+def numeric_metrics(record: JsonMapping) -> dict[str, float]:
     """Return the numeric metrics of a record, without nulls and texts."""
     return {
         name: value for name, value in record.items() if name not in _NOT_A_METRIC and isinstance(value, int | float)
@@ -48,7 +48,7 @@ class TensorBoardTracker:
             self.write_completions(record)
 
     def write(self, record: JsonMapping) -> None:
-        for name, value in numbers_of(record).items():
+        for name, value in numeric_metrics(record).items():
             self._writer.add_scalar(name, value, global_step=record["step"], walltime=record["time"])
 
     def write_completions(self, record: JsonMapping) -> None:
@@ -96,7 +96,7 @@ class WandbTracker:
             self._per_update = config.global_batch_size
 
     def write(self, record: JsonMapping) -> None:
-        self._log(numbers_of(record), record)
+        self._log(numeric_metrics(record), record)
 
     def write_completions(self, record: JsonMapping) -> None:
         rows = [[row[column] for column in COLUMNS] for row in record["rows"]]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 from slime.config import Config
-from slime.rollout.filters import GroupJudge, call_plugins
-from slime.rollout.inflight import Flight
+from slime.rollout.filters import GroupFilter, call_batch_plugins
+from slime.rollout.inflight import InflightGroups
 from slime.rollout.metrics import rollout_metrics, tail_seconds
 from slime.rollout.outcomes import Group, PromptSource, RolloutFnTrainOutput, group_order, leaves, refuse_all_failed
 from slime.rollout.runtime import RolloutRuntime, runtime_for
@@ -26,15 +26,15 @@ async def generate_batch(args: Config, rollout_id: int, data_source: PromptSourc
     """
     runtime = runtime_for(args)
     runtime.state.reset(rollout_id)
-    flight = Flight(runtime)
+    flight = InflightGroups(runtime)
     flight.adopt()
     try:
         args = runtime.args
         started = time.monotonic()
-        judge = GroupJudge(runtime, f"rollout {rollout_id}", data_source)
+        judge = GroupFilter(runtime, f"rollout {rollout_id}", data_source)
         stale = StaleGroups(runtime)
         arrivals: list[float] = []
-        groups, surplus = await _filled(runtime, data_source, flight, judge, stale, arrivals)
+        groups, surplus = await _fill_batch(runtime, data_source, flight, judge, stale, arrivals)
         tail = tail_seconds(arrivals, time.monotonic())
         landed = await flight.land()
         surplus += landed.finished
@@ -43,7 +43,7 @@ async def generate_batch(args: Config, rollout_id: int, data_source: PromptSourc
             await runtime.off_loop(data_source.add_samples, "the data source", returned)
         groups.sort(key=group_order)
         refuse_all_failed(list(leaves(groups)), f"rollout {rollout_id}")
-        await call_plugins(runtime, groups, judge, data_source)
+        await call_batch_plugins(runtime, groups, judge, data_source)
         samples = list(leaves(groups))
         metrics = rollout_metrics(args, samples, time.monotonic() - started, judge.repetitions)
         metrics |= {"perf/rollout_tail_time": tail} | judge.removed()
@@ -64,11 +64,11 @@ async def generate_batch(args: Config, rollout_id: int, data_source: PromptSourc
         runtime.state.remaining_batch_size = 0
 
 
-async def _filled(
+async def _fill_batch(
     runtime: RolloutRuntime,
     data_source: PromptSource,
-    flight: Flight,
-    judge: GroupJudge,
+    flight: InflightGroups,
+    judge: GroupFilter,
     stale: StaleGroups,
     arrivals: list[float],
 ) -> tuple[list[Group], list[Group]]:
@@ -87,7 +87,9 @@ async def _filled(
             prompts = await runtime.off_loop(data_source.get_samples, "the data source", args.over_sampling_batch_size)
             if not prompts:
                 break
-            flight.take_off([fit for group in prompts if (fit := stale.fit(group, state.rollout_id)) is not None])
+            flight.dispatch_groups(
+                [fit for group in prompts if (fit := stale.fit(group, state.rollout_id)) is not None]
+            )
         if not len(flight):
             break
         for group in await flight.next_finished():
@@ -97,7 +99,7 @@ async def _filled(
             if is_stale(args, group, state.rollout_id):  # it was held too long
                 state.remaining_batch_size -= 1
                 fresh = stale.fit(group, state.rollout_id)
-                flight.take_off([] if fresh is None else [fresh])
+                flight.dispatch_groups([] if fresh is None else [fresh])
                 continue
             refuse_bad_rewards(runtime.args, list(leaves(group)))
             verdict = await judge.verdict(group)

@@ -18,10 +18,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from slime.cluster.watchdog import Background, background
-from slime.config.async_mode import DEFAULT_STALENESS, versions_behind
+from slime.config.async_mode import DEFAULT_STALENESS, max_versions_behind
 from slime.data.sample import Sample
-from slime.rollout.filters import GroupJudge, call_plugins
-from slime.rollout.inflight import cancelled, result_of
+from slime.rollout.filters import GroupFilter, call_batch_plugins
+from slime.rollout.inflight import cancel_and_wait, result_of
 from slime.rollout.metrics import rollout_metrics, tail_seconds
 from slime.rollout.outcomes import (
     Group,
@@ -30,8 +30,8 @@ from slime.rollout.outcomes import (
     group_order,
     leaves,
     refuse_all_failed,
+    set_source_rollout_id,
     snapshot,
-    tell_rollout_id,
 )
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import refuse_bad_rewards
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Dispatched:
+class _TrackedGroup:
     """A dispatched group, a copy of its prompts, and the oldest weight version that sampled or will sample it.
 
     The version is computed when the group is dispatched and again when it arrives; `known` is True if its tokens carry
@@ -67,22 +67,22 @@ class ContinuousRollout:
         self._runtime = runtime
         self._args = runtime.args
         bound = runtime.args.max_weight_staleness
-        self._staleness = max(DEFAULT_STALENESS, versions_behind(runtime.args)) if bound is None else bound
+        self._staleness = max(DEFAULT_STALENESS, max_versions_behind(runtime.args)) if bound is None else bound
         """S. Without a bound, the number of versions by which a synchronous loop of the user may be behind."""
         self._source = data_source
         self._next, self._total, self._version = first, total, version
-        self._under_way: dict[asyncio.Task[Group], _Dispatched] = {}
+        self._under_way: dict[asyncio.Task[Group], _TrackedGroup] = {}
         self._versions: Counter[int] = Counter()
         """Number of groups in flight per weight version."""
         self._ended: deque[asyncio.Task[Group]] = deque()
-        self._ready: list[_Dispatched] = []
+        self._ready: list[_TrackedGroup] = []
         self._again: deque[Group] = deque()
         self._exhausted = False
         runtime.state.rollout_id = first
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         self._serving: Background | None = None
-        self._judge = GroupJudge(runtime, f"rollout {first}", data_source)
+        self._judge = GroupFilter(runtime, f"rollout {first}", data_source)
         self._stale = StaleGroups(runtime)
         self._since = time.monotonic()
 
@@ -116,12 +116,12 @@ class ContinuousRollout:
         taken, self._ready = self._ready[:size], self._ready[size:]
         tail = tail_seconds([one.arrived_at for one in taken], time.monotonic())
         groups = sorted((one.group for one in taken), key=group_order)
-        judge, self._judge = self._judge, GroupJudge(self._runtime, f"rollout {rollout_id + 1}", self._source)
+        judge, self._judge = self._judge, GroupFilter(self._runtime, f"rollout {rollout_id + 1}", self._source)
         self._judge.repetitions = judge.repetitions.only(leaves([one.group for one in self._ready]))
         self._next = rollout_id + 1
         samples = list(leaves(groups))
         refuse_all_failed(samples, f"rollout {rollout_id}")
-        await call_plugins(self._runtime, groups, judge, self._source)
+        await call_batch_plugins(self._runtime, groups, judge, self._source)
         samples = list(leaves(groups))
         metrics = rollout_metrics(self._args, samples, time.monotonic() - self._since, judge.repetitions)
         metrics["perf/rollout_tail_time"] = tail
@@ -145,7 +145,7 @@ class ContinuousRollout:
         self._runtime.pulse.end()
         if self._serving is not None:
             await self._serving.aclose()
-        await cancelled(self._under_way)
+        await cancel_and_wait(self._under_way)
         self._under_way.clear()
 
     def _count_anew(self) -> None:
@@ -174,7 +174,7 @@ class ContinuousRollout:
         while room > 0:
             groups = [self._again.popleft() for _ in range(min(room, len(self._again)))]
             if not groups:
-                tell_rollout_id(self._source, self._next)
+                set_source_rollout_id(self._source, self._next)
                 groups = await self._runtime.off_loop(self._source.get_samples, "the data source", room)
                 self._exhausted = not groups
             if not groups:
@@ -185,7 +185,7 @@ class ContinuousRollout:
             for task, group, prompt in zip(tasks, fit, prompts, strict=True):
                 known = group_version(group)
                 version = self._version if known is None else min(known, self._version)
-                self._under_way[task] = _Dispatched(group, prompt, version)
+                self._under_way[task] = _TrackedGroup(group, prompt, version)
                 self._versions[version] += 1
                 task.add_done_callback(self._landed)
             room -= len(fit)
@@ -214,7 +214,7 @@ class ContinuousRollout:
         if not self._judge.keeps(group, verdict, insufficient=outstanding < self._args.rollout_batch_size):
             return
         version = group_version(group)
-        arrived = _Dispatched(group, dispatched.prompts, dispatched.version if version is None else version)
+        arrived = _TrackedGroup(group, dispatched.prompts, dispatched.version if version is None else version)
         arrived.known = version is not None
         if self._is_stale(arrived, self._next):
             self._give_up(arrived, self._next)
@@ -222,10 +222,10 @@ class ContinuousRollout:
             arrived.arrived_at = time.monotonic()
             self._ready.append(arrived)
 
-    def _is_stale(self, one: _Dispatched, rollout_id: int) -> bool:
+    def _is_stale(self, one: _TrackedGroup, rollout_id: int) -> bool:
         return one.known and rollout_id - one.version > self._staleness
 
-    def _give_up(self, one: _Dispatched, rollout_id: int) -> None:
+    def _give_up(self, one: _TrackedGroup, rollout_id: int) -> None:
         fresh = self._stale.fit(one.group, rollout_id, one.prompts)
         if fresh is not None:
             self._again.append(fresh)

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from slime.config import Config
-from slime.data.json_samples import prompt_text, sample_from_json, sample_to_json, to_json, value_text
+from slime.data.json_samples import format_prompt, format_value, sample_from_json, sample_to_json, to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.metrics import DatasetResult, rollout_metrics
@@ -47,11 +47,11 @@ def completion_rows(
         if isinstance(reward, dict):
             reward = reward.get(key, reward)
         if reward is not None and not isinstance(reward, int | float):
-            reward = shortened(value_text(reward), _LABEL)
+            reward = truncate_middle(format_value(reward), _LABEL)
         row = {
-            "prompt": shortened(prompt_text(sample.prompt), _TEXT),
-            "response": shortened(sample.response, _TEXT),
-            "label": shortened(value_text(sample.label), _LABEL),
+            "prompt": truncate_middle(format_prompt(sample.prompt), _TEXT),
+            "response": truncate_middle(sample.response, _TEXT),
+            "label": truncate_middle(format_value(sample.label), _LABEL),
             "reward": reward,
         }
         rows.append(row)
@@ -67,7 +67,7 @@ def evaluated_samples(data: Mapping[str, object]) -> dict[str, list[Sample]]:
     }
 
 
-def shortened(text: str, most: int) -> str:
+def truncate_middle(text: str, most: int) -> str:
     """Shorten a text to its beginning and end, at most `most` characters, and state how many are left out."""
     if len(text) <= most:
         return text
@@ -186,10 +186,10 @@ def read_dump(path: Path) -> list[Group]:
     samples = _read_pt(path) if path.suffix == ".pt" else _read_jsonl(path)
     if not samples:
         raise UserError(f"{FLAG}: {path} holds no samples")
-    return nested(samples)
+    return regroup_samples(samples)
 
 
-def nested(samples: Sequence[Sample]) -> list[Group]:
+def regroup_samples(samples: Sequence[Sample]) -> list[Group]:
     """Arrange samples in their groups (`group_index`) and fan-outs (`rollout_id`), in their order."""
     groups: dict[object, dict[object, list[Sample]]] = {}
     for position, sample in enumerate(samples):

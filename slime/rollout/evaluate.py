@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from slime.config import Config
 from slime.config.datasets import EvalDataset, eval_datasets
 from slime.data.chat_template import model_context_length
-from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, use_by_verifier
+from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, label_use_of_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
 from slime.rollout.metrics import eval_metrics
@@ -47,13 +47,13 @@ async def evaluate_dataset(args: object, rollout_id: int, dataset: EvalDataset) 
     known = runtime.eval_datasets | runtime.single_eval_datasets
     what = known.get(dataset.name)
     if what is None or what.dataset != dataset:
-        what = EvalPrompts(dataset, _read(runtime.args, dataset, runtime.tokenizer))
+        what = EvalPrompts(dataset, _read_prompts(runtime.args, dataset, runtime.tokenizer))
         runtime.single_eval_datasets[dataset.name] = what
     with runtime.eval_pulse.during(len(what.prompts) * dataset.n_samples_per_eval_prompt):
         return {dataset.name: await _evaluate_dataset(runtime, what)}
 
 
-def checked_evaluation(args: Config, output: RolloutFnEvalOutput) -> RolloutFnEvalOutput:
+def complete_evaluation(args: Config, output: RolloutFnEvalOutput) -> RolloutFnEvalOutput:
     """Complete the output of an evaluation function: add missing metrics, and move unscored samples to `failed`."""
     data: dict[str, EvalResult] = {}
     for name, result in output.data.items():
@@ -79,7 +79,7 @@ def checked_evaluation(args: Config, output: RolloutFnEvalOutput) -> RolloutFnEv
 
 def read_eval_datasets(args: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, EvalPrompts]:
     """Read all datasets by name; an invalid dataset raises a `UserError`."""
-    return {one.name: EvalPrompts(one, _read(args, one, tokenizer)) for one in eval_datasets(args)}
+    return {one.name: EvalPrompts(one, _read_prompts(args, one, tokenizer)) for one in eval_datasets(args)}
 
 
 async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> EvalResult:
@@ -117,7 +117,7 @@ async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> EvalR
     }
 
 
-def _read(args: Config, dataset: EvalDataset, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def _read_prompts(args: Config, dataset: EvalDataset, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     assert args.hf_checkpoint is not None, "resolve() requires --hf-checkpoint"
     context = args.rollout_max_context_len if args.eval_max_context_len is None else args.eval_max_context_len
     own_limit = dataset.max_prompt_len
@@ -125,11 +125,11 @@ def _read(args: Config, dataset: EvalDataset, tokenizer: PreTrainedTokenizerBase
     if dataset.custom_rm_path or dataset.custom_generate_function_path:
         label_use = "any"
     elif dataset.rm_type is not None:
-        label_use = use_by_verifier(dataset.rm_type)
+        label_use = label_use_of_verifier(dataset.rm_type)
     elif args.custom_rm_path or args.custom_generate_function_path:
         label_use = "any"
     else:
-        label_use = use_by_verifier(args.rm_type)
+        label_use = label_use_of_verifier(args.rm_type)
     return PromptDataset(
         dataset.path,
         tokenizer=tokenizer,

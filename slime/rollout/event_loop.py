@@ -32,7 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-_LOOK_UP_S = 0.5
+_POLL_INTERVAL_S = 0.5
 """Interval at which a waiting thread checks whether a background task has died."""
 STALL_S = 600.0
 """Time for which a function may block the event loop before the run fails."""
@@ -85,7 +85,9 @@ class LoopThread:
     def _result(self, future: Future[T], wait: Wait) -> T:
         while True:
             left = wait.remaining()
-            done, _ = concurrent.futures.wait([future], _LOOK_UP_S if left is None else min(left, _LOOK_UP_S))
+            done, _ = concurrent.futures.wait(
+                [future], _POLL_INTERVAL_S if left is None else min(left, _POLL_INTERVAL_S)
+            )
             if done:
                 return future.result()
             if wait.is_over():
@@ -195,7 +197,9 @@ class DaemonThreads:
         Cancelling that future abandons the call: it runs to its end, and its result and error are ignored.
         """
         begun = asyncio.get_running_loop().create_future()
-        job = self.submit(partial(contextvars.copy_context().run, function), on_begin=partial(_set_from_thread, begun))
+        job = self.submit(
+            partial(contextvars.copy_context().run, function), on_begin=partial(_complete_from_thread, begun)
+        )
         future: asyncio.Future[T] = asyncio.wrap_future(job.future)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an ignored error is not logged
         try:
@@ -239,7 +243,7 @@ class DaemonThreads:
         """Start threads for calls that wait behind slow ones, until none is waiting."""
         with self._lock:
             while len(self._queue) > self._idle and not self._is_closed:
-                self._closing.wait(_LOOK_UP_S)
+                self._closing.wait(_POLL_INTERVAL_S)
                 self._grow()
             self._is_watched = False
 
@@ -281,7 +285,7 @@ class DaemonExecutor(ThreadPoolExecutor):
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
-def _set_from_thread(future: asyncio.Future[None]) -> None:
+def _complete_from_thread(future: asyncio.Future[None]) -> None:
     """Complete a future of an event loop from another thread; does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))

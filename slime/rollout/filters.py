@@ -25,12 +25,12 @@ import numpy as np
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.metrics import Repetitions
+from slime.rollout.metrics import RepetitionCache
 from slime.rollout.outcomes import Group, Produced, RolloutFailed, group_order, leaves, sampled_tokens
 from slime.rollout.runtime import RolloutRuntime, find_runtime
 
-LEAST_STD = 1e-6
-MOST_DROPS_PER_GROUP = 100
+MIN_REWARD_STD = 1e-6
+MAX_DROPS_PER_GROUP = 100
 """Groups dropped in a row, per group of the batch, after which the rollout fails."""
 
 
@@ -48,7 +48,7 @@ class DynamicFilterOutput:
     """Records the group as dropped in the journal; set for rollout functions of users."""
 
 
-def verdict_of(fn: Callable[..., object] | None, *args: Any, **kwargs: object) -> DynamicFilterOutput:
+def run_dynamic_filter(fn: Callable[..., object] | None, *args: Any, **kwargs: object) -> DynamicFilterOutput:
     """Call the filter and return its result as a `DynamicFilterOutput`; without a filter every group is kept."""
     output = True if fn is None else fn(*args, **kwargs)
     if isinstance(output, DynamicFilterOutput):
@@ -66,7 +66,7 @@ def call_dynamic_filter(fn: Callable[..., object] | None, *args: Any, **kwargs: 
 
     A group with `keep_when_insufficient` is recorded as dropped later, by `should_drop_dynamic_filter_output`.
     """
-    verdict = verdict_of(fn, *args, **kwargs)
+    verdict = run_dynamic_filter(fn, *args, **kwargs)
     runtime = find_runtime(args[0]) if len(args) > 1 else None
     if verdict.keep or runtime is None or runtime.journal is None:
         return verdict
@@ -115,7 +115,7 @@ def check_reward_nonzero_std(
     if not rewards:
         return DynamicFilterOutput(keep=False, reason="no_reward")
     std = np.std(np.asarray(rewards, dtype=np.float64), ddof=1) if len(rewards) > 1 else 0.0
-    if std > LEAST_STD:
+    if std > MIN_REWARD_STD:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
@@ -129,7 +129,7 @@ def check_reward_nonzero_std_with_fallback(
     return output
 
 
-class GroupJudge:
+class GroupFilter:
     """Applies the dynamic filter during one rollout, and counts the groups it drops."""
 
     def __init__(self, runtime: RolloutRuntime, what: str, data_source: object = None) -> None:
@@ -154,7 +154,7 @@ class GroupJudge:
         self.dropped: list[Group] = []
         """Dropped groups; collected only for `--rollout-all-samples-process-path`."""
         self.reasons: Counter[str] = Counter()
-        self.repetitions = Repetitions()
+        self.repetitions = RepetitionCache()
 
     async def verdict(self, group: Group) -> DynamicFilterOutput:
         """Run the filter, which may block, on a group and return its result."""
@@ -164,7 +164,7 @@ class GroupJudge:
         if not alive:
             return DynamicFilterOutput(keep=False, reason="failed")
         who = f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path}"
-        return await self._runtime.off_loop(verdict_of, who, self._filter, self._runtime.plugin_args, alive)
+        return await self._runtime.off_loop(run_dynamic_filter, who, self._filter, self._runtime.plugin_args, alive)
 
     def keeps(self, group: Group, verdict: DynamicFilterOutput, *, insufficient: bool) -> bool:
         """Return whether to train on a group, and count it; `insufficient`: without it more prompts are needed.
@@ -186,7 +186,7 @@ class GroupJudge:
             self.dropped.append(group)
         if self._journal is not None:
             self._journal.drop([group])
-        self._pulse.want_more(len(group))
+        self._pulse.subtract_discarded(len(group))
         self._dropped_in_a_row += 1
         self.dropped_groups += 1
         self.dropped_tokens += sampled_tokens(group)
@@ -199,7 +199,7 @@ class GroupJudge:
         self._refuse_endless_dropping()
         return False
 
-    def note_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
+    def count_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
         """Count the groups that a filter removed from a batch; as dropped groups they are not used after a restart."""
         groups[:] = [group for group in groups if any(True for _ in leaves(group))]
         left = {id(sample) for sample in leaves(groups)}
@@ -227,7 +227,7 @@ class GroupJudge:
             raise RolloutFailed(
                 f"{self._what}: all {self._dropped_samples} samples failed; the first one: {self._first_failure}"
             )
-        if self._dropped_in_a_row < MOST_DROPS_PER_GROUP * batch:
+        if self._dropped_in_a_row < MAX_DROPS_PER_GROUP * batch:
             return
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
         raise RolloutFailed(
@@ -237,7 +237,9 @@ class GroupJudge:
         )
 
 
-async def call_plugins(runtime: RolloutRuntime, groups: list[Group], judge: GroupJudge, data_source: object) -> None:
+async def call_batch_plugins(
+    runtime: RolloutRuntime, groups: list[Group], judge: GroupFilter, data_source: object
+) -> None:
     """Call the batch filter and the processor of all finished groups; both may block."""
     args = runtime.args
     everything = sorted([*groups, *judge.dropped], key=group_order)
@@ -248,7 +250,7 @@ async def call_plugins(runtime: RolloutRuntime, groups: list[Group], judge: Grou
         )
         who = f"--rollout-sample-filter-path {args.rollout_sample_filter_path}"
         await runtime.off_loop(sample_filter, who, runtime.plugin_args, groups)
-        judge.note_removed(before, groups, who)
+        judge.count_removed(before, groups, who)
     if args.rollout_all_samples_process_path is not None:
         process = runtime.function(
             args.rollout_all_samples_process_path,

@@ -84,7 +84,7 @@ class SampleClock:
         return self._left if when is None else max(0.0, when - asyncio.get_running_loop().time())
 
 
-class Seats(asyncio.Semaphore):
+class ConcurrencyLimit(asyncio.Semaphore):
     """Adjustable limit on samples in flight; samples in flight continue when the limit decreases."""
 
     def __init__(self, limit: int) -> None:
@@ -159,7 +159,7 @@ class Gate:
             else:
                 self._seats.release()
             try:
-                with clock_stopped(), waiting("the next rollout", "before it may send a request", timeout_s=None):
+                with paused_sample_clock(), waiting("the next rollout", "before it may send a request", timeout_s=None):
                     await self._opened.wait()
                     await self._seats.acquire()
             except BaseException:
@@ -179,7 +179,7 @@ class Gate:
             self._idle.set()
 
 
-def clock_stopped() -> AbstractContextManager[None]:
+def paused_sample_clock() -> AbstractContextManager[None]:
     """Stop the clock of the current sample while the body runs."""
     clock = _clock.get()
     return nullcontext() if clock is None else clock.stopped()
@@ -196,7 +196,7 @@ class Ticket:
     thrown_away_tokens: int = 0
 
     def context(self) -> Context:
-        """Return a context for the group's task, in which `ticket_here` returns this ticket."""
+        """Return a context for the group's task, in which `current_ticket` returns this ticket."""
         context = copy_context()
         context.run(_ticket.set, self)
         return context
@@ -215,6 +215,6 @@ class Ticket:
             self.gate.left_engine()
 
 
-def ticket_here() -> Ticket | None:
+def current_ticket() -> Ticket | None:
     """Return the ticket of the current group; None in an evaluation."""
     return None if evaluating.get() else _ticket.get()

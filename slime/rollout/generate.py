@@ -18,41 +18,41 @@ from slime.data.sample import Sample
 from slime.data.trace import build_sglang_meta_trace_attrs
 from slime.engine.http.client import GenerateResult
 from slime.engine.http.protocol import (
-    answered_ids,
     continued_params,
     continued_payload,
+    extract_token_ids,
     generate_payload,
     is_single_request,
-    joined_answers,
-    note_first_routed,
-    note_first_version,
-    routing_wanted,
+    join_responses,
+    record_first_routed,
+    record_first_version,
+    routed_experts_fields,
     was_aborted,
 )
-from slime.rollout.gate import Ticket, evaluating, ticket_here
-from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, Draws, asked
-from slime.rollout.runtime import RolloutRuntime, runtime_for, state_behind
+from slime.rollout.gate import Ticket, current_ticket, evaluating
+from slime.rollout.retry import MAX_RESUMES, AbortedTooOften, RequestSeeds, request_completion
+from slime.rollout.runtime import RolloutRuntime, runtime_for, state_of_engine
 from slime.rollout.state import GenerateState
 from slime.storage.json_types import JsonMapping, JsonObject
 
 Send = Callable[[Any], Awaitable[Any]]
 """Sends the body of a request and returns the parsed answer."""
 
-HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
-_draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
+_draws: ContextVar[RequestSeeds | None] = ContextVar("draws", default=None)
 
 
-class PromptTooLong(Exception):
+class PromptFillsContext(Exception):
     """The prompt leaves no room for a response."""
 
 
-def draw_with(seed: int) -> None:
+def set_sample_seed(seed: int) -> None:
     """Set the seed of the sample that the current task, and the tasks it starts, generate."""
-    _draws.set(Draws(seed))
+    _draws.set(RequestSeeds(seed))
 
 
-def drawn_apart(params: JsonMapping) -> JsonObject:
+def next_request_params(params: JsonMapping) -> JsonObject:
     """Return the parameters of the next request; the seed of the sample is replaced by a new one for each request.
 
     Thus the turns of a conversation, and concurrent agents, do not sample with the same random numbers. A seed that
@@ -70,12 +70,12 @@ async def generate(args: Config, sample: Sample, sampling_params: JsonObject) ->
     gate before it resumes.
     """
     runtime = runtime_for(args)
-    config, ticket = runtime.args, ticket_here()
-    sampling_params = drawn_apart(sampling_params)
+    config, ticket = runtime.args, current_ticket()
+    sampling_params = next_request_params(sampling_params)
     if not sample.total_length:
         sample.tokens = runtime.prompt_ids(sample)
     aborts = 0
-    while aborts < MOST_RESUMES:
+    while aborts < MAX_RESUMES:
         budget = new_token_budget(config, sample, sampling_params)
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
@@ -128,7 +128,7 @@ def new_token_budget(args: Config, sample: Sample, sampling_params: JsonMapping)
         flag, context = "eval_max_context_len", args.eval_max_context_len
     prompt_length = sample.prompt_length
     if context is not None and prompt_length >= context:
-        raise PromptTooLong(f"the prompt has {prompt_length} tokens, the context ({flag}) {context}")
+        raise PromptFillsContext(f"the prompt has {prompt_length} tokens, the context ({flag}) {context}")
     budget = sampling_params["max_new_tokens"] - sample.response_length
     if context is not None:
         budget = min(budget, context - sample.total_length)
@@ -156,12 +156,14 @@ async def _call_engine(
     payload = generate_payload(sample.token_array().tolist(), params)
     known = 0 if sample.rollout_routed_experts is None else len(sample.rollout_routed_experts)
     if runtime.args.use_rollout_routing_replay and not evaluating.get():
-        payload |= routing_wanted(known)
+        payload |= routed_experts_fields(known)
     affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     version = runtime.state.weight_version
-    result = await asked(runtime.pool, payload, affinity_key, fault_tolerant=runtime.config.use_fault_tolerance)
-    note_first_version(result.meta_info, version)
-    note_first_routed(result.meta_info, payload)
+    result = await request_completion(
+        runtime.pool, payload, affinity_key, fault_tolerant=runtime.config.use_fault_tolerance
+    )
+    record_first_version(result.meta_info, version)
+    record_first_routed(result.meta_info, payload)
     return result
 
 
@@ -177,26 +179,26 @@ async def answer_to(url: str, payload: object, send: Send) -> object:
 
     If a plugin makes such an engine abort all requests, its requests are not resumed: the answers are partial.
     """
-    state = state_behind(url)
+    state = state_of_engine(url)
     if state is None or not isinstance(payload, dict):
         return await send(payload)
     path = urlsplit(url).path.rstrip("/")
     if path == "/generate":
-        return await WholeAnswer(state, payload).get(send)
+        return await ResumedRequest(state, payload).get(send)
     if path == "/abort_request" and payload.get("abort_all"):
         state.aborts_asked += 1
     return await send(payload)
 
 
-class WholeAnswer:
+class ResumedRequest:
     """Collects the complete answer to one `/generate` request, which may be cut off several times."""
 
     def __init__(self, state: GenerateState, payload: JsonMapping) -> None:
         self._state = state
         self._payload = payload
         if isinstance(params := payload.get("sampling_params"), dict):
-            self._payload = {**payload, "sampling_params": drawn_apart(params)}
-        self._ticket = ticket_here()
+            self._payload = {**payload, "sampling_params": next_request_params(params)}
+        self._ticket = current_ticket()
         self._aborts_before = state.aborts_asked
         self._so_far: JsonObject | None = None
 
@@ -218,7 +220,7 @@ class WholeAnswer:
                 if self._payload.get("rid") is not None:
                     return answer
                 aborts = 0 if len(self._sampled()) > before else aborts + 1
-                if aborts == MOST_RESUMES:
+                if aborts == MAX_RESUMES:
                     raise AbortedTooOften.by_engine()
 
     async def _next_part(self, send: Send) -> object:
@@ -246,8 +248,8 @@ class WholeAnswer:
         answer = await send(request)
         for one in _each(answer):
             if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
-                note_first_version(one["meta_info"], version)
-                note_first_routed(one["meta_info"], request)
+                record_first_version(one["meta_info"], version)
+                record_first_routed(one["meta_info"], request)
         return answer
 
     def _with(self, part: Any) -> Any:
@@ -257,16 +259,16 @@ class WholeAnswer:
         """
         if self._so_far is not None:
             first, tokenizer = self._so_far, self._state.tokenizer
-            part = joined_answers(first, part)
+            part = join_responses(first, part)
             params = self._payload.get("sampling_params") or {}
             reason = part["meta_info"].get("finish_reason") or {}
             is_trimmed = "matched" in reason and not params.get("no_stop_trim")
-            if str(first.get("text", "")).endswith(HALF_A_CHARACTER) and not is_trimmed:
+            if str(first.get("text", "")).endswith(INCOMPLETE_CHARACTER) and not is_trimmed:
                 skip = params.get("skip_special_tokens", True)
-                text = tokenizer.decode(answered_ids(part) or [], skip_special_tokens=skip)
+                text = tokenizer.decode(extract_token_ids(part) or [], skip_special_tokens=skip)
                 part = {**part, "text": text}
         can_go_on = isinstance(part, dict) and is_single_request(self._payload) and "meta_info" in part
-        if can_go_on and answered_ids(part) is not None:
+        if can_go_on and extract_token_ids(part) is not None:
             self._so_far = part
         elif _is_cut(part) and self._ticket is not None:
             self._ticket.thrown_away_tokens += sum(
@@ -275,7 +277,7 @@ class WholeAnswer:
         return part
 
     def _sampled(self) -> list[int]:
-        return [] if self._so_far is None else answered_ids(self._so_far) or []
+        return [] if self._so_far is None else extract_token_ids(self._so_far) or []
 
 
 def _each(answer: Any) -> list[Any]:

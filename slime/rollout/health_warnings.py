@@ -1,6 +1,6 @@
 """Detects probable problems of a run in one rollout, and describes each with a remedy and an example response.
 
-The checks are pure functions of samples and metrics. `Concerns` counts the warnings: each is given when it first occurs
+The checks are pure functions of samples and metrics. `HealthWarnings` counts the warnings: each is given when it first occurs
 and, while it persists, after 2, 4, 8, ... occurrences.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 from slime.config import Config
-from slime.config.algorithm import compares_siblings
+from slime.config.algorithm import uses_group_baseline
 from slime.config.batch import num_trainers
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.sample import Sample
@@ -35,7 +35,7 @@ TINY_TOKENS, MANY_PASSES, FULL_PASS = 1024, 32, 8192
 """Passes over fewer tokens leave most of a device idle; a step with this many such passes gives a warning."""
 
 
-class Concerns:
+class HealthWarnings:
     """Collects the warnings of a run, and limits how often each is repeated.
 
     `special_tokens()` is called only if all rewards are equal, because it may load a tokenizer.
@@ -52,7 +52,7 @@ class Concerns:
     ) -> list[str]:
         """Return the warnings to show after training on this rollout; gradient norm and advantage are its largest."""
         shown = []
-        found = concerns_of(self._config, samples, grad_norm, self._special_tokens)
+        found = find_problems(self._config, samples, grad_norm, self._special_tokens)
         if advantage is not None and advantage > LARGE_ADVANTAGE:
             found[ADVANTAGES] = (
                 f"the largest advantage is {advantage:.3g}, and usual ones are below 10: look at the samples' rewards "
@@ -80,7 +80,7 @@ class Concerns:
         return shown
 
 
-def concerns_of(
+def find_problems(
     config: Config,
     samples: Sequence[Sample],
     grad_norm: float | None,
@@ -107,18 +107,18 @@ def concerns_of(
         found |= _equal_rewards(config, scored, rewards.pop(), no_gradient, special_tokens())
     elif no_gradient:
         why = "every token may be masked, or every ratio clipped: look at the samples' loss_mask and train/pg_clipfrac"
-        if compares_siblings(config):
+        if uses_group_baseline(config):
             why = (
                 "in every group all rewards are equal: more --n-samples-per-prompt or a higher --rollout-temperature "
                 "make them differ, --dynamic-sampling-filter-path "
                 "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std skips such groups"
             )
-        found[NO_GRADIENT] = f"the gradient was zero and the weights did not change; {quoted(usable[0])}; {why}"
+        found[NO_GRADIENT] = f"the gradient was zero and the weights did not change; {quote_response(usable[0])}; {why}"
     cut = [sample for sample in usable if sample.status is Sample.Status.TRUNCATED]
     if len(cut) >= MOST_TRUNCATED * len(usable):
         limit = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
         found[TRUNCATED] = (
-            f"{len(cut)} of {len(usable)} responses were cut off at the length limit; {quoted(cut[0], end=True)}; "
+            f"{len(cut)} of {len(usable)} responses were cut off at the length limit; {quote_response(cut[0], end=True)}; "
             f"raise --rollout-max-response-len (now {limit}), or if the response already had its answer, use "
             "--rollout-stop or a chat template (--apply-chat-template) that makes the model stop"
         )
@@ -139,7 +139,7 @@ def _equal_rewards(
             token = next(token for token in special_tokens if token in sample.response)
             return {
                 SPECIAL: f"every answer got the reward {reward:g}, and special tokens left in the text may be why: "
-                f"{quoted(sample)}, which would match without {token!r}. Leave special tokens out with "
+                f"{quote_response(sample)}, which would match without {token!r}. Leave special tokens out with "
                 "--rollout-skip-special-tokens, or strip them in the generate or reward function"
             }
     effect = (
@@ -153,11 +153,11 @@ def _equal_rewards(
             "format (--apply-chat-template, --label-key) are what it expects; or start from easier prompts or a model "
             "that sometimes succeeds"
         )
-    shown = quoted(scored[0])
+    shown = quote_response(scored[0])
     return {EQUAL: f"all {len(scored)} samples got the reward {reward:g}, {effect}; {shown}; {remedy}"}
 
 
-def quoted(sample: Sample, *, end: bool = False) -> str:
+def quote_response(sample: Sample, *, end: bool = False) -> str:
     """Return one response (its beginning, or its end) and its label, each escaped onto one line."""
     text = sample.response
     if len(text) > QUOTED_CHARS:

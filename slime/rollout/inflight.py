@@ -21,7 +21,7 @@ from slime.engine.http.client import EngineError
 from slime.rollout.gate import Ticket
 from slime.rollout.outcomes import Group, Produced, RolloutFailed, leaves, sampled_tokens, snapshot
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.state import UnderWay
+from slime.rollout.state import InflightGroup
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ CANCEL_GRACE_S = 10.0
 
 
 @dataclass
-class Landed:
+class AbortResult:
     """Outcome of the groups still in flight when the batch was full; the `held` ones are still alive."""
 
     finished: list[Group] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Landed:
     held: int = 0
 
 
-class Flight:
+class InflightGroups:
     """Dispatches groups and collects all of them.
 
     `thrown_away_tokens` counts tokens that were sampled and are neither trained on nor continued.
@@ -56,7 +56,7 @@ class Flight:
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._runtime = runtime
         self._state = runtime.state
-        self._under_way: dict[asyncio.Task[Group], UnderWay] = {}
+        self._under_way: dict[asyncio.Task[Group], InflightGroup] = {}
         self._ended: set[asyncio.Task[Group]] = set()
         self._news = asyncio.Event()
         self._count = 0
@@ -66,7 +66,7 @@ class Flight:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def take_off(self, groups: list[Group]) -> None:
+    def dispatch_groups(self, groups: list[Group]) -> None:
         """Dispatch groups.
 
         With `--partial-rollout`, a group that cannot be continued from its tokens alone gets a ticket for the gate.
@@ -82,7 +82,7 @@ class Flight:
         generated: list[dict[int, Produced]] = [{} for _ in groups]
         tasks = self._state.submit_generate_tasks(groups, tickets, generated)
         for task, group, prompt, ticket, complete in zip(tasks, groups, prompts, tickets, generated, strict=True):
-            self._watch(UnderWay(task, group, prompt, ticket, complete))
+            self._watch(InflightGroup(task, group, prompt, ticket, complete))
 
     def adopt(self) -> None:
         """Take over the groups that the last rollout held, and let them continue."""
@@ -107,12 +107,12 @@ class Flight:
             one = self._forget(task)
             if one.was_held and not _is_finished(group):
                 self._state.remaining_batch_size -= 1  # an earlier rollout cut it off outside the gate
-                self.take_off([self._to_continue(group, one)])
+                self.dispatch_groups([self._to_continue(group, one)])
             else:
                 groups.append(group)
         return groups
 
-    async def land(self) -> Landed:
+    async def land(self) -> AbortResult:
         """Close the gate, abort the groups in flight, wait until they end or are held, and sort them by outcome."""
         self._state.gate.close()
         self._state.aborted = True
@@ -120,7 +120,7 @@ class Flight:
             await self._abort()
         finally:
             self._state.aborted = False
-        landed = Landed()
+        landed = AbortResult()
         for task, one in list(self._under_way.items()):
             if not task.done() and task not in self._left_behind:
                 del self._under_way[task]
@@ -144,7 +144,7 @@ class Flight:
 
     async def cancel(self) -> None:
         """Cancel all groups, held ones too; used when a rollout failed."""
-        await cancelled(self._under_way)
+        await cancel_and_wait(self._under_way)
         for task in list(self._under_way):
             self._forget(task)
         await self._state.cancel_held()
@@ -187,12 +187,12 @@ class Flight:
             len(late),
             ABORT_DEADLINE_S,
         )
-        await cancelled(late)
+        await cancel_and_wait(late)
         self._left_behind |= {task for task in late if not task.done()}
 
     # what comes back
 
-    def _watch(self, one: UnderWay) -> None:
+    def _watch(self, one: InflightGroup) -> None:
         """Register a group, and a callback for its end, so that waiting does not scan all tasks."""
         self._count += 1
         one.order = self._count
@@ -204,7 +204,7 @@ class Flight:
             self._ended.add(task)
             self._news.set()
 
-    def _generated(self, one: UnderWay) -> Group:
+    def _generated(self, one: InflightGroup) -> Group:
         """Return a cancelled group for a new dispatch: complete responses keep their tokens, others start over.
 
         Without `--partial-rollout`, all members of a group must be sampled by the same weights: the complete responses
@@ -225,7 +225,7 @@ class Flight:
             for member, prompt in zip(kept, one.prompts, strict=True)
         ]
 
-    def _to_continue(self, group: Group, one: UnderWay) -> Group:
+    def _to_continue(self, group: Group, one: InflightGroup) -> Group:
         """Return an aborted group in the state in which it goes back to the buffer."""
         if not self._runtime.args.partial_rollout:
             self.thrown_away_tokens += one.lost_tokens(group)
@@ -243,7 +243,7 @@ class Flight:
             member.metadata.setdefault("start_rollout_id", self._state.rollout_id)
         return member
 
-    def _forget(self, task: asyncio.Task[Group]) -> UnderWay:
+    def _forget(self, task: asyncio.Task[Group]) -> InflightGroup:
         one = self._under_way.pop(task)
         self._ended.discard(task)
         place, one.generated = one.generated, dict(one.generated)
@@ -265,7 +265,7 @@ async def abort_requests(runtime: RolloutRuntime) -> None:
         logger.warning("requests could not be aborted and run to their end: %s", error)
 
 
-def _must_end(one: UnderWay, in_grace: bool) -> bool:
+def _must_end(one: InflightGroup, in_grace: bool) -> bool:
     """Return whether `land` waits for a task instead of holding it."""
     if one.task.done():
         return False
@@ -300,7 +300,7 @@ def result_of(task: asyncio.Task[Group]) -> Group:
     return task.result()
 
 
-async def cancelled(tasks: Collection[asyncio.Task[Group]]) -> None:
+async def cancel_and_wait(tasks: Collection[asyncio.Task[Group]]) -> None:
     """Cancel tasks and wait until they have ended; tasks that ignore the cancellation are abandoned."""
     done, late = {task for task in tasks if task.done()}, {task for task in tasks if not task.done()}
     for task in late:

@@ -26,7 +26,7 @@ REPETITION_TAIL_CHARS = 10_000
 REPETITION_COMPRESSION = 10.0
 
 
-class Repetitions:
+class RepetitionCache:
     """Caches which responses are repetitive; each is checked when it arrives, as checking all at the end is slow."""
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Repetitions:
         """Check the response of a sample and store the result."""
         self._known[id(sample)] = sample.response, has_repetition(sample.response)
 
-    def only(self, samples: Iterable[Sample]) -> Repetitions:
+    def only(self, samples: Iterable[Sample]) -> RepetitionCache:
         """Return a cache with the results of these samples alone."""
-        some = Repetitions()
+        some = RepetitionCache()
         some._known = {id(sample): self._known[id(sample)] for sample in samples if id(sample) in self._known}
         return some
 
@@ -49,13 +49,13 @@ class Repetitions:
 
 
 def rollout_metrics(
-    args: Config, samples: Sequence[Sample], rollout_time: float, repetitions: Repetitions | None = None
+    args: Config, samples: Sequence[Sample], rollout_time: float, repetitions: RepetitionCache | None = None
 ) -> Metrics:
     """Return all metrics of one training rollout: ``rollout/*``, ``perf/*``, and those that ``--log-*`` flags add."""
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, repetitions).items()}
     metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
     metrics |= task_metrics(args, samples)
-    metrics |= _asked_for(args, [sample for sample in _usable(samples) if sample.reward is not None])
+    metrics |= _flag_metrics(args, [sample for sample in _usable(samples) if sample.reward is not None])
     if args.log_multi_turn:
         metrics |= _multi_turn_metrics(args, _usable(samples))
     metrics |= _session_metrics(samples)
@@ -126,7 +126,7 @@ def pass_at_k(groups: Iterable[Sequence[bool]]) -> Metrics:
     return result
 
 
-def sample_metrics(samples: Sequence[Sample], repetitions: Repetitions | None = None) -> Metrics:
+def sample_metrics(samples: Sequence[Sample], repetitions: RepetitionCache | None = None) -> Metrics:
     """Return metrics that any list of samples has: lengths, truncation, repetition, caches, failures."""
     metrics: Metrics = {"failed/count": float(len(samples) - len(_usable(samples)))}
     stages = Counter((sample.failure or "unknown").partition(":")[0] for sample in samples if _failed(sample))
@@ -138,7 +138,7 @@ def sample_metrics(samples: Sequence[Sample], repetitions: Repetitions | None = 
     lengths = [sample.effective_response_length for sample in usable]
     metrics |= _spread("response_len", lengths)
     metrics["truncated_ratio"] = fmean(sample.status is Sample.Status.TRUNCATED for sample in usable)
-    metrics["repetition_frac"] = fmean(map(repetitions or Repetitions(), usable))
+    metrics["repetition_frac"] = fmean(map(repetitions or RepetitionCache(), usable))
     prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in usable)
     if prompt_tokens:
         cached = sum(sample.prefix_cache_info.cached_tokens for sample in usable)
@@ -212,7 +212,7 @@ def _by_rollout(samples: Sequence[Sample], values: Sequence[float]) -> dict[Hash
     return {group: [fmean(own) for own in members.values()] for group, members in rollouts.items()}
 
 
-def _asked_for(args: Config, scored: Sequence[Sample]) -> Metrics:
+def _flag_metrics(args: Config, scored: Sequence[Sample]) -> Metrics:
     """Return the metrics of ``--log-passrate``, ``--log-reward-category`` and ``--log-correct-samples``.
 
     A reward of 1 means a correct answer.

@@ -7,7 +7,7 @@ A failed sample is an outcome with a cause, not a reward of 0, and it does not e
 Invariant: the identity of a sample (group, index, rollout, session, row of the journal) comes from the dispatched
 sample and is never read from the result. A new `Sample`, or a list of them, replaces the dispatched one. All samples
 from one dispatched sample share a rollout id and are different objects, and no object belongs to two dispatched samples
-(`Claims`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so a
+(`SampleOwners`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so a
 restart does not read it.
 Invariant: a sample marked as failed here has status FAILED, a cause, no reward and `remove_sample`, so training leaves
 it out of group statistics and gradients. The run stops (`RolloutFailed`) only if every sample of a rollout failed.
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
-from slime.data.validation import BadSample, Bounds, check_sample, mend
+from slime.data.validation import BadSample, Bounds, check_sample, reset_invalid_fields
 from slime.engine.http.client import EngineError
 from slime.errors import RunFailed
 from slime.rollout.gate import evaluating
@@ -50,7 +50,7 @@ class Leaked(Exception):
     """A user function raised SystemExit or CancelledError, which would have ended the program or its task."""
 
 
-async def contained(call: Callable[[], object], who: str) -> Any:
+async def call_contained(call: Callable[[], object], who: str) -> Any:
     """Call a plain or async user function, and turn its own SystemExit or CancelledError into `Leaked`.
 
     A cancellation of the surrounding task is passed on.
@@ -96,7 +96,7 @@ class FailureLog:
         return cause
 
 
-def out_of_reach(sample: Sample) -> Sample:
+def detached_copy(sample: Sample) -> Sample:
     """Return a copy of the sample that a function left running in its thread cannot write into."""
     twin = copy.copy(sample)
     twin.metadata = dict(sample.metadata)
@@ -133,7 +133,7 @@ def prompt_tokens(sample: Sample) -> list[int]:
     return ids
 
 
-def start_over(sample: Sample) -> None:
+def reset_to_prompt(sample: Sample) -> None:
     """Reset a sample to its prompt: its tokens are those before the response."""
     forget_response(sample, prompt_tokens(sample))
     sample.status = Sample.Status.PENDING
@@ -201,14 +201,14 @@ def call_rollout_fn(
     The default data sources get the id of the rollout that reads from them.
     """
     if not evaluation and len(args) > 2:
-        tell_rollout_id(data_source=args[2], rollout_id=args[1])
+        set_source_rollout_id(data_source=args[2], rollout_id=args[1])
     output = fn(*args, evaluation=evaluation, **kwargs)
     if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
         return output
     return RolloutFnEvalOutput(data=output) if evaluation else RolloutFnTrainOutput(samples=output)
 
 
-def tell_rollout_id(data_source: object, rollout_id: int) -> None:
+def set_source_rollout_id(data_source: object, rollout_id: int) -> None:
     """Set the rollout id in a default data source, for the filters of its buffer."""
     source = data_source.source if isinstance(data_source, JournaledSource) else data_source
     if isinstance(source, RolloutDataSource):
@@ -239,8 +239,8 @@ def snapshot(member: Produced) -> Produced:
     return copy.deepcopy(member)
 
 
-_GIVEN = ("group_index", "index", "rollout_id", "session_id", "journal_id")
-_INHERITED = (
+_IDENTITY_FIELDS = ("group_index", "index", "rollout_id", "session_id", "journal_id")
+_INHERITED_FIELDS = (
     "prompt",
     "label",
     "metadata",
@@ -264,7 +264,7 @@ class SampleTaken(ValueError):
     """A function returned a sample that belongs to another dispatched sample."""
 
 
-class Claims:
+class SampleOwners:
     """Maps each live `Sample` object to the one dispatched sample that it belongs to."""
 
     def __init__(self) -> None:
@@ -286,16 +286,16 @@ class Claims:
         self._owners[place] = weakref.ref(sample, forget), owner
 
 
-class Origin:
+class DispatchedSample:
     """A sample as it was dispatched; all results of its generation belong to it."""
 
-    def __init__(self, sample: Sample, claims: Claims | None = None) -> None:
+    def __init__(self, sample: Sample, claims: SampleOwners | None = None) -> None:
         self._sample = sample
-        self._claims = Claims() if claims is None else claims
+        self._claims = SampleOwners() if claims is None else claims
         self._key = (evaluating.get(), sample.session_id, sample.group_index, sample.index)
         self._claims.take(sample, self._key)
-        self._given = {name: getattr(sample, name) for name in _GIVEN}
-        self._inherited = {name: getattr(sample, name) for name in _INHERITED}
+        self._given = {name: getattr(sample, name) for name in _IDENTITY_FIELDS}
+        self._inherited = {name: getattr(sample, name) for name in _INHERITED_FIELDS}
         self._prompt: list[int] = []
         try:
             check_sample(sample)
@@ -303,7 +303,7 @@ class Origin:
             return
         self._prompt = prompt_tokens(sample)
 
-    def claimed(self, result: object, who: str) -> Produced:
+    def claim_result(self, result: object, who: str) -> Produced:
         """Check what `who` returned (one or several samples), assign all of it to this origin, and return it.
 
         A sample that occurs twice in the list is replaced by a copy the second time.
@@ -371,7 +371,7 @@ class Origin:
 
     def forget_response(self, sample: Sample) -> None:
         """Reset a result to the dispatched prompt."""
-        mend(sample)
+        reset_invalid_fields(sample)
         forget_response(sample, self._prompt)
 
     def settle(self, produced: Produced, stage: str, log: FailureLog, bounds: Bounds) -> None:

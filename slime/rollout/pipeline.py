@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from slime.cluster.watchdog import acting_as, background, raise_failures, waiting
 from slime.config import Config
 from slime.config.algorithm import trains_on_log_probs
-from slime.config.async_mode import is_async, may_be_older
+from slime.config.async_mode import is_async, may_train_on_stale_tokens
 from slime.config.flags.rollout import ONE_STEP
 from slime.config.plugins.view import plugin_args
 from slime.data.buffer import Journal, JournaledSource
@@ -31,8 +31,8 @@ from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import (
+    DispatchedSample,
     FailureLog,
-    Origin,
     PromptSource,
     RolloutFnTrainOutput,
     call_rollout_fn,
@@ -40,7 +40,7 @@ from slime.rollout.outcomes import (
     leaves,
     refuse_all_failed,
 )
-from slime.rollout.progress import Pulse
+from slime.rollout.progress import SampleProgress
 from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
 from slime.rollout.staleness import staleness_metrics
 from slime.storage.json_types import JsonObject
@@ -56,7 +56,7 @@ LOOK_S = 0.5
 
 
 @dataclass
-class Generated:
+class GeneratedRollout:
     """One rollout with its metrics; `is_logged` means that a user function has already logged them."""
 
     samples: list[Any]
@@ -76,7 +76,7 @@ class RolloutMaker:
         journal: Journal | None,
         log: LogFunction,
         at_work: Callable[[], AbstractContextManager[None]],
-        pulse: Pulse | None = None,
+        pulse: SampleProgress | None = None,
     ) -> None:
         self._args = args
         self._rollout_fn = rollout_fn
@@ -84,11 +84,11 @@ class RolloutMaker:
         self._batches = data_source if isinstance(data_source, JournaledSource) else journal
         self._log = log
         self.at_work = at_work
-        self._pulse = pulse or Pulse()
+        self._pulse = pulse or SampleProgress()
         self._failures = FailureLog()
         self._bounds = bounds_of(args)
 
-    def make(self, rollout_id: int) -> Generated:
+    def make(self, rollout_id: int) -> GeneratedRollout:
         """Return the rollout from the journal if it is there, else call the rollout function."""
 
         def call() -> RolloutFnTrainOutput:
@@ -104,7 +104,7 @@ class RolloutMaker:
 
         return self.make_with(rollout_id, call)
 
-    def make_with(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput]) -> Generated:
+    def make_with(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput]) -> GeneratedRollout:
         """Return the rollout from the journal if it is there, else from `sample()`."""
         found = None if self._batches is None else self._batches.batch(rollout_id)
         if found is not None:
@@ -118,7 +118,7 @@ class RolloutMaker:
         made = dict(output.metrics or {})
         if "perf/rollout_time" not in made:  # the metrics of a user function are added to the usual ones
             made = rollout_metrics(self._args, samples, seconds) | made
-        if may_be_older(self._args):
+        if may_train_on_stale_tokens(self._args):
             made |= staleness_metrics(samples, rollout_id)
         if self._batches is not None:
             self._batches.assign(rollout_id, output.samples, made)
@@ -161,15 +161,15 @@ class RolloutMaker:
                     "without top-p, or accept that with --allow-biased-sampling"
                 )
             if not is_settled(sample, self._bounds):
-                Origin(sample).settle(sample, "rollout", self._failures, self._bounds)
+                DispatchedSample(sample).settle(sample, "rollout", self._failures, self._bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 
-    def _finished(self, rollout_id: int, groups: list[Any], metrics: JsonObject, seconds: float) -> Generated:
+    def _finished(self, rollout_id: int, groups: list[Any], metrics: JsonObject, seconds: float) -> GeneratedRollout:
         save_rollout(self._args, rollout_id, groups)
         samples = list(leaves(groups))
         is_logged = self._log(rollout_id, plugin_args(self._args), samples, dict(metrics), seconds) is True
-        return Generated(groups, metrics, is_logged)
+        return GeneratedRollout(groups, metrics, is_logged)
 
 
 def _holds_samples(nested: object) -> bool:
@@ -178,17 +178,17 @@ def _holds_samples(nested: object) -> bool:
     return isinstance(nested, Sample)
 
 
-class RunAsync(Protocol):
+class RunOnRolloutLoop(Protocol):
     """Runs a coroutine on the event loop of the rollout and waits for its result."""
 
     def __call__(self, coro: Coroutine[object, object, T], /, *, whom: str | None = None) -> T: ...
 
 
-class Feed(ABC):
+class RolloutFeed(ABC):
     """Source of the rollouts of a run, in order."""
 
     @abstractmethod
-    def get(self, rollout_id: int) -> Generated:
+    def get(self, rollout_id: int) -> GeneratedRollout:
         """Wait for the rollout with this number and return it."""
 
     @contextmanager
@@ -203,17 +203,17 @@ class Feed(ABC):
         """Stop background work; may be called again."""
 
 
-class OnDemand(Feed):
+class SynchronousFeed(RolloutFeed):
     """Synchronous mode: a rollout is generated when it is requested."""
 
     def __init__(self, maker: RolloutMaker) -> None:
         self._maker = maker
 
-    def get(self, rollout_id: int) -> Generated:
+    def get(self, rollout_id: int) -> GeneratedRollout:
         return self._maker.make(rollout_id)
 
 
-class Ahead(Feed):
+class OneStepAheadFeed(RolloutFeed):
     """One-step-ahead mode: a thread generates the next rollouts during training, up to `ready` in advance.
 
     Weight updates and evaluations happen only between two rollouts, so every rollout has one weight version.
@@ -223,12 +223,12 @@ class Ahead(Feed):
         self._maker = maker
         self._numbers = range(start, total)
         self._most_ready = ready
-        self._ready: deque[tuple[int, Generated]] = deque()
+        self._ready: deque[tuple[int, GeneratedRollout]] = deque()
         self._busy = self._held = self._closed = False
         self._changed = threading.Condition()
         self._making = background("rollouts ahead", self._make_all)
 
-    def get(self, rollout_id: int) -> Generated:
+    def get(self, rollout_id: int) -> GeneratedRollout:
         with self._changed:
             self._wait(f"rollout {rollout_id}", "to be made", lambda: bool(self._ready))
             number, made = self._ready.popleft()
@@ -280,10 +280,10 @@ class Ahead(Feed):
                     self._changed.notify_all()
 
 
-class NeverStopping(Feed):
+class FullyAsyncFeed(RolloutFeed):
     """Fully asynchronous mode: takes finished groups from a generation that continues during training and updates."""
 
-    def __init__(self, maker: RolloutMaker, continuous: ContinuousRollout, run_async: RunAsync) -> None:
+    def __init__(self, maker: RolloutMaker, continuous: ContinuousRollout, run_async: RunOnRolloutLoop) -> None:
         self._maker = maker
         self._continuous = continuous
         self._run_async = run_async
@@ -291,7 +291,7 @@ class NeverStopping(Feed):
         self._watched.enter_context(maker.at_work())  # also while the trainers work
         run_async(continuous.start())
 
-    def get(self, rollout_id: int) -> Generated:
+    def get(self, rollout_id: int) -> GeneratedRollout:
         name = f"rollout {rollout_id}"
         return self._maker.make_with(rollout_id, lambda: self._run_async(self._continuous.take(rollout_id), whom=name))
 
@@ -311,13 +311,13 @@ def make_feed(
     start: int,
     total: int,
     replayed: Sequence[int],
-) -> Feed:
+) -> RolloutFeed:
     """Create the feed for `--async-mode`; `replayed` are rollouts that are already in the journal."""
     args = runtime.args
     if not is_async(args):
-        return OnDemand(maker)
+        return SynchronousFeed(maker)
     if args.async_mode == ONE_STEP:
-        return Ahead(maker, start=start, total=total, ready=args.async_buffer_size)
+        return OneStepAheadFeed(maker, start=start, total=total, ready=args.async_buffer_size)
     first = next((number for number in range(start, total) if number not in replayed), max(start, total))
     continuous = ContinuousRollout(runtime, data_source, first=first, total=total, version=start)
-    return NeverStopping(maker, continuous, runtime.run)
+    return FullyAsyncFeed(maker, continuous, runtime.run)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Beat:
+class ProgressSnapshot:
     """Snapshot of the progress; `wanted` is 0 if the number of samples is not known."""
 
     done: int
@@ -26,7 +26,7 @@ class Beat:
     oldest_s: float | None
 
 
-class Pulse:
+class SampleProgress:
     """Counts the samples of one rollout or evaluation at a time; those in flight stay counted when the next begins."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class Pulse:
             self._wanted, self._done, self._tokens = wanted, done, 0
             self._began = self._now()
 
-    def want_more(self, samples: int) -> None:
+    def subtract_discarded(self, samples: int) -> None:
         """Subtract discarded samples from those done; others must replace them."""
         with self._lock:
             self._done -= samples
@@ -90,7 +90,7 @@ class Pulse:
             self._done += 1
             self._tokens += tokens
 
-    def look(self) -> Beat | None:
+    def look(self) -> ProgressSnapshot | None:
         """Return a snapshot of the progress; None if no work is counted."""
         with self._lock:
             if not self._is_going or not (self._under_way or self._judged or self._done):
@@ -99,7 +99,7 @@ class Pulse:
             oldest = min((next(iter(work.values())) for work in (self._under_way, self._judged) if work), default=None)
             rate = self._tokens / max(now - self._began, 1e-6)
             oldest_s = None if oldest is None else now - oldest
-            return Beat(self._done, self._wanted, len(self._under_way), len(self._judged), rate, oldest_s)
+            return ProgressSnapshot(self._done, self._wanted, len(self._under_way), len(self._judged), rate, oldest_s)
 
     def sentence(self, tokens_per_s: float | None = None) -> str | None:
         """Return the progress as a line of text.

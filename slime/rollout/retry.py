@@ -17,8 +17,8 @@ from slime.storage.json_types import JsonMapping, JsonObject
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
 FAULTY_RETRIES = 8
-MOST_BACKOFF_S = 10.0
-MOST_RESUMES = 16
+MAX_BACKOFF_S = 10.0
+MAX_RESUMES = 16
 """How often in a row engines may abort a request that the run still needs, without a new token.
 
 With elastic engines a long answer is cut off often, but makes progress in between.
@@ -31,10 +31,10 @@ class AbortedTooOften(Exception):
     @classmethod
     def by_engine(cls) -> AbortedTooOften:
         """Return the error for a request that engines aborted without a new token."""
-        return cls(f"the engine aborted this request {MOST_RESUMES} times in a row without a new token")
+        return cls(f"the engine aborted this request {MAX_RESUMES} times in a row without a new token")
 
 
-class Draws:
+class RequestSeeds:
     """Gives each request of a sample its own seed, derived from the seed in the sample's sampling parameters."""
 
     def __init__(self, seed: int | None, begun: int = 0) -> None:
@@ -50,12 +50,12 @@ class Draws:
         return {**params, "sampling_seed": own}
 
 
-async def asked(
+async def request_completion(
     pool: EnginePool, payload: JsonObject, affinity_key: Hashable | None, *, fault_tolerant: bool
 ) -> GenerateResult:
     """Send a request and return what an engine sampled; in a fault-tolerant run a broken answer counts as aborted."""
     if fault_tolerant:
-        return await asked_in_pieces(pool, payload, affinity_key, fault_tolerant=True)
+        return await stream_completion(pool, payload, affinity_key, fault_tolerant=True)
     for attempt in range(TRANSIENT_RETRIES):
         try:
             return await pool.generate_result(payload, affinity_key)
@@ -66,7 +66,7 @@ async def asked(
     return await pool.generate_result(payload, affinity_key)
 
 
-async def asked_in_pieces(
+async def stream_completion(
     pool: EnginePool,
     payload: JsonObject,
     affinity_key: Hashable | None,
@@ -82,9 +82,9 @@ async def asked_in_pieces(
     error: EngineError | None = None
     for attempt in range(FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1):
         if attempt:
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - (not fault_tolerant)), MOST_BACKOFF_S))
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - (not fault_tolerant)), MAX_BACKOFF_S))
         try:
-            result, error = await pool.generate_kept(payload, affinity_key, on_ids=on_ids)
+            result, error = await pool.generate_resumable(payload, affinity_key, on_ids=on_ids)
         except EngineError as raised:
             if not raised.transient:
                 raise

@@ -25,13 +25,18 @@ from slime.config import Config
 from slime.config.datasets import EvalDataset, train_datasets
 from slime.config.plugins import is_async, load_function, load_plugin
 from slime.config.plugins.args import run_mark
-from slime.config.plugins.view import changed_by, plugin_args, tell_plugins, with_own_overlay
+from slime.config.plugins.view import (
+    config_with_changed_args,
+    plugin_args,
+    set_plugin_args,
+    with_own_overlay,
+)
 from slime.data.buffer import Journal
 from slime.data.chat_template import encode, load_tokenizer, model_vocab_size, prompt_text
 from slime.data.prompts import PromptDataset
-from slime.data.routed_experts import RoutedModel
-from slime.data.sample import Keep, Sample
-from slime.data.trace import Span, trace_span
+from slime.data.routed_experts import RouterDimensions
+from slime.data.sample import ArrayMover, Sample
+from slime.data.trace import TraceSpan, trace_span
 from slime.data.validation import Bounds
 from slime.engine.http.blocking import engine_key
 from slime.engine.http.pool import EnginePool
@@ -39,10 +44,10 @@ from slime.engine.http.router import Router
 from slime.engine.sglang.router import RoutedPool
 from slime.errors import UserError
 from slime.rollout.event_loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
-from slime.rollout.gate import Seats, clock_stopped, evaluating, ticket_here
+from slime.rollout.gate import ConcurrencyLimit, current_ticket, evaluating, paused_sample_clock
 from slime.rollout.legacy_signatures import as_generate
-from slime.rollout.outcomes import Claims, FailureLog, contained
-from slime.rollout.progress import Pulse
+from slime.rollout.outcomes import FailureLog, SampleOwners, call_contained
+from slime.rollout.progress import SampleProgress
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
 from slime.rollout.state import Dispatch, GenerateState
 from slime.storage.json_types import JsonObject
@@ -105,10 +110,10 @@ class RolloutRuntime:
         """Threads for plain functions of the user; the concurrency limit bounds the generate functions among them."""
         self._one_at_a_time = asyncio.Lock()
         self.failures = FailureLog()
-        self.claims = Claims()
-        self.pulse, self.eval_pulse = Pulse(), Pulse()
+        self.claims = SampleOwners()
+        self.pulse, self.eval_pulse = SampleProgress(), SampleProgress()
         self.journal: Journal | None = None
-        self.keep: Keep | None = None
+        self.keep: ArrayMover | None = None
         """Puts arrays into memory that trainers read; None if no trainer reads them."""
         self.when_recorded: list[Callable[[Sample], Awaitable[None]]] = []
         """Callbacks run with a dispatched sample once its result is in the journal, to delete intermediate records."""
@@ -125,16 +130,16 @@ class RolloutRuntime:
         self._functions: dict[tuple[str, str], Callable[..., object]] = {}
         self._hubs: dict[RewardSettings, RewardHub] = {}
         self._owned: dict[str, tuple[Any, Callable[[Any], Awaitable[None]] | None]] = {}
-        self._model = _Model(config)
+        self._model = _ModelFolder(config)
         try:
             addresses = self._router_addresses()
         except BaseException:
             self.loop_thread.close()
             raise
         self.args = config.replace(carried={**config.carried, **addresses})
-        tell_plugins(self.args, carried=self.args.carried, **addresses)
+        set_plugin_args(self.args, carried=self.args.carried, **addresses)
         self.plugin_args: Any = plugin_args(self.args)
-        self.semaphore = Seats(self._seats())
+        self.semaphore = ConcurrencyLimit(self._seats())
         self.state = GenerateState(
             self.args,
             dispatch=dispatch,
@@ -154,7 +159,7 @@ class RolloutRuntime:
         """True if samples record traces, which is so if rollouts are dumped, because dumps show them."""
         return self.args.save_debug_rollout_data is not None
 
-    def span(self, target: object, name: str) -> AbstractContextManager[Span | None]:
+    def span(self, target: object, name: str) -> AbstractContextManager[TraceSpan | None]:
         """Record a span in the traces of samples; does nothing if samples are not traced."""
         return trace_span(target, name) if self.traces else nullcontext()
 
@@ -205,13 +210,13 @@ class RolloutRuntime:
             self._hubs[settings] = RewardHub(self.args, self._reward, args=self.plugin_args)
         return self._hubs[settings]
 
-    def seen_by(self, args: object) -> RolloutRuntime:
+    def with_args(self, args: object) -> RolloutRuntime:
         """Return this runtime for a call with `args`: itself, or a copy that uses the changed flags in `args`."""
         if args is self.plugin_args or args is self.args or args is self.config:
             return self
         twin = copy.copy(self)
         twin.plugin_args = self.plugin_args if isinstance(args, Config) else args
-        twin.args = args if isinstance(args, Config) else changed_by(self.args, args)
+        twin.args = args if isinstance(args, Config) else config_with_changed_args(self.args, args)
         return twin
 
     def function(self, path: str, *, flag: str, params: Sequence[str]) -> Callable[..., object]:
@@ -238,15 +243,15 @@ class RolloutRuntime:
         """
         call = partial(function, *args, **kwargs)
         if is_async(function):
-            return await contained(call, who)
+            return await call_contained(call, who)
 
         async def call_in_thread() -> object:
-            with clock_stopped():
+            with paused_sample_clock():
                 future = await self.threads.begin(call, who)
             result = await future
             return await result if inspect.isawaitable(result) else result
 
-        return await contained(call_in_thread, who)
+        return await call_contained(call_in_thread, who)
 
     async def off_loop(self, function: Callable[..., T], who: str, *args: object, **kwargs: object) -> T:
         """Call a plain function over several samples in a thread, within `STALL_S`, and return its result.
@@ -309,20 +314,20 @@ class RolloutRuntime:
 
     async def _aclose(self) -> None:
         if self.state.continuous is not None:
-            await _closed("generation", self.state.continuous.aclose())
-        await _closed("samples in the making", self.state.cancel_held())
+            await _close_with_timeout("generation", self.state.continuous.aclose())
+        await _close_with_timeout("samples in the making", self.state.cancel_held())
         while self._owned:
             name, (kept, close) = self._owned.popitem()  # last made, first closed
             if close is not None:
-                await _closed(name, close(kept))
+                await _close_with_timeout(name, close(kept))
         for router in self._routers:
-            await _closed("router", router.aclose())
+            await _close_with_timeout("router", router.aclose())
         for name, pool in self.frozen_pools.items():
-            await _closed(f"connections to {name}", pool.aclose())
+            await _close_with_timeout(f"connections to {name}", pool.aclose())
         for hub in self._hubs.values():
-            await _closed("reward workers", hub.aclose())
+            await _close_with_timeout("reward workers", hub.aclose())
         if self._pool is not None:
-            await _closed("connections to the engines", self._pool.aclose())
+            await _close_with_timeout("connections to the engines", self._pool.aclose())
         self.threads.close()
 
     def _router_addresses(self) -> JsonObject:
@@ -352,7 +357,7 @@ class RolloutRuntime:
         return address.hostname, address.port
 
 
-async def _closed(what: str, closing: Awaitable[None]) -> None:
+async def _close_with_timeout(what: str, closing: Awaitable[None]) -> None:
     """Wait until a resource is closed; on timeout log a warning and continue, because the results are complete."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -361,7 +366,7 @@ async def _closed(what: str, closing: Awaitable[None]) -> None:
         logger.warning("%s: not closed after %g s; it ends with the process", what, CLOSE_TIMEOUT_S)
 
 
-class _Model:
+class _ModelFolder:
     """Tokenizer and sample limits of the model folder, read on first use."""
 
     def __init__(self, config: Config) -> None:
@@ -388,7 +393,7 @@ def bounds_of(config: Config) -> Bounds:
     folder = config.hf_checkpoint
     if folder is None:
         return Bounds()
-    return Bounds(model_vocab_size(folder), RoutedModel.of(folder) if config.use_rollout_routing_replay else None)
+    return Bounds(model_vocab_size(folder), RouterDimensions.of(folder) if config.use_rollout_routing_replay else None)
 
 
 class _Registry:
@@ -432,7 +437,7 @@ def find_runtime(args: object) -> RolloutRuntime | None:
     mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
     running = (one for one in _registry.newest_first() if one.is_of_run)
     runtime = next(running, None) if mark is None else _registry.find(mark)
-    return None if runtime is None else runtime.seen_by(args)
+    return None if runtime is None else runtime.with_args(args)
 
 
 def newest_runtime() -> RolloutRuntime | None:
@@ -440,9 +445,9 @@ def newest_runtime() -> RolloutRuntime | None:
     return next(iter(_registry.newest_first()), None)
 
 
-def state_behind(url: str) -> GenerateState | None:
+def state_of_engine(url: str) -> GenerateState | None:
     """Return the state of the rollout that uses the engine at this URL; None for every other URL."""
-    ticket = ticket_here()
+    ticket = current_ticket()
     serving = [runtime.state for runtime in _registry.newest_first() if runtime.state.serves(url)]
     own = (state for state in serving if ticket is not None and state.gate is ticket.gate)
     return next(own, serving[0] if serving else None)

@@ -24,24 +24,24 @@ from slime.data.validation import keep_bad_sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.gate import SampleClock, SampleTimeout, as_evaluation, ticket_here
-from slime.rollout.generate import draw_with, generate
+from slime.rollout.gate import SampleClock, SampleTimeout, as_evaluation, current_ticket
+from slime.rollout.generate import generate, set_sample_seed
 from slime.rollout.metrics import has_number
 from slime.rollout.outcomes import (
+    DispatchedSample,
     GivenUp,
     Group,
-    Origin,
     Produced,
+    detached_copy,
     leaves,
     mark_failed,
-    out_of_reach,
+    reset_to_prompt,
     snapshot,
-    start_over,
 )
-from slime.rollout.retry import MOST_RESUMES, AbortedTooOften
+from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
-from slime.rollout.state import note_generated
+from slime.rollout.state import store_result
 from slime.storage.group_commit import JournalFailed
 from slime.storage.json_types import JsonObject
 
@@ -67,7 +67,7 @@ async def generate_and_rm_group(
             sample.session_id = str(uuid.uuid4())
     with as_evaluation() if evaluation else nullcontext(), runtime.span(list(group), "generate_and_rm_group"):
         results: Group = await gather_or_cancel(
-            _generated_member(runtime, member, sampling_params, evaluation) for member in group
+            _process_member(runtime, member, sampling_params, evaluation) for member in group
         )
     samples = list(leaves(results))
     if config.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
@@ -78,13 +78,13 @@ async def generate_and_rm_group(
             bounds = runtime.bounds
         for member, result in zip(group, results, strict=True):
             for sample in leaves([result]):
-                Origin(sample).settle(sample, "reward", runtime.failures, bounds)
+                DispatchedSample(sample).settle(sample, "reward", runtime.failures, bounds)
             if not evaluation:
                 await _record(runtime, member, result)
     return results
 
 
-async def _generated_member(
+async def _process_member(
     runtime: RolloutRuntime, member: Produced, sampling_params: JsonObject, evaluation: bool
 ) -> Produced:
     """Generate one sample of a group with its own copy of the sampling parameters.
@@ -100,10 +100,10 @@ async def _generated_member(
         params.setdefault(
             "sampling_seed", sampling_seed(runtime.args.rollout_seed, "eval" if evaluation else "train", member.index)
         )
-        draw_with(params["sampling_seed"])
+        set_sample_seed(params["sampling_seed"])
     before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
-        produced = await _traced(runtime, member, params, evaluation)
+        produced = await _process_sample(runtime, member, params, evaluation)
     if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         tokens = sum(sample.response_length for sample in leaves([produced]))
         (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
@@ -118,20 +118,22 @@ async def generate_and_rm(
     args: Config, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Produced:
     """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group."""
-    return await _traced(runtime_for(args), sample, sampling_params, evaluation)
+    return await _process_sample(runtime_for(args), sample, sampling_params, evaluation)
 
 
-async def _traced(runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool) -> Produced:
+async def _process_sample(
+    runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool
+) -> Produced:
     """Run `generate_and_rm` as a span of the sample's trace, if samples are traced."""
     if runtime.traces and sample.status is not Sample.Status.PENDING:
         trace_next_attempt(sample)
     with runtime.span(sample, "generate_and_rm"):
         config = runtime.args
-        origin, clock = Origin(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
+        origin, clock = DispatchedSample(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
         produced: Produced = sample
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
             if sample.status is Sample.Status.FAILED:
-                start_over(sample)  # a failed sample that was handed out again
+                reset_to_prompt(sample)  # a failed sample that was handed out again
             async with runtime.semaphore:
                 if runtime.state.aborted:
                     sample.status = Sample.Status.ABORTED
@@ -139,20 +141,22 @@ async def _traced(runtime: RolloutRuntime, sample: Sample, sampling_params: Json
                 if config.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                     sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
                 with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
-                    produced = await _generated(runtime, origin, clock, sample, sampling_params, evaluation)
-            produced = await _hooked(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
+                    produced = await _call_until_complete(runtime, origin, clock, sample, sampling_params, evaluation)
+            produced = await _run_hooks(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
         if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-            await _judged(runtime, origin, produced, evaluation)
-            note_generated(sample, produced)
+            await _teach_and_score(runtime, origin, produced, evaluation)
+            store_result(sample, produced)
             return produced
         generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
-        note_generated(sample, generated)
-        await _kept_while(runtime, sample, generated, _judged(runtime, origin, produced, evaluation))
-        note_generated(sample, produced)
+        store_result(sample, generated)
+        await _score_or_record(runtime, sample, generated, _teach_and_score(runtime, origin, produced, evaluation))
+        store_result(sample, produced)
         return produced
 
 
-async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, evaluation: bool) -> None:
+async def _teach_and_score(
+    runtime: RolloutRuntime, origin: DispatchedSample, produced: Produced, evaluation: bool
+) -> None:
     """Add teacher log-probs and rewards to the generated samples; group rewards are computed later."""
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
@@ -166,7 +170,7 @@ async def _judged(runtime: RolloutRuntime, origin: Origin, produced: Produced, e
     origin.settle(produced, "reward", runtime.failures, runtime.bounds)
 
 
-async def _kept_while(
+async def _score_or_record(
     runtime: RolloutRuntime, sample: Sample, generated: Produced, judging: Coroutine[object, object, None]
 ) -> None:
     """Await the reward of a complete response; if it is slow, record the response in the journal without it."""
@@ -196,9 +200,9 @@ async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
 # generate function
 
 
-async def _generated(
+async def _call_until_complete(
     runtime: RolloutRuntime,
-    origin: Origin,
+    origin: DispatchedSample,
     clock: SampleClock,
     sample: Sample,
     sampling_params: JsonObject,
@@ -208,7 +212,7 @@ async def _generated(
     path = sample.generate_function_path or runtime.args.custom_generate_function_path
     try:
         async with clock.running(path or "generate"):
-            for attempt in range(MOST_RESUMES):
+            for attempt in range(MAX_RESUMES):
                 result: object
                 if path is None:
                     result = await generate(runtime.plugin_args, sample, sampling_params)
@@ -220,22 +224,22 @@ async def _generated(
                     result = await runtime.call_function(
                         custom, path, runtime.plugin_args, sample, sampling_params, **extra
                     )
-                produced = origin.claimed(result, path or "generate")
+                produced = origin.claim_result(result, path or "generate")
                 origin.settle(produced, "generate", runtime.failures, runtime.bounds)
                 if not isinstance(produced, Sample):
-                    if not _is_landing(runtime):  # a fan-out is not generated again: its aborted samples fail
+                    if not _is_batch_full(runtime):  # a fan-out is not generated again: its aborted samples fail
                         cut = [sample for sample in produced if sample.status is Sample.Status.ABORTED]
                         mark_failed(cut, "generate: it was returned as aborted during the rollout")
                     return produced
                 if produced.status is not Sample.Status.ABORTED:
                     return produced
                 sample = origin.again(produced)
-                if _is_landing(runtime):
+                if _is_batch_full(runtime):
                     return sample
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
-                if _is_landing(runtime):
+                if _is_batch_full(runtime):
                     return sample
-            raise AbortedTooOften(f"{path} returned its sample as aborted {MOST_RESUMES} times")
+            raise AbortedTooOften(f"{path} returned its sample as aborted {MAX_RESUMES} times")
     except (UserError, JournalFailed):
         raise
     except GivenUp:
@@ -243,15 +247,15 @@ async def _generated(
         sample.status = Sample.Status.ABORTED
         return sample
     except Exception as error:  # noqa: BLE001 - any error of a generate function fails only this sample
-        sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
+        sample = detached_copy(sample) if isinstance(error, SampleTimeout) else sample
         origin.forget_response(sample)
         mark_failed([sample], runtime.failures.record("generate", error))
         return sample
 
 
-def _is_landing(runtime: RolloutRuntime) -> bool:
+def _is_batch_full(runtime: RolloutRuntime) -> bool:
     """Return whether the batch is full, so that an aborted sample goes back to the buffer or is held."""
-    ticket = ticket_here()
+    ticket = current_ticket()
     return runtime.state.aborted or (ticket is not None and not ticket.gate.is_open)
 
 
@@ -262,29 +266,29 @@ async def apply_hooks(args: object, produced: Produced, rollout_id: int | None, 
     """Run the hooks on a sample, or on each sample of a fan-out; `rollout_id` defaults to the running rollout."""
     runtime = runtime_for(args)
     number = _rollout_id(runtime, evaluation) if rollout_id is None else rollout_id
-    return await _hooked(runtime, SampleClock(runtime.args.rollout_sample_timeout), produced, number, evaluation)
+    return await _run_hooks(runtime, SampleClock(runtime.args.rollout_sample_timeout), produced, number, evaluation)
 
 
 def _rollout_id(runtime: RolloutRuntime, evaluation: bool) -> int | None:
     return runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
 
 
-async def _hooked(
+async def _run_hooks(
     runtime: RolloutRuntime, clock: SampleClock, produced: Produced, rollout_id: int | None, evaluation: bool
 ) -> Produced:
     offered: dict[str, object] = {"rollout_id": rollout_id, "evaluation": evaluation}
     if not runtime.args.rollout_sample_hook_path:
         return produced
     if isinstance(produced, Sample):
-        return await _hook_one(runtime, clock, produced, offered)
+        return await _run_hooks_on_sample(runtime, clock, produced, offered)
     hooked = list(produced)
     for place, sample in enumerate(produced):
         others = [one for one in hooked if one is not sample]
-        hooked[place] = await _hook_one(runtime, clock, sample, offered, others)
+        hooked[place] = await _run_hooks_on_sample(runtime, clock, sample, offered, others)
     return hooked
 
 
-async def _hook_one(
+async def _run_hooks_on_sample(
     runtime: RolloutRuntime,
     clock: SampleClock,
     sample: Sample,
@@ -293,7 +297,7 @@ async def _hook_one(
 ) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
-    origin = Origin(sample, runtime.claims)
+    origin = DispatchedSample(sample, runtime.claims)
     try:
         for path in runtime.args.rollout_sample_hook_path:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
@@ -309,7 +313,7 @@ async def _hook_one(
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - any error of a hook fails only this sample
-        sample = out_of_reach(sample) if isinstance(error, SampleTimeout) else sample
+        sample = detached_copy(sample) if isinstance(error, SampleTimeout) else sample
         mark_failed([sample], runtime.failures.record("hook", error))
     origin.settle(sample, "hook", runtime.failures, runtime.bounds)
     return sample
@@ -349,7 +353,7 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
     """Set the reward of a sample, unless it has one, failed or was aborted."""
     if not _wants_reward(sample):
         return
-    if _needs_none(runtime, sample):
+    if _needs_no_reward(runtime, sample):
         sample.reward = 0.0
         return
     try:
@@ -365,7 +369,7 @@ async def score_one(runtime: RolloutRuntime, sample: Sample) -> None:
 async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
     """Set the rewards of samples; the samples of one call to a list function fail together, others individually."""
     for sample in samples:
-        if _wants_reward(sample) and _needs_none(runtime, sample):
+        if _wants_reward(sample) and _needs_no_reward(runtime, sample):
             sample.reward = 0.0
     unscored = [sample for sample in samples if _wants_reward(sample)]
     if not unscored:
@@ -398,10 +402,12 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
             continue
         value = sample.reward_number(args, evaluation=evaluation)
         if not _is_number(value):
-            raise UserError(f"sample {sample.index}: {_giver(args, sample)} gave {value!r:.80}, which is not a number")
+            raise UserError(
+                f"sample {sample.index}: {_reward_source(args, sample)} gave {value!r:.80}, which is not a number"
+            )
         if not math.isfinite(float(value)):
             raise UserError(
-                f"sample {sample.index}: {_giver(args, sample)} gave the reward {float(value)}, which would corrupt "
+                f"sample {sample.index}: {_reward_source(args, sample)} gave the reward {float(value)}, which would corrupt "
                 "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
                 f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
             )
@@ -411,7 +417,7 @@ def _is_number(value: object) -> TypeGuard[SupportsFloat]:
     return hasattr(value, "__float__") and not isinstance(value, str | bytes)
 
 
-def _giver(args: Config, sample: Sample) -> str:
+def _reward_source(args: Config, sample: Sample) -> str:
     """Describe the function that gave a sample its reward, from the flags and the sample."""
     path = sample.custom_rm_path or args.custom_rm_path
     if path is not None:
@@ -423,7 +429,7 @@ def _giver(args: Config, sample: Sample) -> str:
     return f"the generate function {generate}" if generate is not None else "the reward function"
 
 
-def _needs_none(runtime: RolloutRuntime, sample: Sample) -> bool:
+def _needs_no_reward(runtime: RolloutRuntime, sample: Sample) -> bool:
     """Return whether distillation is the only signal: there is no verifier, or the label it needs is missing."""
     if not runtime.state.rewardless or sample.custom_rm_path is not None:
         return False

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.outcomes import Group, leaves, sampled_tokens, start_over
+from slime.rollout.outcomes import Group, leaves, reset_to_prompt, sampled_tokens
 from slime.rollout.runtime import RolloutRuntime
 
 
@@ -62,7 +62,7 @@ def prompts_of(group: Group) -> Group | None:
     if not all(isinstance(member, Sample) for member in group):
         return None
     for sample in leaves(group):
-        start_over(sample)
+        reset_to_prompt(sample)
         sample.metadata.pop("start_rollout_id", None)
     return group
 

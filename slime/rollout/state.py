@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
-from slime.rollout.gate import Gate, Ticket, evaluating, ticket_here
+from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
 from slime.rollout.outcomes import Group, Produced, sampled_tokens
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.remote import Teacher
@@ -33,7 +33,7 @@ _generated: ContextVar[dict[int, Produced] | None] = ContextVar("generated", def
 
 
 @dataclass(eq=False)
-class UnderWay:
+class InflightGroup:
     """A group in flight: its task, its samples, copies from before the dispatch, and its ticket for the gate."""
 
     task: asyncio.Task[Group]
@@ -91,7 +91,7 @@ class GenerateState:
         self.teacher: Teacher | None = None
         self.rewardless = args.use_opd and args.custom_rm_path is None
         self.gate = Gate(semaphore)
-        self.held: list[UnderWay] = []
+        self.held: list[InflightGroup] = []
         self.continuous: Any = None
         """The `ContinuousRollout` that keeps generating between two calls of a user's rollout function."""
         self.reset()
@@ -103,7 +103,7 @@ class GenerateState:
     @property
     def aborted(self) -> bool:
         """True if the rollout was aborted; always False in groups with a ticket and in an evaluation."""
-        return self._aborted and ticket_here() is None and not evaluating.get()
+        return self._aborted and current_ticket() is None and not evaluating.get()
 
     @aborted.setter
     def aborted(self, value: bool) -> None:
@@ -181,7 +181,7 @@ class GenerateState:
             self._dp_users[rank] -= 1
 
 
-def note_generated(dispatched: Sample, produced: Produced) -> None:
+def store_result(dispatched: Sample, produced: Produced) -> None:
     """Store the result of a dispatched sample of the current group when its generation has ended."""
     place = _generated.get()
     if place is not None and not evaluating.get():

@@ -28,19 +28,19 @@ _DUMP_KEYS = (b"rollout_id", b"samples")
 
 def mark_written(folder: Path) -> None:
     """Record the files of a folder as written by a run; call it when the folder is complete."""
-    sizes = {name: path.stat().st_size for name, path in _files(folder) if name != MANIFEST}
+    sizes = {name: path.stat().st_size for name, path in _list_files(folder) if name != MANIFEST}
     (folder / MANIFEST).write_text(json.dumps({"written_by": "slime", "files": dict(sorted(sizes.items()))}, indent=1))
 
 
 def is_marked(folder: Path) -> bool:
     """Return True if a run wrote this folder, even if files were added to it since."""
-    return _manifest(folder) is not None
+    return _read_manifest(folder) is not None
 
 
-def not_from_a_run(folder: Path) -> str | None:
+def find_foreign_file(folder: Path) -> str | None:
     """Return the name of a file in the folder that no run wrote in its present form; None if there is none."""
-    written = _manifest(folder) or {}
-    for name, path in _files(folder):
+    written = _read_manifest(folder) or {}
+    for name, path in _list_files(folder):
         if name == MANIFEST:
             continue
         size = path.stat().st_size if path.is_file() and not path.is_symlink() else -1
@@ -77,7 +77,7 @@ def is_dump(path: Path) -> bool:
         return False
 
 
-def _manifest(folder: Path) -> JsonObject | None:
+def _read_manifest(folder: Path) -> JsonObject | None:
     try:
         found = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -86,13 +86,13 @@ def _manifest(folder: Path) -> JsonObject | None:
     return files if isinstance(files, dict) else None
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+def _list_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield files, links and empty folders with their names within `folder`, sorted."""
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and any(path.iterdir()):
-            yield from ((f"{path.name}/{name}", inner) for name, inner in _files(path))
+            yield from ((f"{path.name}/{name}", inner) for name, inner in _list_files(path))
         else:
             yield path.name, path
 
@@ -105,7 +105,7 @@ def refuse_to_replace(target: Path) -> None:
     """Raise `FolderTaken` if the path has anything that no run saved there."""
     if target.exists() and not target.is_dir():
         raise FolderTaken(f"{target} is a file: choose another path for the saved model")
-    foreign = not_from_a_run(target)
+    foreign = find_foreign_file(target)
     if foreign is not None:
         raise FolderTaken(f"{target} has {foreign}, which no run saved there: choose another path for the saved model")
 

@@ -60,7 +60,7 @@ class _Write:
             return  # the loop is closed
 
 
-class Commits:
+class CommitQueue:
     """The queue of writes to a journal, and its thread, which starts with the first write."""
 
     def __init__(self, database: Transactions) -> None:

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.storage.group_commit import Commits, JournalFailed
+from slime.storage.group_commit import CommitQueue, JournalFailed
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RowFile:
         """Create or open `path`."""
         self.path, self._kind = path, kind
         self._lock = threading.RLock()
-        if path.exists() and not _is_of(kind, path):
+        if path.exists() and not _is_of_kind(kind, path):
             number = 1
             while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
                 number += 1
@@ -65,7 +65,7 @@ class RowFile:
         except sqlite3.Error as error:
             raise self._failed(error) from error
         self._connection = connection
-        self._commits = Commits(self)
+        self._commits = CommitQueue(self)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -94,7 +94,7 @@ class RowFile:
         )
 
 
-def _is_of(kind: RowKind, path: Path) -> bool:
+def _is_of_kind(kind: RowKind, path: Path) -> bool:
     """Return True for a readable file of the kind, and for an empty database that can become one."""
     try:
         with closing(sqlite3.connect(f"file:{path.absolute()}?mode=ro", uri=True, timeout=BUSY_S)) as connection:

@@ -21,25 +21,30 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.algorithm import needs_reference
-from slime.config.async_mode import versions_behind
-from slime.config.initial_weights import Start, base_of, find_reference, find_start
+from slime.config.async_mode import max_versions_behind
+from slime.config.initial_weights import (
+    InitialWeights,
+    adapter_base_weights,
+    find_initial_weights,
+    find_reference_weights,
+)
 from slime.config.lora import uses_lora
-from slime.data.counters import Spans
-from slime.train.backends.protocol import POLICY, Builder, Outcome, TrainBackend
+from slime.data.counters import VersionRuns
+from slime.train.backends.protocol import POLICY, Builder, LossOutcome, TrainBackend
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
-from slime.train.checkpoints.writer import Draft
+from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy import (
     ABS_DIFF,
     ADVANTAGE_MAX,
     PolicyObjective,
-    largest,
-    largest_gap,
+    max_log_prob_gap,
+    max_unmasked,
     set_importance_scale,
 )
 from slime.train.lr_schedule import RateSchedule
 from slime.train.samples.micro_batch import MicroBatch, mismatch
-from slime.train.samples.nan_check import blamed
+from slime.train.samples.nan_check import report_nonfinite
 from slime.train.samples.rollout_data import RolloutData, collect
 from slime.train.step import SKIPPED, NotFinite, train_step
 from slime.train.timers import Timers
@@ -80,7 +85,7 @@ class OldPolicy:
         return f"{NAME}@{version}" if self._behind else NAME
 
 
-def token_versions(spans: Spans | None, length: int, nearest: dict[int | None, int]) -> Tensor:
+def token_versions(spans: VersionRuns | None, length: int, nearest: dict[int | None, int]) -> Tensor:
     """Return [length]: the kept version of each token."""
     versions = torch.full((length,), nearest[None], dtype=torch.int64)
     begin = 0
@@ -90,7 +95,7 @@ def token_versions(spans: Spans | None, length: int, nearest: dict[int | None, i
     return versions
 
 
-def versions_in(columns: Iterable[Spans | None]) -> set[int | None]:
+def response_versions(columns: Iterable[VersionRuns | None]) -> set[int | None]:
     """Return all versions of the responses, and None for tokens of unknown version."""
     return {None} | {as_version(version) for spans in columns for version, _ in spans or ()}
 
@@ -111,15 +116,15 @@ class Actor:
     def __init__(self, config: Config, builder: Builder) -> None:
         self.config = config
         self.topology = builder.topology
-        start = find_start(config)
+        start = find_initial_weights(config)
         builder.progress.begin("loading the policy")
-        self.backend = builder.policy(config, base_of(config, start) if uses_lora(config) else start)
-        sources: dict[str, Start] = {}
+        self.backend = builder.policy(config, adapter_base_weights(config, start) if uses_lora(config) else start)
+        sources: dict[str, InitialWeights] = {}
         if needs_reference(config):
-            sources["ref"] = find_reference(config)
+            sources["ref"] = find_reference_weights(config)
         if config.use_opd and config.opd_type == "trainer":
             assert config.opd_teacher_load is not None, "the flags were checked"
-            sources["teacher"] = Start(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
+            sources["teacher"] = InitialWeights(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
         for name, source in sources.items():
             builder.progress.begin(f"loading {name}")
             self.backend.load_frozen(name, source)
@@ -130,7 +135,7 @@ class Actor:
         self.old_policy: OldPolicy | None = None
         if config.keep_old_actor:
             version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
-            self.old_policy = OldPolicy(self.backend, version=version, behind=versions_behind(config))
+            self.old_policy = OldPolicy(self.backend, version=version, behind=max_versions_behind(config))
         self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
@@ -142,13 +147,13 @@ class Actor:
             with timers.measure("log_probs", brings=True):
                 if self.old_policy is None:
                     with_entropy = self.config.use_rollout_entropy
-                    self._pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
+                    self._forward_pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
                 else:
-                    self._pass_by_version(self.old_policy, data, micro_batches)
+                    self._forward_by_version(self.old_policy, data, micro_batches)
         for name in OTHER_MODELS:
             if self.backend.has(name):
                 with timers.measure(f"{name}_log_probs", brings=True):
-                    self._pass(name, data, micro_batches, f"{name}_log_probs")
+                    self._forward_pass(name, data, micro_batches, f"{name}_log_probs")
 
     def _needs_own_log_probs(self, num_steps: int) -> bool:
         """True if the old policy needs a forward pass of its own before the updates."""
@@ -164,7 +169,7 @@ class Actor:
         hooks = config.custom_advantage_function_path, config.rollout_data_postprocess_path
         return num_steps > 1 or config.kl_coef != 0 or config.use_opd or any(path is not None for path in hooks)
 
-    def _pass(
+    def _forward_pass(
         self,
         weights: str,
         data: RolloutData,
@@ -178,17 +183,17 @@ class Actor:
             micro_batches, weights=weights, entropy=with_entropy, own_routing=weights in OTHER_MODELS
         )
         for micro, found in zip(micro_batches, scores, strict=True):
-            log_probs += micro.give(found.values)
+            log_probs += micro.split_by_sample(found.values)
             if found.entropy is not None:
-                entropies += micro.give(found.entropy)
+                entropies += micro.split_by_sample(found.entropy)
         collect(data, name, log_probs)
         if with_entropy:
             collect(data, "entropy", entropies)
 
-    def _pass_by_version(self, old: OldPolicy, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
+    def _forward_by_version(self, old: OldPolicy, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute each token's log-prob (and entropy) with the weights that sampled it: one pass per version."""
         spans = data.get("version_spans") or [None] * len(data["response_lengths"])
-        nearest = {version: old.nearest(version) for version in versions_in(spans)}
+        nearest = {version: old.nearest(version) for version in response_versions(spans)}
         own = [
             token_versions(runs, length, nearest) for runs, length in zip(spans, data["response_lengths"], strict=True)
         ]
@@ -199,7 +204,7 @@ class Actor:
             for micro in micro_batches:
                 if micro.routing is not None:
                     micro.routing.forget()  # the updates follow the routers of the newest version
-            self._pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
+            self._forward_pass(old.at(version), data, micro_batches, "log_probs", with_entropy="entropy" in names)
             for name in names:
                 new_column: list[Tensor] = data[name]
                 parts = zip(new_column, found.get(name, new_column), own, strict=True)
@@ -233,9 +238,13 @@ class Actor:
             )
         except NotFinite as found:
             scores = self.backend.forward(micro_batches)  # repeats the forward; all ranks take part
-            parts = [part for micro, one in zip(micro_batches, scores, strict=True) for part in micro.give(one.values)]
+            parts = [
+                part
+                for micro, one in zip(micro_batches, scores, strict=True)
+                for part in micro.split_by_sample(one.values)
+            ]
             world, run_dir = self.topology.world, self.config.output_dir or "."
-            names = blamed(data, parts, "log-probs", world, rollout_id, run_dir)
+            names = report_nonfinite(data, parts, "log-probs", world, rollout_id, run_dir)
             warnings.append(found.sentence(f"rollout {rollout_id}, step {step_id}", names, "--lr"))
             return self.idle_step(skipped=True)
         self.state.updates += 1
@@ -253,18 +262,18 @@ class Actor:
         counted = {"train/step": float(self.state.step - 1)}
         return counted | {f"train/{SKIPPED}": 1.0} if skipped else counted
 
-    def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
+    def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutcome:
         """Compute the loss and metrics of a micro-batch."""
         if self._custom is not None:
-            return Outcome(*self._custom(data, micro, log_probs))  # `log_probs` are logits here
+            return LossOutcome(*self._custom(data, micro, log_probs))  # `log_probs` are logits here
         if self._objective is None:
-            return Outcome(*supervised_loss(micro, log_probs))
+            return LossOutcome(*supervised_loss(micro, log_probs))
         loss, sums = self._objective(micro, log_probs, entropy)
-        maxima = {ADVANTAGE_MAX: largest(micro, micro.columns["advantages"].abs())}
-        gap = largest_gap(self._objective, micro, log_probs)
+        maxima = {ADVANTAGE_MAX: max_unmasked(micro, micro.columns["advantages"].abs())}
+        gap = max_log_prob_gap(self._objective, micro, log_probs)
         if micro.train_log_probs is None:
             micro.train_log_probs = log_probs.detach()
-        return Outcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
+        return LossOutcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
 
     # after the updates
 
@@ -285,7 +294,7 @@ class Actor:
         """Names of the frozen sets that a checkpoint must contain: a reference that is updated."""
         return ["ref"] if self.config.ref_update_interval is not None else []
 
-    def draft(self, rollout_id: int, folder: Path) -> Draft:
+    def draft(self, rollout_id: int, folder: Path) -> CheckpointDraft:
         """Prepare a checkpoint; nothing is written yet."""
         self.state.next_rollout_id = rollout_id + 1
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config, sets=self._saved_sets)

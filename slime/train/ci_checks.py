@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slime.config import Config
-from slime.config.async_mode import may_be_older, versions_behind
-from slime.config.initial_weights import find_reference, find_start
+from slime.config.async_mode import max_versions_behind, may_train_on_stale_tokens
+from slime.config.initial_weights import find_initial_weights, find_reference_weights
 from slime.errors import RunFailed, UserError
 
 KL_BEFORE_UPDATE = 1e-8
@@ -29,25 +29,25 @@ class SelfCheckFailed(RunFailed):
 
 def check_numbers(config: Config, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
     """Raise SelfCheckFailed at the first wrong number in the metrics of a rollout's optimizer steps."""
-    for name, value, bound in _bounded(config, steps):
+    for name, value, bound in _bounded_metrics(config, steps):
         if not abs(value) <= bound:
             raise SelfCheckFailed(
                 f"--ci-test: {name} is {value:g} in rollout {rollout_id}, but may be at most {bound:g}"
             )
 
 
-def _bounded(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
+def _bounded_metrics(config: Config, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float, float]]:
     """Yield (description, value, bound) of each check that applies to the run."""
     first = steps[0]
-    of_older_weights = config.keep_old_actor and versions_behind(config) > 0
+    of_older_weights = config.keep_old_actor and max_versions_behind(config) > 0
     checks_kl = not config.ci_disable_kl_checker
     if checks_kl and "train/ppo_kl" in first and not config.use_rollout_logprobs and not of_older_weights:
         yield "train/ppo_kl before the first update", first["train/ppo_kl"], KL_BEFORE_UPDATE
     is_first = "train/kl_loss" in first and first["train/step"] == 0
     fresh = config.lora_load is None  # a loaded adapter makes the policy differ from its reference
-    if checks_kl and is_first and fresh and find_start(config) == find_reference(config):
+    if checks_kl and is_first and fresh and find_initial_weights(config) == find_reference_weights(config):
         yield "train/kl_loss before the first update", first["train/kl_loss"], KL_BEFORE_UPDATE
-    if may_be_older(config):
+    if may_train_on_stale_tokens(config):
         return  # older weights may have sampled the tokens, with other log-probs
     for step in steps:
         gap = step.get("train/train_rollout_logprob_abs_diff")
@@ -67,7 +67,7 @@ def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[st
                 written.write_text(json.dumps(step[name]))
             expected = _norm_file("--ci-load-grad-norm", config.ci_load_grad_norm, role, rollout_id, index)
             if expected is not None:
-                _compare(expected, f"{name} of rollout {rollout_id}, step {index},", step[name])
+                _compare_norm(expected, f"{name} of rollout {rollout_id}, step {index},", step[name])
 
 
 def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step: int) -> Path | None:
@@ -82,7 +82,7 @@ def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step
         raise UserError(f"{flag} {template} may contain only {{role}}, {{rollout_id}} and {{step_id}}") from error
 
 
-def _compare(file: Path, what: str, norm: float) -> None:
+def _compare_norm(file: Path, what: str, norm: float) -> None:
     """Raise SelfCheckFailed if a norm differs from the one in the file."""
     try:
         expected = float(json.loads(file.read_text(encoding="utf-8")))

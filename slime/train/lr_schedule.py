@@ -81,9 +81,13 @@ class LearningRate:
             return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
         if self.style == "WSD":
             begin = self.horizon - self.anneal
-            remaining = 1.0 if step <= begin else _decayed(self.anneal_style, _part(step - begin, self.anneal))
+            remaining = (
+                1.0
+                if step <= begin
+                else _remaining_value(self.anneal_style, _finished_fraction(step - begin, self.anneal))
+            )
         else:
-            remaining = _decayed(self.style, _part(step - self.warmup, self.horizon - self.warmup))
+            remaining = _remaining_value(self.style, _finished_fraction(step - self.warmup, self.horizon - self.warmup))
         return self.floor + (self.peak - self.floor) * remaining
 
 
@@ -109,7 +113,9 @@ class WeightDecay:
         """Return the weight decay of the update after `step` finished updates."""
         if self.style == "constant" or self.horizon is None or step > self.horizon:
             return self.last
-        return self.first + (self.last - self.first) * (1.0 - _decayed(self.style, _part(step, self.horizon)))
+        return self.first + (self.last - self.first) * (
+            1.0 - _remaining_value(self.style, _finished_fraction(step, self.horizon))
+        )
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,12 @@ def _updates(config: Config, *, without: int) -> float | None:
     return max(config.num_rollout - without, 0) * (config.num_steps_per_rollout or 1)
 
 
-def _part(done: float, whole: float) -> float:
+def _finished_fraction(done: float, whole: float) -> float:
     """Return the finished fraction, at most 1."""
     return min(done / whole, 1.0) if whole > 0 else 1.0
 
 
-def _decayed(style: str, part: float) -> float:
+def _remaining_value(style: str, part: float) -> float:
     """Return the remaining value after the fraction `part` of a decay from 1 to 0."""
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * part))

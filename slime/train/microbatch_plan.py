@@ -18,7 +18,7 @@ Members = int | tuple["Members", "Members"]
 """The indices in a bin: one index, or a pair of such members, nested."""
 Bin = tuple[float, Members]
 """The sum of a bin, and its indices."""
-CLOSE_ENOUGH = 1.001
+SWAP_TOLERANCE = 1.001
 """Swaps stop when the heaviest bin is at most this factor above the mean."""
 
 
@@ -47,16 +47,16 @@ def partition(weights: Sequence[float], k: int, *, equal_size: bool) -> list[lis
     order = len(heap)
     while len(heap) > 1:
         widest, next_widest = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        heapq.heappush(heap, _entry(_merged(widest, next_widest, k), k, order))
+        heapq.heappush(heap, _entry(_merge_partitions(widest, next_widest, k), k, order))
         order += 1
-    parted = [_flat(members) for _, members in heap[0][2]] if heap else []
+    parted = [_flatten_members(members) for _, members in heap[0][2]] if heap else []
     parted += [[] for _ in range(k - len(parted))]
     if equal_size:
-        _swap(parted, weights)
+        _swap_numbers(parted, weights)
     return sorted((sorted(members) for members in parted), key=lambda members: (-_sum(members, weights), members))
 
 
-def _merged(widest: list[Bin], other: list[Bin], k: int) -> list[Bin]:
+def _merge_partitions(widest: list[Bin], other: list[Bin], k: int) -> list[Bin]:
     """Merge the heaviest bins of one partition onto the lightest of the other; heaviest first."""
     if len(other) == 1:  # onto an empty bin or the lightest one; the order of the rest does not change
         total, members = other[0]
@@ -77,7 +77,7 @@ def _entry(bins: list[Bin], k: int, order: int) -> tuple[float, int, list[Bin]]:
     return lightest - bins[0][0], order, bins
 
 
-def _flat(members: Members) -> list[int]:
+def _flatten_members(members: Members) -> list[int]:
     """List the indices of a bin."""
     found: list[int] = []
     left: list[Members] = [members]
@@ -90,10 +90,10 @@ def _flat(members: Members) -> list[int]:
     return found
 
 
-def _swap(bins: list[list[int]], weights: Sequence[float]) -> None:
+def _swap_numbers(bins: list[list[int]], weights: Sequence[float]) -> None:
     """Lighten the heaviest bin by swaps with the lightest bin that helps; at most one swap per number."""
     sums = [_sum(members, weights) for members in bins]
-    enough = CLOSE_ENOUGH * sum(sums) / len(bins)
+    enough = SWAP_TOLERANCE * sum(sums) / len(bins)
     lightest_first = sorted((total, b) for b, total in enumerate(sums))
     spans = [_span(members, weights) for members in bins]
     for _ in range(len(weights)):
@@ -178,7 +178,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptGroups:
     """The group of each sample, whose samples share one prompt, and the number of tokens of that prompt."""
 
     groups: Sequence[int]
@@ -208,7 +208,7 @@ def build_schedule(
     costs: Sequence[float] | None = None,
     by_flops: bool = False,
     fill_last: bool = False,
-    prompts: Prompts | None = None,
+    prompts: PromptGroups | None = None,
 ) -> Schedule:
     """Plan steps of exactly `global_batch_size` rollouts; with `fill_last` the rest forms a smaller last step.
 
@@ -235,25 +235,25 @@ def build_schedule(
         if trainable is not None:
             positions = [p for p in positions if trainable[p]]
         if costs is None:
-            ranks = share_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, prompts)
+            ranks = assign_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, prompts)
         elif by_flops and max_tokens is not None:
-            ranks = equal_flops(positions, lengths, costs, num_ranks, max_tokens)
+            ranks = assign_equal_flops(positions, lengths, costs, num_ranks, max_tokens)
         else:
-            ranks = share_by_flops(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens)
+            ranks = assign_by_flops(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens)
         steps.append(StepPlan(num_rollouts=len(chosen), ranks=ranks))
     return Schedule(steps, left_over=sorted(p for rollout in rollouts[whole:] for p in rollout))
 
 
-def share_by_tokens(
+def assign_by_tokens(
     positions: Sequence[int],
     lengths: Sequence[int],
     num_ranks: int,
     micro_batch_size: int,
     max_tokens: int | None,
-    prompts: Prompts | None = None,
+    prompts: PromptGroups | None = None,
 ) -> list[list[MicroBatchIndices]]:
     """Form the micro-batches of a step and assign them so that ranks get similar numbers of tokens."""
-    bins = cut(positions, lengths, num_ranks, micro_batch_size, max_tokens)
+    bins = pack_micro_batches(positions, lengths, num_ranks, micro_batch_size, max_tokens)
     apart = assign_to_ranks(bins, lengths, num_ranks)
     if prompts is None or max_tokens is None:
         return apart
@@ -261,10 +261,14 @@ def share_by_tokens(
     if whole is None:
         return apart
     together = assign_to_ranks(whole, lengths, num_ranks)
-    return together if _waited_for(together, lengths, prompts) <= _waited_for(apart, lengths, prompts) else apart
+    return (
+        together
+        if _slowest_rank_tokens(together, lengths, prompts) <= _slowest_rank_tokens(apart, lengths, prompts)
+        else apart
+    )
 
 
-def _waited_for(ranks: list[list[MicroBatchIndices]], lengths: Sequence[int], prompts: Prompts) -> int:
+def _slowest_rank_tokens(ranks: list[list[MicroBatchIndices]], lengths: Sequence[int], prompts: PromptGroups) -> int:
     """Sum, over the micro-batches, the tokens of the slowest rank."""
     return sum(max(prompts.computed(members, lengths) for members in at_once) for at_once in zip(*ranks, strict=True))
 
@@ -279,12 +283,12 @@ def whole_groups(
     if len(members) < count:
         return None
     each = list(members.values())
-    level = level_bins(range(len(each)), [_weight(group, lengths) for group in each], count)
+    level = balance_bins(range(len(each)), [_weight(group, lengths) for group in each], count)
     bins = [[position for group in chosen for position in each[group]] for chosen in level]
     return bins if max(_weight(chosen, lengths) for chosen in bins) <= max_tokens else None
 
 
-def share_by_flops(
+def assign_by_flops(
     positions: Sequence[int],
     lengths: Sequence[int],
     costs: Sequence[float],
@@ -296,22 +300,22 @@ def share_by_flops(
 
     Each rank starts with its heaviest micro-batch, because ranks wait for each other in micro-batches of equal number.
     """
-    shares = _parts(positions, costs, num_ranks, equal_size=max_tokens is None)
-    count = max(len(cut(share, lengths, 1, micro_batch_size, max_tokens)) for share in shares)
-    ranks = [cut(share, lengths, count, micro_batch_size, max_tokens) for share in shares]
+    shares = _partition_positions(positions, costs, num_ranks, equal_size=max_tokens is None)
+    count = max(len(pack_micro_batches(share, lengths, 1, micro_batch_size, max_tokens)) for share in shares)
+    ranks = [pack_micro_batches(share, lengths, count, micro_batch_size, max_tokens) for share in shares]
     return [sorted(bins, key=lambda members: (-_weight(members, costs), members)) for bins in ranks]
 
 
-def equal_flops(
+def assign_equal_flops(
     positions: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int
 ) -> list[list[MicroBatchIndices]]:
     """Form micro-batches of equal cost, which may exceed `max_tokens`; their number follows from the step's tokens."""
     count = max(1, -(-_weight(positions, lengths) // (max_tokens * num_ranks)))
-    shares = _parts(positions, costs, num_ranks, equal_size=False)
-    return [_parts(share, costs, count, equal_size=False) for share in shares]
+    shares = _partition_positions(positions, costs, num_ranks, equal_size=False)
+    return [_partition_positions(share, costs, count, equal_size=False) for share in shares]
 
 
-def cut(
+def pack_micro_batches(
     positions: Sequence[int], lengths: Sequence[int], multiple: int, micro_batch_size: int, max_tokens: int | None
 ) -> list[MicroBatchIndices]:
     """Form micro-batches of `micro_batch_size` samples, or of at most `max_tokens` tokens if that is given.
@@ -320,14 +324,14 @@ def cut(
     """
     if max_tokens is None:
         bins = fixed_size_bins(positions, lengths, micro_batch_size)
-        even_out(bins, lengths, multiple)
+        raise_to_multiple(bins, lengths, multiple)
         return bins
     bins = first_fit_bins(positions, lengths, max_tokens)
     are_alone = len(bins) == len(positions)
-    even_out(bins, lengths, multiple)
+    raise_to_multiple(bins, lengths, multiple)
     if are_alone:
         return bins
-    level = level_bins(positions, lengths, len(bins))
+    level = balance_bins(positions, lengths, len(bins))
     return level if max(_weight(members, lengths) for members in level) <= max_tokens else bins
 
 
@@ -375,7 +379,7 @@ def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens:
     return bins
 
 
-def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: int) -> None:
+def raise_to_multiple(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: int) -> None:
     """Raise the number of bins to a multiple of `num_ranks`: split the heaviest divisible bin, else add empty ones."""
     if bins and len(bins) % num_ranks == 0:
         return
@@ -387,14 +391,14 @@ def even_out(bins: list[MicroBatchIndices], lengths: Sequence[int], num_ranks: i
             continue
         _, heaviest = heapq.heappop(divisible)
         places = (heaviest, len(bins))
-        bins[heaviest], second = level_bins(bins[heaviest], lengths, 2)
+        bins[heaviest], second = balance_bins(bins[heaviest], lengths, 2)
         bins.append(second)
         for place in places:
             if len(bins[place]) > 1:
                 heapq.heappush(divisible, (-_weight(bins[place], lengths), place))
 
 
-def level_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
+def balance_bins(positions: Sequence[int], lengths: Sequence[int], count: int) -> list[MicroBatchIndices]:
     """Form `count` bins of nearly equal weight: longest first, each into the lightest bin."""
     ordered = _longest_first(positions, lengths)
     bins: list[MicroBatchIndices] = [[position] for position in ordered[:count]]  # empty bins first
@@ -434,7 +438,7 @@ def _longest_first(positions: Sequence[int], lengths: Sequence[int]) -> list[int
     return sorted(sorted(positions), key=lengths.__getitem__, reverse=True)
 
 
-def _parts(
+def _partition_positions(
     positions: Sequence[int], costs: Sequence[float], count: int, *, equal_size: bool
 ) -> list[MicroBatchIndices]:
     parts = partition([costs[p] for p in positions], count, equal_size=equal_size)

@@ -70,7 +70,7 @@ def code_folders(config: Config) -> list[str]:
     return list(found)
 
 
-def config_on(node: Node, config: Config) -> Config:
+def config_for_node(node: Node, config: Config) -> Config:
     """Return the config with the path of every file on the node."""
     if node.is_here:
         return config
@@ -79,9 +79,9 @@ def config_on(node: Node, config: Config) -> Config:
     functions = {contract.field_name: getattr(config, contract.field_name) for contract in CONTRACTS}
     for name, value in functions.items():
         if isinstance(value, list):
-            there[name] = [_function_on(node, one) for one in value]
+            there[name] = [_function_path(node, one) for one in value]
         elif value is not None:
-            there[name] = _function_on(node, value)
+            there[name] = _function_path(node, value)
     return config.replace(**there)
 
 
@@ -91,7 +91,7 @@ def _file_of(path: str) -> Path | None:
     return Path(file).expanduser().resolve() if file.endswith(".py") else None
 
 
-def _function_on(node: Node, path: str) -> str:
+def _function_path(node: Node, path: str) -> str:
     """Return the path of a function on the node."""
     file = _file_of(path)
     if file is None:
@@ -100,7 +100,7 @@ def _function_on(node: Node, path: str) -> str:
     return f"{node.path(str(file))}{name}"
 
 
-def names_here(node: Node, config: Config) -> dict[str, str]:
+def driver_paths(node: Node, config: Config) -> dict[str, str]:
     """Map paths on the node to those on the driver's machine."""
     if node.is_here:
         return {}

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from slime.cluster.memory.regions import pinned_bytes
-from slime.train.backends.protocol import OPTIMIZER_STATE, Resident, TrainBackend
+from slime.train.backends.protocol import OPTIMIZER_STATE, ResidentTensors, TrainBackend
 
 SMALLEST = 1 << 16  # bytes; smaller storages stay on the device
 
 logger = logging.getLogger(__name__)
 
 
-class Parked:
+class OffloadedTensors:
     """The tensors of one kind: their storages while they are offloaded, and their memory on the host."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Parked:
         """Size of the copies on the host."""
         return sum(host.numel() for host in self._hosts)
 
-    def copy_out(self, storages: Sequence[UntypedStorage], resident: Resident) -> None:
+    def copy_out(self, storages: Sequence[UntypedStorage], resident: ResidentTensors) -> None:
         """Start to copy to the host on the current stream, unless the host has the same version."""
         self.is_copied = True
         if resident.is_zero:
@@ -53,7 +53,7 @@ class Parked:
         sizes, version = [storage.nbytes() for storage in storages], resident.version
         fits = sizes == [host.numel() for host in self._hosts]
         if not fits:
-            self._hosts = _room_for(sizes, self._hosts)
+            self._hosts = _host_buffers(sizes, self._hosts)
         if not fits or version is None or version != self._version:
             for host, storage in zip(self._hosts, storages, strict=True):
                 host.copy_(_bytes_of(storage), non_blocking=True)
@@ -83,7 +83,7 @@ class Parked:
                 _bytes_of(storage).zero_()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())  # earlier kernels may still use this memory
-        with _on(stream):
+        with _stream_context(stream):
             for storage, host in zip(storages, self._hosts, strict=False):
                 _bytes_of(storage).copy_(host, non_blocking=True)
             if stream is not None:
@@ -99,7 +99,7 @@ class Parked:
             torch.cuda.current_stream().wait_event(arrived)
 
 
-class Sleeper:
+class TrainerOffload:
     """Offloads the models of a trainer and loads them again. All ranks do it, each for its own memory."""
 
     def __init__(self, backends: Sequence[TrainBackend], device: torch.device, *, smallest: int = SMALLEST) -> None:
@@ -107,9 +107,9 @@ class Sleeper:
         self._device = device
         self._smallest = smallest
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._parked: dict[tuple[int, str], Parked] = {}
+        self._parked: dict[tuple[int, str], OffloadedTensors] = {}
         for number, backend in enumerate(backends):
-            backend.before_update(partial(self._wait_for, number, OPTIMIZER_STATE))
+            backend.register_update_hook(partial(self._wait_for, number, OPTIMIZER_STATE))
 
     @property
     def is_asleep(self) -> bool:
@@ -121,7 +121,7 @@ class Sleeper:
         if self.is_asleep:
             return
         self._follow()
-        with _on(self._stream):
+        with _stream_context(self._stream):
             for parked, resident, storages in self._residents():
                 if resident.version is None:
                     parked.copy_out(storages, resident)
@@ -140,7 +140,7 @@ class Sleeper:
             backend.drop_gradients()
         self._follow()
         leaving = [one for one in self._residents() if not one[0].is_away]
-        with _on(self._stream):
+        with _stream_context(self._stream):
             for parked, resident, storages in leaving:
                 if not parked.is_copied or resident.version is not None:
                     parked.copy_out(storages, resident)
@@ -156,7 +156,7 @@ class Sleeper:
         logger.info("offloaded: %.2f GiB on the host, %.2f GiB left, %.3f s", held / 2**30, left / 2**30, seconds)
 
     def wake(self, *, with_optimizer: bool = True) -> None:
-        """Allocate the memory again and load the weights; the optimizer state follows with `bring_rest`."""
+        """Allocate the memory again and load the weights; the optimizer state follows with `load_rest`."""
         if not self.is_asleep:
             return
         began = time.perf_counter()
@@ -173,7 +173,7 @@ class Sleeper:
             torch.cuda.current_stream().synchronize()
         logger.info("reloaded: %.3f s", time.perf_counter() - began)
 
-    def bring_rest(self) -> None:
+    def load_rest(self) -> None:
         """Start to load the remaining tensors; the next update waits for them.
 
         Data that is needed before the update must be on the device already: samples copied after 30 GB of this state
@@ -196,13 +196,13 @@ class Sleeper:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    def _residents(self) -> Iterator[tuple[Parked, Resident, list[UntypedStorage]]]:
+    def _residents(self) -> Iterator[tuple[OffloadedTensors, ResidentTensors, list[UntypedStorage]]]:
         """Yield the current residents and their storages; a shared storage belongs to its first tensor.
 
         Entries of sets that no longer exist are dropped.
         """
         seen: set[int] = set()
-        present: dict[tuple[int, str], Parked] = {}
+        present: dict[tuple[int, str], OffloadedTensors] = {}
         found = []
         for number, backend in enumerate(self._backends):
             for resident in backend.resident():
@@ -214,13 +214,13 @@ class Sleeper:
                         seen.add(storage.data_ptr())
                         storages.append(storage)
                 key = (number, resident.kind)
-                present[key] = self._parked.get(key) or Parked()
+                present[key] = self._parked.get(key) or OffloadedTensors()
                 found.append((present[key], resident, storages))
         self._parked = present
         yield from found
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -228,7 +228,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _room_for(sizes: Sequence[int], before: Sequence[Tensor]) -> list[Tensor]:
+def _host_buffers(sizes: Sequence[int], before: Sequence[Tensor]) -> list[Tensor]:
     """Allocate host memory of these sizes; buffers in `before` are reused if their size matches."""
     spare: dict[int, list[Tensor]] = {}
     for host in before:

@@ -24,9 +24,9 @@ from typing import Self
 
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
-from slime.cluster.node import Command, Node, NodeLost, Placement, Process
+from slime.cluster.node import Node, NodeLost, NodeProcess, ProcessCommand, SlotPlacement
 from slime.cluster.ports import loopback_sockets
-from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout, Listening
+from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelPoller, ChannelTimeout
 from slime.cluster.watchdog import Wait, WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.errors import RunFailed, UserError
@@ -35,7 +35,7 @@ from slime.train.checkpoints.errors import NotWritten
 
 
 @dataclass(frozen=True)
-class Meeting:
+class TrainerRendezvous:
     """Rendezvous of the ranks: a `file`, or the `port` at `host` where rank 0 serves a store with the key `prefix`.
 
     `address` selects the network interface that a rank uses (None: as its environment sets it).
@@ -74,14 +74,14 @@ class TrainerTimeout(WaitTimeout):
 
 @dataclass
 class Rank:
-    process: Process
+    process: NodeProcess
     channel: Channel
 
 
 class RankProcesses:
     """Starts, calls and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: Path, placement: Placement | None = None) -> None:
+    def __init__(self, config: Config, *, device: str, run_dir: Path, placement: SlotPlacement | None = None) -> None:
         """Use the slots of `placement`; without one, run on this machine."""
         self.placement = placement or LocalCluster(config, device=device, rollout=0).placement
         self.slots = self.placement.trainers
@@ -108,17 +108,17 @@ class RankProcesses:
 
     @property
     def names(self) -> str:
-        return _names(range(len(self.ranks)))
+        return _rank_names(range(len(self.ranks)))
 
-    def launch(self) -> list[Meeting]:
+    def launch(self) -> list[TrainerRendezvous]:
         """Start all ranks and return the rendezvous of each."""
         if self.are_here:
             self._folder = tempfile.TemporaryDirectory(prefix="slime-trainers-")
-            meeting = Meeting(file=str(Path(self._folder.name) / "store"))
+            meeting = TrainerRendezvous(file=str(Path(self._folder.name) / "store"))
         else:
             node = self.slots[0].node
-            with _failures_named(node, 0):
-                meeting = Meeting.served(node.address, node.free_ports(1)[0])
+            with _name_failures(node, 0):
+                meeting = TrainerRendezvous.served(node.address, node.free_ports(1)[0])
         is_local = self.placement.is_here
         with ThreadPoolExecutor(min(self.world_size, _STARTED_AT_ONCE), "launch-trainer") as pool:
             starting = [pool.submit(self._launch, rank) for rank in range(self.world_size)]
@@ -145,7 +145,7 @@ class RankProcesses:
                         rank.channel.send({"id": -1, "method": "stop", "params": {}}, timeout_s=1.0)
                     except (ChannelClosed, ChannelTimeout, OSError):
                         continue
-            with waiting(_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
+            with waiting(_rank_names(range(len(ranks))), "to end", timeout_s=STOP_GRACE_S) as wait:
                 for rank in ranks:
                     rank.process.wait(wait.remaining())
         for rank in ranks:
@@ -159,7 +159,7 @@ class RankProcesses:
 
     def _launch(self, rank: int) -> Rank:
         name, node = f"trainer-{rank}", self.slots[rank].node
-        command = Command(
+        command = ProcessCommand(
             name,
             (),
             module="slime.train.worker",
@@ -167,7 +167,7 @@ class RankProcesses:
             pass_env=tuple(self._config.pass_env or ()),
             dumps_stacks=True,
         )
-        with _failures_named(node, rank):
+        with _name_failures(node, rank):
             return Rank(*node.start_connected(command, self._run_dir / "logs" / f"{name}.log"))
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -216,14 +216,14 @@ class RankProcesses:
             try:
                 rank.channel.send(request, timeout_s=wait.remaining() or 0.0)
             except ChannelClosed as cause:
-                raise self._death(index, method) from cause
+                raise self._death_error(index, method) from cause
             except ChannelTimeout as cause:
                 raise self._timeout([index], f"to take the request {method}", wait) from cause
 
     def _collect(self, method: str, wait: Wait) -> list[object]:
         """Receive the answers of all ranks, in rank order."""
         results: dict[int, object] = {}
-        listening = Listening([rank.channel for rank in self.ranks])
+        listening = ChannelPoller([rank.channel for rank in self.ranks])
         while len(results) < len(self.ranks):
             ready = listening.ready(POLL_S)
             for index in ready:
@@ -233,10 +233,10 @@ class RankProcesses:
                     listening.without(index)
             if not ready:
                 missing = [index for index in range(len(self.ranks)) if index not in results]
-                wait.whom = _names(missing)
+                wait.whom = _rank_names(missing)
                 for index in missing:  # a lost node closes no connection: its loss is detected separately
                     if self.slots[index].node.is_lost:
-                        raise self._death(index, method)
+                        raise self._death_error(index, method)
                 if wait.is_over():
                     raise self._timeout(missing, f"to finish {method}", wait)
             raise_failures()
@@ -247,7 +247,7 @@ class RankProcesses:
 
     def _timeout(self, missing: Sequence[int], why: str, wait: Wait) -> WaitTimeout:
         """Make the error of a timeout, with the states of the missing ranks: one hangs and the others wait for it."""
-        wait.whom, wait.why = _names(missing), why
+        wait.whom, wait.why = _rank_names(missing), why
         states = "; ".join(self.ranks[index].process.state() for index in missing)
         return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
 
@@ -256,7 +256,7 @@ class RankProcesses:
         try:
             reply = self.ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
         except ChannelClosed as cause:
-            raise self._death(index, method) from cause
+            raise self._death_error(index, method) from cause
         except ChannelTimeout as cause:
             raise self._timeout([index], f"to end its answer to {method}", wait) from cause
         if "progress" in reply:
@@ -278,21 +278,21 @@ class RankProcesses:
             raise UserError(error["message"])
         if error["not_written"]:
             return NotWritten(error["message"])  # raised when all ranks have answered
-        dead = self._dead_beside(index)
+        dead = self._find_dead_rank(index)
         if dead is not None:
-            raise self._death(dead, method)
+            raise self._death_error(dead, method)
         states = "; ".join(rank.process.state() for other, rank in enumerate(self.ranks) if other != index)
         raise TrainerDied(
             f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
             + (f"\n{states}" if states else "")
         )
 
-    def _dead_beside(self, index: int) -> int | None:
+    def _find_dead_rank(self, index: int) -> int | None:
         """Find another rank that died: its death explains this rank's failure."""
         others = [other for other in range(len(self.ranks)) if other != index]
         if not others:
             return None
-        with waiting(_names(others), "to be confirmed alive", timeout_s=DEATH_PATIENCE_S) as wait:
+        with waiting(_rank_names(others), "to be confirmed alive", timeout_s=DEATH_PATIENCE_S) as wait:
             while not wait.is_over():
                 for other in others:
                     if self.ranks[other].process.poll() is not None:
@@ -300,7 +300,7 @@ class RankProcesses:
                 time.sleep(POLL_S / 4)
         return None
 
-    def _death(self, index: int, method: str) -> TrainerDied:
+    def _death_error(self, index: int, method: str) -> TrainerDied:
         """Make the error of a dead rank, with its exit code and the end of its log."""
         process, node = self.ranks[index].process, self.slots[index].node
         code = process.wait(2.0)
@@ -311,7 +311,7 @@ class RankProcesses:
 
 
 @contextmanager
-def _failures_named(node: Node, rank: int) -> Iterator[None]:
+def _name_failures(node: Node, rank: int) -> Iterator[None]:
     """Name the rank and its node in errors of a failed start."""
     try:
         yield
@@ -321,5 +321,5 @@ def _failures_named(node: Node, rank: int) -> Iterator[None]:
         raise TrainerDied(f"trainer-{rank} was started on {node.name} and did not connect: {error}") from error
 
 
-def _names(indices: Iterable[int]) -> str:
+def _rank_names(indices: Iterable[int]) -> str:
     return ", ".join(f"trainer-{index}" for index in indices)

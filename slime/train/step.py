@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.train.backends.protocol import Objective, Reads, TrainBackend
+from slime.train.backends.protocol import Objective, ObjectiveInput, TrainBackend
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 
@@ -43,7 +43,7 @@ def train_step(
     objective: Objective,
     rates: Rates,
     *,
-    reads: Reads = "log_probs",
+    reads: ObjectiveInput = "log_probs",
     entropy: bool = False,
 ) -> dict[str, float]:
     """Run forward and backward over this rank's micro-batches, then one clipped update; return the step's metrics."""

@@ -54,17 +54,17 @@ class Timers:
 
 T = TypeVar("T")
 
-BETWEEN_S = 1.0
+REPORT_INTERVAL_S = 1.0
 """Minimum interval between reports in seconds; far less than any deadline."""
 
 
-class Progress:
+class RankProgress:
     """Reports the progress of a rank's long operations through `tell`; without it, no report is sent.
 
     `begin("reading weights: tensor", 310)`, then `tick()` after each: "reading weights: tensor 12 of 310".
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, *, between_s: float = BETWEEN_S) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None, *, between_s: float = REPORT_INTERVAL_S) -> None:
         self._tell = tell
         self._between_s = between_s
         self._reported_s = -float("inf")

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slime.cluster.ports import listening_socket, sockets_at
-from slime.train.processes import Meeting
+from slime.train.processes import TrainerRendezvous
 
 COLLECTIVE_MINUTES = 7 * 24 * 60
 """Timeout of collectives. It is long, because the driver, which receives progress reports, detects hangs and stops all
 ranks; a rank that waits in a collective cannot tell if the others hang or work."""
 
 
-class Summing(Protocol):
+class RankSum(Protocol):
     """Sums small tensors over ranks."""
 
     @property
@@ -130,7 +130,7 @@ class Topology:
         return self.world.max(values if self.counts else torch.zeros_like(values))
 
 
-def join_ranks(device: str, *, meeting: Meeting, timeout_minutes: int) -> Ranks:
+def join_ranks(device: str, *, meeting: TrainerRendezvous, timeout_minutes: int) -> Ranks:
     """Join the process group described by RANK, WORLD_SIZE and LOCAL_RANK."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if meeting.address is not None:

@@ -22,8 +22,8 @@ from slime.config import Config
 from slime.config.algorithm import has_critic
 from slime.config.parallelism import shares_prompts, uses_megatron
 from slime.config.plugins import load_function
-from slime.config.plugins.tracking import logged_to
-from slime.config.plugins.view import plugin_args, tell_plugins
+from slime.config.plugins.tracking import forward_metrics_to
+from slime.config.plugins.view import plugin_args, set_plugin_args
 from slime.errors import UserError
 from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
@@ -34,20 +34,20 @@ from slime.train.backends.protocol import Builder
 from slime.train.checkpoints.writer import BackgroundSave, begin, commit
 from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
-from slime.train.offload import Sleeper
+from slime.train.offload import TrainerOffload
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.dp_shards import Share, open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.nan_check import check_columns_finite
 from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
 from slime.train.samples.train_dump import dump_rows
-from slime.train.timers import Progress, Timers
+from slime.train.timers import RankProgress, Timers
 from slime.train.topology import Ranks
 from slime.train.weight_export.files import save_hf
 from slime.train.weight_export.sender import WeightSender, export_adapter
 
 
-def make_builder(config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> Builder:
+def make_builder(config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: RankProgress) -> Builder:
     """Choose the backend that the flags select and form its groups of ranks; all ranks call it together."""
     if uses_megatron(config):
         from slime.train.backends.megatron.builder import MegatronBuilder
@@ -72,7 +72,7 @@ class Trainer:
         self,
         config: Config,
         device: str,
-        progress: Progress | None = None,
+        progress: RankProgress | None = None,
         *,
         names: Mapping[str, str] | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Trainer:
             raise UserError("--hf-checkpoint: training needs the path of a Hugging Face model folder")
         self.config = config
         self.names = dict(names or {})
-        self.progress = progress or Progress()
+        self.progress = progress or RankProgress()
         self.background: BackgroundSave | None = None
         self.device_name = device
         parameters = count_parameters(config.hf_checkpoint)
@@ -92,7 +92,7 @@ class Trainer:
         config = self.config
         self.ranks = ranks
         local_rank = ranks.rank % (config.actor_num_gpus_per_node or 1)
-        tell_plugins(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.size)
+        set_plugin_args(config, rank=ranks.rank, local_rank=local_rank, world_size=ranks.size)
         builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
         self.topology = builder.topology
         self.timers = Timers(self.ranks.device)
@@ -104,10 +104,10 @@ class Trainer:
         prepare_attention(ranks.device, self.dtype)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)
-        self.sleeper: Sleeper | None = None
+        self.sleeper: TrainerOffload | None = None
         if config.offload_train and ranks.device.type == "cuda":
             models = [self.actor.backend, *([] if self.critic is None else [self.critic.backend])]
-            self.sleeper = Sleeper(models, ranks.device)
+            self.sleeper = TrainerOffload(models, ranks.device)
         begin = self.actor.state.next_rollout_id
         if self.critic is not None and self.critic.state.next_rollout_id != begin:
             raise UserError(
@@ -125,14 +125,17 @@ class Trainer:
             self.sleeper.changed()
         self.progress.begin("preparing the samples")
         logged: list[tuple[JsonObject, str]] = []
-        with self.timers.measure("train"), logged_to(lambda metrics, step_key: logged.append((metrics, step_key))):
+        with (
+            self.timers.measure("train"),
+            forward_metrics_to(lambda metrics, step_key: logged.append((metrics, step_key))),
+        ):
             with self.timers.measure("data_preprocess"):
                 data = open_share(data)
                 batch = TrainBatch.from_message(data["batch"])
                 steps = self._micro_batches(batch, data["steps"])
                 columns = make_rollout_data(batch)
             if self.sleeper is not None:
-                self.sleeper.bring_rest()  # after the samples are on the device
+                self.sleeper.load_rest()  # after the samples are on the device
             flat = [micro for step in steps for micro in step]
             warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
             counts = [plan["num_rollouts"] for plan in data["steps"]]
@@ -362,7 +365,7 @@ class Trainer:
                 merged = self.critic.train(rollout_id, data, steps, warnings=warnings)
         if self.critic is None or rollout_id >= self.config.num_critic_only_steps:
             if self.config.reset_optimizer_states:
-                self.actor.backend.forget_optimizer_state()
+                self.actor.backend.reset_optimizer_state()
             with self.timers.measure("actor_train"):
                 for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
                     metrics |= self.actor.train(rollout_id, data, step, step_id=step_id, warnings=warnings)

@@ -18,25 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from slime.cluster.garbage_collection import collector_paused
-from slime.cluster.memory.arena import NoRoom, SharedArena
-from slime.cluster.node import Placement
+from slime.cluster.garbage_collection import gc_paused
+from slime.cluster.memory.arena import SharedArena, SharedMemoryFull
+from slime.cluster.node import SlotPlacement
 from slime.config import Config
-from slime.config.algorithm import weighs_what_it_can
+from slime.config.algorithm import uses_optional_importance_weights
 from slime.config.batch import tokens_per_row
 from slime.config.parallelism import shares_prompts
 from slime.errors import RunFailed
 from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
-from slime.train.checkpoints.staging import let_end
+from slime.train.checkpoints.staging import wait_until_latest
 from slime.train.flops import FlopsModel
-from slime.train.microbatch_plan import Prompts, Schedule, build_schedule
-from slime.train.node_paths import config_on, names_here
+from slime.train.microbatch_plan import PromptGroups, Schedule, build_schedule
+from slime.train.node_paths import config_for_node, driver_paths
 from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
-from slime.train.samples.carryover import in_front_of, load_carried, remove_stale, save_carried
-from slime.train.samples.custom_batch import converted_batch
-from slime.train.samples.dp_shards import HandOver, rank_shares
+from slime.train.samples.carryover import load_carried, prepend_carried, remove_stale, save_carried
+from slime.train.samples.custom_batch import make_custom_batch
+from slime.train.samples.dp_shards import ShardTransfer, rank_shares
 from slime.train.samples.train_dump import write_train_dump
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,9 @@ class GradientsNotFinite(RunFailed):
 class TrainerGroup:
     """Starts, feeds and stops the trainer processes. `device` is `cpu` or `cuda`."""
 
-    def __init__(self, config: Config, *, device: str, run_dir: str | Path, placement: Placement | None = None) -> None:
+    def __init__(
+        self, config: Config, *, device: str, run_dir: str | Path, placement: SlotPlacement | None = None
+    ) -> None:
         self.config = config
         self.device = device
         self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), placement=placement)
@@ -72,7 +74,7 @@ class TrainerGroup:
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until `init` returns them
         self._flops: FlopsModel | None = None
         self._arena = SharedArena()
-        self._hand_over = HandOver(self._arena)
+        self._hand_over = ShardTransfer(self._arena)
         self._carried: TrainBatch | None = None
         self._warned_no_room = False
         self._warned_no_log_probs = False
@@ -90,11 +92,11 @@ class TrainerGroup:
             self._flops = FlopsModel.from_config(facts)
         meetings = self.processes.launch()
         nodes = {id(slot.node): slot.node for slot in self.processes.slots}
-        by_node = {
-            key: {"config": config_on(node, config).to_dict(), "names": names_here(node, config)}
+        by_node: dict[int, JsonObject] = {
+            key: {"config": config_for_node(node, config).to_dict(), "names": driver_paths(node, config)}
             for key, node in nodes.items()
         }
-        params = [
+        params: list[JsonObject] = [
             {**by_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
             for slot, meeting in zip(self.processes.slots, meetings, strict=True)
         ]
@@ -112,11 +114,11 @@ class TrainerGroup:
         `last`.
         """
         begin = time.perf_counter()
-        with collector_paused():
+        with gc_paused():
             is_custom = self.config.custom_convert_samples_to_train_data_path is not None
-            make_batch = converted_batch if is_custom else make_train_batch
+            make_batch = make_custom_batch if is_custom else make_train_batch
             fresh = make_batch(self.config, flatten_samples(samples_by_group))
-            batch = in_front_of(self._carried, fresh)
+            batch = prepend_carried(self._carried, fresh)
             if not any(fresh.response_lengths):
                 logger.warning(
                     "rollout %d has no response token in any of its %d samples: it is not trained on",
@@ -126,7 +128,7 @@ class TrainerGroup:
                 if self._carried is None or not last:
                     return TrainResult(metrics=[], rollout_metrics=self._metrics_of(fresh))
                 batch = self._carried
-            self._mention_missing_log_probs(rollout_id, batch)
+            self._warn_missing_log_probs(rollout_id, batch)
             schedule = self._schedule(batch, fill_last=last)
             self._carried = batch.select(schedule.left_over) if schedule.left_over else None
             rollout_metrics = self._metrics_of(fresh)
@@ -142,7 +144,7 @@ class TrainerGroup:
             rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
             return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
         with ExitStack() as stack:
-            with collector_paused():
+            with gc_paused():
                 own = [shares[data_rank] for data_rank in self._data_ranks]
                 given = stack.enter_context(self._hand_over.given(own, self._here))
             answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
@@ -167,9 +169,13 @@ class TrainerGroup:
                     f"{warnings[-1]}"
                 )
 
-    def _mention_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:
+    def _warn_missing_log_probs(self, rollout_id: int, batch: TrainBatch) -> None:
         """Warn once that optional importance weights are left out for a whole rollout."""
-        if batch.rollout_log_probs is not None or self._warned_no_log_probs or not weighs_what_it_can(self.config):
+        if (
+            batch.rollout_log_probs is not None
+            or self._warned_no_log_probs
+            or not uses_optional_importance_weights(self.config)
+        ):
             return
         self._warned_no_log_probs = True
         logger.warning(
@@ -309,7 +315,7 @@ class TrainerGroup:
         try:
             if saving is not None:
                 ranks = self.processes
-                let_end(saving, ranks.names, ranks.all_alive, timeout_s=ranks.deadline_s, flag=DEADLINE_FLAG)
+                wait_until_latest(saving, ranks.names, ranks.all_alive, timeout_s=ranks.deadline_s, flag=DEADLINE_FLAG)
         finally:
             self.processes.stop()
             self._arena.close()
@@ -347,7 +353,7 @@ class TrainerGroup:
             return arrays
         try:
             return self._arena.keep(arrays)
-        except NoRoom as error:
+        except SharedMemoryFull as error:
             if not self._warned_no_room:
                 logger.warning("samples are written for the trainers at each step, not when they finish: %s", error)
             self._warned_no_room = True
@@ -387,7 +393,7 @@ class TrainerGroup:
             costs=costs,
             by_flops=config.balance_by_flops,
             fill_last=fill_last,
-            prompts=Prompts(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
+            prompts=PromptGroups(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
         )
 
     def _shared(self, folder: str | Path) -> str:

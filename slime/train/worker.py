@@ -25,8 +25,8 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
-from slime.train.processes import Meeting
-from slime.train.timers import Progress
+from slime.train.processes import TrainerRendezvous
+from slime.train.timers import RankProgress
 from slime.train.topology import COLLECTIVE_MINUTES, join_ranks
 from slime.train.trainer import Trainer
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Dispatches requests to the `Trainer` that the first one (`init`) creates."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankProgress) -> None:
         self.progress = progress
         self.trainer: Trainer | None = None
 
@@ -46,7 +46,9 @@ class Worker:
             config, device = Config.from_dict(params["config"]), params["device"]
             self.progress.begin("joining the other ranks")
             self.trainer = Trainer(config, device, self.progress, names=params["names"])
-            ranks = join_ranks(device, meeting=Meeting(**params["meeting"]), timeout_minutes=COLLECTIVE_MINUTES)
+            ranks = join_ranks(
+                device, meeting=TrainerRendezvous(**params["meeting"]), timeout_minutes=COLLECTIVE_MINUTES
+            )
             return self.trainer.init(ranks)
         if self.trainer is None:
             raise RuntimeError(f"{method} was called before init")
@@ -86,7 +88,7 @@ def serve(channel: Channel) -> None:
         if serving is not None:
             channel.offer({"id": serving, "progress": text})
 
-    progress = Progress(tell)
+    progress = RankProgress(tell)
     worker = Worker(progress)
     while True:
         try:

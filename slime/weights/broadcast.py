@@ -21,12 +21,12 @@ from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
     Buckets,
     EngineKind,
-    RunAsync,
-    Settings,
-    Staged,
+    PublisherSettings,
+    RunOnClientLoop,
+    StagedVersion,
     WeightPublisher,
     WeightSource,
-    all_of,
+    call_all,
     tensor_bytes,
 )
 
@@ -34,11 +34,11 @@ _JOIN_TIMEOUT_S = 120.0
 
 logger = logging.getLogger(__name__)
 
-Meet = Callable[[Sequence[str]], tuple[str, int]]
+ChooseStoreAddress = Callable[[Sequence[str]], tuple[str, int]]
 """Returns the address and port at which the trainers' rank 0 serves the store, for the engines at these URLs."""
 
 
-def meet_on_this_machine(urls: Sequence[str]) -> tuple[str, int]:
+def local_store_address(urls: Sequence[str]) -> tuple[str, int]:
     """Return an address of this machine that every engine reaches (loopback if all are local), and a free port."""
     seen = list(dict.fromkeys(own_address(url) for url in urls))
     beyond = [address for address in seen if not is_loopback(address)]
@@ -58,29 +58,29 @@ class BroadcastPublisher(WeightPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         *,
         backend: str,
         engine_kind: EngineKind,
         processes_per_engine: int = 1,
-        meet: Meet | None = None,
-        settings: Settings | None = None,
+        meet: ChooseStoreAddress | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         self._backend = backend
         self._kind = engine_kind
         self._processes_per_engine = processes_per_engine
-        self._meet = meet or meet_on_this_machine
+        self._meet = meet or local_store_address
         self._group: str | None = None
         self._buckets: Buckets = ()
         self._adapter: JsonObject | None = None
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         if self._group is None:
             self._buckets = self._plan_buckets()
             self._run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
             self._group = self._run_async(named(self._connect(), "weight update group"))
-        return Staged(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
+        return StagedVersion(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
 
     def _plan_buckets(self) -> Buckets:
         """Return the buckets that will be sent."""
@@ -133,7 +133,7 @@ class BroadcastPublisher(WeightPublisher):
         logger.info("%d engines joined group %s (%s) at %s:%d", len(self._clients), name, self._backend, address, port)
         return name
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         """Announce all buckets to one engine, each after it has the previous one."""
         assert self._group is not None
         for number, bucket in enumerate(self._buckets, start=1):
@@ -147,10 +147,12 @@ class BroadcastPublisher(WeightPublisher):
                 timeout_s=self._settings.timeout_s,
             )
 
-    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
         async def announce_all() -> None:
             try:
-                await all_of(clients, lambda client: self._announce(client, staged, version))
+                await call_all(clients, lambda client: self._announce(client, staged, version))
             except BaseException:
                 await self._disband()  # or the trainer would wait for an engine that does not receive
                 raise
@@ -178,7 +180,7 @@ class BroadcastPublisher(WeightPublisher):
     def engines_changed(self) -> None:
         self._run_async(named(self._disband(), "end of the weight update group"))
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         pass
 
     def close(self) -> None:

@@ -30,7 +30,13 @@ from slime.errors import RunFailed
 from slime.models.delta.folder import BadDelta, DeltaPart, join_parts, read_index
 from slime.storage.files import MANIFEST, fsync_path
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
-from slime.weights.publisher import RunAsync, Settings, Staged, WeightSource, written_or_failed
+from slime.weights.publisher import (
+    PublisherSettings,
+    RunOnClientLoop,
+    StagedVersion,
+    WeightSource,
+    stage_version,
+)
 
 _FILES = LOCAL_FILES
 _SYNC = Path(LOCAL_FILES).parts[0]
@@ -127,9 +133,9 @@ class DeltaPublisher(DiskPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         folders: VersionFolders,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
         *,
         encoding: str,
         checksum: str,
@@ -153,7 +159,7 @@ class DeltaPublisher(DiskPublisher):
             except BadDelta:
                 index = None
             if index is not None and index.base_version == base:
-                staged = Staged(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
+                staged = StagedVersion(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
                 swap = self._swap(clients, staged, version)
                 if not self._run_async(named(swap, f"delta {version} for engines that came back")).refused:
                     return True
@@ -162,7 +168,7 @@ class DeltaPublisher(DiskPublisher):
         self._base = version if published == version else None
         return brought
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         base, self._base = self._base, None  # until this one has arrived
         if base is None:
             return self._stage_whole(version)
@@ -178,14 +184,16 @@ class DeltaPublisher(DiskPublisher):
             )
             size = file_bytes(files)
         density = sum(part.changed_bytes for part in parts) / self._total_bytes
-        return Staged(size, self._folder_of(version), density=density)
+        return StagedVersion(size, self._folder_of(version), density=density)
 
-    def _stage_whole(self, version: int) -> Staged:
+    def _stage_whole(self, version: int) -> StagedVersion:
         staged = super()._stage(version)
         self._total_bytes = staged.bytes
         return staged
 
-    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
         if staged.density is None:
             return await super()._transfer(clients, staged, version)
         calls = [self._announce(client, self._seen_by(client, staged), version) for client in clients]
@@ -199,16 +207,16 @@ class DeltaPublisher(DiskPublisher):
                 raise result
         return refused
 
-    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
+    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> StagedVersion:
         try:
-            staged = written_or_failed(self._stage_whole, version)
+            staged = stage_version(self._stage_whole, version)
         except BaseException:
-            self._run_async(named(self._continue_whatever(refused), f"end of weight update {version}"))
+            self._run_async(named(self._resume_engines(refused), f"end of weight update {version}"))
             raise
         self._run_async(named(self._swap(refused, staged, version), f"whole weight update {version}"))
         return staged
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         if arrived:
             self._base = version
         super()._retire(staged, version, arrived=arrived)
@@ -224,9 +232,9 @@ class LocalDeltaPublisher(DeltaPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         folders: VersionFolders,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
         *,
         encoding: str,
         checksum: str,
@@ -235,7 +243,7 @@ class LocalDeltaPublisher(DeltaPublisher):
         super().__init__(source, clients, run_async, folders, settings, encoding=encoding, checksum=checksum)
         self._local = LocalCheckpoint(local)
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         staged = super()._stage(version)
         assert staged.folder is not None
         if staged.density is None:
@@ -251,8 +259,10 @@ class LocalDeltaPublisher(DeltaPublisher):
             return replace(staged, bytes=staged.bytes + whole.bytes, full_fallbacks=1)
         return staged
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         await super()._announce(client, replace(staged, folder=self._local.folder), version)
 
-    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
         return await super()._transfer(clients, replace(staged, density=None), version)

@@ -17,7 +17,13 @@ from pathlib import Path
 from slime.engine.http.client import EngineClient
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.storage.files import is_marked, mark_written
-from slime.weights.publisher import RunAsync, Settings, Staged, WeightPublisher, WeightSource
+from slime.weights.publisher import (
+    PublisherSettings,
+    RunOnClientLoop,
+    StagedVersion,
+    WeightPublisher,
+    WeightSource,
+)
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _VERSION_NAME = re.compile(r"weight_v(\d{6,})")
@@ -43,9 +49,9 @@ class DiskPublisher(WeightPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         folders: VersionFolders,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         self._folders = folders
@@ -56,7 +62,7 @@ class DiskPublisher(WeightPublisher):
     def staged_in(self) -> Path:
         return self._root
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         """Write a version; its files get the names of a checkpoint, and an index."""
         with self._version_folder(version) as unfinished:
             written = [Path(path) for path in self._source.export_weights(unfinished, version)]
@@ -72,7 +78,7 @@ class DiskPublisher(WeightPublisher):
             (unfinished / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
             size = file_bytes(unfinished / name for name in names)
             copy_model_assets(self._folders.hf_checkpoint, unfinished)
-        return Staged(size, self._folder_of(version))
+        return StagedVersion(size, self._folder_of(version))
 
     def _folder_of(self, version: int) -> Path:
         return self._root / f"weight_v{version:06d}"
@@ -95,13 +101,13 @@ class DiskPublisher(WeightPublisher):
         if self._folders.on_written is not None:
             self._folders.on_written(folder)
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         assert staged.folder is not None
         await client.update_weights_from_disk(
             staged.folder, version, flush_cache=self._settings.flush_cache, timeout_s=self._settings.timeout_s
         )
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         for folder in self._root.iterdir() if arrived and not self._folders.keep_files else ():
             match = _VERSION_NAME.fullmatch(folder.name)
             if match and int(match[1]) < version:

@@ -22,14 +22,14 @@ from slime.engine.http.client import EngineClient, EngineRejected
 from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
     Buckets,
+    EngineSwapResult,
+    PublisherSettings,
     PublishResult,
-    RunAsync,
-    Settings,
-    Staged,
-    Swapped,
+    RunOnClientLoop,
+    StagedVersion,
     WeightPublisher,
     WeightSource,
-    all_of,
+    call_all,
     require_version,
     tensor_bytes,
 )
@@ -39,7 +39,7 @@ DEVICE, HOST = "device memory", "a pinned region"
 logger = logging.getLogger(__name__)
 
 
-class NotShared(Exception):
+class MemoryNotShared(Exception):
     """The first bucket could not be shared; the engines are unchanged."""
 
 
@@ -53,12 +53,12 @@ class SharedMemoryPublisher(WeightPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         *,
         through_files: Callable[[], WeightPublisher],
         largest_bytes: int,
         ways: Sequence[str] = (DEVICE, HOST),
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         self._through_files = through_files
@@ -73,7 +73,7 @@ class SharedMemoryPublisher(WeightPublisher):
         while self._ways:
             try:
                 return super().publish(version)
-            except NotShared as reason:
+            except MemoryNotShared as reason:
                 way, *self._ways = self._ways
                 instead = self._ways[0] if self._ways else "files in shared memory"
                 logger.warning("weights go through %s instead of %s: %s", instead, way, reason)
@@ -102,10 +102,10 @@ class SharedMemoryPublisher(WeightPublisher):
             self._files = self._through_files()
         return self._files
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         self._first = self._share(1, version)
         self._buckets = self._first["buckets"]
-        return Staged(sum(tensor_bytes(one) for each in self._buckets for one in each))
+        return StagedVersion(sum(tensor_bytes(one) for each in self._buckets for one in each))
 
     def _share(self, number: int, version: int) -> JsonObject:
         region = None
@@ -113,22 +113,26 @@ class SharedMemoryPublisher(WeightPublisher):
             if self._staging is None:
                 root, why = choose_root(self._largest_bytes)
                 if root != SHARED_MEMORY:
-                    raise NotShared(why)
+                    raise MemoryNotShared(why)
                 self._staging = StagingFolder(root, "weights")
             region = str(self._staging.path / "region")
         shared = self._source.share_bucket(number, version, region)
         if "refused" in shared:
-            raise NotShared(f"the trainer cannot share memory: {shared['refused']}")
+            raise MemoryNotShared(f"the trainer cannot share memory: {shared['refused']}")
         return shared
 
-    async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
+    async def _pause_and_load(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> EngineSwapResult:
         if len(self._buckets) > 1:
-            return await super()._swapped(clients, staged, version)
+            return await super()._pause_and_load(clients, staged, version)
         answers = await self._send(clients, 1, self._first, version)
         require_version(clients, version, [str(answer["weight_version"]) for answer in answers])
-        return Swapped(max((answer["seconds"] for answer in answers), default=0.0))
+        return EngineSwapResult(max((answer["seconds"] for answer in answers), default=0.0))
 
-    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
         await self._send(clients, 1, self._first, version)
         for number in range(2, len(self._buckets) + 1):
             shared = await asyncio.to_thread(self._share, number, version)
@@ -141,7 +145,7 @@ class SharedMemoryPublisher(WeightPublisher):
         """Make all engines copy a bucket; if it is the only one, each engine pauses by itself."""
         count, settings = len(self._buckets), self._settings
         try:
-            return await all_of(
+            return await call_all(
                 clients,
                 lambda client: client.update_weights_from_handle(
                     shared["memory"],
@@ -156,10 +160,10 @@ class SharedMemoryPublisher(WeightPublisher):
         except EngineRejected as refused:
             if number > 1:
                 raise
-            raise NotShared(str(refused)) from refused
+            raise MemoryNotShared(str(refused)) from refused
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         raise NotImplementedError("buckets go to all engines together")
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         self._source.stop_sharing()

@@ -90,7 +90,7 @@ class WeightSource(Protocol):
         ...
 
 
-class RunAsync(Protocol):
+class RunOnClientLoop(Protocol):
     """Runs a coroutine on the event loop that owns the engine clients, and waits for its result."""
 
     def __call__(self, coro: Coroutine[object, object, T], /) -> T: ...
@@ -147,7 +147,7 @@ class PublishResult:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedVersion:
     """A version that is ready for the engines: its size, and its files if there are any."""
 
     bytes: int
@@ -159,7 +159,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Swapped:
+class EngineSwapResult:
     """Outcome of an update on the engines: the time they were paused, and those that rejected it (still paused)."""
 
     paused_seconds: float
@@ -177,7 +177,7 @@ class Delivery(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PublisherSettings:
     """Settings of all transports; an update aborts requests only in pause mode `abort`."""
 
     timeout_s: float = 600.0
@@ -203,15 +203,15 @@ class WeightPublisher(ABC):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         *,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         self._source = source
         self._roster = clients
         self._clients = list(clients)
         self._run_async = run_async
-        self._settings = settings or Settings()
+        self._settings = settings or PublisherSettings()
         self._copies: dict[EngineClient, Path] = {}
 
     def publish(self, version: int) -> PublishResult:
@@ -221,7 +221,7 @@ class WeightPublisher(ABC):
         if present != self._clients:
             self.engines_changed()
             self._clients = present
-        staged = written_or_failed(self._stage, version)
+        staged = stage_version(self._stage, version)
         written = time.perf_counter() - started
         arrived = False
         try:
@@ -231,7 +231,7 @@ class WeightPublisher(ABC):
                 began = time.perf_counter()
                 whole = self._send_whole(swapped.refused, version)
                 paused_seconds += time.perf_counter() - began
-                staged = Staged(
+                staged = StagedVersion(
                     staged.bytes + whole.bytes, staged.folder, staged.files, staged.density, len(swapped.refused)
                 )
             arrived = True
@@ -260,7 +260,7 @@ class WeightPublisher(ABC):
         `base` is a version of this run that all of them have, if known. Returns False if the engines have to wait for
         the next update.
         """
-        staged = written_or_failed(self._stage, version)
+        staged = stage_version(self._stage, version)
         try:
             urls = " ".join(client.base_url for client in clients)
             self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {urls}"))
@@ -271,76 +271,80 @@ class WeightPublisher(ABC):
     def engines_changed(self) -> None:  # noqa: B027 (most transports keep no state of engines)
         """Handle engines that joined, left or restarted since the last update."""
 
-    def _stage_whole(self, version: int) -> Staged:
+    def _stage_whole(self, version: int) -> StagedVersion:
         """Stage the whole weights, for engines whose version is unknown."""
         return self._stage(version)
 
     @abstractmethod
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         """Make the source write its weights to a place that the engines can read."""
 
     @abstractmethod
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         """Make one engine load the staged weights."""
 
     @abstractmethod
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         """Remove data that is not needed after the update has `arrived` everywhere, or failed."""
 
     @abstractmethod
     def close(self) -> None:
         """Remove all data of this publisher; may be called again."""
 
-    async def _transfer(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Sequence[EngineClient]:
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
         """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
-        await all_of(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
+        await call_all(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
         return ()
 
-    def _seen_by(self, client: EngineClient, staged: Staged) -> Staged:
+    def _seen_by(self, client: EngineClient, staged: StagedVersion) -> StagedVersion:
         copy = self._copies.get(client)
         if copy is None:
             return staged
         return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
 
-    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> Staged:
+    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> StagedVersion:
         """Send the whole weights to engines that rejected an update and are still paused."""
         raise NotImplementedError(f"{type(self).__name__} has no refusals")
 
-    async def _swap(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
+    async def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> EngineSwapResult:
         """Update the engines; those that cannot read this machine's files get copies of the staged files."""
         delivery, folder = self._settings.delivery, staged.folder
         if delivery is None or folder is None:
-            return await self._swapped(clients, staged, version)
-        copies = await all_of(clients, lambda client: delivery.deliver(client, folder))
+            return await self._pause_and_load(clients, staged, version)
+        copies = await call_all(clients, lambda client: delivery.deliver(client, folder))
         self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
         try:
-            return await self._swapped(clients, staged, version)
+            return await self._pause_and_load(clients, staged, version)
         finally:
             copied, self._copies = self._copies, {}
             for client, copy in copied.items():
                 await delivery.forget(client, copy)
 
-    async def _swapped(self, clients: Sequence[EngineClient], staged: Staged, version: int) -> Swapped:
+    async def _pause_and_load(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> EngineSwapResult:
         started = time.perf_counter()
         try:
-            await all_of(clients, lambda client: client.pause(self._settings.pause_mode))
+            await call_all(clients, lambda client: client.pause(self._settings.pause_mode))
             refused = await self._transfer(clients, staged, version)
         except BaseException:
-            await self._continue_whatever(clients)
+            await self._resume_engines(clients)
             raise
         updated = [client for client in clients if client not in refused]
-        await all_of(updated, lambda client: client.continue_())
+        await call_all(updated, lambda client: client.continue_())
         paused_seconds = time.perf_counter() - started
-        found = await all_of(updated, lambda client: client.get_weight_version())
+        found = await call_all(updated, lambda client: client.get_weight_version())
         require_version(updated, version, found)
-        return Swapped(paused_seconds, refused)
+        return EngineSwapResult(paused_seconds, refused)
 
-    async def _continue_whatever(self, clients: Sequence[EngineClient]) -> None:
+    async def _resume_engines(self, clients: Sequence[EngineClient]) -> None:
         limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
         await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
 
 
-def written_or_failed(stage: Callable[[int], Staged], version: int) -> Staged:
+def stage_version(stage: Callable[[int], StagedVersion], version: int) -> StagedVersion:
     """Stage a version; an error while writing files is raised as `WeightsNotWritten`."""
     try:
         return stage(version)
@@ -362,7 +366,7 @@ def require_version(clients: Sequence[EngineClient], version: int, found: Sequen
             raise WeightVersionMismatch(client.base_url, version, engine_version)
 
 
-async def all_of(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+async def call_all(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
     """Call all engines concurrently; the first error is raised after every call has ended."""
     results = await asyncio.gather(*(call(client) for client in clients), return_exceptions=True)
     values: list[T] = []

@@ -19,7 +19,14 @@ from slime.cluster.memory.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
 from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
-from slime.weights.publisher import Buckets, RunAsync, Settings, Staged, WeightPublisher, WeightSource
+from slime.weights.publisher import (
+    Buckets,
+    PublisherSettings,
+    RunOnClientLoop,
+    StagedVersion,
+    WeightPublisher,
+    WeightSource,
+)
 
 
 class TensorPublisher(WeightPublisher):
@@ -29,10 +36,10 @@ class TensorPublisher(WeightPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         *,
         root: Path,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         super().__init__(source, clients, run_async, settings=settings)
         remove_stale(root)
@@ -42,21 +49,21 @@ class TensorPublisher(WeightPublisher):
     def staged_in(self) -> Path:
         return self._staging.path
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         folder = self._staging.subfolder(f"v{version:06d}")
         try:
             files = tuple(Path(path) for path in self._source.export_weights(folder, version))
-            return Staged(file_bytes(files), folder, files)
+            return StagedVersion(file_bytes(files), folder, files)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         await client.update_weights_from_tensor_files(
             staged.files, version, flush_cache=self._settings.flush_cache, timeout_s=self._settings.timeout_s
         )
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         assert staged.folder is not None
         shutil.rmtree(staged.folder, ignore_errors=True)
 
@@ -71,17 +78,17 @@ class FolderInMemoryPublisher(DiskPublisher):
         self,
         source: WeightSource,
         clients: Sequence[EngineClient],
-        run_async: RunAsync,
+        run_async: RunOnClientLoop,
         *,
         root: Path,
         hf_checkpoint: Path,
-        settings: Settings | None = None,
+        settings: PublisherSettings | None = None,
     ) -> None:
         remove_stale(root)
         self._staging = StagingFolder(root, "weights")
         super().__init__(source, clients, run_async, VersionFolders(self._staging.path, hf_checkpoint), settings)
 
-    def _retire(self, staged: Staged, version: int, *, arrived: bool) -> None:
+    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         assert staged.folder is not None
         shutil.rmtree(staged.folder, ignore_errors=True)
 
@@ -95,12 +102,12 @@ ADAPTER_NAME = "slime"
 class AdapterDiskPublisher(DiskPublisher):
     """Writes an adapter in PEFT's format to the folder of each version, and makes the engines load it."""
 
-    def _stage(self, version: int) -> Staged:
+    def _stage(self, version: int) -> StagedVersion:
         with self._version_folder(version) as unfinished:
             size = file_bytes(Path(path) for path in self._source.export_adapter(unfinished, version))
-        return Staged(size, self._folder_of(version))
+        return StagedVersion(size, self._folder_of(version))
 
-    async def _announce(self, client: EngineClient, staged: Staged, version: int) -> None:
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
         assert staged.folder is not None
         await client.load_lora_adapter(
             ADAPTER_NAME,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from slime.cluster.memory.staging import choose_root
-from slime.cluster.node import Cluster, Node, Placement
+from slime.cluster.node import Cluster, Node, SlotPlacement
 from slime.cluster.watchdog import Limit, named
 from slime.config import Config
 from slime.config.plugins import load_function
@@ -23,11 +23,19 @@ from slime.engine.http.client import EngineClient, EngineRejected, PauseMode
 from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
 from slime.storage.json_types import JsonObject
-from slime.weights.broadcast import BroadcastPublisher, Meet
+from slime.weights.broadcast import BroadcastPublisher, ChooseStoreAddress
 from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
 from slime.weights.disk import DiskPublisher, VersionFolders
 from slime.weights.ipc import SharedMemoryPublisher
-from slime.weights.publisher import Delivery, EngineKind, RunAsync, Settings, WeightPublisher, WeightSource, all_of
+from slime.weights.publisher import (
+    Delivery,
+    EngineKind,
+    PublisherSettings,
+    RunOnClientLoop,
+    WeightPublisher,
+    WeightSource,
+    call_all,
+)
 from slime.weights.shm_files import (
     AdapterBroadcastPublisher,
     AdapterDiskPublisher,
@@ -47,7 +55,7 @@ class ChecksumCheck:
     """Compares the tensor checksums that embedded engines report with those of the trainers."""
 
     def __init__(
-        self, source: WeightSource, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
+        self, source: WeightSource, clients: Sequence[EngineClient], run_async: RunOnClientLoop, *, timeout_s: float
     ) -> None:
         self._source = source
         self._clients = clients
@@ -67,7 +75,7 @@ class ChecksumCheck:
                 )
 
     async def _ask(self, clients: Sequence[EngineClient]) -> list[dict[str, str]]:
-        answers = await all_of(clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
+        answers = await call_all(clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
         return [answer["checksums"] for answer in answers]
 
 
@@ -78,7 +86,7 @@ class ReloadCheck:
     """
 
     def __init__(
-        self, reload: WeightPublisher, clients: Sequence[EngineClient], run_async: RunAsync, *, timeout_s: float
+        self, reload: WeightPublisher, clients: Sequence[EngineClient], run_async: RunOnClientLoop, *, timeout_s: float
     ) -> None:
         self._reload = reload
         self._clients = clients
@@ -96,7 +104,7 @@ class ReloadCheck:
             ) from cause
 
     def _ask(self, action: str) -> Coroutine[object, object, list[JsonObject]]:
-        return all_of(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))
+        return call_all(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))
 
 
 POST_WRITE = "--custom-update-weight-post-write-path"
@@ -125,7 +133,7 @@ def choose_transport(
             if nodes and config.update_weight_local_checkpoint_dir is None:
                 raise UserError(
                     "--update-weight-mode delta: SGLang's servers load the folder that deltas are applied to, and "
-                    f"{_some(nodes)} does not have the driver's: use --update-weight-mode full, or name a folder that "
+                    f"{_first_names(nodes)} does not have the driver's: use --update-weight-mode full, or name a folder that "
                     "all nodes share with --update-weight-local-checkpoint-dir"
                 )
             where = "they are applied to a model folder next to the engines, which load it"
@@ -138,13 +146,13 @@ def choose_transport(
         raise UserError(f"{POST_WRITE} is called for versions on disk: add --update-weight-transport disk")
     if asked == "tensor" and nodes:
         raise UserError(
-            f"--update-weight-transport tensor passes weights through the memory of one machine, and {_some(nodes)} is "
+            f"--update-weight-transport tensor passes weights through the memory of one machine, and {_first_names(nodes)} is "
             "another one: use nccl, or disk with --update-weight-disk-dir on a file system that all nodes share"
         )
     if asked != "auto":
         return asked, "asked for"
     if nodes:
-        return "nccl", f"trainers and engines are on several nodes ({_some(nodes)})"
+        return "nccl", f"trainers and engines are on several nodes ({_first_names(nodes)})"
     addresses = config.rollout_external_engine_addrs or []
     if away := [one for one in addresses if not one.removeprefix("http://").startswith(_LOOPBACK)]:
         return "nccl", f"engines run on other machines ({', '.join(away)})"
@@ -156,7 +164,7 @@ def choose_transport(
     return "tensor", f"trainer and engines are on one machine, {what} {verb} through {how}"
 
 
-def _some(nodes: Sequence[str]) -> str:
+def _first_names(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
 
 
@@ -187,7 +195,7 @@ def check_weights_folder(config: Config, cluster: Cluster, run_dir: str | os.Pat
     if config.update_weight_transport != "disk" and config.update_weight_mode != "delta":
         return
     folder = weights_folder(config, run_dir)
-    if others := cluster.strangers_to(str(folder)):
+    if others := cluster.nodes_without(str(folder)):
         raise UserError(
             f"weights pass through the folder {folder}, which is not the same on the node {others[0]}: set "
             "--update-weight-disk-dir to one on a file system that all nodes share, or use --update-weight-transport "
@@ -220,9 +228,9 @@ def make_publisher(
     run_dir: str | os.PathLike[str],
     source: WeightSource,
     clients: Sequence[EngineClient],
-    run_async: RunAsync,
+    run_async: RunOnClientLoop,
     engine_kind: EngineKind = "embedded",
-    placement: Placement | None = None,
+    placement: SlotPlacement | None = None,
     delivery: Delivery | None = None,
 ) -> WeightPublisher:
     """Create the publisher of this run.
@@ -234,12 +242,12 @@ def make_publisher(
     transport, reason = choose_transport(config, device, engine_kind, nodes=nodes)
     logger.info("weight updates by %s: %s", transport, reason)
     limit_s = Limit(config.engine_start_timeout, "--engine-start-timeout")
-    settings = Settings(limit_s, cast(PauseMode, config.update_weight_pause_mode), delivery=delivery)
+    settings = PublisherSettings(limit_s, cast(PauseMode, config.update_weight_pause_mode), delivery=delivery)
     if config.check_weight_update_equal:
         if nodes and engine_kind == "sglang":
             raise UserError(
                 "--check-weight-update-equal has SGLang's servers load a folder in this machine's memory, and "
-                f"{_some(nodes)} is another one: drop it, or use the embedded engine"
+                f"{_first_names(nodes)} is another one: drop it, or use the embedded engine"
             )
         check = _make_check(config, source, clients, run_async, engine_kind, settings)
         settings = replace(settings, check=check)
@@ -253,7 +261,7 @@ def make_publisher(
             run_async,
             # NCCL does not allow two members on one GPU, which colocated trainers and engines would be
             backend="nccl" if device == "cuda" and not config.colocate else "gloo",
-            meet=None if placement is None or not nodes else _meeting_at(placement.trainers[0].node),
+            meet=None if placement is None or not nodes else _store_address_on(placement.trainers[0].node),
             engine_kind=engine_kind,
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
             settings=settings,
@@ -291,9 +299,9 @@ def _in_memory(
     device: str,
     source: WeightSource,
     clients: Sequence[EngineClient],
-    run_async: RunAsync,
+    run_async: RunOnClientLoop,
     engine_kind: EngineKind,
-    settings: Settings,
+    settings: PublisherSettings,
 ) -> WeightPublisher:
     hf_checkpoint = Path(config.hf_checkpoint or "")
     with_adapter = sends_adapter(config)
@@ -328,9 +336,9 @@ def _make_check(
     config: Config,
     source: WeightSource,
     clients: Sequence[EngineClient],
-    run_async: RunAsync,
+    run_async: RunOnClientLoop,
     engine_kind: EngineKind,
-    settings: Settings,
+    settings: PublisherSettings,
 ) -> Callable[[int], None]:
     if engine_kind == "embedded":
         return ChecksumCheck(source, clients, run_async, timeout_s=settings.timeout_s)
@@ -338,7 +346,7 @@ def _make_check(
     return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
 
 
-def _meeting_at(node: Node) -> Meet:
+def _store_address_on(node: Node) -> ChooseStoreAddress:
     """Return a function that chooses a port of the node, where the trainers' rank 0 serves the store of the group."""
     return lambda urls: (node.address, node.free_ports(1)[0])
 

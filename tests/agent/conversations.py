@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.session.matching import Outcome
+from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.session import Prompt, SampledTurn, Session
 
 TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b"))
@@ -191,7 +191,7 @@ class World:
         turn = parent[1] if parent else None
         assert (prompt.node.parent.id if prompt.node.parent else None) == turn
         is_fork = bool(self.children[turn] + at_once if turn else self.turns or at_once)
-        assert prompt.outcome is (Outcome.FORKED if is_fork else Outcome.EXTENDED)
+        assert prompt.outcome is (MatchOutcome.FORKED if is_fork else MatchOutcome.EXTENDED)
         self._check_ids(prompt, client, parent)
         return prompt
 

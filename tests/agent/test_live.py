@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from slime.agent.interaction import FILE_NAME, Exchange, ExchangeStore, Verdict
-from slime.agent.online import _InOrder, traffic_baseline
+from slime.agent.online import _SlotLock, traffic_baseline
 from slime.agent.remote_session import agent_server
 from slime.data.sample import Sample
 from tests.agent.scripted_engine import log_prob
@@ -149,7 +149,7 @@ def test_an_exchange_goes_when_its_sample_is_recorded(serve, spoken):
 
 def test_slots_are_filled_in_the_order_of_their_numbers():
     async def ordered():
-        order, seen = _InOrder(), []
+        order, seen = _SlotLock(), []
 
         async def pass_through(number):
             async with order.of(number):

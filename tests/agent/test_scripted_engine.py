@@ -25,8 +25,8 @@ def ask(url, payload, *, stream=False):
             if not stream:
                 return await client.generate_result(payload)
             grown = Growing()
-            await client.generate_into(grown, payload)
-            return await client.grown_result(grown, None)
+            await client.stream_generate(grown, payload)
+            return await client.streamed_result(grown, None)
         finally:
             await client.aclose()
 
@@ -84,11 +84,11 @@ def test_an_aborted_turn_goes_on_where_it_was_cut(tokenizer):
     async def cut_off(url):
         client = EngineClient(url)
         grown = Growing()
-        task = asyncio.ensure_future(client.generate_into(grown, payload(prompt, rid="a")))
+        task = asyncio.ensure_future(client.stream_generate(grown, payload(prompt, rid="a")))
         assert await asyncio.to_thread(engine.holding.wait, 120)
         await client.abort("a")
         await task
-        result = await client.grown_result(grown, None)
+        result = await client.streamed_result(grown, None)
         await client.aclose()
         return result
 

@@ -20,14 +20,14 @@ from aiohttp import web
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.server.app import AgentApp
 from slime.agent.server.dialects import Kind, Problem
-from slime.agent.server.online_intake import NAME, Door
-from slime.agent.server.request_limits import INLINE_CHARACTERS, Room
+from slime.agent.server.online_intake import NAME, LiveConversations
+from slime.agent.server.request_limits import INLINE_CHARACTERS, RequestReservation
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import LiveSettings, Opening
-from slime.agent.session.limits import PromptTooLong
-from slime.agent.session.session import Outdated, SampledTurn, Session
+from slime.agent.session.limits import PromptExceedsContext
+from slime.agent.session.session import SampledTurn, Session, StaleRendering
 from slime.agent.session.template import ChatModel
-from slime.cluster.http_server import ClientNoise, Connections, bound_sockets
+from slime.cluster.http_server import ClientLogLimit, Connections, bind_sockets
 from slime.engine.http.pool import EnginePool
 from tests.agent.byte_template import END, ByteTemplate
 
@@ -39,7 +39,7 @@ def in_server(
     use: Callable[[Sessions, Connections, int], Awaitable[Any]],
     *,
     most: int = 16,
-    door_of: Callable[[Sessions], Door] | None = None,
+    door_of: Callable[[Sessions], LiveConversations] | None = None,
 ) -> Any:
     """Run `use` against a server with a session `k` of at most `CONTEXT` prompt tokens; return its result."""
 
@@ -52,7 +52,7 @@ def in_server(
         app = AgentApp(sessions, tokenizer, ["m"], connections, door).app
         runner = web.AppRunner(app, handler_cancellation=True, auto_decompress=False, lingering_time=0.1)
         await runner.setup()
-        [listening] = await bound_sockets("127.0.0.1", 0)
+        [listening] = await bind_sockets("127.0.0.1", 0)
         assert runner.server is not None
         connections.accept_on(listening, runner.server)
         try:
@@ -155,7 +155,7 @@ def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None
         with intake.request() as first, intake.request() as second:
             first._take(intake.limits.held_bytes)
             with pytest.raises(Problem) as problem:
-                Room._take(second, 1)
+                RequestReservation._take(second, 1)
             assert problem.value.kind is Kind.FULL
         assert intake._bytes == 0
 
@@ -167,11 +167,11 @@ def test_conversations_that_are_not_open_yet_share_one_allowance(
 ) -> None:
     """Clients may choose any number of conversation names, so new ones share one limit."""
     live = LiveSettings("live", str(tmp_path / "live.sqlite"), {}, {}, {}, most_conversations=3)
-    doors: list[Door] = []
+    doors: list[LiveConversations] = []
     key = "Authorization: Bearer live"
 
-    def door_of(sessions: Sessions) -> Door:
-        doors.append(Door(live, sessions))
+    def door_of(sessions: Sessions) -> LiveConversations:
+        doors.append(LiveConversations(live, sessions))
         return doors[0]
 
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
@@ -255,7 +255,7 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
     count = model._token_count
     monkeypatch.setattr(model, "_token_count", lambda text: seen.append(len(text)) or count(text))
     text = "a b " * 2_500_000
-    with pytest.raises(PromptTooLong) as refused:
+    with pytest.raises(PromptExceedsContext) as refused:
         model.check_length(TurnRequest((Message("user", text),)), CONTEXT)
     assert sum(seen) < 100_000
     whole = len(agent_tokenizer.encode(text[:100_000])) * len(text) // 100_000
@@ -264,7 +264,7 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
     fits = TurnRequest((Message("user", "a b " * 2000),))
     model.check_length(fits, CONTEXT)
     assert seen == []  # prompts of usual length are not tokenized
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptExceedsContext):
         model.check_length(TurnRequest((Message("user", ""),) * (CONTEXT + 1)), CONTEXT)
 
 
@@ -278,7 +278,7 @@ def test_tools_count_where_the_template_renders_them(agent_tokenizer: Any, monke
     count = model._token_count
     monkeypatch.setattr(model, "_token_count", lambda text: seen.append(len(text)) or count(text))
     for tools in (offering("a b " * 1_000_000), offering(*["a b"] * 200_000)):
-        with pytest.raises(PromptTooLong):
+        with pytest.raises(PromptExceedsContext):
             model.check_length(tools, CONTEXT)
         assert sum(seen) < 100_000
         seen.clear()
@@ -322,7 +322,7 @@ def test_a_rendering_is_refused_when_a_turn_came_in_between() -> None:
     turn = session.record(prompt, SampledTurn(ids=[*b"b", END], log_probs=[-1.0, -1.0], finish_reason="stop",
                                               meta_info={}, message=said))  # type: ignore[arg-type]  # fmt: skip
     follow = TurnRequest((*first.messages, Message("assistant", "b", reference=turn.id), Message("user", "c")))
-    with pytest.raises(Outdated):
+    with pytest.raises(StaleRendering):
         session.prepare(follow, early)
     late = session.render(session.place(follow), follow)
     ids = session.prepare(follow, late).ids
@@ -330,16 +330,16 @@ def test_a_rendering_is_refused_when_a_turn_came_in_between() -> None:
 
 
 def test_repeated_messages_of_clients_are_counted_and_not_logged() -> None:
-    noise = ClientNoise()
+    noise = ClientLogLimit()
 
     def passed(message: str, at: float) -> str | None:
         record = logging.makeLogRecord({"name": "x", "levelno": 30, "msg": message, "args": (at,), "created": at})
         return record.getMessage() if noise.filter(record) else None
 
     first = [passed("a client went away at %s", 0.0) for _ in range(1000)]
-    assert sum(message is not None for message in first) == ClientNoise.MOST
+    assert sum(message is not None for message in first) == ClientLogLimit.MOST
     assert passed("another at %s", 0.0) == "another at 0.0"
-    left = 1000 - ClientNoise.MOST
+    left = 1000 - ClientLogLimit.MOST
     assert (
         passed("a client went away at %s", 20.0)
         == f"a client went away at 20.0 ({left} more of this kind were not logged)"

@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.session.limits import Closed, LimitReached, Limits, PromptTooLong, Refused
-from slime.agent.session.matching import Outcome
+from slime.agent.session.limits import (
+    ContinuationRefused,
+    LimitReached,
+    Limits,
+    PromptExceedsContext,
+    SessionClosed,
+)
+from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
 from slime.data.sample import Sample
 from tests.agent.byte_template import END, ByteTemplate, assistant, call, sampled, system, tool, user
 
 TOOLS = ({"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}},)
-EXTENDED, FORKED = Outcome.EXTENDED, Outcome.FORKED
+EXTENDED, FORKED = MatchOutcome.EXTENDED, MatchOutcome.FORKED
 
 
 class Talk:
@@ -38,7 +44,7 @@ class Talk:
         return self.session.record(self.sent[-1], answer)
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[MatchOutcome]:
         return [prompt.outcome for prompt in self.sent]
 
 
@@ -100,7 +106,7 @@ def test_a_turn_is_known_by_its_reference_whatever_else_changed() -> None:
         (assistant("one two", call("a")), FORKED),
     ],
 )
-def test_without_ids_a_turn_is_known_by_what_it_says(echo: Message, outcome: Outcome) -> None:
+def test_without_ids_a_turn_is_known_by_what_it_says(echo: Message, outcome: MatchOutcome) -> None:
     talk = Talk()
     talk.turn(assistant("one two", reasoning="why"), echo=echo)
     talk.turn(assistant("three"), user("go on"))
@@ -235,7 +241,7 @@ def test_an_abandoned_turn_is_counted_and_leaves_nothing_behind() -> None:
 def test_strict_refuses_what_would_fork_and_goes_on() -> None:
     talk = Talk(strict=True)
     talk.turn(assistant("one"))
-    with pytest.raises(Refused, match="--strict-tokens"):
+    with pytest.raises(ContinuationRefused, match="--strict-tokens"):
         talk.session.prepare(TurnRequest((user("another task"),)))
     talk.turn(assistant("two"), user("go on"))
     assert (talk.session.counters.refused, talk.session.counters.forked) == (1, 0)
@@ -245,7 +251,7 @@ def test_a_template_that_cannot_be_continued_refuses_the_second_turn() -> None:
     talk = Talk()
     talk.session.template.refusal = "it has no tool role"  # type: ignore[union-attr,misc]
     talk.turn(assistant("one"))
-    with pytest.raises(Refused, match="it has no tool role"):
+    with pytest.raises(ContinuationRefused, match="it has no tool role"):
         talk.session.prepare(talk.request(user("go on")))
     assert talk.session.counters.refused == 1
 
@@ -290,7 +296,7 @@ def test_limits_are_named_and_mark_the_turn_that_they_cut() -> None:
     (sample,) = talk.session.samples(base_sample())
     assert (sample.status, sample.metadata["session_limit"]) == (Sample.Status.TRUNCATED, "deadline")
     talk.session.close()
-    with pytest.raises(Closed):
+    with pytest.raises(SessionClosed):
         talk.session.prepare(talk.request(user("more")))
 
 
@@ -303,7 +309,7 @@ def test_a_token_budget_ends_the_session() -> None:
 
 def test_a_prompt_that_is_too_long_says_the_numbers() -> None:
     talk = Talk(limits=Limits(max_context=40))
-    with pytest.raises(PromptTooLong) as reached:
+    with pytest.raises(PromptExceedsContext) as reached:
         talk.session.prepare(talk.request(user("x" * 50), tools=()))
     count = len(ByteTemplate().prompt([*talk.messages, user("x" * 50)]))
     assert str(reached.value) == f"prompt is too long: {count} tokens > 39 maximum"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from slime.agent.session.limits import LimitReached, Limits, Refused
-from slime.agent.session.matching import Outcome
+from slime.agent.session.limits import ContinuationRefused, LimitReached, Limits
+from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
 from slime.data.buffer.codec import Codec
@@ -43,7 +43,7 @@ def test_a_session_read_back_is_the_same_and_goes_on() -> None:
     talk.session.limits = Limits()
     own = talk.session.prepare(talk.request(user("on")))
     assert prompt.ids.tolist() == own.ids.tolist()
-    assert (prompt.outcome, prompt.node.number) == (Outcome.EXTENDED, own.node.number)
+    assert (prompt.outcome, prompt.node.number) == (MatchOutcome.EXTENDED, own.node.number)
 
 
 def test_a_session_of_its_turns_in_any_order() -> None:
@@ -56,7 +56,7 @@ def test_a_session_of_its_turns_in_any_order() -> None:
     assert twin.samples(base_sample()) == talk.session.samples(base_sample())
     with pytest.raises(LimitReached):
         twin.prepare(talk.request())
-    with pytest.raises(Refused, match="without a chat template"):
+    with pytest.raises(ContinuationRefused, match="without a chat template"):
         Session.from_turns("key", records).prepare(talk.request())
 
 

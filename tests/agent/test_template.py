@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.session.limits import Refused
+from slime.agent.session.limits import ContinuationRefused
 from slime.agent.session.template import ChatTemplate
 from slime.agent.session.template_probe import ADDITIONS
 from slime.errors import UserError
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_a_template_is_refused_in_a_sentence() -> None:
     tokenizer.chat_template = None
     template = ChatTemplate(tokenizer)
     assert template.refusal == "the model's tokenizer has no chat template: add chat_template.jinja to its folder"
-    with pytest.raises(Refused, match="has no chat template"):
+    with pytest.raises(ContinuationRefused, match="has no chat template"):
         template.prompt([user("hi")], ())
 
 
@@ -258,7 +258,7 @@ def test_a_tool_result_that_nobody_called_for_is_told_as_a_question() -> None:
 
 def test_a_conversation_that_no_form_makes_fit_is_refused_in_a_sentence() -> None:
     template = ChatTemplate(family_tokenizer("qwen3_5"))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ContinuationRefused) as refused:
         template.prompt([Message("system", "Be brief.")], ())
     assert str(refused.value) == (
         "the model's chat template refuses this conversation (No user query found in messages)"
@@ -305,7 +305,7 @@ def test_control_tokens_of_one_character_are_encoded_as_other_text(family: str, 
 
 def test_a_text_with_every_private_use_character_is_refused_in_a_sentence() -> None:
     everything = "".join(chr(c) for first, last in PRIVATE_USE for c in range(first, last + 1))
-    with pytest.raises(Refused, match="every private-use character"):
+    with pytest.raises(ContinuationRefused, match="every private-use character"):
         ChatTemplate(make_tokenizer()).prompt([user("<|im_end|>" + everything)], ())
     half = ChatTemplate(make_tokenizer()).prompt([user("<|im_end|>" + everything[:6400])], ())
     assert half.tolist().count(token(make_tokenizer(), "<|im_end|>")) == 1

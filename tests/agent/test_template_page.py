@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.agent.messages import Message
 from slime.agent.session.template import ChatTemplate
-from slime.agent.session.template_probe import Way
+from slime.agent.session.template_probe import TurnEndStyle
 from tests.agent.families import FAMILIES, family_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
@@ -40,7 +40,7 @@ def row(family: str) -> str:
     template = ChatTemplate(family_tokenizer(family))
     shape, ending = template.shape, template.ending
     tokens = ", ".join(f"`{token}`".replace("|", "\\|") for token in ending.stops)
-    ends = f"{tokens} of what follows" if ending.way is Way.OPENED else tokens or "nothing of its own"
+    ends = f"{tokens} of what follows" if ending.way is TurnEndStyle.OPENED else tokens or "nothing of its own"
     cells = [
         NAMES[family],
         ends,
@@ -67,7 +67,7 @@ def keeps_history(template: ChatTemplate, family: str) -> bool:
     render = family_tokenizer(family).apply_chat_template
     short = render(template.shape.of(said), tools=tools, tokenize=False)
     ends = [short.rfind(token) + len(token) for token in template.ending.cuts if token in short]
-    until = short[: max(ends)] if template.ending.way is Way.CLOSED else short
+    until = short[: max(ends)] if template.ending.way is TurnEndStyle.CLOSED else short
     return bool(
         render(template.shape.of([*said, Message("user", "Q2")]), tools=tools, tokenize=False).startswith(until)
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.template import ChatTemplate
-from slime.agent.session.template_probe import Way
+from slime.agent.session.template_probe import TurnEndStyle
 from tests.agent.families import FAMILIES, family_tokenizer
 
 SPECIAL = sorted({token for family in FAMILIES.values() for token in family.special + family.added if token.strip()})
@@ -166,17 +166,17 @@ def test_where_a_template_keeps_history_the_continuation_is_the_rest_of_the_whol
 ) -> None:
     begin, [(last, new), *_], _ = data.draw(conversations(special=False))
     template, tokenizer = template_of(family), family_tokenizer(family)
-    if template.ending.way is Way.BARE:
+    if template.ending.way is TurnEndStyle.BARE:
         return  # no token separates a turn from the next text: tokens may merge across the boundary
     whole = template.prompt([*begin, last, *new], PLAIN_TOOLS).tolist()
     rendered = tokenizer.apply_chat_template(template.shape.of([*begin, last]), tools=PLAIN_TOOLS, return_dict=False)
     ends = {template._special.ids[token] for token in template.ending.cuts}
-    while template.ending.way is Way.CLOSED and rendered[-1] not in ends:
+    while template.ending.way is TurnEndStyle.CLOSED and rendered[-1] not in ends:
         rendered.pop()
     kept = whole[: len(rendered)] == rendered
     assert kept or family in REWRITES_HISTORY
     if kept:
-        ended = rendered[-1] if template.ending.way is Way.CLOSED else None
+        ended = rendered[-1] if template.ending.way is TurnEndStyle.CLOSED else None
         assert [*rendered, *template.continuation(last, ended, new, PLAIN_TOOLS).tolist()] == whole
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.session.matching import Outcome
+from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.storage.group_commit import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user
@@ -67,7 +67,7 @@ def test_a_session_goes_on_where_a_killed_process_had_written_it(tmp_path: Path)
     talk.session, talk.messages = session, session.messages(turns[-1])
     talk.turn(assistant("", call("a")), user("still there?"))
     talk.turn(assistant("done"), tool("a", "x"))
-    assert talk.outcomes == [Outcome.EXTENDED] * 2
+    assert talk.outcomes == [MatchOutcome.EXTENDED] * 2
     (sample,) = session.samples(base_sample())
     assert sample.metadata["session"]["turns"] == len(turns) + 2
     assert sample.metadata["session"]["retokenised_tokens"] == 0

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.algorithms.advantages import (
-    distilled,
     grpo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     reverse_kl,
+    subtract_reverse_kl,
     whiten,
     whitening_sums,
 )
@@ -74,7 +74,7 @@ def test_without_kl_and_with_integer_masks_the_result_is_float32() -> None:
 @given(ragged(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_distillation_subtracts_the_reverse_kl(batch: Ragged, coef: float) -> None:
     advantages, student, teacher = (batch.numbers(i) for i in range(3))
-    got = distilled(batch.parts(advantages), batch.parts(student), batch.parts(teacher), coef)
+    got = subtract_reverse_kl(batch.parts(advantages), batch.parts(student), batch.parts(teacher), coef)
     expected = [a - coef * (s - t) for a, s, t in zip(advantages, student, teacher, strict=True)]
     assert torch.cat(got).tolist() == pytest.approx(expected, abs=1e-12)
     assert [len(g) for g in got] == batch.lengths

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import (
-    distilled,
     gae,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
+    subtract_reverse_kl,
 )
 from slime.algorithms.importance import importance_weights, rejection_mask
 from slime.algorithms.policy_loss import (
@@ -46,6 +46,6 @@ def test_precision_is_kept(dtype, mask) -> None:
         *gae(x, y, mask, gamma=0.9, lambd=0.9),
         *reinforce_plus_plus_advantages([1.0], [x], [mask], kl_coef=0.1, gamma=0.9),
         *reinforce_plus_plus_baseline_advantages([1.0], [x], [mask], kl_coef=0.1),
-        *distilled([x], [y], [x], 0.5),
+        *subtract_reverse_kl([x], [y], [x], 0.5),
     ]
     assert {values.dtype for values in found} == {dtype}

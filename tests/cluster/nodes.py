@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.cluster.local import LocalNode
-from slime.cluster.node import Command, NodeLost
+from slime.cluster.node import NodeLost, ProcessCommand
 from slime.cluster.process import ChildProcess
 
 
@@ -21,7 +21,7 @@ class FarNode(LocalNode):
         self._root = root
         self._processes: list[ChildProcess] = []
 
-    def start(self, command: Command, log_path: Path) -> ChildProcess:
+    def start(self, command: ProcessCommand, log_path: Path) -> ChildProcess:
         if self.is_lost:
             raise NodeLost(f"{self.name} is gone")
         process = super().start(command, log_path)

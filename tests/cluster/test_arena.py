@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from slime.cluster.memory import arena as arenas
-from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
+from slime.cluster.memory.arena import SharedArena, SharedMemoryFull, read_places
 from slime.cluster.rpc.messages import DamagedMessage
 from tests.small_disk import small_disk
 
@@ -56,7 +56,7 @@ def test_what_is_kept_is_read_where_it_is(tmp_path: Path, arena: SharedArena) ->
     kept = arena.keep(ARRAYS)
     assert_same(kept, ARRAYS)
     assert files(tmp_path) == ["kept-0"]
-    with arena.lent(kept) as places:
+    with arena.publish_arrays(kept) as places:
         assert files(tmp_path) == ["kept-0"], "nothing is written a second time"
         message = places.part(0, len(kept))
         read_by_one, read_by_other = read(message, ARRAYS), read(message, ARRAYS)
@@ -70,7 +70,7 @@ def test_what_is_not_kept_as_it_is_is_written_for_as_long_as_it_is_lent(tmp_path
     (kept,) = arena.keep([IDS])
     lent = [kept[1:], kept, kept[::-1], kept.astype(np.int64), kept.reshape(50, 100), *ARRAYS]
     expected = [IDS[1:], IDS, IDS[::-1], IDS.astype(np.int64), IDS.reshape(50, 100), *ARRAYS]
-    with arena.lent(lent) as places:
+    with arena.publish_arrays(lent) as places:
         assert len(files(tmp_path)) > 1
         found = read(places.part(0, len(lent)), expected)
         assert_same(read(places.part(2, 4), expected[2:4]), expected[2:4])
@@ -81,7 +81,7 @@ def test_what_is_not_kept_as_it_is_is_written_for_as_long_as_it_is_lent(tmp_path
 def test_writing_into_what_is_kept_is_what_readers_get(arena: SharedArena) -> None:
     (kept,) = arena.keep([IDS])
     kept[0] = 7
-    with arena.lent([kept]) as places:
+    with arena.publish_arrays([kept]) as places:
         assert read(places.part(0, 1), [IDS])[0][0] == 7
 
 
@@ -129,7 +129,7 @@ def test_a_part_of_the_memory_is_left_to_others(tmp_path: Path) -> None:
         while refused is None:
             try:
                 kept += arena.keep([IDS])
-            except NoRoom as error:
+            except SharedMemoryFull as error:
                 refused = str(error)
         assert refused == f"{disk} has 0.00 GiB free, and 0.00 GiB are kept there already"
         assert sum(array.nbytes for array in kept) <= 256 * 1024
@@ -157,7 +157,7 @@ def test_room_that_is_gone_is_said_and_nothing_is_kept(tmp_path: Path, monkeypat
         monkeypatch.setattr("slime.cluster.memory.arena.shutil.disk_usage", lambda _: plenty)
         arena = SharedArena(disk)
         kept = [arena.keep([IDS])[0] for _ in range(5)]
-        with pytest.raises(NoRoom, match="cannot be written"):
+        with pytest.raises(SharedMemoryFull, match="cannot be written"):
             arena.keep([np.zeros(200_000, np.int8)])
         assert all(np.array_equal(one, IDS) for one in kept)
         arena.close()
@@ -165,7 +165,7 @@ def test_room_that_is_gone_is_said_and_nothing_is_kept(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("damage", ["shorter", "missing"])
 def test_a_file_that_is_not_whole_is_refused(arena: SharedArena, damage: str) -> None:
-    with arena.lent([IDS]) as places:
+    with arena.publish_arrays([IDS]) as places:
         message = places.part(0, 1)
         (path,) = (Path(path) for path in message["paths"].values())
         if damage == "shorter":

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeFacts, fit, make_bundles
+from slime.cluster.remote.placement import ENGINE, TRAINER, Bundle, NodeInfo, fit, make_bundles
 from slime.config import Config
 from slime.driver.plan.schedule import plan_nodes
 from slime.errors import UserError
 
 
-def node(name: str, gpus: int, cpus: int = 8) -> NodeFacts:
-    return NodeFacts(f"id-{name}", name, f"10.0.0.{ord(name[0]) - 96}", cpus, gpus)
+def node(name: str, gpus: int, cpus: int = 8) -> NodeInfo:
+    return NodeInfo(f"id-{name}", name, f"10.0.0.{ord(name[0]) - 96}", cpus, gpus)
 
 
 def config_of(**flags: Any) -> Config:
     return Config(hf_checkpoint="model", **{"actor_num_gpus_per_node": 4, **flags})
 
 
-def bundles(config: Config, nodes: list[NodeFacts], *, trainers: int, rollout: int) -> list[tuple[str, int]]:
+def bundles(config: Config, nodes: list[NodeInfo], *, trainers: int, rollout: int) -> list[tuple[str, int]]:
     made = make_bundles(config, "cuda", nodes, trainers=trainers, rollout=rollout)
     return [(bundle.role, bundle.count) for bundle in made]
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slime.cluster import garbage_collection
-from slime.cluster.garbage_collection import collector_at_rest
+from slime.cluster.garbage_collection import gc_disabled_in_all_threads
 
 
 class Garbage:
@@ -38,7 +38,7 @@ def test_threads_parse_side_by_side() -> None:
     sys.setswitchinterval(0.0002)
     try:
         with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(collector_at_rest()(parse_again_and_again), 8) for _ in range(3)]:
+            for done in [pool.submit(gc_disabled_in_all_threads()(parse_again_and_again), 8) for _ in range(3)]:
                 done.result()
     finally:
         sys.setswitchinterval(before)
@@ -47,7 +47,7 @@ def test_threads_parse_side_by_side() -> None:
 
 def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", True)
-    first, second = collector_at_rest(), collector_at_rest()
+    first, second = gc_disabled_in_all_threads(), gc_disabled_in_all_threads()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -56,7 +56,7 @@ def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert gc.isenabled()
     gc.disable()
     try:
-        with collector_at_rest():
+        with gc_disabled_in_all_threads():
             pass
         assert not gc.isenabled()  # unchanged
     finally:
@@ -65,5 +65,5 @@ def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_newer_pythons_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", False)
-    with collector_at_rest():
+    with gc_disabled_in_all_threads():
         assert gc.isenabled()

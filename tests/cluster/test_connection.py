@@ -44,7 +44,7 @@ def test_who_knows_the_token_is_heard_and_the_token_leaves_his_environment(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
-    with channel_from(flags(*listener.words_for("trainer-0"))) as theirs:
+    with channel_from(flags(*listener.connect_arguments("trainer-0"))) as theirs:
         ours = listener.wait_for("trainer-0", 120)
         theirs.send({"said": 1})
         assert ours.recv(120) == {"said": 1}
@@ -68,7 +68,7 @@ def test_an_inherited_socket_needs_no_token() -> None:
 def test_a_wrong_token_or_an_unexpected_name_is_refused_and_the_expected_one_still_comes(
     listener: Listener, token: str, name: str
 ) -> None:
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with pytest.raises(ChannelClosed, match=f"refused {name}: the token is another run's, or {name} is not expected"):
         connect("127.0.0.1", listener.port, name=name, token=token)
     connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
@@ -76,7 +76,7 @@ def test_a_wrong_token_or_an_unexpected_name_is_refused_and_the_expected_one_sti
 
 
 def test_a_name_is_let_in_once(listener: Listener) -> None:
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as first:
         assert wait_until(lambda: "trainer-0" in listener._came, 120)
         with pytest.raises(ChannelClosed, match="refused trainer-0"):
@@ -86,7 +86,7 @@ def test_a_name_is_let_in_once(listener: Listener) -> None:
 
 
 def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener) -> None:
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(1000), b"\xff" * 128, b"short"):
         with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
             assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
@@ -102,7 +102,7 @@ def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow client sends each byte in time but exceeds the deadline for the whole proof."""
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
     with stranger_at(listener):
         connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
@@ -142,7 +142,7 @@ def test_a_crowd_of_strangers_takes_no_thread_each_and_keeps_nobody_out(
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
     monkeypatch.setattr(connection, "_MOST_STRANGERS", 8, raising=False)
     threads = threading.active_count()
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with contextlib.ExitStack() as crowd:
         strangers = [crowd.enter_context(stranger_at(listener)) for _ in range(40)]
         assert threading.active_count() == threads
@@ -156,7 +156,7 @@ def test_a_listener_that_runs_out_of_descriptors_disconnects_strangers_and_goes_
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with stranger_at(listener) as stranger, socket.socket() as next_one:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.ExitStack() as until_now:
@@ -187,7 +187,7 @@ def test_a_listener_without_the_token_is_not_believed() -> None:
 
 
 def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: Listener) -> None:
-    listener.words_for("trainer-3")
+    listener.connect_arguments("trainer-3")
     with pytest.raises(ChannelTimeout, match=r"trainer-3 did not connect to 127\.0\.0\.1"):
         listener.wait_for("trainer-3", 0.01)
     with pytest.raises(ChannelClosed):
@@ -195,7 +195,7 @@ def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: 
 
 
 def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listener) -> None:
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as came:
         came.send("early")  # connected: the proof was answered
         listener.close()
@@ -208,7 +208,7 @@ def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listen
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone can be told")
 def test_a_machine_that_disappears_is_found_out_in_minutes_by_both_sides(listener: Listener) -> None:
-    listener.words_for("trainer-0")
+    listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as theirs:
         for channel in (theirs, listener.wait_for("trainer-0", 120)):
             asked = [socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]

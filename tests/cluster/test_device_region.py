@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.cluster.memory.regions import AddressRange, aligned
+from slime.cluster.memory.cuda_driver import CudaDriverError
+from slime.cluster.memory.regions import AddressRange, align_up
 
 PAGE = 2 << 20
 
@@ -30,7 +30,7 @@ class Device:
         assert size > 0
         assert size % PAGE == 0
         if size > self.free:
-            raise CudaRefused("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+            raise CudaDriverError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
         self.free -= size
         self._next += 1
         self.handles[self._next] = size
@@ -58,7 +58,7 @@ def test_addresses_are_apart_aligned_and_have_memory() -> None:
     device = Device(64 * PAGE)
     held = AddressRange(device, 32 * PAGE)
     first, second, third = held.take(100), held.take(3 * PAGE), held.take(1)
-    assert second == first + aligned(100)
+    assert second == first + align_up(100)
     assert third == second + 3 * PAGE
     assert held.backed_bytes == 4 * PAGE
     assert device.free == 60 * PAGE
@@ -94,7 +94,7 @@ def test_memory_that_is_not_there_again_is_taken_whole_or_not_at_all() -> None:
     held.take(4 * PAGE)
     held.release()
     other = device.create(3 * PAGE)
-    with pytest.raises(CudaRefused, match="OUT_OF_MEMORY"):
+    with pytest.raises(CudaDriverError, match="OUT_OF_MEMORY"):
         held.take_back()
     assert (device.free, device.mapped) == (7 * PAGE, {})
     device.release(other)
@@ -104,5 +104,5 @@ def test_memory_that_is_not_there_again_is_taken_whole_or_not_at_all() -> None:
 
 def test_a_region_has_an_end() -> None:
     held = AddressRange(Device(64 * PAGE), 2 * PAGE)
-    with pytest.raises(CudaRefused, match="no room"):
+    with pytest.raises(CudaDriverError, match="no room"):
         held.take(3 * PAGE)

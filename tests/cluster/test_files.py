@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from slime.cluster.remote.agent import OK, NodeAgent
-from slime.cluster.remote.files import CACHE_VARIABLE, CHUNK_BYTES, SMALL_BYTES, bring, bring_code, inventory
+from slime.cluster.remote.files import (
+    CACHE_VARIABLE,
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    copy_code_to_node,
+    copy_to_node,
+    inventory,
+)
 from slime.errors import UserError
 
 
@@ -49,23 +56,23 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
 
 def test_what_is_the_same_there_keeps_its_name(model: Path, there: There) -> None:
     there.root = Path("/")
-    assert bring(model, there.call) == str(model)
+    assert copy_to_node(model, there.call) == str(model)
     assert there.calls == ["inventory"]
 
 
 def test_what_is_missing_is_brought_once(model: Path, there: There, tmp_path: Path) -> None:
-    copy = Path(bring(model, there.call))
+    copy = Path(copy_to_node(model, there.call))
     assert copy.is_relative_to(tmp_path / "cache")
     assert copy.name == "model"
     assert inventory(copy) == inventory(model)
     assert (copy / "inner" / "weights").read_bytes() == (model / "inner" / "weights").read_bytes()
     there.calls.clear()
-    assert bring(model, there.call) == str(copy)
+    assert copy_to_node(model, there.call) == str(copy)
     assert there.calls == ["inventory", "arrive"]
 
 
 def test_a_file_alone_is_brought_too(model: Path, there: There) -> None:
-    copy = Path(bring(model / "config.json", there.call))
+    copy = Path(copy_to_node(model / "config.json", there.call))
     assert copy.name == "config.json"
     assert copy.read_text() == "{}"
 
@@ -77,13 +84,13 @@ def test_another_content_under_the_same_name_is_not_taken(model: Path, there: Th
     (other / "inner" / "weights").write_bytes((model / "inner" / "weights").read_bytes())
     (other / "empty").touch()
     assert SMALL_BYTES > 2
-    assert bring(model, there.call) != str(model)
+    assert copy_to_node(model, there.call) != str(model)
 
 
 def test_a_cache_that_was_damaged_is_filled_anew(model: Path, there: There) -> None:
-    copy = Path(bring(model, there.call))
+    copy = Path(copy_to_node(model, there.call))
     (copy / "config.json").write_text("broken")
-    assert inventory(Path(bring(model, there.call))) == inventory(model)
+    assert inventory(Path(copy_to_node(model, there.call))) == inventory(model)
 
 
 def test_the_modules_of_a_folder_are_brought_and_found(
@@ -95,7 +102,7 @@ def test_the_modules_of_a_folder_are_brought_and_found(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("WORD = 1\n")
     (folder / "large.bin").write_bytes(b"no code")
-    copy = Path(bring_code(folder, there.call))
+    copy = Path(copy_code_to_node(folder, there.call))
     found = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
     assert found == ["package/__init__.py", "package/part.py", "plain.py"]
     assert os.environ["PYTHONPATH"] == str(copy)
@@ -103,7 +110,7 @@ def test_the_modules_of_a_folder_are_brought_and_found(
 
 def test_what_is_nowhere_is_refused(there: There, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none is not there"):
-        bring(tmp_path / "none", there.call)
+        copy_to_node(tmp_path / "none", there.call)
 
 
 def test_a_marker_tells_whether_a_folder_is_shared(there: There, tmp_path: Path) -> None:

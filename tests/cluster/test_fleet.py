@@ -16,15 +16,15 @@ import pytest
 
 from slime.cluster.devices import cpu_cores
 from slime.cluster.local import LocalNode
-from slime.cluster.node import Placement, Slot
+from slime.cluster.node import Slot, SlotPlacement
 from slime.config import Config
-from slime.driver.components import outliving_nodes
+from slime.driver.components import with_fault_tolerance_across_nodes
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.processes import EngineDied, EngineFleet, EngineRetired, EngineStartTimeout
-from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.fleet.supervisor import HealthCheckSettings, Supervisor
 from slime.engine.http.pool import EnginePool
-from slime.engine.launch import Launch, Ports
+from slime.engine.launch import Launch, PortAllocator
 from slime.errors import RunFailed, UserError
 from slime.rollout.event_loop import LoopThread
 from tests.cluster.nodes import FarNode
@@ -258,7 +258,10 @@ def test_the_supervisor_follows_an_engine_to_another_node_and_then_does_without_
         return True
 
     loop = LoopThread("test")
-    slots, watch = [Slot(near), Slot(far)], Watch(interval_s=60.0, timeout_s=120.0, first_wait_s=60.0, max_restarts=3)
+    slots, watch = (
+        [Slot(near), Slot(far)],
+        HealthCheckSettings(interval_s=60.0, timeout_s=120.0, first_wait_s=60.0, max_restarts=3),
+    )
     last = spares[0].node
     assert isinstance(last, FarNode)
     with make_fleet(
@@ -289,10 +292,10 @@ def test_the_supervisor_follows_an_engine_to_another_node_and_then_does_without_
 def test_engines_on_other_nodes_are_always_watched() -> None:
     here, far = Slot(LocalNode()), Slot(FarNode("127.0.0.2"))
     config = Config(hf_checkpoint="unused", rollout_num_gpus=2)
-    assert outliving_nodes(config, Placement((far,), (here, here))) is config
-    assert outliving_nodes(config, Placement((here,), (here, far))).use_fault_tolerance
+    assert with_fault_tolerance_across_nodes(config, SlotPlacement((far,), (here, here))) is config
+    assert with_fault_tolerance_across_nodes(config, SlotPlacement((here,), (here, far))).use_fault_tolerance
     pairs = config.replace(prefill_num_servers=1)
-    assert outliving_nodes(pairs, Placement((here,), (here, far))) is pairs
+    assert with_fault_tolerance_across_nodes(pairs, SlotPlacement((here,), (here, far))) is pairs
 
 
 def test_ports_of_a_node_are_given_once() -> None:
@@ -303,7 +306,7 @@ def test_ports_of_a_node_are_given_once() -> None:
             self.asked.append(count)
             return [1, 2] if len(self.asked) < 3 else [3, 4][:count]
 
-    ports, node = Ports(), Narrow()
+    ports, node = PortAllocator(), Narrow()
     assert (ports.take(node, 2), ports.take(node, 2), node.asked) == ([1, 2], [3, 4], [2, 2, 2])
     assert ports.take(Narrow(), 2) == [3, 4]  # ports of another node
 

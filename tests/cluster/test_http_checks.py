@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from slime.agent.server.app import AgentApp
-from slime.engine.elastic.file_server import Shelves
+from slime.engine.elastic.file_server import FileShares
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import Router
 
@@ -83,7 +83,7 @@ def test_endpoints_of_agents_take_no_foreign_pages() -> None:
 
 
 def test_files_are_given_to_who_has_a_ticket_of_a_session() -> None:
-    shelves = Shelves()
+    shelves = FileShares()
 
     def app() -> web.Application:
         made = web.Application()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.cluster.http_server import Connections, bound_sockets, most_connections
+from slime.cluster.http_server import Connections, bind_sockets, most_connections
 
 
 def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_a_storm_of_connections_is_taken_up_to_the_limit() -> None:
         connections = Connections(8)
         runner = web.AppRunner(web.Application(middlewares=[connections.served]))
         await runner.setup()
-        [listening] = await bound_sockets("127.0.0.1", 0)
+        [listening] = await bind_sockets("127.0.0.1", 0)
         storm = [socket.create_connection(listening.getsockname(), timeout=60) for _ in range(100)]
         assert runner.server is not None
         connections.accept_on(listening, runner.server)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.cluster.rpc.messages import Joined, pack, unpack
+from slime.cluster.rpc.messages import ConcatenatedArrays, pack, unpack
 
 LARGE = np.random.default_rng(0).integers(0, 1000, 50_000).astype(np.int32)
 
@@ -25,19 +25,19 @@ LARGE = np.random.default_rng(0).integers(0, 1000, 50_000).astype(np.int32)
 )
 def test_joined_arrays_arrive_as_one(parts: list[np.ndarray]) -> None:
     expected = np.concatenate(parts) if parts else np.empty(0)
-    packed = pack(Joined(parts))
+    packed = pack(ConcatenatedArrays(parts))
     buffers = [
         np.frombuffer(b"".join(bytes(piece) for piece in buffer.pieces()), np.uint8) for buffer in packed.buffers
     ]
     back = unpack(packed.body, buffers)
     assert (back.dtype, back.shape) == (expected.dtype, expected.shape)
     np.testing.assert_array_equal(back, expected)
-    np.testing.assert_array_equal(Joined(parts).whole(), expected)
+    np.testing.assert_array_equal(ConcatenatedArrays(parts).whole(), expected)
 
 
 def test_pieces_are_the_arrays_own_memory() -> None:
     parts = [LARGE, LARGE[100:40_000]]
-    (buffer,) = pack({"x": Joined(parts)}).buffers
+    (buffer,) = pack({"x": ConcatenatedArrays(parts)}).buffers
     assert all(np.shares_memory(np.asarray(piece), LARGE) for piece in buffer.pieces())
     assert unpack(pack({"x": 1}).body, []) == {"x": 1}
 
@@ -45,4 +45,4 @@ def test_pieces_are_the_arrays_own_memory() -> None:
 @pytest.mark.parametrize("shape", [(2, 4), (2,)])
 def test_rows_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="different shapes"):
-        Joined([np.zeros((2, 3)), np.zeros(shape)])
+        ConcatenatedArrays([np.zeros((2, 3)), np.zeros(shape)])

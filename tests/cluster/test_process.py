@@ -16,7 +16,7 @@ import pytest
 
 from slime.cluster.child_env import is_secret
 from slime.cluster.process import ChildProcess, ProcessSet
-from slime.cluster.rpc.channel import Channel, Listening, channel_pair
+from slime.cluster.rpc.channel import Channel, ChannelPoller, channel_pair
 from tests.e2e.runs import wait_until
 
 CHILD = """
@@ -283,7 +283,7 @@ def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors
     pairs = [channel_pair() for _ in range(3)]
     ours = [channel for channel, _ in pairs]
     assert min(channel.fileno() for channel in ours) > 1100
-    listening = Listening(ours)
+    listening = ChannelPoller(ours)
     assert listening.ready(0.0) == []
     Channel(pairs[2][1]).send("news")
     pairs[0][1].close()

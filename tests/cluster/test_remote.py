@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.node import OWN_PYTHON, Command, NodeLost
+from slime.cluster.node import OWN_PYTHON, NodeLost, ProcessCommand
 from slime.cluster.remote.agent import OK, USER_ERROR, NodeAgent
 from slime.cluster.remote.node import LOST_CODE, RemoteNode
 from slime.cluster.rpc.connect import Listener
@@ -50,8 +50,8 @@ def node(near: Near) -> Iterator[RemoteNode]:
     listener.close()
 
 
-def python(name: str, code: str, **fields: Any) -> Command:
-    return Command(name, (OWN_PYTHON, "-c", code), **fields)
+def python(name: str, code: str, **fields: Any) -> ProcessCommand:
+    return ProcessCommand(name, (OWN_PYTHON, "-c", code), **fields)
 
 
 def test_a_process_has_its_log_and_its_exit_code_here(node: RemoteNode, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.algorithm import weighs_importance, weighs_what_it_can
-from slime.config.async_mode import is_async, loop_in_words, mode_of_train_async, versions_behind
+from slime.config.algorithm import uses_importance_weights, uses_optional_importance_weights
+from slime.config.async_mode import default_async_mode, describe_loop, is_async, max_versions_behind
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.errors import UserError
 from tests.model_files import add_weights
@@ -36,14 +36,14 @@ def test_without_a_flag_the_loop_is_synchronous_and_shares_its_gpus(flags: dict[
     config = resolve(Config(**flags))
     assert (config.async_mode, config.colocate, config.max_weight_staleness) == ("sync", True, None)
     assert not is_async(config)
-    assert loop_in_words(config) == "synchronous: generate, then train"
+    assert describe_loop(config) == "synchronous: generate, then train"
 
 
 def test_the_synchronous_loop_may_send_weights_less_often(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, update_weights_interval=3))
-    assert (config.async_mode, is_async(config), versions_behind(config)) == ("sync", False, 2)
+    assert (config.async_mode, is_async(config), max_versions_behind(config)) == ("sync", False, 2)
     words = "synchronous: generate, then train, new weights every 3 steps, samples up to 2 steps old"
-    assert loop_in_words(config) == words
+    assert describe_loop(config) == words
 
 
 @pytest.mark.parametrize("mode", ["one-step", "full"])
@@ -135,8 +135,8 @@ def test_older_samples_are_weighed_unless_somebody_says_otherwise(
     more: dict[str, Any], corrects: bool, flags: dict[str, Any]
 ) -> None:
     config = resolve(Config(**flags | more))
-    assert weighs_importance(config) is corrects
-    assert weighs_what_it_can(config) is (corrects and "use_tis" not in more)
+    assert uses_importance_weights(config) is corrects
+    assert uses_optional_importance_weights(config) is (corrects and "use_tis" not in more)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_older_samples_are_weighed_unless_somebody_says_otherwise(
     ],
 )
 def test_the_asynchronous_entry_point_overlaps_what_can_be(flags: dict[str, Any], mode: str) -> None:
-    assert mode_of_train_async(Config(**flags)) == mode
+    assert default_async_mode(Config(**flags)) == mode

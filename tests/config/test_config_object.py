@@ -14,7 +14,7 @@ import slime
 from slime.config import Config, load_config, parse_args, resolve, save_config
 from slime.config.config import FLAG_SPECS
 from slime.config.help import format_markdown
-from slime.config.parser import config_of_keywords, parse_flags
+from slime.config.parser import config_from_keywords, parse_flags
 from slime.driver.keywords import format_stub
 from slime.errors import UserError
 
@@ -122,15 +122,15 @@ def test_keywords_are_taken_as_the_command_line_takes_them(tmp_path: Path) -> No
     file = str(tmp_path / "run.toml")
     words = f"--config {file} --lr 0.25 --sglang-attention-backend triton --router-policy random --num-layers 2".split()
     own = {"sglang_attention_backend": "triton", "router_policy": "random", "num_layers": 2, "lr": 0.25}
-    config = config_of_keywords({"config": file, **own})
+    config = config_from_keywords({"config": file, **own})
     assert config == parse_flags(words)
     assert (config.rollout_batch_size, config.carried["sglang_mem_fraction_static"]) == (7, 0.5)
-    assert config_of_keywords({"config": [tmp_path / "run.toml"], **own}) == config
-    assert config_of_keywords({"carried": {"sglang_x": 1}, "router_y": 2}).carried == {"sglang_x": 1, "router_y": 2}
+    assert config_from_keywords({"config": [tmp_path / "run.toml"], **own}) == config
+    assert config_from_keywords({"carried": {"sglang_x": 1}, "router_y": 2}).carried == {"sglang_x": 1, "router_y": 2}
     with pytest.raises(UserError, match="unknown config key rollout_bach_size: did you mean rollout_batch_size"):
-        config_of_keywords({"rollout_bach_size": 1})
+        config_from_keywords({"rollout_bach_size": 1})
     with pytest.raises(UserError, match="sglang_x has a value of type object"):
-        config_of_keywords({"sglang_x": object()})
+        config_from_keywords({"sglang_x": object()})
 
 
 def test_keywords_take_a_custom_file_as_the_command_line_does(tmp_path: Path) -> None:
@@ -138,6 +138,6 @@ def test_keywords_take_a_custom_file_as_the_command_line_does(tmp_path: Path) ->
     file.write_text("search_url: http://here\nn_samples_per_prompt: 3\n")
     words = ["--rollout-batch-size", "5", "--n-samples-per-prompt", "2", "--custom-config-path", str(file)]
     keywords = {"rollout_batch_size": 5, "n_samples_per_prompt": 2, "custom_config_path": file}
-    config = config_of_keywords(keywords)
+    config = config_from_keywords(keywords)
     assert config == parse_flags(words)
     assert (config.search_url, config.n_samples_per_prompt, config.rollout_batch_size) == ("http://here", 3, 5)

@@ -64,7 +64,9 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
 
 def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert parse("--eval-prompt-data /data/test.jsonl").eval_prompt_data == [("aime", "/data/test.jsonl")]
-    assert caplog.messages == ["--eval-prompt-data /data/test.jsonl has no name: it is named aime, as in upstream slime"]
+    assert caplog.messages == [
+        "--eval-prompt-data /data/test.jsonl has no name: it is named aime, as in upstream slime"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,10 @@ def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest
         (["--apply-chat-template-kwargs", "{a}"], "is not JSON"),
         (["--apply-chat-template-kwargs", "[1]"], "must be a JSON object"),
         (["--release-train"], "--release-train is not supported: trainers live as long as the run"),
-        (["--enable-mtp-training"], "--enable-mtp-training is not supported: layers that predict several tokens at once"),
+        (
+            ["--enable-mtp-training"],
+            "--enable-mtp-training is not supported: layers that predict several tokens at once",
+        ),
         (["--optimizer", "sgd"], "--optimizer sgd exists in slime, but this version does not have it yet: use adam"),
         (["--num-layers", "x"], "--num-layers must be a whole number, not 'x'"),
         (["--num-layers"], "--num-layers needs a value"),

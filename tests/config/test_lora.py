@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.config.initial_weights import Start, base_of, find_start
+from slime.config.initial_weights import InitialWeights, adapter_base_weights, find_initial_weights
 from slime.config.lora import reference_is_base
 from slime.config.model_folder import LATEST
 from slime.driver.plan.plan import make_plan
@@ -155,8 +155,8 @@ def test_an_adapter_that_is_not_whole_is_refused(valid: dict[str, Any], tmp_path
     )
 
 
-def base(config: Config) -> Start:
-    return base_of(config, find_start(config))
+def base(config: Config) -> InitialWeights:
+    return adapter_base_weights(config, find_initial_weights(config))
 
 
 SAVED = {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}
@@ -186,10 +186,10 @@ def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
 
 def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
-    assert base(resolved(valid, lora_rank=8)) == Start()
-    assert base(resolved(valid, lora_rank=8, ref_load=str(other))) == Start(hf_folder=other, flag="--ref-load")
+    assert base(resolved(valid, lora_rank=8)) == InitialWeights()
+    assert base(resolved(valid, lora_rank=8, ref_load=str(other))) == InitialWeights(hf_folder=other, flag="--ref-load")
     own = checkpoint(tmp_path / "own", SAVED | {"base": str(Path(valid["hf_checkpoint"]).resolve())})
-    assert base(resolved(valid, lora_rank=8, load=str(own))) == Start()
+    assert base(resolved(valid, lora_rank=8, load=str(own))) == InitialWeights()
     elsewhere = checkpoint(tmp_path / "elsewhere", SAVED | {"base": str(other)})
     assert base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
     moved = checkpoint(tmp_path / "moved", SAVED | {"base": str(tmp_path / "gone")})

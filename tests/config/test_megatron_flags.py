@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, parse_args, resolve
-from slime.config.checks import check_numbers_stay
+from slime.config.checks import check_megatron_flags
 from slime.config.ignored_flags import flags_without_effect
 from slime.config.megatron_flags import (
     MEGATRON_CLASSES,
@@ -24,7 +24,7 @@ from slime.config.megatron_flags import (
     TEXT,
     given_settings,
 )  # fmt: skip
-from slime.config.megatron_model_flags import COMPARED
+from slime.config.megatron_model_flags import COMPARED_SHAPE_KEYS
 from slime.errors import UserError
 
 OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS and name != "finetune"]
@@ -35,7 +35,7 @@ def test_every_flag_is_of_one_class() -> None:
     assert set(MEGATRON_CLASSES.values()) == {SHAPE, NUMBERS, SPEED, OTHERS}
     assert NEUTRAL.keys() == {*OF_NUMBERS, "finetune"}
     shape = {name.replace("-", "_") for name, role in MEGATRON_CLASSES.items() if role == SHAPE}
-    assert COMPARED.keys() <= shape
+    assert COMPARED_SHAPE_KEYS.keys() <= shape
 
 
 @pytest.mark.parametrize("name", OF_NUMBERS)
@@ -55,12 +55,12 @@ def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str,
     config = resolve(
         Config(**valid, load=str(tmp_path / "ckpt"), save=str(tmp_path / "ckpt"), carried={"finetune": True})
     )
-    check_numbers_stay(config)
+    check_megatron_flags(config)
     (tmp_path / "ckpt" / "iter_0000003").mkdir(parents=True)
     (tmp_path / "ckpt" / "iter_0000003" / "meta.json").write_text("{}")
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(UserError, match="--finetune is not supported: --load resumes a run; to start fresh"):
-        check_numbers_stay(config)
+        check_megatron_flags(config)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,10 @@ def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[s
             "--use-megatron-fsdp is not supported: Megatron's own FSDP is not used: --train-backend fsdp",
         ),
         ("--no-fp8-wgrad", "--no-fp8-wgrad is not supported: training computes in float32 or bfloat16"),
-        ("--spec my.module get_spec", "--spec my.module get_spec is not supported: slime has the layers of every family"),
+        (
+            "--spec my.module get_spec",
+            "--spec my.module get_spec is not supported: slime has the layers of every family",
+        ),
         ("--moe-router-dtype fp16", "--moe-router-dtype fp16 is none of fp32, fp64"),
         ("--cp-comm-type p2p ring", "--cp-comm-type ring is none of p2p, all_gather, a2a"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1 is not supported: there is no dropout in training"),

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config, parse_flags, resolve
 from slime.config.config import FLAG_SPECS
-from slime.config.ignored_flags import flags_without_effect, unused_by_layers
+from slime.config.ignored_flags import flags_unused_by_layers, flags_without_effect
 
 
 def notes(*words: str) -> list[str]:
@@ -65,11 +65,11 @@ def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:
         "--bucket-size",
         "9",
     )
-    assert unused_by_layers(parse_flags(words), "cpu") == [
+    assert flags_unused_by_layers(parse_flags(words), "cpu") == [
         "layers are plain torch on a CPU, so these flags have no effect: --moe-permute-fusion, --attention-backend"
     ]
-    assert unused_by_layers(parse_flags((*words, "--transformer-impl", "transformer_engine")), "cuda") == []
-    assert unused_by_layers(parse_flags(words[2:]), "cpu") == [], "FSDP has a sentence of its own about them"
+    assert flags_unused_by_layers(parse_flags((*words, "--transformer-impl", "transformer_engine")), "cuda") == []
+    assert flags_unused_by_layers(parse_flags(words[2:]), "cpu") == [], "FSDP has a sentence of its own about them"
 
 
 def test_megatrons_flags_are_named_by_their_class() -> None:

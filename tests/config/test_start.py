@@ -12,11 +12,11 @@ import pytest
 
 from slime.config import Config, resolve
 from slime.config.initial_weights import (
-    find_critic_start,
-    find_reference,
-    find_start,
+    find_critic_weights,
+    find_initial_weights,
+    find_reference_weights,
+    first_rollout_id,
     model_folders,
-    resumes_at,
 )
 from slime.config.model_folder import LATEST
 from slime.data.sample import Sample
@@ -107,8 +107,8 @@ def test_weights_of_a_megatron_checkpoint_are_what_a_run_starts_from(
     assert rows(plan)["starts from"] == f"--ref-load {shown}, weights only"
     assert rows(plan)["reference"] == f"--ref-load {shown}"
     ppo = resolve(Config(**valid, advantage_estimator="ppo", critic_load=str(folder)))
-    assert find_critic_start(ppo).megatron == shown
-    start = find_start(resolve(Config(**valid, load=str(folder))))
+    assert find_critic_weights(ppo).megatron == shown
+    start = find_initial_weights(resolve(Config(**valid, load=str(folder))))
     assert (start.megatron, start.checkpoint, start.resumes) == (shown, None, False)
 
 
@@ -182,9 +182,9 @@ def test_the_actor_starts_from_the_reference_where_load_has_nothing(
 
 def test_the_critic_starts_where_the_policy_does_unless_it_has_a_model(valid: dict[str, Any], other: Path) -> None:
     ppo = Config(**valid, advantage_estimator="ppo", ref_load=str(other))
-    assert find_critic_start(resolve(ppo)).hf_folder == other
+    assert find_critic_weights(resolve(ppo)).hf_folder == other
     own = resolve(ppo.replace(critic_hf_checkpoint=valid["hf_checkpoint"]))
-    assert find_critic_start(own).hf_folder is None
+    assert find_critic_weights(own).hf_folder is None
     assert model_folders(own) == {"--hf-checkpoint": valid["hf_checkpoint"], "--ref-load": str(other)}
 
 
@@ -232,16 +232,16 @@ def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str,
     save_carried(saved, 3, make_train_batch(Config(**valid), flatten_samples([[waiting]])))
     flags = {"load": str(saved / "iter_0000003"), "advantage_estimator": "ppo"}
     config = resolve(Config(**valid, **flags))
-    assert find_start(config).checkpoint == saved / "iter_0000003"
-    assert find_critic_start(config).checkpoint == saved / "critic" / "iter_0000003"
-    start = resumes_at(config)
+    assert find_initial_weights(config).checkpoint == saved / "iter_0000003"
+    assert find_critic_weights(config).checkpoint == saved / "critic" / "iter_0000003"
+    start = first_rollout_id(config)
     source = RolloutDataSource(config.replace(disable_rollout_global_dataset=True))
     source.load(start - 1)
     assert (start, source.sample_group_index) == (4, 2)
     assert len(load_carried(config.load, start - 1) or ()) == 1
     assert resolve(config) == config
     alone = Path(shutil.copytree(saved / "iter_0000003", tmp_path / "alone" / "iter_0000003"))
-    assert find_start(resolve(Config(**valid, load=str(alone)))).checkpoint == alone
+    assert find_initial_weights(resolve(Config(**valid, load=str(alone)))).checkpoint == alone
 
 
 def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
@@ -255,8 +255,8 @@ def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
     for load in ({"load": str(saved / "iter_0000003")}, {"load": str(saved), "ckpt_step": 3}):
         for one in (saved / "critic" / "iter_0000003", another / "iter_0000007"):
             config = resolve(Config(**ppo, **load, critic_load=str(one)))
-            assert find_critic_start(config).checkpoint == one
-        assert find_critic_start(resolve(Config(**ppo, **load, critic_load=str(other)))).hf_folder == other
+            assert find_critic_weights(config).checkpoint == one
+        assert find_critic_weights(resolve(Config(**ppo, **load, critic_load=str(other)))).hf_folder == other
         assert refused(ppo, **load, critic_load=str(another)) == (
             f"--critic-load {another} has no iteration 3: choose another one"
         )
@@ -265,14 +265,16 @@ def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
 def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     config = resolve(Config(**valid, load=str(saved), ckpt_step=3, ref_load=str(saved), ref_ckpt_step=5))
-    assert find_start(config).checkpoint == saved / "iter_0000003"
-    assert find_start(config).resumes
-    assert find_reference(config).checkpoint == saved / "iter_0000005"
+    assert find_initial_weights(config).checkpoint == saved / "iter_0000003"
+    assert find_initial_weights(config).resumes
+    assert find_reference_weights(config).checkpoint == saved / "iter_0000005"
     fresh = resolve(Config(**valid, ref_load=str(saved), ref_ckpt_step=3))
-    assert find_start(fresh).checkpoint == saved / "iter_0000003"
-    assert not find_start(fresh).resumes
+    assert find_initial_weights(fresh).checkpoint == saved / "iter_0000003"
+    assert not find_initial_weights(fresh).resumes
     assert refused(valid, load=str(saved), ckpt_step=4).startswith(f"--load {saved} has no iteration 4")
-    assert "is not a folder of checkpoints to pick iteration 3 from" in refused(valid, ref_load=str(other), ref_ckpt_step=3)
+    assert "is not a folder of checkpoints to pick iteration 3 from" in refused(
+        valid, ref_load=str(other), ref_ckpt_step=3
+    )
     assert refused(valid, ref_ckpt_step=3) == (
         "--ref-ckpt-step 3 selects a checkpoint of --ref-load: give --ref-load, or drop --ref-ckpt-step"
     )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.data.columns import Packed
+from slime.data.columns import PackedArray
 from slime.data.sample import COLUMNS, Sample
 from slime.data.validation import BadSample, Bounds, check_sample
 from tests.rows import examples
@@ -263,7 +263,7 @@ def test_arrays_come_in_and_go_out_without_lists() -> None:
     sample.append_response_tokens(tokens=ids, log_probs=log_probs)
     ids[0], log_probs[0] = 9, -9.0
     assert sample.token_array().tolist() == [1, 5, 2**40]
-    assert all(isinstance(vars(sample)[name], Packed) for name in ("tokens", "loss_mask", "rollout_log_probs"))
+    assert all(isinstance(vars(sample)[name], PackedArray) for name in ("tokens", "loss_mask", "rollout_log_probs"))
     with pytest.raises(ValueError, match="read-only"):
         sample.token_array()[0] = 3
     assert sample.tokens == [1, 5, 2**40]

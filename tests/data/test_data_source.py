@@ -14,7 +14,7 @@ from slime.config import Config, derive
 from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.driver.inputs import eval_prompts, open_data_source
+from slime.driver.inputs import open_data_source, read_eval_prompts
 from slime.errors import UserError
 
 ROWS = [{"input": f"question {number}", "answer": number, "metadata": {"n": [number]}} for number in range(7)]
@@ -290,7 +290,7 @@ def test_a_run_reads_prompts_from_the_only_column_that_may_hold_them(
     config = config_of()
     source = open_data_source(config)
     assert source.get_samples(1)[0][0].prompt == "0+1="
-    assert [sample.prompt for sample in eval_prompts(config)["sums"].prompts] == ["0+1=", "1+1="]
+    assert [sample.prompt for sample in read_eval_prompts(config)["sums"].prompts] == ["0+1=", "1+1="]
     assert plugin_args(config).input_key == "input"
     assert not own or plugin_args(config).source_is is source
     with pytest.raises(UserError, match="no key 'input'"):

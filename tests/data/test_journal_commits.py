@@ -19,7 +19,7 @@ from slime.data.buffer.database import Database
 from slime.data.sample import Sample
 from slime.driver.loop import Run
 from slime.errors import UserError
-from slime.storage.group_commit import Commits, JournalFailed
+from slime.storage.group_commit import CommitQueue, JournalFailed
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 
 
@@ -112,7 +112,7 @@ def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
         raise ValueError("too late")
 
     async def write() -> list[Any]:
-        commits = Commits(journal._database)
+        commits = CommitQueue(journal._database)
         writes = [commits.write(lambda after=after: lambda connection: after) for after in (raising, None)]
         both = await asyncio.gather(*writes, return_exceptions=True)
         await asyncio.wait_for(commits.write(lambda: lambda connection: None), 240)  # the thread continues

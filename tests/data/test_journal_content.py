@@ -14,7 +14,7 @@ import pytest
 
 from slime.cluster.memory.arena import SharedArena
 from slime.data.buffer import Journal
-from slime.data.buffer.rows import RowCodec, flattened
+from slime.data.buffer.rows import RowCodec, flatten_group
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.storage.group_commit import JournalFailed
@@ -191,7 +191,7 @@ def test_fan_outs_and_groups_of_another_composition_move_without_being_written(
     # b[1] is now first in its group, a[0] second and a[1] first in others; b[0] is omitted; one is duplicated
     assert sorted(seen) == ["DELETE", "INSERT", "UPDATE", "UPDATE", "UPDATE"]
     assert journal.batch(0) == (batch, {})
-    ids = [leaf.sample.journal_id for group in batch for leaf in flattened(group)]
+    ids = [leaf.sample.journal_id for group in batch for leaf in flatten_group(group)]
     assert len(set(ids)) == len(ids)
 
 

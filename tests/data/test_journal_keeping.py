@@ -13,7 +13,7 @@ import pytest
 from slime.config import Config
 from slime.data.buffer import Journal, JournaledSource, Recovered
 from slime.data.buffer import open_journal as open_of_run
-from slime.data.buffer.retention import Content, content_of
+from slime.data.buffer.retention import JournalContents, classify_contents
 from slime.data.buffer.schema import FORMAT
 from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
@@ -324,7 +324,7 @@ def test_opening_a_journal_reads_no_samples(tmp_path: Path) -> None:
     with journal._database.reading() as connection:
         traced: list[str] = []
         connection.set_trace_callback(traced.append)
-        assert content_of(connection) is Content.WORK  # with --keep-samples its batches can be replayed
+        assert classify_contents(connection) is JournalContents.WORK  # with --keep-samples its batches can be replayed
         connection.set_trace_callback(None)
         plans = [row[3] for query in traced for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert any("groups_by_state" in plan for plan in plans)

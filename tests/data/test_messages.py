@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime.data.chat_template import checked_messages
-from slime.data.prompt_rows import accepted, checked_label, label_text, use_of_labels
+from slime.data.chat_template import normalize_messages
+from slime.data.prompt_rows import accepted, label_text, label_use_of_run, normalize_label
 from slime.data.prompts import PromptDataset
 from slime.data.turn_mask import mask_turns
 from slime.errors import UserError
@@ -68,7 +68,7 @@ def test_what_is_no_text_is_refused_with_file_line_and_message(
 
 def test_an_assistant_may_say_nothing_but_never_none(byte_tokenizer: Any) -> None:
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
-    assert checked_messages([{"role": "assistant"}, {"role": "assistant", "tool_calls": calls}], "here") == [
+    assert normalize_messages([{"role": "assistant"}, {"role": "assistant", "tool_calls": calls}], "here") == [
         {"role": "assistant", "content": ""},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ]
@@ -149,7 +149,7 @@ def test_several_turns_to_train_on_need_their_prompt_as_messages(
 def test_the_flags_say_who_reads_labels(flags: dict[str, str], use: str) -> None:
     from slime.config import Config
 
-    assert use_of_labels(Config(**flags)) == use
+    assert label_use_of_run(Config(**flags)) == use
 
 
 @pytest.mark.parametrize(("label", "text"), [("a", "a"), (3, "3"), (0.5, "0.5"), (True, "true"), ([SAYS], "4")])
@@ -166,13 +166,13 @@ def test_a_label_that_is_no_text_never_becomes_pythons_notation(label: Any) -> N
 
 def test_a_refusal_says_what_would_do_and_what_came() -> None:
     with pytest.raises(UserError) as compared:
-        checked_label({"a": 1}, "answer", "f.jsonl:3")
+        normalize_label({"a": 1}, "answer", "f.jsonl:3")
     assert str(compared.value) == (
         'f.jsonl:3: the label must be a text, a number or a list of accepted answers, not an object ({"a": 1}); for '
         "other labels name a function with --custom-rm-path"
     )
     with pytest.raises(UserError) as trained_on:
-        checked_label(["a"], "target", "f.jsonl:3")
+        normalize_label(["a"], "target", "f.jsonl:3")
     assert (
         str(trained_on.value) == 'f.jsonl:3: the label must be a text or chat messages to train on, not a list (["a"])'
     )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slime.config import Config
 from slime.config.plugins.view import plugin_args
 from slime.data.buffer import JournaledSource, run_identity
-from slime.data.mixture import whose_turn
+from slime.data.mixture import next_dataset_index
 from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
@@ -76,7 +76,7 @@ def prompts(groups: list[Any]) -> list[str]:
 def test_every_count_is_its_share_rounded_down_or_up_after_every_prompt(weights: list[Fraction], count: int) -> None:
     counts, total = [0] * len(weights), sum(weights)
     for place in range(1, count + 1):
-        counts[whose_turn(weights, counts)] += 1
+        counts[next_dataset_index(weights, counts)] += 1
         exact = [place * weight / total for weight in weights]
         assert all(abs(share - given) < 1 for share, given in zip(exact, counts, strict=True)), (place, counts)
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from slime.data.chat_template import load_tokenizer, model_context_length, prompt_text
-from slime.data.prompts import PromptDataset, PromptTooLong
+from slime.data.prompts import PromptDataset, StreamedPromptTooLong
 from slime.data.readers import split_slice
 from slime.errors import UserError
 
@@ -263,7 +263,7 @@ def test_order_is_the_same_streamed_and_whole(write_jsonl: Callable[..., str], b
         for index in dataset.epoch_order(7, epoch, shuffle):
             try:
                 labels.append(dataset[int(index)].label)
-            except PromptTooLong:
+            except StreamedPromptTooLong:
                 continue
         return labels
 

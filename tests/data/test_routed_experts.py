@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.data.routed_experts import RoutedModel, flat_experts
+from slime.data.routed_experts import RouterDimensions, decode_expert_ids
 from slime.data.sample import Sample
 from slime.data.validation import BadSample, Bounds, check_sample
 
-MODEL = RoutedModel(num_layers=3, moe_layers=(1, 2), num_experts=8, topk=2)
+MODEL = RouterDimensions(num_layers=3, moe_layers=(1, 2), num_experts=8, topk=2)
 BOUNDS = Bounds(vocab_size=100, routed=MODEL)
 
 
@@ -63,7 +63,7 @@ def test_what_no_router_of_the_model_chose_is_named() -> None:
     assert "array of whole numbers" in refusal(rows(5).astype(np.float32))
     assert "array of whole numbers" in refusal(rows(5)[:, 1])
     assert "array of whole numbers" in refusal([[[1, 2]]])
-    one_each = RoutedModel(num_layers=1, moe_layers=(0,), num_experts=8, topk=1)
+    one_each = RouterDimensions(num_layers=1, moe_layers=(0,), num_experts=8, topk=1)
     check_sample(sample(np.zeros((5, 1, 1), np.uint8)), Bounds(routed=one_each))  # expert 0 is a valid choice
 
 
@@ -72,12 +72,12 @@ def test_ids_take_one_byte_where_they_fit() -> None:
         return base64.b64encode(np.array(ids, dtype="<i4").tobytes()).decode()
 
     for ids, kind in (((0, 255), np.uint8), ((0, 256), np.int16), ((-1, 3), np.int16), ((0, 70000), np.int32)):
-        found = flat_experts(wire(*ids))
+        found = decode_expert_ids(wire(*ids))
         assert (found.dtype, found.tolist()) == (kind, list(ids))
-    assert flat_experts([[3, 4]]).tolist() == [3, 4]
+    assert decode_expert_ids([[3, 4]]).tolist() == [3, 4]
     for broken in ("no base64!", base64.b64encode(b"abc").decode()):
         with pytest.raises(ValueError, match=r"base64|buffer size"):
-            flat_experts(broken)
+            decode_expert_ids(broken)
     args = SimpleNamespace(num_layers=1, moe_router_topk=2)
     grown = Sample(tokens=[1, 2])
     grown.append_response_tokens(args, tokens=[3], log_probs=[-1.0], meta_info={"routed_experts": wire(1, 2, 3, 4)})
@@ -104,6 +104,6 @@ def test_layers_with_experts_are_read_from_the_folder(facts, layers, tmp_path: P
     text = {"num_hidden_layers": 4, "num_experts_per_tok": 2, **facts}
     for model in (text, {"model_type": "vl", "text_config": text}):
         (tmp_path / "config.json").write_text(json.dumps(model))
-        assert RoutedModel.of(tmp_path) == RoutedModel(4, layers, 8, 2)
+        assert RouterDimensions.of(tmp_path) == RouterDimensions(4, layers, 8, 2)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
-    assert RoutedModel.of(tmp_path) is None
+    assert RouterDimensions.of(tmp_path) is None

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from slime.data.buffer import Journal
 from slime.data.buffer.samples_cli import samples_command, shared_ends
-from slime.data.buffer.show_sample import MASKED, OBSERVED, TRAINED, Span, response_spans
+from slime.data.buffer.show_sample import MASKED, OBSERVED, TRAINED, TokenSpan, response_spans
 from slime.data.json_samples import sample_from_json
 from slime.data.sample import Sample
 from slime.errors import UserError
@@ -458,9 +458,9 @@ def test_spans_of_a_response() -> None:
     sample = Sample(
         tokens=[1, 2, 3, 4, 5, 6], response_length=4, loss_mask=[0, 0, 1, 1], version_spans=[[None, 1], ["7", 3]]
     )
-    assert response_spans(sample) == [Span(OBSERVED, 2, 3), Span(MASKED, 3, 4), Span(TRAINED, 4, 6)]
+    assert response_spans(sample) == [TokenSpan(OBSERVED, 2, 3), TokenSpan(MASKED, 3, 4), TokenSpan(TRAINED, 4, 6)]
     sample.loss_mask = None
-    assert response_spans(sample) == [Span(TRAINED, 2, 6)]
+    assert response_spans(sample) == [TokenSpan(TRAINED, 2, 6)]
     sample.loss_mask, sample.version_spans = [1, 0, 0, 1], []
     assert [(span.kind, len(span)) for span in response_spans(sample)] == [(TRAINED, 1), (OBSERVED, 2), (TRAINED, 1)]
     sample.loss_mask = [1]

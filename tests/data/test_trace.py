@@ -23,13 +23,13 @@ from slime.utils.trace_utils import (
 from slime.config import Config
 from slime.data.buffer.rows import RowCodec
 from slime.data.sample import Sample
-from slime.data.trace import Failures
+from slime.data.trace import TracingErrors
 from slime.rollout.debug_data import read_dump, write_dump
 
 
 @pytest.fixture
-def failures(monkeypatch: pytest.MonkeyPatch) -> Failures:
-    fresh = Failures()
+def failures(monkeypatch: pytest.MonkeyPatch) -> TracingErrors:
+    fresh = TracingErrors()
     monkeypatch.setattr("slime.data.trace.failures", fresh)
     return fresh
 
@@ -149,7 +149,7 @@ def test_attempts_and_traces_from_elsewhere(sample: Sample) -> None:
 
 
 def test_nothing_that_goes_wrong_in_a_trace_reaches_the_sample(
-    sample: Sample, failures: Failures, caplog: pytest.LogCaptureFixture
+    sample: Sample, failures: TracingErrors, caplog: pytest.LogCaptureFixture
 ) -> None:
     sample.trace = {"version": 9}  # type: ignore[attr-defined]
 

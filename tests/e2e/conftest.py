@@ -71,8 +71,8 @@ async def two_turns(args, sample, sampling_params):
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's working folder: a model, prompts as chat and as text, a file of plugins, and another slime's package,
-    which no process of a run may import."""
+    """A user's working folder: two models, chat prompts, a plugin file, and a decoy package `slime` that no process of
+    a run may import."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "slime").mkdir()
     (folder / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")
@@ -87,7 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grpo_flags() -> list[str]:
-    """The flags of the documents, for 16 samples a rollout in two optimizer steps."""
+    """Returns the flags of the documentation, for 16 samples per rollout in two optimizer steps."""
     return [
         "--hf-checkpoint",
         "model",
@@ -170,7 +170,7 @@ def eval_flags() -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole_run(place: Path) -> tuple[Path, Done]:
-    """Four rollouts without interruption, the run that others are compared with."""
+    """An uninterrupted run of four rollouts, the reference for other tests."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "whole", "--save-interval", "2"]
     done = run([*TRAIN, *flags, "--ci-test", "--save-hf", "whole/hf_{rollout_id}"], place)
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""Running the system as a user does: `python train.py ...` in a process of its own, found again by a mark it carries."""
+"""Runs commands as a user does, e.g. `python train.py ...`. A mark in the environment identifies their processes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Done:
 
 @dataclass
 class Running:
-    """A command that runs; everything it starts inherits `mark` in its environment."""
+    """A running command. All its descendants inherit `mark` in their environment."""
 
     popen: subprocess.Popen[str]
     mark: str
     lines: list[str] = field(default_factory=list)
 
     def wait_for(self, text: str) -> None:
-        """Read stdout until a line holds `text`."""
+        """Reads stdout until a line contains `text`."""
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
             self.lines.append(line)
@@ -54,7 +54,7 @@ class Running:
         return Done(self.popen.returncode, "".join(self.lines) + out, err)
 
     def processes(self, program: str = "") -> list[int]:
-        """Pids that carry the mark and run `program` themselves (the guards that watch over them do not count)."""
+        """Returns the pids with the mark that run `program` themselves, without the reapers in front of them."""
         found = marked_processes(self.mark)
         return [pid for pid, command in found if program in command and not (program and "reaper.py" in command)]
 
@@ -63,7 +63,7 @@ class Running:
 
 
 def marked_processes(mark: str) -> Iterator[tuple[int, str]]:
-    """(pid, command line) of every live process whose environment holds the mark; zombies have no environment."""
+    """Yields (pid, command line) of live processes with the mark in their environment. Zombies have none."""
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -86,7 +86,7 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
 
 @contextmanager
 def started(command: Sequence[str], cwd: Path, **env: str) -> Iterator[Running]:
-    """The command with its output in pipes; what is left of it at the end is killed, by pid."""
+    """Starts the command with its output in pipes. At exit, its remaining processes are killed by pid."""
     mark = uuid.uuid4().hex
     popen = subprocess.Popen(
         command,
@@ -125,7 +125,7 @@ ENGINE_ROUNDING = 2e-5
 
 
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
-    """All records without what depends on timing: speeds, and which prefixes happened to be cached already."""
+    """Returns all records without values that depend on timing: speeds and prefix cache hits."""
     return [
         {name: value for name, value in record.items() if not TIMES.match(name) and not CACHE.search(name)}
         for record in records(run_dir)
@@ -133,20 +133,20 @@ def comparable(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def seen_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """What the plugin file's hook wrote down about every generated sample."""
+    """Returns the generated samples that the hook of the plugin file recorded."""
     return [json.loads(line) for line in (run_dir / "seen.jsonl").read_text().splitlines()]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder with its content."""
+    """Returns the content of every file of a folder by its relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def assert_same_records(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
-    """The same records with the same names, values equal within the tolerance (relative above 1).
+    """Asserts that both have the same steps and names, with values equal within the tolerance (relative above 1).
 
-    The engine's log-probs get float32 rounding for a tolerance: it depends on which requests were computed together.
-    Training does not: the trainer computes its own.
+    Log-probs of the engine get the tolerance of float32 rounding, because they depend on how requests are batched.
+    Training does not depend on it: the trainer computes its own log-probs.
     """
     assert [(r["kind"], r["step"]) for r in found] == [(r["kind"], r["step"]) for r in expected]
     for ours, theirs in zip(found, expected, strict=True):

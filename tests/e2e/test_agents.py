@@ -1,4 +1,4 @@
-"""Whole runs whose samples come from clients of the endpoints, while weights change and processes die."""
+"""Whole runs whose samples come from clients of the agent endpoints, with weight updates and killed processes."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def consumed(out: Path) -> list[Sample]:
 
 
 def server_pids() -> list[int]:
-    """The processes of the endpoints of this process's run."""
+    """Returns the pids of the agent servers of the run in this process."""
     words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in process_tree(os.getpid())}
     return [pid for pid, parts in words.items() if b"slime.agent.server" in parts and b"-I" not in parts]
 
 
 def check_sessions(out: Path) -> list[Sample]:
-    """Samples that were trained on are whole sessions in which no token was encoded twice."""
+    """Asserts that consumed samples are complete sessions without re-tokenized tokens. Returns the samples."""
     samples = consumed(out)
     assert len({sample.index for sample in samples}) == len(samples) == ROLLOUTS * PROMPTS * SAMPLES
     for sample in samples:
@@ -152,7 +152,7 @@ def test_a_server_that_is_killed_costs_the_sessions_it_had(folder: Path, tmp_pat
     assert len(struck) == 1
     failed = [sample for sample in consumed(tmp_path) if sample.status is Sample.Status.FAILED]
     assert all((sample.failure or "").startswith("generate: AgentServerFailed: ") for sample in failed)
-    assert result.metrics[-1]["rollout/failed/count"] == 0.0  # started again for the second rollout
+    assert result.metrics[-1]["rollout/failed/count"] == 0.0  # restarted for the second rollout
 
 
 def test_a_driver_that_is_killed_leaves_nothing(folder: Path, tmp_path: Path) -> None:

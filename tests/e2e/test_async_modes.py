@@ -1,4 +1,4 @@
-"""Whole runs in every mode: which weights sampled what, what is trained on, and that a bound of zero changes nothing."""
+"""Whole runs in every asynchronous mode: weight versions of samples, consumed samples, evaluation and filters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import slime
 from slime.data.sample import Sample
-from slime.rollout.pipeline import Ahead
+from slime.rollout.pipeline import OneStepAheadFeed
 from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import ROOT, run, seen_samples
 from tests.rows import some
@@ -33,7 +33,7 @@ def test_train_async_is_one_step_off(place: Path) -> None:
     for rollout_id in range(4):
         own = [sample for sample in samples if not sample["evaluation"] and sample["rollout_id"] == rollout_id]
         assert sorted(sample["index"] for sample in own) == list(range(16 * rollout_id, 16 * rollout_id + 16))
-        # generated while the rollout before it was trained on, which is what makes the next version
+        # generated during training on the previous rollout, which produces the next version
         assert {tuple(sample["weight_versions"]) for sample in own} == {(str(max(0, rollout_id - 1)),)}
     for step in (0, 2, 4):
         evaluated = [s for s in samples if s["evaluation"] and s["rollout_id"] == step]
@@ -71,7 +71,7 @@ def train(folder: Path, out: Path, reward: Callable[..., float] = by_index, **fl
 
 
 def consumed(out: Path) -> list[tuple[int, int]]:
-    """(rollout that trained on it, index) of every consumed sample, as any SQLite tool sees them."""
+    """Returns (rollout that trained on it, index) of every consumed sample, read with plain SQLite."""
     with sqlite3.connect(f"file:{out / 'run' / 'journal.sqlite'}?mode=ro", uri=True) as journal:
         rows = journal.execute(
             "SELECT g.consumed_by, s.sample_index FROM samples s JOIN groups g ON s.group_id = g.id "
@@ -100,7 +100,7 @@ def test_every_mode_trains_each_sample_once(mode: str, folder: Path, tmp_path: P
         assert metrics["rollout/raw_reward"] == 0.5
         assert metrics.get("rollout/thrown_away_tokens", 0.0) == 0.0
         assert metrics["rollout/failed/count"] == 0.0
-    if mode == "one-step":  # weights go out after every second step, and two rollouts lie ready
+    if mode == "one-step":  # weights are published every second step, and two rollouts are buffered
         assert max(metrics["rollout/staleness/max"] for metrics in result.metrics) <= 3.0
         assert [metrics["rollout/staleness/max"] for metrics in result.metrics][:2] == [0.0, 1.0]
     if mode == "full":
@@ -112,14 +112,14 @@ def test_every_mode_trains_each_sample_once(mode: str, folder: Path, tmp_path: P
 def test_no_rollout_begins_between_new_weights_and_their_evaluation(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rollout ends only when the driver waits for its end, so that there is always room for the next one."""
+    """Each rollout ends only once the driver waits for it, so the buffer always has room for the next one."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps({"input": "held out"}) + "\n")
     scored: list[tuple[str, str]] = []
     waited_for, changed = [0], threading.Condition()
-    undisturbed = Ahead.undisturbed
+    undisturbed = OneStepAheadFeed.undisturbed
 
-    def counted(feed: Ahead) -> Any:
+    def counted(feed: OneStepAheadFeed) -> Any:
         with changed:
             waited_for[0] += 1
             changed.notify_all()
@@ -134,7 +134,7 @@ def test_no_rollout_begins_between_new_weights_and_their_evaluation(
         scored.append((kind, str(sample.weight_versions[-1])))
         return float(sample.index % 2)
 
-    monkeypatch.setattr(Ahead, "undisturbed", counted)
+    monkeypatch.setattr(OneStepAheadFeed, "undisturbed", counted)
 
     flags = {"eval_prompt_data": [("held-out", str(held_out))], "eval_interval": 2, "num_rollout": 5}
     train(folder, tmp_path, reward, async_mode="one-step", async_buffer_size=2, **flags)

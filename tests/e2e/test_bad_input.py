@@ -1,4 +1,4 @@
-"""A user's mistake is one sentence and exit code 2, and costs nothing that was there before."""
+"""A user mistake gives one error line and exit code 2, and creates no output folder."""
 
 from __future__ import annotations
 

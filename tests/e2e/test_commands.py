@@ -66,7 +66,7 @@ def test_serve_answers_like_the_model_and_stops_on_ctrl_c(place: Path) -> None:
 
 
 def _ask(port: int, path: str, payload: Any = None) -> Any:
-    """The parsed answer ({} if empty), or None while nobody answers."""
+    """Returns the parsed answer ({} if empty), or None if the request fails."""
     data = None if payload is None else json.dumps(payload).encode()
     headers = {"Content-Type": "application/json"}
     try:

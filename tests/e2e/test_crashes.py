@@ -1,8 +1,8 @@
-"""A run whose processes are killed at random moments, again and again: what the journal then says, and what was trained.
+"""A run whose processes are killed repeatedly at random times: checks of its journal and of its training data.
 
-It is started again with the same command, or where it may by itself.
+The same command starts the run again, unless it restarts by itself.
 
-`make test-crash` kills twenty times (SLIME_CRASH_KILLS); the suite three times, once each kind of process.
+`make test-crash` kills twenty times (SLIME_CRASH_KILLS). The suite kills three times, once per kind of process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.tiny_models import make_model_folder
 KILLS = int(os.environ.get("SLIME_CRASH_KILLS", "3"))
 PROMPTS, SAMPLES = 4, 4
 WITHIN_STEPS, WITHIN_S = 3, 0.6
-"""The next process is killed when up to so many more steps are done, and up to so many seconds after that."""
+"""The next kill comes after at most this many further steps, plus at most this many seconds."""
 EARLY_SHARE = 0.2
-"""How often that moment is counted from the start of the processes, not from their work."""
+"""Fraction of kills that are timed from the start of the processes instead of from training steps."""
 PLUGIN = """\
 import asyncio
 
@@ -47,7 +47,7 @@ MODES = {
 
 @dataclass
 class Storm:
-    """One run over all its lives; `finished` are the trajectories that were seen complete, by index."""
+    """One run over all its restarts. `finished` holds the trajectories that were seen complete, by index."""
 
     folder: Path
     mode: str
@@ -74,7 +74,7 @@ class Storm:
         ]  # fmt: skip
 
     def rage(self, kills: int) -> None:
-        """Start the run, kill, start it again, until all kills are spent and it has ended by itself."""
+        """Starts the run and kills its processes, repeatedly, until all kills are done and the run succeeds."""
         done: Done | None = None
         while done is None or done.code:
             self.began, done = time.time(), None
@@ -99,7 +99,7 @@ class Storm:
         kind = self.chance.choice(["driver", "engine", "trainer"]) if len(self.kills) > 2 else self._first_kinds()
         victims = {"driver": [life.popen.pid], "engine": life.processes(ENGINE), "trainer": life.processes(TRAINER)}
         if not victims[kind]:
-            return  # it is being started again
+            return  # it is being restarted
         with suppress(ProcessLookupError):
             os.kill(self.chance.choice(victims[kind]), signal.SIGKILL)
             self.kills.append(kind)
@@ -112,7 +112,7 @@ class Storm:
             assert "trainer-0 ended during" in err or ends_already, err
 
     def _starts_again(self, life: Running, before: list[int]) -> bool:
-        """Whether the run has other trainers by itself, as it may once it has been up."""
+        """Returns whether the run starts new trainers by itself, as it may after its first successful start."""
         if "--max-restarts" not in self.command():
             return False
         assert wait_until(lambda: life.popen.poll() is not None or self._others(life, before), within_s=280)
@@ -127,14 +127,14 @@ class Storm:
         assert self._engine_died_early(err), err
 
     def _engine_died_early(self, err: str) -> bool:
-        """An engine that is killed before it ever answered ends the run, which says so; nothing else may."""
+        """Returns whether an engine killed before its first answer ended the run. No other error may end it."""
         return self.kills[-1:] == ["engine"] and "error: engine-" in err and "was killed by signal 9" in err
 
     def _first_kinds(self) -> str:
         return ["driver", "engine", "trainer"][len(self.kills)]
 
     def _works(self, life: Running, early: bool) -> bool:
-        """Whether there is something to kill: a process that starts, or a run that writes its journal."""
+        """Returns whether there is something to kill: starting processes (`early`) or a run that writes its journal."""
         if early:
             return bool(life.processes(ENGINE)) and bool(life.processes(TRAINER))
         log = self.run_dir / "journal.sqlite-wal"
@@ -144,7 +144,7 @@ class Storm:
         metrics = self.run_dir / "metrics.jsonl"
         return len(records(self.run_dir, "train")) if metrics.exists() else 0
 
-    # what must hold whenever nothing runs
+    # invariants while no process runs
 
     def check(self) -> None:
         with self._journal() as journal:

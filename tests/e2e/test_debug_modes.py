@@ -1,4 +1,4 @@
-"""One half of a run at a time: rollouts without training, training on dumped rollouts, evaluation alone."""
+"""Debug modes: rollouts without training, training on dumped rollouts, evaluation only; and partial rollouts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def numbers(run_dir: Path) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def dumped(place: Path) -> Path:
-    """Two rollouts with training and dumps, between which engines and trainers hand each other their memory."""
+    """Dumps of a run of two rollouts with --offload, in which engines and trainers use the memory in turn."""
     flags = [*grpo_flags(), "--offload", "--num-rollout", "2", "--save-debug-rollout-data", "dumps/{rollout_id}.jsonl"]
     done = run([*TRAIN, *flags, "--output-dir", "dumping"], place)
     assert (done.code, done.err) == (0, "")
@@ -60,13 +60,13 @@ def dumped(place: Path) -> Path:
 
 
 def without_prompts(flags: list[str]) -> list[str]:
-    """The flags of a machine that has the model and the dumps, and neither prompts nor the user's functions."""
+    """Removes the flags for prompts and user functions, as on a machine with only the model and the dumps."""
     gone = ("--prompt-data", "--custom-rm-path", "--rollout-sample-hook-path")
     return [word for i, word in enumerate(flags) if word not in gone and flags[i - 1] not in gone]
 
 
 def test_engines_and_trainers_take_turns(place: Path, dumped: Path) -> None:
-    """On a CPU nothing is given back; who may take memory when is what it is on a GPU."""
+    """On a CPU no memory is released, but the order of the phases is the same as on a GPU."""
     rows = [json.loads(line) for line in (place / "dumping/memory.jsonl").read_text().splitlines()]
     phases = [phase for phase, _ in groupby(row["phase"] for row in rows)]
     step = ["sleep", "rollout", "release", "train", "publish"]
@@ -154,7 +154,7 @@ def test_rollouts_alone_with_a_teacher_an_evaluation_and_functions_that_log(plac
 
 
 def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
-    """Over-sampling with partial rollouts against a real engine: every prompt is in a batch, or waits in the journal."""
+    """Over-sampling with partial rollouts and a real engine: every prompt is in a batch or waits in the journal."""
     (place / "uneven.py").write_text(UNEVEN)
     flags = [
         *grpo_flags(),
@@ -177,7 +177,7 @@ def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
     assert everything == list(range(state["sample_index"]))
 
     continued = [sample for sample in second if sample.metadata.get("start_rollout_id") == 0]
-    assert len(continued) in (4, 8, 12)  # as many of the three long groups as ended before short new ones
+    assert len(continued) in (4, 8, 12)  # the long groups that finished before short new ones
     for sample in continued:
         before = sample.loss_mask.index(1)
         assert 0 < before < sample.response_length == 200
@@ -187,7 +187,7 @@ def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
     steps = [record for record in records(place / "cut", "train") if record["rollout_id"] == 1]
     assert (
         steps[0]["train/train_rollout_logprob_abs_diff_max"] <= 1e-4
-    )  # what is trained on was sampled by these weights
+    )  # trained tokens were sampled with the current weights
 
 
 def test_evaluation_alone(place: Path) -> None:

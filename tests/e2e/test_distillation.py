@@ -25,7 +25,7 @@ def without_reward(flags: list[str]) -> list[str]:
 
 
 def gap_to_teacher(dump: Path) -> float:
-    """Mean of log p_student - log p_teacher over the sampled tokens: an estimate of the reverse KL."""
+    """Returns the mean of log p_student - log p_teacher over sampled tokens, an estimate of the reverse KL."""
     return fmean(
         mine - theirs
         for sample in leaves(read_dump(dump))
@@ -50,7 +50,7 @@ def test_a_student_learns_from_a_served_teacher_alone(place: Path) -> None:
 
 
 def test_a_teacher_says_the_same_in_an_engine_and_in_the_trainer(place: Path) -> None:
-    """The first step's samples are the same, and so is what the teacher, a larger model, makes of each token."""
+    """Both runs sample the same tokens in the first step, so the log-probs of the larger teacher must agree."""
     make_model_folder(place / "larger", seed=11, intermediate_size=128)
     computed = {}
     for where in ("engine", "trainer"):

@@ -1,4 +1,4 @@
-"""A whole run whose engines come and go: nothing is lost, nothing is trained on twice, and weights are the right ones."""
+"""A whole run in which engines join and leave: no sample is lost or trained on twice, and the weights are correct."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import slime
 from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.config import Config, derive
 from slime.data.sample import Sample
-from slime.engine.elastic.handshake import Disconnected, key_of_joined
-from slime.engine.elastic.join_client import Joiner, Session
+from slime.engine.elastic.handshake import Disconnected, joined_engine_key
+from slime.engine.elastic.join_client import Joiner, JoinSession
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.status import ask_load
+from slime.engine.fleet.status import request_load
 from tests.e2e.runs import started, wait_until
 from tests.rows import long
 from tests.tiny_models import make_model_folder
@@ -39,19 +39,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def visitors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Two engines that ask for the key of those that join."""
+    """URLs of two engines that require the key of joined engines."""
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     config = derive(
         Config(hf_checkpoint=str(folder), rollout_batch_size=1, num_rollout=1, rollout_num_gpus=2,
                rollout_backend="embedded", use_fault_tolerance=True)
     )  # fmt: skip
-    run_dir, key = tmp_path / "visitors", key_of_joined(TOKEN)
+    run_dir, key = tmp_path / "visitors", joined_engine_key(TOKEN)
     with EngineFleet(config, device="cpu", run_dir=run_dir, model_path=folder, key=key) as fleet:
         yield fleet.urls
 
 
 class Churn:
-    """Engines that join and leave by turns while a run goes on: drained, with their connection cut, or killed."""
+    """Joins engines to a run and removes them again: drained, with their connection cut, or killed."""
 
     def __init__(self, run_dir: Path, folder: Path, visitors: list[str], visits: int) -> None:
         self.run_dir, self.folder, self.visitors, self.visits = run_dir, folder, visitors, visits
@@ -78,7 +78,7 @@ class Churn:
             assert wait_until(lambda: told.is_file() and told.read_text().endswith("\n"), 240)
             address = json.loads(told.read_text())["address"]
             asyncio.run(self._visit_all(address))
-        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+        except BaseException as error:  # noqa: BLE001 (checked by the test)
             self.failure = error
 
     async def _visit_all(self, address: str) -> None:
@@ -90,9 +90,9 @@ class Churn:
             joiner = Joiner(
                 address, TOKEN, Config(hf_checkpoint=str(self.folder)), str(self.folder), self.run_dir, patience_s=240.0
             )
-            await joiner.first_terms()
-            session = Session(joiner, url, None)
-            working = asyncio.ensure_future(session.worked(joiner.stop))
+            await joiner.fetch_terms()
+            session = JoinSession(joiner, url, None)
+            working = asyncio.ensure_future(session.run_until_left(joiner.stop))
             while not session.was_in or not await self._is_at_work(url):
                 await asyncio.sleep(0.02)
                 assert not working.done(), working.exception()
@@ -109,13 +109,13 @@ class Churn:
     async def _is_at_work(self, url: str) -> bool:
         if self.ends_soon.is_set():
             return True
-        load = await asyncio.to_thread(ask_load, url, key_of_joined(TOKEN))
+        load = await asyncio.to_thread(request_load, url, joined_engine_key(TOKEN))
         is_busy = load is not None and load.running > 0
         self.at_work += is_busy
         return is_busy
 
     def _killed(self, address: str) -> None:
-        """Two more as a user starts them; one is told to stop, one is killed with all its processes."""
+        """Joins two more engines with `slime serve`. One gets SIGTERM, one is killed with all its processes."""
         for how in (signal.SIGTERM, signal.SIGKILL):
             words = (sys.executable, "-m", "slime.cli", "serve", "--join", address, "--model-path", str(self.folder))
             with started([*words, "--device", "cpu"], self.run_dir, **{TOKEN_VARIABLE: TOKEN}) as engine:
@@ -140,7 +140,7 @@ def test_engines_join_and_leave_during_one_run(visits: int, folder: Path, visito
         def reward(args: Any, sample: Sample) -> float:
             assert sample.index is not None
             seen.append(sample.index)
-            if sample.index == count - 1:  # the run does not end before everybody has come and gone
+            if sample.index == count - 1:  # keeps the run alive until all engines have left
                 churn.ends_soon.set()
                 assert wait_until(lambda: churn.is_over, 280)
             return float(sample.index % 2)

@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it goes on living, and the terminal says in one line what happened."""
+"""Interrupts and crashes: no process of the run survives, and one line on the terminal states the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs in which an engine is killed, or stopped, at its work or while it gets new weights."""
+"""Whole runs in which an engine is killed or stopped, during generation or a weight update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_pids() -> list[int]:
-    """Processes of the engines of this process's run, in the order of their ports."""
+    """Returns the pids of the engines of the run in this process, ordered by port."""
     found = []
     for pid in process_tree(os.getpid()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -37,7 +37,7 @@ def engine_pids() -> list[int]:
 
 
 class StrikingReward:
-    """Scores by index; when sample `at` comes by, one engine gets a signal in the middle of its other requests."""
+    """Scores by index. At sample `at` it sends a signal to one engine, whose other requests are in flight."""
 
     def __init__(self, at: int, how: int) -> None:
         self.at, self.how, self.struck = at, how, 0
@@ -83,23 +83,23 @@ def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path
     assert [metrics["rollout/failed/count"] for metrics in result.metrics] == [0.0] * ROLLOUTS
     assert sorted(index for index, _ in reward.seen) == list(
         range(ROLLOUTS * PROMPTS * SAMPLES)
-    )  # none lost, none twice
+    )  # no sample lost or repeated
     assert all(metrics["rollout/raw_reward"] == 0.5 for metrics in result.metrics)
     gaps = [metrics["train/train_rollout_logprob_abs_diff_max"] for metrics in result.metrics]
-    assert max(gaps) < 1e-3  # also on the engine that came back, and over the seam of continued responses
+    assert max(gaps) < 1e-3  # also on the restarted engine and in resumed responses
     log = (tmp_path / "run/logs/driver.log").read_text()
     restarts = log.count("is restarted")
-    assert restarts == 1 or (how == signal.SIGSTOP and restarts > 1)  # who only seems to hang is restarted, too
+    assert restarts == 1 or (how == signal.SIGSTOP and restarts > 1)  # a slow engine may also be restarted
     assert log.count("is back") == restarts
 
 
 def test_an_engine_that_dies_before_an_update_is_restarted_and_gets_it(folder: Path, tmp_path: Path) -> None:
-    reward = StrikingReward(ROLLOUTS * PROMPTS * SAMPLES, signal.SIGKILL)  # never by itself
+    reward = StrikingReward(ROLLOUTS * PROMPTS * SAMPLES, signal.SIGKILL)  # out of range: it sends no signal itself
     struck, one_at_a_time = [], threading.Lock()
 
     def last_of_first(args: Any, sample: Sample) -> float:
         with one_at_a_time:
-            if len(reward.seen) == PROMPTS * SAMPLES - 1:  # the rollout is over with this one: training comes next
+            if len(reward.seen) == PROMPTS * SAMPLES - 1:  # the last sample of the rollout: training follows
                 os.kill(engine_pids()[1], signal.SIGKILL)
                 struck.append(sample.index)
             return reward(args, sample)

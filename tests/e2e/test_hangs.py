@@ -1,4 +1,4 @@
-"""Whole runs in which an engine, a reward function or a trainer hangs or dies: the error names who, and which flag."""
+"""Whole runs in which an engine, a reward function or a trainer hangs or dies: the error names it and the flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import slime
 from slime.cluster.process import process_tree
-from slime.cluster.watchdog.timeouts import Reports
+from slime.cluster.watchdog.timeouts import GraphReports
 from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.observability.progress import NoProgress, Source
@@ -32,8 +32,8 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.fixture(autouse=True)
 def _own_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is logged once a minute and process, and tests before this one may have logged theirs."""
-    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", Reports())
+    """Resets the log limit of one wait-for graph per minute and process, which earlier tests may have used."""
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", GraphReports())
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def by_index(args: Any, sample: Sample) -> float:
 
 
 def trainer_pid(rank: int) -> int:
-    """The process of one rank of this process's run."""
+    """Returns the pid of one trainer rank of the run in this process."""
     for pid in process_tree(os.getpid()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -112,7 +112,7 @@ def test_an_engine_that_hangs_before_an_update_is_named_by_it(folder: Path, tmp_
 
         def strikes_last(args: Any, sample: Sample) -> float:
             seen.append(sample.index or 0)
-            if len(seen) == PROMPTS * SAMPLES:  # the rollout is over with this one: training comes, then the update
+            if len(seen) == PROMPTS * SAMPLES:  # the last sample of the rollout: training and the update follow
                 os.kill(engine_pids()[0], signal.SIGSTOP)
             return by_index(args, sample)
 
@@ -207,7 +207,7 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
     patient = TrainerGroup.train
 
     def impatient(self: TrainerGroup, *args: Any, **kwargs: Any) -> Any:
-        running_out = when_rank_0_waits(self, run_out_of_time)  # the flag counts in minutes
+        running_out = when_rank_0_waits(self, run_out_of_time)  # the flag is in minutes
         try:
             return patient(self, *args, **kwargs)
         finally:
@@ -226,7 +226,7 @@ def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
     monkeypatch.setattr(NoProgress, "watch", lambda _, part, source: watched.update({part: source}))
     with pytest.raises(RunFailed) as caught:
         train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)
-    assert shown == [("preparing the samples", True)]  # what a display says while it waits
+    assert shown == [("preparing the samples", True)]  # the state that a progress display shows during the wait
     first = str(caught.value).splitlines()[0]
     assert re.match(
         r"driver waited [\d.]+ s for trainer-0, trainer-1 to finish train, the last [\d.]+ s without progress "

@@ -1,4 +1,4 @@
-"""The journal beside a run: whose it is, what it does to a run that cannot write it, and signals that ask what goes on."""
+"""The journal of a run: journals of other models, a full disk, and signals that print the wait-for graph."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
         running.popen.send_signal(signal.SIGUSR1)
         assert wait_until(lambda: "SIGUSR1" in log.read_text(), within_s=240)
         (place / "wake-1").touch()
-        running.wait_for("] step ")  # it goes on
+        running.wait_for("] step ")  # the run continues
         assert wait_until(lambda: all_nap(2), within_s=240)
         running.popen.send_signal(signal.SIGQUIT)
         done = running.finish()
@@ -90,7 +90,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
 
     def reward(args: object, sample: object) -> float:
         call = next(calls)
-        if call == 40:  # from now on no file of this process may grow, as on a full disk
+        if call == 40:  # from here on no file can grow, as on a full disk
             size = (run_dir / "journal.sqlite-wal").stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         return float(call % 2)
@@ -123,5 +123,5 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkey
         finished = journal.execute("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL").fetchone()[0]
         consumed = journal.execute("SELECT COUNT(*) FROM groups WHERE state = 'consumed'").fetchone()[0]
     assert finished >= 4 * consumed
-    assert consumed in range(8, 4 * 50, 4)  # whole batches; the log may be written where it was written before
+    assert consumed in range(8, 4 * 50, 4)  # whole batches; SQLite may still overwrite parts of its log
     assert os.path.getsize(run_dir / "journal.sqlite") > 0

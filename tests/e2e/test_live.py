@@ -1,5 +1,5 @@
-"""A live service that is killed as a whole, again and again: what its clients said before is trained on exactly once,
-and of those who have not consented nothing is on the disk."""
+"""A live service whose processes are all killed, twice: each exchange is trained on exactly once, and exchanges without
+consent never reach the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from slime.data.buffer.reader import Choice, Recorded, reading
+from slime.data.buffer.reader import Choice, JournaledSample, reading
 from slime.data.chat_template import load_tokenizer
 from tests.e2e.runs import TRAIN, Running, records, started, wait_until
 from tests.tiny_models import make_model_folder
@@ -23,7 +23,7 @@ from tests.tiny_models import make_model_folder
 ROLLOUTS, BATCH = 4, 4
 SILENT, NAME = "okapi", "the name of a client"
 HELD = "question 5?"
-"""Whose judge does not come to an end in the first life: its exchange is taken, and not in the journal yet."""
+"""Its judge hangs in the first attempt: the exchange is accepted but not in the journal yet."""
 JUDGE = """\
 import asyncio
 from pathlib import Path
@@ -39,7 +39,7 @@ async def judge(args, exchange):
 
 
 class Life:
-    """One life of the run, and clients who talk to it."""
+    """One attempt of the run, and its clients."""
 
     def __init__(self, running: Running, run_dir: Path, previous: int) -> None:
         self.running, self._run_dir = running, run_dir
@@ -48,7 +48,7 @@ class Life:
         self._said = json.loads(address.read_text())
 
     def talk(self, question: str, *then: str, consent: str = "yes") -> None:
-        """A conversation to its end; its exchanges are kept when this returns."""
+        """Runs a conversation to its end. Its exchanges are stored when this returns."""
         messages = []
         url = urlsplit(self._said["openai_url"])
         headers = {
@@ -67,7 +67,7 @@ class Life:
             messages.append(answer["choices"][0]["message"])
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Until this is so."""
+        """Waits until the condition holds. Fails if the run ends first."""
         assert wait_until(lambda: self._ended() or what(), within_s=240)
         assert not self._ended(), self.running.finish().err
 
@@ -75,7 +75,7 @@ class Life:
         return (self._run_dir / "metrics.jsonl").exists() and bool(records(self._run_dir, "train"))
 
     def kill(self) -> None:
-        """kill -9 of every process of the run."""
+        """Kills every process of the run with SIGKILL."""
 
         def nobody_is_left() -> bool:
             for pid in self.running.processes():
@@ -116,13 +116,13 @@ def _written(file: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def consumed(place: Path) -> list[Recorded]:
+def consumed(place: Path) -> list[JournaledSample]:
     with reading(str(place / "run")) as journal:
         return list(journal.samples(Choice(state="consumed")))
 
 
 def on_disk(place: Path) -> str:
-    """All that the run has written: the bytes of its files, and the samples that are packed in its journal."""
+    """Returns all text that the run has written: bytes of its files, and samples packed in its journal."""
     files = [file for folder in ("run", "trained") for file in (place / folder).rglob("*") if file.is_file()]
     tokenizer = load_tokenizer(str(place / "model"))
     with reading(str(place / "run")) as journal:
@@ -145,7 +145,7 @@ def test_after_kill_9_of_the_whole_run_each_conversation_is_trained_on_once(plac
                 life.kill()
                 (place / "released").touch()
             elif number == 1:
-                life.wait_for(life.has_trained)  # what has no checkpoint yet is trained on again, from the journal
+                life.wait_for(life.has_trained)  # batches after the checkpoint are replayed from the journal
                 life.kill()
             else:
                 done = life.running.finish()

@@ -1,4 +1,4 @@
-"""A run that was stopped, or killed, and started again is the run that was never interrupted."""
+"""A run that is stopped or killed and then resumed equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
     metrics = place / "parts" / "metrics.jsonl"
     *lines, evaluation = metrics.read_text().splitlines(keepends=True)
     assert '"kind": "eval", "step": 2' in evaluation
-    metrics.write_text("".join(lines))  # as if it had been killed between the checkpoint and the evaluation after it
+    metrics.write_text("".join(lines))  # as after a kill between the checkpoint and its evaluation
 
     with started([*command, "--num-rollout", "4"], place, HOLD_FROM_ROLLOUT="3", HELD="held-parts") as killed:
         killed.wait_for("step 3/4")
@@ -69,7 +69,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, 
 
 
 def from_folder_beside(place: Path, command: list[str]) -> list[str]:
-    """The command as it is given in another working folder, or on another machine with the same storage."""
+    """Returns the command for another working folder, or for another machine with the same storage."""
     (place / "beside").mkdir()
     here = {*(path.name for path in place.iterdir()), "parts"}
     return [f"../{word}" if word.split("@")[0].split(":")[0] in here else word for word in command]
@@ -78,7 +78,7 @@ def from_folder_beside(place: Path, command: list[str]) -> list[str]:
 def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
     whole_run: tuple[Path, Done], place: Path
 ) -> None:
-    """Before its first checkpoint, and after one: the same process starts again, and nothing is done twice."""
+    """The trainer dies before the first checkpoint and again after one. The driver process restarts the run."""
     whole, _ = whole_run
     (place / "deadly.py").write_text(DEADLY)
     flags = ["--save", "lost", "--save-interval", "2", "--num-rollout", "4", "--max-restarts", "1"]
@@ -95,7 +95,7 @@ def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
 
 
 def consumed(run_dir: Path) -> list[tuple[int | None, int]]:
-    """How many groups each rollout has trained on; None for those that none has."""
+    """Returns (rollout, number of groups it consumed). The rollout of unconsumed groups is None."""
     with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
         return journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
 

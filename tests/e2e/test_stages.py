@@ -1,4 +1,4 @@
-"""A staged run whose data source observes, killed in its second stage, ends as the one that was never killed."""
+"""A staged run with an observing data source, killed in its second stage, ends like an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised training, stopped and resumed with larger batches: no engine, no reward, and counters that go on."""
+"""Supervised training, stopped and resumed with larger batches: no engine, no reward, continuous step counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run over several datasets that is killed and started again is the run that was never interrupted."""
+"""A run over several datasets that is killed and resumed equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def partly_random(args, sample):
 
 
 def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
-    """The shortest dataset is in its second epoch when the kill comes."""
+    """The shortest dataset is in its second epoch when the run is killed."""
     datasets = [
         {"name": "low", "path": "sums.jsonl@[0:3]", "weight": 2, "max_response_len": 6},
         {"name": "middle", "path": "sums.jsonl@[3:7]", "custom_rm_path": "plugins.py:partly_random"},
@@ -64,7 +64,7 @@ def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
 
 
 def trained_on(run_dir: Path) -> Counter[tuple[int, str]]:
-    """How often each prompt was in each batch."""
+    """Returns the count of each prompt in each batch."""
     with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
         rows = journal.execute(
             "SELECT consumed_by, samples.prompt FROM samples JOIN groups ON groups.id = samples.group_id"

@@ -1,4 +1,4 @@
-"""Functions of the user inside a real run: rewards that raise, and a two-turn generate function, from Python."""
+"""User functions in a real run: rewards that raise, and a two-turn generate function started from Python."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_two_turns_with_a_tool_from_python(place: Path) -> None:
     (place / "notebook.py").write_text(NOTEBOOK.format(root=str(ROOT)))
     done = run([sys.executable, "notebook.py"], place)
     assert done.code == 0
-    said = [line.split(";")[0] for line in done.err.splitlines()]  # no display, and still no silence about this
+    said = [line.split(";")[0] for line in done.err.splitlines()]  # warnings appear without a progress display
     assert said == [f"WARNING: rollout {n}: 16 of 16 responses were cut off at the length limit" for n in (0, 1)]
     run_dir, rewards = json.loads(done.out.splitlines()[-1])
     samples = seen_samples(place / run_dir)
     assert len(samples) == 32
     kept = [json.loads(line) for line in (place / run_dir / "kept.jsonl").read_text().splitlines()]
-    assert kept == [[True] * 16] * 2  # where the trainers read them, before the step
+    assert kept == [[True] * 16] * 2  # stored where the trainers read them, before the step
     tool = len(samples[0]["loss_mask"]) - 8
     assert tool > 0
     for sample in samples:

@@ -1,4 +1,4 @@
-"""One GRPO run with the flags of the documents: what it prints, logs, saves, and whether the numbers are true."""
+"""One GRPO run with the flags of the documentation: output, logs, metrics, saved models, and equivalent runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     assert strange == []
     assert re.search(r"trainer: starting 1 process\(es\) on cpu in float32 \((a small|this CPU)", done.out)
     shown = [line.split()[2] for line in done.out.splitlines() if "] step " in line]
-    assert (shown[0], shown[-1], shown) == ("1/4", "4/4", sorted(set(shown)))  # not all of them if they are quick
+    assert (shown[0], shown[-1], shown) == ("1/4", "4/4", sorted(set(shown)))  # fast steps may be skipped
     logs = {path.name: path.read_text() for path in (run_dir / "logs").iterdir()}
     assert set(logs) == {"driver.log", "engine-0.log", "trainer-0.log"}
     dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|DEBUG|WARNING slime.progress:) ")
@@ -196,7 +196,7 @@ def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatc
 
 @pytest.mark.long
 def test_started_from_nothing_it_is_the_same_run(whole_run: tuple[Path, Done], place: Path) -> None:
-    """Every process imports what it needs itself, beside a folder that has a `slime` of its own."""
+    """Every process does its own imports, in a working folder that contains a decoy package `slime`."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "cold", "--save-interval", "2"]
     done = run([*TRAIN, *flags, "--ci-test"], place, **{COLD: "1"})
     assert done.code == 0, done.err
@@ -228,7 +228,7 @@ def test_two_and_two_train_like_one_and_one(whole_run: tuple[Path, Done], place:
 
 
 def test_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
-    """Found out by the trainer; what the earlier run left stays as it was."""
+    """The trainer rejects it. The files of the earlier run stay unchanged."""
     before = kept_files(whole_run[0])
     done = run(
         [

@@ -287,7 +287,7 @@ def while_compiling() -> Iterator[str]:
         compiles.set()
         may_end.wait()
 
-    compiling = draw.prepare_aside(waits)
+    compiling = draw.prepare_in_background(waits)
     compiles.wait()
     for is_compiled in (False, False, True, True):
         if is_compiled:
@@ -309,7 +309,7 @@ def while_compiling() -> Iterator[str]:
     def breaks(*arguments: Any, **compiled_for: Any) -> None:
         raise RuntimeError("no compiler")
 
-    draw.prepare_aside(breaks).join()
+    draw.prepare_in_background(breaks).join()
     if draw.foresees(sequences[1]):
         yield "kernels that could not be compiled are used"
 

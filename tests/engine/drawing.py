@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slime.engine.embedded.model.cpu_sampler import edit, temperature_of
+from slime.engine.embedded.model.cpu_sampler import edit_logits, temperature_of
 from slime.engine.embedded.model.interface import DrawBatch
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
@@ -38,7 +38,7 @@ def batch_of(sequences: list[Sequence], uniform: torch.Tensor, tokens: torch.Ten
 def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logprob: float) -> str | None:
     """Describe why a token drawn from a row of raw logits breaks the rules of `sampler`; None: it is valid."""
     params = seq.params
-    scaled = edit(logits, seq).double() / temperature_of(seq)
+    scaled = edit_logits(logits, seq).double() / temperature_of(seq)
     logprobs = scaled.log_softmax(-1)
     if abs(float(logprobs[token]) - logprob) > 1e-4 * max(1.0, abs(logprob)):
         return f"the log-prob of {token} is {float(logprobs[token])}, not {logprob}"
@@ -58,7 +58,7 @@ def wrong(logits: torch.Tensor, seq: Sequence, uniform: float, token: int, logpr
 def staying(logits: torch.Tensor, seq: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks of the smallest and largest valid set of tokens after the cuts, given the float32 error."""
     params = seq.params
-    logprobs = (edit(logits, seq).double() / temperature_of(seq)).log_softmax(-1)
+    logprobs = (edit_logits(logits, seq).double() / temperature_of(seq)).log_softmax(-1)
     probs, order = logprobs.exp(), logprobs.sort(descending=True, stable=True).indices
     before, rank = torch.empty_like(probs), torch.empty_like(order)
     before[order] = probs[order].cumsum(0) - probs[order]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from triton.runtime.interpreter import InterpretedFunction
 
-from slime.engine.embedded.fused.model import FusedBody, compile_kernels
+from slime.engine.embedded.fused.model import FusedModel, compile_kernels
 from slime.engine.embedded.fused.supported_models import block_of, together
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles
@@ -82,7 +82,7 @@ def worst_error(case: str) -> float:
             torch.full((block.kv_heads, slots + 1, block.head_dim), float("nan")) for _ in range(2)
         )
     context.table = torch.zeros(5, CONTEXT, dtype=torch.int32)
-    body = FusedBody(block, tensors, context, most=4, positions=CONTEXT)
+    body = FusedModel(block, tensors, context, most=4, positions=CONTEXT)
     order = iter((torch.randperm(slots) + 1).tolist())
     ids = [torch.randint(0, block.vocab, (n + 2,)) for n in lengths]
     with torch.inference_mode():

@@ -27,7 +27,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save, save_file
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from slime.cluster.memory.regions import HostRegion, aligned
+from slime.cluster.memory.regions import HostRegion, align_up
 from slime.cluster.ports import free_port
 from slime.engine.embedded.__main__ import load
 from slime.engine.embedded.engine import EngineCore
@@ -35,7 +35,7 @@ from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
 from slime.models.delta.apply import bytes_of, tensor_checksums
-from slime.models.delta.blob import Changes, encode
+from slime.models.delta.blob import TensorDiff, encode
 from slime.models.delta.folder import DeltaPart, join_parts, write_part
 from tests.tiny_models import VOCAB, make_model_folder
 
@@ -465,7 +465,7 @@ class Orders:
         folder = self.root / f"delta-{version}"
         folder.mkdir()
         blobs = {
-            name: encode(Changes.between(bytes_of(before[name]), bytes_of(after[name])), encoding).data
+            name: encode(TensorDiff.between(bytes_of(before[name]), bytes_of(after[name])), encoding).data
             for name in TENSORS
         }
         write_part(folder / "rank", blobs, tensor_checksums(after.items()))
@@ -503,9 +503,9 @@ class Orders:
         for number, count in numbers:
             names = parts[number - 1]
             sources = [self._held(content)[name] for name in names]
-            ends = list(accumulate(aligned(one.nbytes) for one in sources))
+            ends = list(accumulate(align_up(one.nbytes) for one in sources))
             for one, end in zip(sources, ends, strict=True):
-                begin = end - aligned(one.nbytes)
+                begin = end - align_up(one.nbytes)
                 self._region.data[begin : begin + one.nbytes] = one.reshape(-1).view(torch.uint8)
             body = self._announced(names, version, (number, count)) | {"region": str(self._region.path)}
             pauses, was_paused = self.rng.random() < 0.5, self.known.paused

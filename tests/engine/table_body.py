@@ -12,7 +12,7 @@ from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.model.attention import Rules, _attention_spelled_out
 from slime.engine.embedded.model.cpu_sampler import draw, draw_each
 from slime.engine.embedded.model.cuda_graphs import CudaDecoder
-from slime.engine.embedded.model.interface import DecodeBatch, Draw, DrawBatch
+from slime.engine.embedded.model.interface import DecodeBatch, DeviceSampler, DrawBatch
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, record_top
 from slime.engine.embedded.scheduler import Sequence
@@ -86,11 +86,11 @@ class DecoderOnCpu(CudaDecoder):
         outputs = run()
         return lambda: outputs.copy_(run()), outputs
 
-    def _for_captures(self) -> tuple[Any, Any]:
+    def _capture_resources(self) -> tuple[Any, Any]:
         return None, None
 
 
-def decode_as_on_cuda(core: EngineCore, draw: Draw | None = None) -> DecoderOnCpu:
+def decode_as_on_cuda(core: EngineCore, draw: DeviceSampler | None = None) -> DecoderOnCpu:
     """Make a loaded engine on the CPU run its steps as on CUDA."""
     core.runner.context.table = torch.zeros(core.scheduler.table.shape, dtype=torch.int32)
     rows = core.scheduler.max_running

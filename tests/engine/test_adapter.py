@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.errors import BadRequest, Conflict
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.weights.process_groups import Announced
-from slime.models.peft_adapter import AdapterFacts, merged, tensor_names, write_adapter
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
+from slime.models.peft_adapter import AdapterConfig, merge_lora, tensor_names, write_adapter
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 
-FACTS = AdapterFacts(4, 8.0, torch.float32)
+FACTS = AdapterConfig(4, 8.0, torch.float32)
 ATTENTION = {f"model.layers.{layer}.self_attn.{name}": (out, 64)
              for layer in range(2) for name, out in (("q_proj", 64), ("k_proj", 32))}  # fmt: skip
 DOWN = {f"model.layers.{layer}.mlp.down_proj": (64, 96) for layer in range(2)}
@@ -50,12 +50,12 @@ def random_pairs(modules: Mapping[str, tuple[int, int]], seed: int, rank: int = 
     return tensors
 
 
-def written(path: Path, tensors: Weights, facts: AdapterFacts = FACTS) -> str:
+def written(path: Path, tensors: Weights, facts: AdapterConfig = FACTS) -> str:
     write_adapter(path, tensors, facts, base_model="base", target_modules=["q_proj"], sync=False)
     return str(path)
 
 
-def expected(base: Weights, tensors: Weights, dtype: torch.dtype, facts: AdapterFacts = FACTS) -> Weights:
+def expected(base: Weights, tensors: Weights, dtype: torch.dtype, facts: AdapterConfig = FACTS) -> Weights:
     """The weights that the trainer merges: computed in float32 and rounded once to `dtype`."""
     found = {name: tensor.to(dtype) for name, tensor in base.items()}
     for name in tensors:
@@ -63,7 +63,7 @@ def expected(base: Weights, tensors: Weights, dtype: torch.dtype, facts: Adapter
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             a, b = (tensors[one] for one in tensor_names(module))
             weight = f"{module}.weight"
-            found[weight] = merged(base[weight], a, b, scale=facts.scale, dtype=dtype)
+            found[weight] = merge_lora(base[weight], a, b, scale=facts.scale, dtype=dtype)
     return found
 
 
@@ -94,7 +94,7 @@ def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, 
 def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
     """Weights equal a full send by the trainer: merged in its dtype, then cast to the engine's; untouched ones too."""
     core, dtype = loaded(qwen3_folder, "--dtype", served_in), getattr(torch, trained_in)
-    base, facts = folder_weights(qwen3_folder, dtype), AdapterFacts(4, 3.0, dtype)
+    base, facts = folder_weights(qwen3_folder, dtype), AdapterConfig(4, 3.0, dtype)
     for version, modules in enumerate((ATTENTION, DOWN)):
         tensors = random_pairs(modules, version)
         core.load_adapter("a", written(tmp_path / str(version), tensors, facts), str(version), flush=True)
@@ -106,7 +106,7 @@ def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, t
 def test_a_trainer_with_another_dtype_follows_on_the_same_layers(qwen3_folder: Path, tmp_path: Path) -> None:
     core, tensors = loaded(qwen3_folder), random_pairs(ATTENTION, 1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        facts = AdapterFacts(4, 8.0, dtype)
+        facts = AdapterConfig(4, 8.0, dtype)
         core.load_adapter("a", written(tmp_path, tensors, facts), "1", flush=True)
         assert_same(weights(core), expected(folder_weights(qwen3_folder, dtype), tensors, torch.float32, facts))
 
@@ -172,12 +172,12 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
     tensors = random_pairs(ATTENTION, 1)
     names = sorted(tensors)
 
-    def bucket(number: int, part: list[str], **change: Any) -> Announced:
+    def bucket(number: int, part: list[str], **change: Any) -> AnnouncedBucket:
         shapes = [tuple(tensors[name].shape) for name in part]
         facts = {"adapter": FACTS, "shapes": shapes} | change
-        return Announced("g", part, [torch.float32] * len(part), number=number, count=3, **facts)
+        return AnnouncedBucket("g", part, [torch.float32] * len(part), number=number, count=3, **facts)
 
-    def arrive(one: Announced) -> None:
+    def arrive(one: AnnouncedBucket) -> None:
         core.expect_from_group(one, "1")
         core.update_from_group(one, {name: tensors[name] for name in one.names}, "1", flush=True)
 
@@ -190,7 +190,7 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
     with pytest.raises(Conflict, match="bucket 2 of 3 arrived instead of bucket 3"):
         arrive(bucket(2, names[6:]))
     with pytest.raises(BadRequest, match=r"but this model needs \(\d+, \d+\)"):
-        arrive(bucket(3, names[6:], adapter=AdapterFacts(2, 1.0)))
+        arrive(bucket(3, names[6:], adapter=AdapterConfig(2, 1.0)))
     arrive(bucket(3, names[6:]))
     assert core.weight_version == "1"
     assert_same(weights(core), expected(base, tensors, torch.float32))

@@ -15,12 +15,12 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engine.embedded.http.responses import Piece, columns
+from slime.engine.embedded.http.responses import OutputPiece, columns
 from slime.engine.http.client import EngineClient
 from slime.engine.http.codec import parse_json, request_body, token_columns
 from slime.engine.http.errors import EngineProtocolError
 from slime.engine.http.protocol import GenerateResult
-from slime.engine.http.transport import LONG_ANSWER_BYTES
+from slime.engine.http.transport import LONG_RESPONSE_BYTES
 from tests.rows import examples
 
 plain = st.recursive(
@@ -116,7 +116,7 @@ def test_columns_are_exact() -> None:
 @pytest.mark.parametrize("values", [[-0.5, -0.25, -1e-30], [-0.1, -0.3, -17.0]])
 def test_columns_of_the_engine_say_what_its_list_says(values: list[float]) -> None:
     ids = [5, 151_935, 0]
-    piece = Piece(ids, values, [], "", 3, [("7", 0)], 0, {"type": "length", "length": 3})
+    piece = OutputPiece(ids, values, [], "", 3, [("7", 0)], 0, {"type": "length", "length": 3})
     found, listed = (
         token_columns(columns(piece)),
         token_columns([[v, t, None] for v, t in zip(values, ids, strict=True)]),
@@ -190,7 +190,7 @@ def test_a_long_answer_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         result = _asked(body)
         assert result.token_ids == list(range(100_000, 100_000 + tokens))
         assert result.log_probs == [-0.5] * tokens
-        assert readers.pop().startswith("engine-answers") == (len(body) >= LONG_ANSWER_BYTES)
+        assert readers.pop().startswith("engine-answers") == (len(body) >= LONG_RESPONSE_BYTES)
 
 
 def test_an_answer_with_nan_or_broken_text_fails_as_what_it_is() -> None:

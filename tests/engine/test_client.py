@@ -378,10 +378,10 @@ def test_a_pool_that_was_given_up_asks_no_dead_engine_twice():
         pool = EnginePool([f"http://127.0.0.1:{free_port()}" for _ in range(2)])
         pool.give_up("it died too often")
         for left in (1, 0):
-            result, error = await pool.generate_kept({}, "key")
+            result, error = await pool.generate_resumable({}, "key")
             assert (result, type(error), len(pool.up)) == (None, EngineUnreachable, left)
         with pytest.raises(EngineProtocolError, match="was given up: it died too often"):
-            await pool.generate_kept({}, "key")
+            await pool.generate_resumable({}, "key")
         await pool.aclose()
 
     asyncio.run(main())

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.engine.embedded.model.cpu_layers import PackedLinear, inputs_of_linears, plain_rms_norm, prepare_layers
+from slime.engine.embedded.model.cpu_layers import (
+    PackedLinear,
+    inputs_of_linears,
+    prepare_layers,
+    torch_rms_norm,
+)
 from slime.engine.embedded.model.cpu_sampler import draw
 from tests.tiny_models import SMALL
 
@@ -91,13 +96,13 @@ def test_norms_are_replaced_only_where_the_bits_stay() -> None:
     norms = [layer for layer in model.modules() if type(layer).__name__ == "Qwen3RMSNorm"]
     assert norms
     for layer in norms:
-        fast = plain_rms_norm(layer)
+        fast = torch_rms_norm(layer)
         assert fast is not None
         x = torch.randn(7, 3, fast.weight.numel()) * 50
         assert torch.equal(fast(x), layer(x))
     others = [layer for layer in gemma.modules() if type(layer).__name__ == "Gemma2RMSNorm"]  # multiplies by 1 + weight
     assert others
-    assert all(plain_rms_norm(layer) is None for layer in others)
+    assert all(torch_rms_norm(layer) is None for layer in others)
     fast_gemma, _ = prepared(gemma, pack=False)
     torch.testing.assert_close(logits(fast_gemma), logits(gemma), atol=2e-5, rtol=1e-5)
 

@@ -20,13 +20,13 @@ from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.fused.supported_models import block_of
 from slime.engine.embedded.loader import LoadedModel, NamedWeights, PlainFolder, through_transformers
 from slime.engine.embedded.memory import EngineMemory
-from slime.engine.embedded.model.self_test import PlainNumbers, WrongNumbers
+from slime.engine.embedded.model.self_test import NumericsMismatch, PlainForward
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.tokenizer import plain_tokenizer
 from slime.engine.embedded.weights import folder as reading
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.lora import MergedAdapter
-from slime.engine.embedded.weights.parameter_views import OwnNames
+from slime.engine.embedded.weights.parameter_views import DirectViews
 from tests.engine.test_experts import FAMILIES
 from tests.tiny_models import make_model_folder, make_tokenizer
 
@@ -172,7 +172,7 @@ def test_the_folder_comes_back_beneath_an_adapter(tmp_path: Path, model_type: st
     adapter = MergedAdapter(loaded.views, str(folder), trust_remote_code=False)
     for tensor in loaded.weights.state_dict().values():
         tensor.zero_()
-    adapter.overwritten()
+    adapter.mark_overwritten()
     adapter.unload()
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.weights.state_dict().items())
 
@@ -183,7 +183,7 @@ def test_weights_that_are_one_stay_one_under_both_names() -> None:
     weights.to(torch.float64)
     state = weights.state_dict()
     assert state["a.b.weight"].data_ptr() == state["c.weight"].data_ptr()
-    assert OwnNames(weights).missing({"c.weight"}) == []
+    assert DirectViews(weights).missing({"c.weight"}) == []
 
 
 QWEN_SPLITS = (
@@ -250,20 +250,20 @@ def test_odd_tokenizers_are_left_to_transformers(tmp_path: Path, config: dict[st
 
 def test_fused_kernels_that_compute_wrongly_are_given_up(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    compare = PlainNumbers.compare
+    compare = PlainForward.compare
 
     def load(folder: str, *, fused_kernels: bool, **how: Any) -> LoadedModel:
         asked.append(fused_kernels)
         model = through_transformers(folder, fused_kernels=False, **how)
         return replace(model, block=block_of(model.facts)) if fused_kernels else model
 
-    def wrong_at_first(self: PlainNumbers, *engine: Any) -> None:
+    def wrong_at_first(self: PlainForward, *engine: Any) -> None:
         if asked == [True]:
-            raise WrongNumbers("a test")
+            raise NumericsMismatch("a test")
         compare(self, *engine)
 
     monkeypatch.setattr(loader, "through_transformers", load)
-    monkeypatch.setattr(PlainNumbers, "compare", wrong_at_first)
+    monkeypatch.setattr(PlainForward, "compare", wrong_at_first)
     engine = loader.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]))
     engine.load("cpu")
     assert asked == [True, False]

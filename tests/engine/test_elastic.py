@@ -21,15 +21,15 @@ import torch
 from slime.cli import main
 from slime.config import Config, derive
 from slime.engine.elastic.fleet_cli import fleet_rows
-from slime.engine.elastic.handshake import TOKEN_FILE, Refused, fleet_token, key_of_joined
-from slime.engine.elastic.members import Joined, JoinedEngines, Request
-from slime.engine.elastic.registration import MARKER_FILE, Door, open_door
+from slime.engine.elastic.handshake import TOKEN_FILE, JoinRefused, fleet_token, joined_engine_key
+from slime.engine.elastic.members import JoinedEngine, JoinedEngines, JoinRequest
+from slime.engine.elastic.registration import MARKER_FILE, RegistrationServer, start_registration
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.supervisor import Watch
+from slime.engine.fleet.supervisor import HealthCheckSettings
 from slime.engine.http.client import EngineClient
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
-from slime.weights.publisher import Settings, WeightPublisher
+from slime.weights.publisher import PublisherSettings, WeightPublisher
 from slime.weights.shm_files import TensorPublisher
 from tests.e2e.runs import started, wait_until
 from tests.tiny_models import make_model_folder
@@ -64,7 +64,7 @@ class Run:
         self.brought: list[tuple[str, int | None]] = []
         self.joined = JoinedEngines(
             self.config, device="cpu", kind="embedded", pool=self.pool, run_async=self.loop.run,
-            watch=Watch(0.2, 120.0, 0.0, 1), refresh=self.refresh, key=key_of_joined(fleet_token(run_dir)),
+            watch=HealthCheckSettings(0.2, 120.0, 0.0, 1), refresh=self.refresh, key=joined_engine_key(fleet_token(run_dir)),
         )  # fmt: skip
         self.door = self.open()
 
@@ -77,8 +77,8 @@ class Run:
     def client(self, url: str) -> EngineClient:
         return next(client for client in self.pool.clients if client.base_url == url)
 
-    def open(self, address: str = "0") -> Door:
-        return open_door(
+    def open(self, address: str = "0") -> RegistrationServer:
+        return start_registration(
             address, self.run_dir, self.joined, model=self.config.hf_checkpoint, staged_in=None, rows=self.rows
         )
 
@@ -130,7 +130,7 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
     cuts = 0
     while len(tokens) < TOKENS:
         request = payload(number, [5 + number % 50, 7, 9, *tokens], TOKENS - len(tokens))
-        result, error = await pool.generate_kept(request, number)
+        result, error = await pool.generate_resumable(request, number)
         if result is not None:
             tokens += result.token_ids
         cuts += error is not None or (result is not None and result.finish_type == "abort")
@@ -159,7 +159,7 @@ def test_an_engine_fetches_the_model_joins_works_and_hands_over_when_it_is_told_
         [member] = run.joined.members()
         assert (member.name, member.request.shares_files) == ("joined-1", True)
         assert run.brought == [(member.request.url, None)]
-        assert run.pool.key_of(member.request.url) == key_of_joined(Path(run.token_file).read_text().strip())
+        assert run.pool.key_of(member.request.url) == joined_engine_key(Path(run.token_file).read_text().strip())
         assert main(["fleet", str(run.run_dir)]) == 0
         names = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
         assert names[0] == ["name", "address", "state"]
@@ -224,7 +224,7 @@ def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
 ) -> None:
     source, root = ModelSource(folder, torch.float32), tmp_path / "shm"
     root.mkdir()
-    settings = Settings(delivery=run.joined)
+    settings = PublisherSettings(delivery=run.joined)
     run.publisher = TensorPublisher(source, run.pool.roster, run.loop.run, root=root, settings=settings)
     source.step(1)
     run.publisher.publish(1)
@@ -263,11 +263,13 @@ def test_an_address_where_engines_keep_dying_never_ends_the_run(run: Run) -> Non
     url, guest, supervisor = "http://127.0.0.1:9", Gone(), run.joined.supervisor
     for number in range(1, 4):  # the fixture allows one restart
         with supervisor.undisturbed():
-            run.joined._members[url] = Joined("joined-1", Request(url, shares_files=True, version=None, **facts), guest)
+            run.joined._members[url] = JoinedEngine(
+                "joined-1", JoinRequest(url, shares_files=True, version=None, **facts), guest
+            )
             supervisor.welcome(url)
             supervisor.heal()
         assert (len(guest.told), run.pool.urls, supervisor.changes) == (number, run.own.urls, 2 * number)
-    assert run.joined.blame(url, "it is gone") is False
+    assert run.joined.report_failure(url, "it is gone") is False
 
 
 @pytest.mark.parametrize("command", [["serve", "--join"], ["fleet"]])
@@ -318,8 +320,8 @@ def test_mistakes_of_who_joins_are_one_sentence_each(
         assert list(scratch.iterdir()) == []
     run.joined._config = run.config.replace(update_weight_transport="nccl")
     facts = {name: run.joined.terms()[name] for name in ("model_type", "vocab_size", "dtype", "gpus")}
-    with pytest.raises(Refused, match=r"http://10.0.0.7:30000 cannot reach the group"):
-        run.joined._check(Request("http://10.0.0.7:30000", shares_files=False, version=None, **facts))
+    with pytest.raises(JoinRefused, match=r"http://10.0.0.7:30000 cannot reach the group"):
+        run.joined._check(JoinRequest("http://10.0.0.7:30000", shares_files=False, version=None, **facts))
     assert main(["fleet", str(tmp_path / "other")]) == 2
     assert "fleet.json" in capsys.readouterr().err
     assert json.loads((run.run_dir / "fleet.json").read_text()) == {"address": run.door.address}

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.engine.embedded.fused.reference import PlainModel
+from slime.engine.embedded.fused.reference import ReferenceModel
 from slime.engine.embedded.fused.rope import NotFused
-from slime.engine.embedded.fused.runner import one_view
+from slime.engine.embedded.fused.runner import contiguous_view
 from slime.engine.embedded.fused.supported_models import block_of, tensor_shapes, together
-from slime.engine.embedded.memory import lay_together
-from slime.engine.embedded.model.self_test import PlainNumbers
+from slime.engine.embedded.memory import make_contiguous
+from slime.engine.embedded.model.self_test import PlainForward
 from slime.engine.embedded.weights.parameter_views import FolderViews
 from tests.rows import long
 from tests.tiny_models import SMALL
@@ -72,7 +72,7 @@ def test_the_plain_block_computes_what_transformers_does(model_type: str, own: d
     ids = torch.randint(0, config.vocab_size, (2, 90))
     with torch.inference_mode():
         wanted = model(ids).logits.log_softmax(-1)
-    assert (PlainModel(block, tensors).logits(ids).log_softmax(-1) - wanted).abs().max() < 5e-4
+    assert (ReferenceModel(block, tensors).logits(ids).log_softmax(-1) - wanted).abs().max() < 5e-4
 
 
 @pytest.mark.parametrize("own", [own for _, own in _MODELS if "rope_parameters" in own])
@@ -118,10 +118,10 @@ def test_weights_of_one_product_are_a_view_that_updates_reach() -> None:
     own = dict(model.named_parameters())
     names = together(block)[0]
     with pytest.raises(ValueError, match="not contiguous in memory"):
-        one_view([own[name] for name in reversed(names)])
+        contiguous_view([own[name] for name in reversed(names)])
     before = torch.cat([own[name].detach().clone() for name in names])
-    lay_together(model, together(block))
-    whole = one_view([own[name] for name in names])
+    make_contiguous(model, together(block))
+    whole = contiguous_view([own[name] for name in names])
     assert torch.equal(whole, before)
     assert whole.shape == (block.qkv_rows, block.hidden)
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_compiling_ahead_imports_nothing_that_takes_longer_than_kernels_from_the
 def test_the_check_at_load_goes_through_the_kernels_of_few_sequences(
     rows: int, cuda: bool, batches: list[list[int]]
 ) -> None:
-    plain = PlainNumbers(
+    plain = PlainForward(
         lambda ids: torch.zeros(*ids.shape, 7),
         model_type="qwen3",
         vocab_size=7,

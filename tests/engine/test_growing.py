@@ -55,8 +55,8 @@ def streaming(events: list[bytes]) -> Server:
 def grown(server: Server) -> Any:
     async def use(client: EngineClient) -> Any:
         growing = Growing()
-        await client.generate_into(growing, {"input_ids": [1, 2, 3], "return_logprob": True})
-        return await client.grown_result(growing, None)
+        await client.stream_generate(growing, {"input_ids": [1, 2, 3], "return_logprob": True})
+        return await client.streamed_result(growing, None)
 
     return call(server, use)
 
@@ -81,8 +81,8 @@ def test_an_answer_of_65536_tokens(dialect: str) -> None:
 def test_what_was_there_when_the_stream_broke_is_an_abort() -> None:
     async def use(client: EngineClient) -> Any:
         growing = Growing()
-        await client.generate_into(growing, {"input_ids": [1]})
-        return await client.grown_result(
+        await client.stream_generate(growing, {"input_ids": [1]})
+        return await client.streamed_result(
             growing, EngineUnreachable(client.base_url, "/generate", "died", accepted=True)
         )
 
@@ -187,8 +187,8 @@ def test_the_embedded_server_streams_65536_tokens_each_once() -> None:
 
     async def use(client: EngineClient) -> Any:
         growing = Weighed()
-        await client.generate_into(growing, body)
-        return await client.grown_result(growing, None), await client.generate_result(body)
+        await client.stream_generate(growing, body)
+        return await client.streamed_result(growing, None), await client.generate_result(body)
 
     streamed, whole = served(ScriptedCore("--stream-interval", "32", "--incremental-streaming-output"), use)
     assert streamed.token_ids == whole.token_ids == [3 + at % 300 for at in range(LONG)]

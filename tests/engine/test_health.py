@@ -18,7 +18,7 @@ from slime.engine.embedded.http import server as server_module
 from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
-from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.fleet.supervisor import HealthCheckSettings, Supervisor
 from slime.engine.http.client import Growing
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
@@ -153,7 +153,7 @@ def supervised(engine: BusyEngine) -> Iterator[tuple[EnginePool, LoopThread, Sup
         return runner, EnginePool(engine.urls)
 
     runner, pool = loop.run(start())
-    supervisor = Supervisor(engine, pool, loop.run, Watch(60.0, 120.0, 60.0, 3), refresh=None)
+    supervisor = Supervisor(engine, pool, loop.run, HealthCheckSettings(60.0, 120.0, 60.0, 3), refresh=None)
     try:
         yield pool, loop, supervisor
     finally:
@@ -176,7 +176,7 @@ def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
                     if hasattr(engine, "seen"):
                         asyncio.get_running_loop().call_soon(engine.seen.set)
 
-            task = asyncio.ensure_future(client.generate_into(Noticed(), {}))
+            task = asyncio.ensure_future(client.stream_generate(Noticed(), {}))
             async with asyncio.timeout(240):
                 await first.wait()
             return task

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from slime.engine.fleet.status import ask_load
+from slime.engine.fleet.status import request_load
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
 
@@ -362,9 +362,9 @@ def test_unknown_path_and_mode(engine: EngineProcess) -> None:
 
 def test_an_only_engine_is_its_own_worker_and_says_its_load(engine: EngineProcess) -> None:
     assert engine.get("/workers") == (200, {"workers": [{"id": "0", "url": f"http://127.0.0.1:{engine.port}"}]})
-    before = ask_load(f"http://127.0.0.1:{engine.port}")
+    before = request_load(f"http://127.0.0.1:{engine.port}")
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
-    after = ask_load(f"http://127.0.0.1:{engine.port}")
+    after = request_load(f"http://127.0.0.1:{engine.port}")
     assert before is not None
     assert after is not None
     assert (after.running, after.queued) == (0, 0)

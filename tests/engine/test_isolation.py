@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch.distributed import ProcessGroupGloo
 
-from slime.cluster.memory.regions import HostRegion, aligned
+from slime.cluster.memory.regions import HostRegion, align_up
 from slime.cluster.ports import free_port
 from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
@@ -442,7 +442,7 @@ def test_a_part_of_the_weights_does_not_make_discarded_ones_good(
             )
         elif way == "handle":
             pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-            padded = [torch.nn.functional.pad(piece, (0, aligned(len(piece)) - len(piece))) for piece in pieces]
+            padded = [torch.nn.functional.pad(piece, (0, align_up(len(piece)) - len(piece))) for piece in pieces]
             region = HostRegion.create(tmp_path / "region", sum(map(len, padded)))
             region.data.copy_(torch.cat(padded))
             status, answer = engine.post("/update_weights_from_handle", {**body, "region": str(region.path)})

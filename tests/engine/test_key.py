@@ -15,14 +15,14 @@ import pytest
 from slime.utils.http_utils import post
 
 from slime.config import Config, derive
-from slime.engine.embedded.__main__ import control_key, with_keys
+from slime.engine.embedded.__main__ import control_key, with_environment_keys
 from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.server import EngineServer
 from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.engines import Engines
 from slime.engine.fleet.external import ExternalEngines, probe
-from slime.engine.fleet.status import Load, ask_load
+from slime.engine.fleet.status import EngineLoad, request_load
 from slime.engine.http.blocking import CONTROL_KEY_VARIABLE, KEY_VARIABLE, engine_key, key_variable, made_key
 from slime.engine.http.errors import EngineRejected
 from slime.engine.http.pool import EnginePool
@@ -64,7 +64,7 @@ def test_a_run_and_its_plugins_reach_engines_with_a_key(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert ExternalEngines(config).start() == [locked.url]
     assert probe(locked.url, api_key=KEY).returns_log_probs
-    assert ask_load(locked.url, KEY) == Load(0, 0, 0)
+    assert request_load(locked.url, KEY) == EngineLoad(0, 0, 0)
 
     async def as_a_plugin_does(address: str) -> int:
         async with (
@@ -167,7 +167,7 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
     for name in (KEY_VARIABLE, CONTROL_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = with_keys(parse_options(["--model-path", "m"]))
+    options = with_environment_keys(parse_options(["--model-path", "m"]))
     settings = {"rollout_batch_size": 1, "num_rollout": 1}
     attached = derive(
         Config(
@@ -252,7 +252,7 @@ def test_an_engine_that_others_can_reach_never_goes_without_a_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def key_of(*words: str) -> str | None:
-        return with_keys(parse_options(["--model-path", "m", *words])).api_key
+        return with_environment_keys(parse_options(["--model-path", "m", *words])).api_key
 
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert key_of() is None

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 
 from slime.engine.fleet.processes import EngineRetired
-from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
+from slime.engine.fleet.supervisor import EnginesGivenUp, HealthCheckSettings, Supervisor
 from slime.engine.http.errors import EngineFailed, EngineUnreachable
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
-from slime.rollout.gate import Seats
+from slime.rollout.gate import ConcurrencyLimit
 
 LONG = 50
 
@@ -174,7 +174,7 @@ def test_an_engine_that_drains_hands_over_every_token_it_has() -> None:
 
 def test_the_number_of_samples_under_way_follows_the_engines() -> None:
     async def main() -> None:
-        seats = Seats(2)
+        seats = ConcurrencyLimit(2)
         for _ in range(2):
             await seats.acquire()
         seats.resize(4)
@@ -232,7 +232,7 @@ def test_the_supervisor_follows_an_engine_to_its_new_place_and_does_without_one_
     engines, pool = loop.run(make())
     first, second, place, newcomer = (engine.url for engine in engines)
     fleet = MovingFleet([first, second], [place])
-    watch = Watch(interval_s=60.0, timeout_s=120.0, first_wait_s=60.0, max_restarts=2)
+    watch = HealthCheckSettings(interval_s=60.0, timeout_s=120.0, first_wait_s=60.0, max_restarts=2)
     supervisor = Supervisor(fleet, pool, loop.run, watch, refresh=refresh)
     try:
         engines[0].is_well = False

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slime.engine.embedded.engine import EngineCore, Work
+from slime.engine.embedded.engine import EngineCore, EngineTask
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
 from slime.engine.embedded.model import attention
-from slime.engine.embedded.model.cpu_sampler import edit
+from slime.engine.embedded.model.cpu_sampler import edit_logits
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
@@ -208,7 +208,7 @@ def test_penalties_follow_their_formulas() -> None:
     seq = Sequence("r", [0, 1], params, frozenset(), 8, lambda _: None)
     for token in (2, 2, 3):
         seq.append(token, 0.0, "v")
-    edited = edit(torch.tensor([4.0, -4.0, 2.0, 1.0, 1.0, -1.0]), seq)
+    edited = edit_logits(torch.tensor([4.0, -4.0, 2.0, 1.0, 1.0, -1.0]), seq)
     # seen tokens are halved (or doubled when negative), then 0.5 per occurrence and 0.25 for occurring in the output
     assert edited.tolist() == [2.0, -8.0, 1.0 - 1.25, 0.5 - 0.75 + 1.0, 1.0, -1.0]
 
@@ -256,7 +256,7 @@ class LateInbox:
     """An engine inbox that gets a command right after it was seen empty while a step was in flight."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[EngineTask] = queue.SimpleQueue()
         self.put, self.get = self._queue.put, self._queue.get
         self.late: Callable[[], None] | None = None
         self.in_flight: Callable[[], bool] = lambda: False
@@ -264,7 +264,7 @@ class LateInbox:
     def empty(self) -> bool:
         answer = self._queue.empty()
         if answer and self.late is not None and self.in_flight():
-            self._queue.put(Work(self.late))
+            self._queue.put(EngineTask(self.late))
             self.late = None
         return answer
 

@@ -16,7 +16,7 @@ import pytest
 
 from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.http.http_io import Fields
-from slime.engine.embedded.http.openai import chat_text, forced_call
+from slime.engine.embedded.http.openai import forced_call, render_chat
 from tests.engine.conftest import EngineProcess
 from tests.migration.scripted import make_scripted_model
 from tests.tiny_models import make_tokenizer
@@ -37,7 +37,7 @@ def text(**body: Any) -> str:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     fields = Fields({"messages": [USER], **body})
-    prompt = chat_text(tokenizer, fields)
+    prompt = render_chat(tokenizer, fields)
     forced_call(fields)
     return prompt
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from slime.engine.embedded.engine import EngineCore
-from slime.engine.embedded.executor import Counters, Steps
+from slime.engine.embedded.executor import EngineCounters, StepExecutor
 from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
-from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Sequence, Turns
+from slime.engine.embedded.scheduler import GrowthEstimate, Scheduler, Sequence, StepInterleaver
 
 PROMPT, LIMIT = 64, 512
-FULL = Turns.mixed_tokens  # tokens of an extend step that a crowd fills
+FULL = StepInterleaver.mixed_tokens  # tokens of an extend step that a crowd fills
 
 
 class Engine:
@@ -124,7 +124,7 @@ def queue_of(count: int) -> Scheduler:
 
 def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
     """60 of 64 rows decode: many small extend steps would interrupt them."""
-    turns = Turns()
+    turns = StepInterleaver()
     turns.extended(FULL)
     waited = 0
     while not turns.prompt_tokens(queue_of(1), 60, mixes=True):
@@ -142,8 +142,8 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
 
 
 def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> None:
-    turns, some = Turns(), queue_of(40)
-    assert Turns().prompt_tokens(some, 0, mixes=True) == some.chunk  # no sequence decodes, so none is delayed
+    turns, some = StepInterleaver(), queue_of(40)
+    assert StepInterleaver().prompt_tokens(some, 0, mixes=True) == some.chunk  # no sequence decodes, so none is delayed
     turns.extended(FULL)
     assert turns.prompt_tokens(some, 40, mixes=True) == 0
     assert turns.prompt_tokens(some, 40, mixes=False) == some.chunk  # without mixing, as on the CPU
@@ -153,7 +153,7 @@ def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> 
 
 def test_a_crowd_goes_first_until_it_is_through() -> None:
     """More requests arrive than decode: all are prefilled first, then decode together."""
-    turns, crowd = Turns(), queue_of(40)
+    turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
     turns.extended(FULL)
@@ -166,7 +166,7 @@ def test_a_crowd_goes_first_until_it_is_through() -> None:
 
 
 def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
-    turns, crowd = Turns(), queue_of(64)
+    turns, crowd = StepInterleaver(), queue_of(64)
     taken = 0
     while turns.prompt_tokens(crowd, 8, mixes=True):
         turns.extended(FULL)
@@ -178,7 +178,7 @@ def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
 
 def test_a_crowd_that_trickles_in_takes_turns() -> None:
     """Extend steps with few prompt tokens would delay decoding without gain."""
-    turns, crowd = Turns(), queue_of(40)
+    turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL - 1)
     assert turns.prompt_tokens(crowd, 8, mixes=True) == 0
     turns.decoded()
@@ -186,7 +186,7 @@ def test_a_crowd_that_trickles_in_takes_turns() -> None:
 
 
 def test_who_has_no_row_belongs_to_no_crowd() -> None:
-    turns, many = Turns(), queue_of(200)
+    turns, many = StepInterleaver(), queue_of(200)
     many._rows = many._rows[:10]
     turns.decoded()
     assert turns.prompt_tokens(many, 54, mixes=True) == 0  # ten rows are not a crowd and too few to admit
@@ -194,7 +194,7 @@ def test_who_has_no_row_belongs_to_no_crowd() -> None:
 
 def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> None:
     """Samples of one prompt wait until the first has computed it: an empty extend step does not mean a lack of room."""
-    turns, crowd = Turns(), queue_of(40)
+    turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL)
     assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
     turns.extended(0)
@@ -204,7 +204,7 @@ def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> No
 
 
 def test_who_found_no_room_is_not_tried_at_every_step() -> None:
-    turns, crowd = Turns(), queue_of(40)
+    turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(0)
     turns.decoded()
     assert not turns.prompt_tokens(crowd, 20, mixes=True)
@@ -233,7 +233,7 @@ def test_many_aborts_look_at_those_that_they_abort() -> None:
 
     core = EngineCore(parse_options(["--model-path", "m"]), on_death=print)
     core.scheduler = Scheduler(KVCache(64), max_running=8, context_len=8, chunk=8)
-    core.steps = Steps(core.scheduler, None, Counters(), version="1", fresh_cache=lambda: KVCache(64))  # type: ignore[arg-type]
+    core.steps = StepExecutor(core.scheduler, None, EngineCounters(), version="1", fresh_cache=lambda: KVCache(64))  # type: ignore[arg-type]
     told: list[Sequence] = []
     count, of_each = 4096, 2
     core._accept(

@@ -20,9 +20,9 @@ from slime.cluster.node import Slot
 from slime.config import Config
 from slime.engine.fleet.backend import choose_backend, choose_router, installed_sglang
 from slime.engine.fleet.engines import Engines, check_engines, count_engines
-from slime.engine.fleet.external import Capabilities, ExternalEngines, probe, without_missing
+from slime.engine.fleet.external import Capabilities, ExternalEngines, drop_unsupported, probe
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask
+from slime.engine.http.blocking import KEY_VARIABLE, NoResponse, ask
 from slime.engine.sglang.installed import SGLANG, find_installed, installed_version
 from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
@@ -227,7 +227,7 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
         only.remove_worker(engines.urls[0])
         assert [one["url"] for one in only.workers()] == engines.urls[1:]
         engines.check()
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             ask("GET", f"{engines.router_url}/die")
         assert wait_until(lambda: len(engines.pids()) == 6)
         with pytest.raises(RouterDied, match=r"(?s)router ended with code 3.*the router broke"):
@@ -328,7 +328,7 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
     )  # fmt: skip
     asked = config.replace(update_weight_pause_mode="in_place", update_weight_transport="nccl", offload_rollout=True)
     asked = asked.replace(lora_rank=4, lora_sync="adapter")
-    changed, sentences = without_missing(asked, [found, found])
+    changed, sentences = drop_unsupported(asked, [found, found])
     assert (changed.update_weight_pause_mode, changed.update_weight_transport) == ("abort", "disk")
     assert (changed.offload_rollout, changed.lora_sync) == (False, "merged")
     assert [sentence.split(":")[0] for sentence in sentences] == [
@@ -339,15 +339,15 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
         "SGLang 9.9.9 does not name the weight version of an answer",
     ]
     with pytest.raises(RunFailed, match="returns no log-probs"):
-        without_missing(config, [Capabilities("sglang", "1", model, returns_log_probs=False)])
+        drop_unsupported(config, [Capabilities("sglang", "1", model, returns_log_probs=False)])
     with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
-        without_missing(config.replace(use_rollout_routing_replay=True), [found])
+        drop_unsupported(config.replace(use_rollout_routing_replay=True), [found])
 
 
 def test_servers_of_the_trained_model_say_what_their_routers_chose(model: str, tmp_path: Path) -> None:
     config = config_for(model, rollout_router="builtin", use_rollout_routing_replay=True)
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
-        assert engines.without_missing(config) is not None
+        assert engines.supported_config(config) is not None
         assert "enable-return-routed-experts" in options(report(tmp_path, "engine-0")["argv"])
     with pytest.raises(UserError, match="is decided by --use-rollout-routing-replay: drop it"):
         check_engines(config_for(model, carried={"sglang_enable_return_routed_experts": True}), "sglang", "cpu")

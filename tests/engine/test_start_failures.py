@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.cluster.memory.cuda_driver import CudaRefused
+from slime.cluster.memory.cuda_driver import CudaDriverError
 from slime.engine.embedded.__main__ import load, main
 from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.errors import BadRequest
@@ -42,7 +42,7 @@ def test_a_folder_that_does_not_exist_is_refused_at_once(capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: there is no model folder nowhere: --model-path takes the path")
 
 
-@pytest.mark.parametrize("refusal", [CudaRefused("cuMemCreate: out of memory"), torch.cuda.OutOfMemoryError("no")])
+@pytest.mark.parametrize("refusal", [CudaDriverError("cuMemCreate: out of memory"), torch.cuda.OutOfMemoryError("no")])
 def test_a_cache_that_does_not_fit_is_said_in_a_sentence(refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise refusal

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from slime.engine.fleet.status import EngineStates, Load, ask_load, load_in
-from slime.engine.fleet.supervisor import Supervisor, Watch
+from slime.engine.fleet.status import EngineLoad, EngineStates, parse_load, request_load
+from slime.engine.fleet.supervisor import HealthCheckSettings, Supervisor
 
 
-def states(loads: dict[str, Load | None], **others: Any) -> EngineStates:
+def states(loads: dict[str, EngineLoad | None], **others: Any) -> EngineStates:
     ended = others.pop("ended", {})
     urls = list(loads)
     return EngineStates(lambda: urls, why_ended=lambda i: ended.get(urls[i]), load_of=loads.__getitem__, **others)
@@ -19,12 +19,12 @@ def states(loads: dict[str, Load | None], **others: Any) -> EngineStates:
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        (Load(), ("ready", False)),
-        (Load(12, 3), ("generating, 12 running, 3 queued", True)),
+        (EngineLoad(), ("ready", False)),
+        (EngineLoad(12, 3), ("generating, 12 running, 3 queued", True)),
         (None, ("busy", True)),
     ],
 )
-def test_one_engine(load: Load | None, said: tuple[str, bool]) -> None:
+def test_one_engine(load: EngineLoad | None, said: tuple[str, bool]) -> None:
     one = states({"a": load})
     assert one.sentence() is None
     one.look()
@@ -33,7 +33,7 @@ def test_one_engine(load: Load | None, said: tuple[str, bool]) -> None:
 
 def test_dead_and_restarting_engines_are_named_and_not_asked() -> None:
     away: dict[str, str] = {}
-    loads: dict[str, Load | None] = {"a": Load(2, 0), "b": Load(1, 4), "c": Load()}
+    loads: dict[str, EngineLoad | None] = {"a": EngineLoad(2, 0), "b": EngineLoad(1, 4), "c": EngineLoad()}
     three = states(loads, ended={"b": "killed"}, away=lambda: away)
     three.look()
     assert three.sentence() == ("generating, 2 running, 0 queued; engine-1 dead", True)
@@ -41,19 +41,19 @@ def test_dead_and_restarting_engines_are_named_and_not_asked() -> None:
     del loads["b"]
     three.look()
     assert three.sentence() == ("generating, 2 running, 0 queued; engine-1 restarting", True)
-    alone = states({"a": Load()}, ended={"a": "killed"})
+    alone = states({"a": EngineLoad()}, ended={"a": "killed"})
     alone.look()
     assert alone.sentence() == ("dead", True)
 
 
 def test_speed_is_what_was_generated_between_two_looks() -> None:
     now = [0.0]
-    loads: dict[str, Load | None] = {"a": Load(1, 0, generated=100), "b": Load(1, 0, generated=0)}
+    loads: dict[str, EngineLoad | None] = {"a": EngineLoad(1, 0, generated=100), "b": EngineLoad(1, 0, generated=0)}
     both = states(loads, now=lambda: now[0])
     both.look()
     assert both.tokens_per_s is None
     now[0] = 2.0
-    loads |= {"a": Load(1, 0, generated=300), "b": Load(1, 0, generated=20)}
+    loads |= {"a": EngineLoad(1, 0, generated=300), "b": EngineLoad(1, 0, generated=20)}
     both.look()
     assert both.tokens_per_s == 110.0
     loads["b"] = None
@@ -63,15 +63,15 @@ def test_speed_is_what_was_generated_between_two_looks() -> None:
 
 def test_sglang_answers_by_rank_in_either_dialect() -> None:
     newer = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 1, "gen_throughput": 50.0}, {"num_running_reqs": 2}]}
-    assert load_in(newer) == Load(5, 1, tokens_per_s=50.0)
-    assert load_in([{"num_reqs": 5, "num_waiting_reqs": 2}]) == Load(3, 2)
+    assert parse_load(newer) == EngineLoad(5, 1, tokens_per_s=50.0)
+    assert parse_load([{"num_reqs": 5, "num_waiting_reqs": 2}]) == EngineLoad(3, 2)
     embedded = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "generated_tokens": 70}]}
-    assert load_in(embedded) == Load(1, 0, generated=70)
-    assert load_in("what?") == Load()
+    assert parse_load(embedded) == EngineLoad(1, 0, generated=70)
+    assert parse_load("what?") == EngineLoad()
 
 
 def test_nobody_there_is_no_load() -> None:
-    assert ask_load("http://127.0.0.1:9") is None
+    assert request_load("http://127.0.0.1:9") is None
 
 
 class Fleet:
@@ -112,7 +112,7 @@ def test_a_supervisor_knows_who_restarts_and_who_waits_for_weights() -> None:
         fleet,
         Pool(),
         run_async,
-        Watch(60.0, 1.0, 60.0, 3),
+        HealthCheckSettings(60.0, 1.0, 60.0, 3),
         refresh=lambda url: False,  # type: ignore[arg-type]
     )
     fleet.supervisor = supervisor

@@ -17,8 +17,8 @@ import pytest
 
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.fleet.status import ask_load
-from slime.engine.fleet.supervisor import EnginesGivenUp, Supervisor, Watch
+from slime.engine.fleet.status import request_load
+from slime.engine.fleet.supervisor import EnginesGivenUp, HealthCheckSettings, Supervisor
 from slime.engine.http.client import Growing
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
@@ -53,7 +53,7 @@ def two_engines(
             return EnginePool(fleet.urls, patience_s=240.0, api_key=fleet.key)
 
         pool = loop.run(make())
-        supervisor = Supervisor(fleet, pool, loop.run, Watch(**settings), refresh=None)
+        supervisor = Supervisor(fleet, pool, loop.run, HealthCheckSettings(**settings), refresh=None)
         try:
             yield fleet, pool, loop, supervisor
         finally:
@@ -72,7 +72,7 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
     prompt, tokens, breaks = [5 + number % 50, 7, 9], [], 0
     while len(tokens) < TOKENS:
         request = payload(number, prompt + tokens, TOKENS - len(tokens))
-        result, error = await pool.generate_kept(request, number)
+        result, error = await pool.generate_resumable(request, number)
         if result is not None:
             assert len(result.token_ids) == len(result.log_probs)
             tokens += result.token_ids
@@ -101,7 +101,7 @@ def strike_while_working(
 
 
 def running_at(url: str) -> int:
-    load = ask_load(url)
+    load = request_load(url)
     return 0 if load is None else load.running
 
 
@@ -190,7 +190,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
 
         async def broken_off() -> tuple[Any, EngineError | None]:
             pool.set_down(fleet.urls[1])
-            asking = asyncio.ensure_future(pool.generate_kept(payload(3, [5, 6, 7], 480)))
+            asking = asyncio.ensure_future(pool.generate_resumable(payload(3, [5, 6, 7], 480)))
             await came.wait()
             pool.set_down(url)
             return await asking
@@ -208,7 +208,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
 
         async def whole() -> Any:
             pool.set_up(url)
-            return (await pool.generate_kept(payload(3, [5, 6, 7], 480)))[0]
+            return (await pool.generate_resumable(payload(3, [5, 6, 7], 480)))[0]
 
         same = loop.run(whole(), 240)
         assert same.token_ids[: len(result.token_ids)] == result.token_ids

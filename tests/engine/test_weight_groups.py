@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from slime.cluster.ports import free_port
-from slime.engine.embedded.errors import NotArrived
+from slime.engine.embedded.errors import BucketNotReceived
 from slime.engine.embedded.weights import process_groups as module
-from slime.engine.embedded.weights.process_groups import Announced, Rendezvous, WeightGroups
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket, Rendezvous, WeightGroups
 from tests.e2e.runs import wait_until
 from tests.engine.orders import rank_zero
 
@@ -53,7 +53,7 @@ def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.Monk
     gc.disable()  # a cycle would keep the group
     monkeypatch.setattr(module.dist, "broadcast", slow_broadcast)
     monkeypatch.setattr(module, "leave_process_group", leave_slowly)
-    bucket = Announced("g", ("a", "b"), (torch.float32,) * 2, ((4,), (4,)), 1, 1)
+    bucket = AnnouncedBucket("g", ("a", "b"), (torch.float32,) * 2, ((4,), (4,)), 1, 1)
     arriving = groups.receive(bucket, torch.device("cpu"))
     leaving = threading.Thread(target=groups.leave, args=("g",), daemon=True)
     leaving.start()
@@ -65,5 +65,5 @@ def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.Monk
         assert wait_until(lambda: known() is None, 60), "only a collection would end the group"
     finally:
         gc.enable()
-    with pytest.raises(NotArrived, match="left before the bucket arrived"):
+    with pytest.raises(BucketNotReceived, match="left before the bucket arrived"):
         arriving.result(1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from slime.engine.embedded.engine import PAUSE_MODES, EngineCore
 from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.options import parse_options
-from slime.engine.embedded.weights.process_groups import Announced
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -91,7 +91,7 @@ def test_updates_without_a_version_do_not_add_up_and_the_buckets_of_one_do(qwen3
     assert core.stale is not None
     for number, part in enumerate(parts, start=1):
         names, shapes = list(part), [tuple(tensor.shape) for tensor in part.values()]
-        bucket = Announced("g", names, [torch.float32] * len(names), shapes, number, len(parts))
+        bucket = AnnouncedBucket("g", names, [torch.float32] * len(names), shapes, number, len(parts))
         core.update_from_group(bucket, part, None, flush=True)
     assert core.stale is None
 
@@ -167,7 +167,7 @@ def test_an_update_that_pauses_by_itself_leaves_an_engine_paused_that_another_cl
     qwen3_folder: Path, mode: str, fails: bool
 ) -> None:
     class Bucket:
-        bucket = Announced("g", [], [], [], 1, 1, None)
+        bucket = AnnouncedBucket("g", [], [], [], 1, 1, None)
 
         def load(self, views: object) -> int:
             assert core.paused

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from slime.cluster.http_server import Connections
-from slime.engine.embedded.__main__ import bind, listen, take_short_turns
+from slime.engine.embedded.__main__ import bind, listen, shorten_switch_interval
 from slime.engine.embedded.http.json_writer import AnswerWriter
 from slime.engine.embedded.http.requests import GenerateRequest
 from slime.engine.embedded.http.responses import TokenJson, answer, final_text, whole
@@ -129,7 +129,7 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
 def test_who_launches_steps_waits_for_less_than_a_step_until_it_has_the_interpreter() -> None:
     before = sys.getswitchinterval()
     try:
-        take_short_turns()
+        shorten_switch_interval()
         assert sys.getswitchinterval() < 0.001
     finally:
         sys.setswitchinterval(before)

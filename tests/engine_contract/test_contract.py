@@ -244,7 +244,7 @@ def test_given_tokens_are_scored(engine: Engine, references: dict[str, Any]) -> 
 def test_a_stream_grows_to_the_whole_answer(engine: Engine) -> None:
     grown = Growing()
     payload = generate_payload(PROMPT, GREEDY)
-    engine.call(lambda client: client.generate_into(grown, payload))
+    engine.call(lambda client: client.stream_generate(grown, payload))
     result = GenerateResult.from_json(grown.latest, url=engine.url)
     assert result.token_ids == engine.generate(PROMPT, **GREEDY)["output_ids"]
     assert len(result.log_probs) == 16

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import slime
-from slime.cluster.child_env import kept_key
+from slime.cluster.child_env import read_engine_key
 from slime.engine.http.blocking import ask
 from slime.errors import UserError
 from tests.e2e.runs import Running, started, wait_until
@@ -64,7 +64,7 @@ def test_a_run_attaches_and_leaves_the_engines_running(
     assert len(result.metrics) == 2
     assert not list((tmp_path / "out" / "logs").glob("engine-*"))
     for address in addresses:
-        key = kept_key(int(address.rpartition(":")[2]))
+        key = read_engine_key(int(address.rpartition(":")[2]))
         assert ask("GET", f"http://{address}/model_info", api_key=key)[1]["weight_version"] == "2"
         assert ask("POST", f"http://{address}/pause_generation", {})[0] == 401
         assert ask("GET", f"http://{address}/health")[0] == 200

@@ -14,7 +14,7 @@ import pytest
 
 from slime.config import Config
 from slime.engine.fleet.external import PAUSE_MODES, UPDATE_ROUTES, probe
-from slime.engine.http.blocking import NoAnswer, ask
+from slime.engine.http.blocking import NoResponse, ask
 from slime.engine.http.protocol import generate_payload
 from slime.engine.sglang.router import RoutedPool, RouterDied, SglangRouter
 from tests.engine_contract.engines import Engine, after_first_tokens, engine_flags
@@ -30,7 +30,7 @@ def router(engine: Engine, first_model: Path, tmp_path: Path) -> Iterator[Sglang
     made.start(engine.fleet.launches)
     yield made
     made.stop()
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoResponse):
         ask("GET", f"{made.url}/liveness")
 
 

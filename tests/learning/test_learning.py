@@ -1,8 +1,8 @@
 """Every estimator learns: short, seeded, whole runs (engine, rollout, trainer, weights) of a tiny model.
 
-The task: answers are rewarded for the share of their tokens that come from one half of the vocabulary. An untrained
-model has about a half; what an estimator has to show is that the mean reward of the last rollouts is clearly above that
-of the first ones. Partial rollouts and the mode that never stops learn in `tests/examples` (april, fully_async).
+The reward is the share of response tokens from one half of the vocabulary. An untrained model gets about one half. The
+mean reward of the last rollouts must be clearly above that of the first ones. `tests/examples` covers partial rollouts
+(april) and the fully asynchronous mode (fully_async).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage_estimator": "dr_grpo", "normalize_advantages": True},
     "dapo": {"advantage_estimator": "dapo", "num_steps_per_rollout": 2},
     "tis": {"use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"},
-    "one-step": {"async_mode": "one-step", "num_rollout": 20},  # what older samples teach shows up later
+    "one-step": {"async_mode": "one-step", "num_rollout": 20},  # off-policy samples need more rollouts
 }  # fmt: skip
 
 

@@ -100,27 +100,27 @@ def through(stages: list[Any], sequences: Sequence[Tensor], layout: Layout) -> T
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    from slime.train.backends.megatron.spec.attention import RowParams
-    from slime.train.backends.megatron.weights import unwrapped
+    from slime.train.backends.megatron.spec.attention import PackedRowParams
+    from slime.train.backends.megatron.weights import unwrap_stage
 
     lengths = tuple(len(sequence) for sequence in sequences)
     bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")  # meta: no layer may read them
-    params = RowParams.of(PackedLayout(lengths, bounds, max(lengths)), on_host=True)
+    params = PackedRowParams.of(PackedLayout(lengths, bounds, max(lengths)), on_host=True)
     own = [own_slices(sequence, groups.get_context_parallel_rank(), layout.context) for sequence in sequences]
     ids = torch.cat(own)[None]
     rank, size = groups.get_pipeline_model_parallel_rank(), layout.pipeline
     shared = layout.tensor if layout.sequence_parallel else 1
-    output, states = None, torch.empty(ids.shape[1] // shared, 1, unwrapped(stages[0]).config.hidden_size)
+    output, states = None, torch.empty(ids.shape[1] // shared, 1, unwrap_stage(stages[0]).config.hidden_size)
     for number in range(len(stages) * size):
         stage = stages[number // size]
         if number % size == rank:
-            unwrapped(stage).set_input_tensor(states)
+            unwrap_stage(stage).set_input_tensor(states)
             output = stage(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=params)
-            if not unwrapped(stage).post_process:
+            if not unwrap_stage(stage).post_process:
                 states = output.contiguous()
         if number + 1 < len(stages) * size:
             dist.broadcast(states, group=groups.get_pipeline_model_parallel_group(), group_src=number % size)
-    return output if unwrapped(stages[-1]).post_process else None
+    return output if unwrap_stage(stages[-1]).post_process else None
 
 
 def shard_of(entry: Any, shapes: Sequence[tuple[int, ...]]) -> Any:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.config import Config
-from slime.config.initial_weights import Start
-from slime.train.backends.protocol import Outcome
+from slime.config.initial_weights import InitialWeights
+from slime.train.backends.protocol import LossOutcome
 from slime.train.lr_schedule import Rates
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from slime.train.trainer import make_builder
 from tests.megatron.ranks import RankGroup
@@ -28,15 +28,15 @@ Folder = Callable[[str], Path]
 SETS = ("teacher", "kept", "first", "second", "policy")
 
 
-def push(micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Outcome:
+def push(micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutcome:
     """Loss that raises the log-probs of the samples and the entropy."""
-    return Outcome(-(log_probs * micro.mask).mean() - 0.1 * entropy.mean())
+    return LossOutcome(-(log_probs * micro.mask).mean() - 0.1 * entropy.mean())
 
 
 def score_sets(ranks: Ranks, config: Config, teacher: Path) -> dict[str, list[list[float]]]:
     """Log-probs and entropies under a teacher of another shape, an average, two host snapshots, and the policy."""
-    builder = make_builder(config, ranks, compute_dtype=torch.float32, progress=Progress())
-    backend = builder.policy(config, Start())
+    builder = make_builder(config, ranks, compute_dtype=torch.float32, progress=RankProgress())
+    backend = builder.policy(config, InitialWeights())
     batch = make_train_batch(config, flatten_samples(make_samples(2, 3, seed=1)))
     multiple = builder.topology.context.size
     positions = ([0, 1], [2, 3, 4], [5])
@@ -47,7 +47,7 @@ def score_sets(ranks: Ranks, config: Config, teacher: Path) -> dict[str, list[li
         backend.clip_gradients()
         backend.update(Rates(0.3, 0.0))  # proportional to the gradient, because adam_eps is 1
 
-    backend.load_frozen("teacher", Start(hf_folder=teacher, flag="--opd-teacher-load"))
+    backend.load_frozen("teacher", InitialWeights(hf_folder=teacher, flag="--opd-teacher-load"))
     backend.snapshot("kept")
     backend.snapshot("first", on_host=True)
     update()

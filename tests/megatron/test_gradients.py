@@ -69,13 +69,13 @@ def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, floa
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.train.backends.megatron.config import ddp_config
-    from slime.train.backends.megatron.optimizer import sum_gradients
+    from slime.train.backends.megatron.optimizer import wrap_with_ddp
     from slime.train.backends.megatron.weights import global_names
     from tests.megatron.small import own_slices
 
     with model_parallel(**megatron_sizes(layout)):
         stages, fields = build(folder, layout)
-        wrapped = sum_gradients(stages, ddp_config(Config(use_distributed_optimizer=False), layout))
+        wrapped = wrap_with_ddp(stages, ddp_config(Config(use_distributed_optimizer=False), layout))
         sequences = tokens(fields["vocab_size"])
         logits = through(wrapped, sequences, layout)
         assert logits is not None

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from slime.models.delta.apply import apply_to_tensors, tensor_checksums
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index
-from slime.models.safetensors_io import WeightReader, weights_of
+from slime.models.safetensors_io import WeightReader, open_weights
 from slime.models.saving import ShardWriter
 from slime.train.checkpoints import rank_files as checkpoint_parts
 from slime.train.checkpoints.errors import NotWritten
@@ -70,7 +70,7 @@ def test_engines_get_the_same_weights_whole_and_as_a_delta(
     answers = ranks(size).run(versions, model_folder(kind), tmp_path, flags)
     files = [Path(path) for answer in answers for path in answer["whole"]]
     weights = {name: tensor.clone() for name, tensor in WeightReader(files)}
-    original = weights_of(model_folder(kind))
+    original = open_weights(model_folder(kind))
     assert sorted(weights) == sorted(original.names)
     assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in weights.items())
     written = [DeltaPart(**answer["delta"]) for answer in answers]
@@ -78,7 +78,7 @@ def test_engines_get_the_same_weights_whole_and_as_a_delta(
     index = read_index(tmp_path / "v1")
     assert index is not None
     apply_to_tensors(weights, list(delta_entries(tmp_path / "v1", index)), index)
-    saved, checkpoint = weights_of(tmp_path / "hf"), SavedTensors(tmp_path / "saved" / "iter_0000000", "model")
+    saved, checkpoint = open_weights(tmp_path / "hf"), SavedTensors(tmp_path / "saved" / "iter_0000000", "model")
     assert any(not torch.equal(weights[name], original[name].bfloat16()) for name in weights)
     for name, tensor in weights.items():
         assert torch.equal(tensor, saved[name]), name

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
@@ -49,7 +49,7 @@ def test_masters_have_every_bit_of_a_wider_folder(
 ) -> None:
     kind, flags = LAYOUTS[layout]
     ranks(2).run(save_at_once, model_folder(kind), tmp_path, flags)
-    source = weights_of(model_folder(kind))
+    source = open_weights(model_folder(kind))
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for _, tensor in source)
     frozen = ("model.layers.0.", "model.layers.1.") if "freeze_params_name_list" in flags else ()
     found = SavedTensors(tmp_path / "saved" / "iter_0000000", "model")

@@ -120,7 +120,7 @@ def packed_gradients(folder: Path, layout: Layout) -> dict[str, Tensor]:
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from slime.train.backends.megatron.spec.attention import RowParams
+    from slime.train.backends.megatron.spec.attention import PackedRowParams
     from slime.train.backends.megatron.weights import global_names
     from slime.train.samples.packing import PackedLayout
 
@@ -130,7 +130,7 @@ def packed_gradients(folder: Path, layout: Layout) -> dict[str, Tensor]:
         own = torch.cat([own_slices(sequence, rank, layout.context) for sequence in tokens(fields["vocab_size"])])
         weights = torch.cat([own_slices(part, rank, layout.context) for part in weights_of_logits()])
         bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-        params = RowParams.of(PackedLayout(LENGTHS, bounds, max(LENGTHS)))
+        params = PackedRowParams.of(PackedLayout(LENGTHS, bounds, max(LENGTHS)))
         output = stages[0](input_ids=own[None], position_ids=None, attention_mask=None, packed_seq_params=params)
         whole = gather_from_tensor_model_parallel_region(output)[0, :, : fields["vocab_size"]]
         (whole * weights).sum().backward()

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.config.initial_weights import Start
-from slime.driver.plan.megatron import family_fields, local_weights
+from slime.config.initial_weights import InitialWeights
+from slime.driver.plan.megatron import count_stage_weights, family_fields
 from slime.models.shape import ModelShape
 from slime.train.backends.megatron.builder import MegatronBuilder
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from tests.megatron.ranks import RankGroup
 from tests.train.in_process import config_for
@@ -37,10 +37,10 @@ def count(folder: Path, out: Path, flags: dict[str, Any]) -> tuple[int, int]:
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     config = config_for(folder, out, train_backend="megatron", actor_num_gpus_per_node=ranks.size, **flags)
     try:
-        builder = MegatronBuilder(config, ranks, compute_dtype=torch.float32, progress=Progress())
-        backend = builder.policy(config, Start())
+        builder = MegatronBuilder(config, ranks, compute_dtype=torch.float32, progress=RankProgress())
+        backend = builder.policy(config, InitialWeights())
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        planned = local_weights(config, ModelShape.from_folder(folder), family_fields(folder), stage)
+        planned = count_stage_weights(config, ModelShape.from_folder(folder), family_fields(folder), stage)
         parameters = [one for part in backend.model.stages for one in part.parameters()]
         return planned.total, sum(parameter.numel() for parameter in parameters)
     finally:

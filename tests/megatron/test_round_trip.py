@@ -55,7 +55,7 @@ def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Fou
     from slime.train.backends.megatron.cpu_runtime import prepare
     from slime.train.backends.megatron.process_groups import form_groups
     from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names, read_weights
-    from slime.train.timers import Progress
+    from slime.train.timers import RankProgress
     from slime.train.topology import Ranks
 
     prepare()
@@ -68,7 +68,7 @@ def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Fou
         )
         stages = build_stages(config, model.fields, value_head=value_head)
         without = ("output_layer.weight",) if value_head else ()
-        read_weights(stages, model, groups, Progress(), without=without)
+        read_weights(stages, model, groups, RankProgress(), without=without)
         found: Found = []
         for name, tensor in {**global_names(stages), **global_buffers(stages)}.items():
             if name in without:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime.train.offload import Sleeper
+from slime.train.offload import TrainerOffload
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from tests.megatron.ranks import RankGroup
@@ -34,7 +34,7 @@ def train_twice(folder: Path, out: Path, flags: dict[str, Any], *, sleeps: bool)
         trainer.init(ranks)
         backend = trainer.actor.backend
         if sleeps:
-            trainer.sleeper = Sleeper([backend], torch.device("cpu"), smallest=0)
+            trainer.sleeper = TrainerOffload([backend], torch.device("cpu"), smallest=0)
         metrics = []
         for rollout_id in range(3):
             trainer.sleep()

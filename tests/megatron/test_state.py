@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from slime.driver.convert import Conversion
 from slime.errors import UserError
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
@@ -102,10 +102,10 @@ def test_what_one_layout_saves_another_has_bit_for_bit(
     same_state(first / "iter_0000001", second / "iter_0000001", kinds)
     if trip == "ppo":
         same_state(first / "critic" / "iter_0000001", second / "critic" / "iter_0000001", kinds)
-    before, after = weights_of(tmp_path / "a" / "hf"), weights_of(tmp_path / "b" / "hf")
-    assert before.names == after.names == weights_of(model).names
+    before, after = open_weights(tmp_path / "a" / "hf"), open_weights(tmp_path / "b" / "hf")
+    assert before.names == after.names == open_weights(model).names
     assert all(torch.equal(before[name], after[name]) for name in before.names)
-    assert any(not torch.equal(before[name], tensor.to(before[name].dtype)) for name, tensor in weights_of(model))
+    assert any(not torch.equal(before[name], tensor.to(before[name].dtype)) for name, tensor in open_weights(model))
 
 
 def test_fsdp_goes_on_from_megatron_and_megatron_from_fsdp(
@@ -133,7 +133,7 @@ def test_weights_start_from_checkpoints_of_either_kind(
     folder = Conversion(saved, tmp_path / "hf", "float32").run()
     release = Conversion(folder, tmp_path / "release", "float32", format="torch_dist").run()
     expected = dict(SavedTensors(saved / "iter_0000000", "model"))
-    assert all(torch.equal(expected[name], tensor) for name, tensor in weights_of(folder))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in open_weights(folder))
     for source in (saved, folder, release):
         for found in ranks(2).run(weights_at_start, model, tmp_path / "b", {**PP, "ref_load": str(source)}):
             for weights in found.values():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.driver.convert import Conversion
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from tests.megatron.ranks import RankGroup, model_parallel
 
 TP, PP, EP = (
@@ -97,7 +97,7 @@ def test_megatron_loads_what_is_written_here_and_what_it_saves_is_read(
     release = Conversion(model, tmp_path / "release", "float32", format="torch_dist").run()
     saved.mkdir()
     ranks(2).run(through_megatron, release / "release", saved, model, sizes)
-    back = weights_of(Conversion(saved, tmp_path / "back", "float32", model).run())
-    before = weights_of(model)
+    back = open_weights(Conversion(saved, tmp_path / "back", "float32", model).run())
+    before = open_weights(model)
     assert back.names == before.names
     assert all(torch.equal(back[name], before[name]) for name in before.names)

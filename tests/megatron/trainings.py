@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slime.config import Config
-from slime.data.routed_experts import RoutedModel
+from slime.data.routed_experts import RouterDimensions
 from slime.data.sample import Sample
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.microbatch_plan import build_schedule
@@ -111,7 +111,7 @@ def samples_for(config: Config, rollout_id: int) -> list[list[Sample]]:
     groups = make_samples(3, 3, seed=rollout_id)
     if not config.use_rollout_routing_replay:
         return groups
-    routed = RoutedModel.of(str(config.hf_checkpoint))
+    routed = RouterDimensions.of(str(config.hf_checkpoint))
     assert routed is not None
     generator = np.random.default_rng(rollout_id)
     for sample in flatten_samples(groups):

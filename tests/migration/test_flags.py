@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.config import Config, parse_flags
-from slime.config.checks import check_numbers_stay
+from slime.config.checks import check_megatron_flags
 from slime.config.config import FLAG_SPECS
 from slime.config.flag_aliases import REFUSED
 from slime.config.megatron_flags import MEGATRON_FLAGS, NEUTRAL
@@ -70,7 +70,7 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
 @by_name("row", ACCEPTED, ids=names(ACCEPTED))
 def test_accepted_and_read_under_its_name(row: dict[str, Any], tmp_path: Path) -> None:
     given = parse_flags(words(row, tmp_path))
-    check_numbers_stay(given)
+    check_megatron_flags(given)
     if row["name"] == "custom-config-path":
         assert given.own == 1  # type: ignore[attr-defined]
         return
@@ -95,7 +95,7 @@ def test_the_default_is_upstreams_or_the_table_says_why_not(row: dict[str, Any])
 @by_name("row", ABSENT, ids=names(ABSENT))
 def test_refused_with_the_reason_of_the_table(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        check_numbers_stay(parse_flags(words(row, tmp_path)))
+        check_megatron_flags(parse_flags(words(row, tmp_path)))
     sentence = str(caught.value)
     assert sentence.startswith(f"--{row['name']} ")
     assert row["note"] in sentence

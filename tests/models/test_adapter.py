@@ -1,4 +1,4 @@
-"""LoRA adapters on disk and in weights: what PEFT reads and computes is the reference."""
+"""LoRA adapters on disk and merged into weights, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from slime.models.peft_adapter import (
     CONFIG_NAME,
     TENSORS_NAME,
-    AdapterFacts,
+    AdapterConfig,
     BadAdapter,
-    merged,
+    merge_lora,
     read_adapter,
     tensor_names,
     write_adapter,
@@ -41,13 +41,13 @@ def random_tensors(rank: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write(folder: Path, facts: AdapterFacts, tensors: dict[str, torch.Tensor]) -> Path:
+def write(folder: Path, facts: AdapterConfig, tensors: dict[str, torch.Tensor]) -> Path:
     write_adapter(folder, tensors, facts, base_model="base", target_modules=sorted(MODULES))
     return folder
 
 
 def test_peft_reads_what_is_written_and_merges_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
-    adapter = write(tmp_path / "adapter", AdapterFacts(4, 6.0), random_tensors(4))
+    adapter = write(tmp_path / "adapter", AdapterConfig(4, 6.0), random_tensors(4))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = read_adapter(adapter)
@@ -56,7 +56,7 @@ def test_peft_reads_what_is_written_and_merges_to_the_same_weights(folder: Path,
     changed = [name for name, tensor in reference.items() if not torch.equal(tensor, base[name])]
     assert sorted(changed) == sorted(found.weight_shapes)
     for module, (a, b) in found.pairs.items():
-        own = merged(base[f"{module}.weight"], a, b, scale=found.facts.scale, dtype=torch.float32)
+        own = merge_lora(base[f"{module}.weight"], a, b, scale=found.facts.scale, dtype=torch.float32)
         torch.testing.assert_close(own, reference[f"{module}.weight"], atol=1e-6, rtol=1e-6)
 
 
@@ -70,17 +70,17 @@ def test_what_peft_saves_is_read(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_merge_is_computed_in_float32_and_rounded_once() -> None:
-    """base 1, update 2**-9: in bfloat16 the sum is 1 again, of float32 numbers it keeps what bfloat16 can hold."""
+    """Base 1, update 2**-9: the sum is 1 in bfloat16. A sum in float32 keeps what bfloat16 can represent."""
     base = torch.ones(1, 1, dtype=torch.bfloat16)
     a, b = torch.full((1, 1), 2.0**-4), torch.full((1, 1), 2.0**-5)
-    assert merged(base, a, b, scale=1.0, dtype=torch.float32).item() == 1 + 2.0**-9
-    assert merged(base, a, b, scale=4.0, dtype=torch.bfloat16).item() == 1 + 2.0**-7
+    assert merge_lora(base, a, b, scale=1.0, dtype=torch.float32).item() == 1 + 2.0**-9
+    assert merge_lora(base, a, b, scale=4.0, dtype=torch.bfloat16).item() == 1 + 2.0**-7
 
 
 def test_the_dtype_beneath_travels_with_the_tensors(tmp_path: Path) -> None:
-    found = read_adapter(write(tmp_path, AdapterFacts(4, 8.0, torch.bfloat16), random_tensors(4)))
-    assert found.facts == AdapterFacts(4, 8.0, torch.bfloat16)
-    assert AdapterFacts.from_dict(found.facts.to_dict()) == found.facts
+    found = read_adapter(write(tmp_path, AdapterConfig(4, 8.0, torch.bfloat16), random_tensors(4)))
+    assert found.facts == AdapterConfig(4, 8.0, torch.bfloat16)
+    assert AdapterConfig.from_dict(found.facts.to_dict()) == found.facts
     for name, tensor in random_tensors(4).items():
         module, half = name.removeprefix("base_model.model.").rsplit(".lora_", 1)
         assert torch.equal(found.pairs[module]["AB".index(half[0])], tensor)
@@ -100,14 +100,14 @@ def test_the_dtype_beneath_travels_with_the_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_means_something_else_is_refused(tmp_path: Path, change: dict[str, object], reason: str) -> None:
-    path = write(tmp_path, AdapterFacts(4, 8.0), random_tensors(4)) / CONFIG_NAME
+    path = write(tmp_path, AdapterConfig(4, 8.0), random_tensors(4)) / CONFIG_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(BadAdapter, match=reason):
         read_adapter(tmp_path)
 
 
 def test_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, AdapterFacts(4, 8.0), random_tensors(4))
+    write(tmp_path, AdapterConfig(4, 8.0), random_tensors(4))
     path = tmp_path / TENSORS_NAME
     tensors = load_file(path)
     half = {name: tensor for name, tensor in tensors.items() if not name.endswith("q_proj.lora_B.weight")}

@@ -1,4 +1,4 @@
-"""Weights in blocks of 8-bit floats: there and back, against transformers' own reader, and what cannot be read."""
+"""Weights in blocks of 8-bit floats: round trips, comparison with transformers, and rejected folders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime.config import Config
 from slime.driver.plan.plan import choose_rollout_backend
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm
-from slime.models.safetensors_io import FP8, LARGEST, dequantize_block, quantize_block, weights_of
+from slime.models.safetensors_io import FP8, LARGEST, dequantize_block, open_weights, quantize_block
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_model_folder
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(weights_of(folder))
+    return dict(open_weights(folder))
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (128, 128), (130, 5), (1, 300)])
@@ -169,7 +169,7 @@ def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pyte
 def test_sglang_is_not_sent_plain_weights_for_a_quantised_folder(
     quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would cast them to 8 bits and leave the scales of the old ones; what is only served may stay as it is."""
+    """SGLang would cast new weights to 8 bits and keep the old scales. Serving without training is allowed."""
     monkeypatch.setenv("PYTHONPATH", str(write_packages(tmp_path / "packages")))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = Config(hf_checkpoint=str(quantized), rollout_batch_size=1, rollout_num_gpus=1, rollout_backend="sglang")
@@ -185,7 +185,7 @@ def test_sglang_is_not_sent_plain_weights_for_a_quantised_folder(
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_quantised_folder_is_trained_and_served_in_plain_numbers(family: str, tmp_path: Path) -> None:
-    """Sides that the blocks do not divide too, and experts, which transformers fuses while loading."""
+    """Includes sizes that the block size does not divide, and experts, which transformers fuses on load."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} if family == "qwen3_moe" else {}
     plain = make_model_folder(tmp_path / "plain", family, hidden_size=160, intermediate_size=200, **experts)
     GenerationConfig(eos_token_id=[2, 9]).save_pretrained(plain)
@@ -200,4 +200,4 @@ def test_a_quantised_folder_is_trained_and_served_in_plain_numbers(family: str, 
     assert torch.equal(model(prompt).logits, expected(prompt).logits)
     assert model.generation_config.eos_token_id == [2, 9]
     names = revert_weight_conversion(model, model.state_dict())
-    assert names.keys() - {"lm_head.weight"} == dict(weights_of(plain)).keys() - {"lm_head.weight"}
+    assert names.keys() - {"lm_head.weight"} == dict(open_weights(plain)).keys() - {"lm_head.weight"}

@@ -1,4 +1,4 @@
-"""The rules of every family cover every tensor of its folders once, and nothing is lost on the way there and back."""
+"""Weight rules of every family: they cover each tensor of a folder exactly once, and round trips are exact."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from transformers import AutoConfig
 from slime.errors import UserError
 from slime.models.families.family import FAMILIES, family_of
 from slime.models.families.tp_sharding import (
-    Columns,
+    ColumnParallel,
     DeltaInput,
     GateUp,
     GroupedDeltaInput,
     InterleavedGateUp,
     Qkv,
-    Rows,
-    Share,
+    Replicated,
+    RowParallel,
+    SourceRegion,
     Vocab,
-    Whole,
 )
-from slime.models.families.weight_map import Entry, as_in_folder, entries_by_name, with_vocab_divisor
+from slime.models.families.weight_map import (
+    ParameterEntry,
+    entries_by_name,
+    rules_for_folder,
+    with_vocab_divisor,
+)
 from slime.models.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from slime.models.safetensors_io import stored_tensors
 from slime.models.tensor_sources import read_whole
@@ -40,8 +45,10 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: read_whole(stored) for name, stored in stored_tensors(folder.glob("*.safetensors")).items()}
 
 
-def shares_of(entry: Entry, tensors: dict[str, Tensor], size: int) -> Iterator[tuple[str, Share, Tensor]]:
-    """What all ranks give back of a parameter that each of them joined from the folder."""
+def shares_of(
+    entry: ParameterEntry, tensors: dict[str, Tensor], size: int
+) -> Iterator[tuple[str, SourceRegion, Tensor]]:
+    """Joins a parameter from the folder on each rank, splits it again and yields the parts of all ranks."""
     shapes = [tuple(tensors[name].shape) for name in entry.hf]
     for rank in range(size):
         shard = entry.form.shard(shapes, rank, size)
@@ -99,7 +106,7 @@ def test_only_experts_are_shared_over_expert_parallel_ranks(folder: Path) -> Non
 def test_every_family_has_a_tiny_model_here() -> None:
     types = {RENAMED.get(case, model_type) for case, (model_type, _) in FAMILY_MODELS.items()}
     missing = [family.name for family in FAMILIES if not types & set(family.model_types)]
-    assert missing == ["DeepSeek V3.2"]  # GLM-5 in other numbers
+    assert missing == ["DeepSeek V3.2"]  # GLM-5 with other sizes
 
 
 def test_formats_are_ones_that_parsers_know() -> None:
@@ -125,8 +132,8 @@ def test_a_multimodal_folder_has_the_text_under_its_own_prefix_and_experts_in_on
         other[f"{there}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
         other[f"{there}down_proj"] = torch.stack(downs)
     rules = family_of(config).rules(config)
-    plain, moved = entries_by_name(rules), entries_by_name(as_in_folder(rules, other))
-    assert entries_by_name(as_in_folder(rules, tensors)) == plain
+    plain, moved = entries_by_name(rules), entries_by_name(rules_for_folder(rules, other))
+    assert entries_by_name(rules_for_folder(rules, tensors)) == plain
     assert plain.keys() == moved.keys()
     assert {name for entry in moved.values() for name in entry.hf} == set(other)
     for name, entry in moved.items():
@@ -134,7 +141,7 @@ def test_a_multimodal_folder_has_the_text_under_its_own_prefix_and_experts_in_on
             assert torch.equal(local_of(entry, other, rank, 2), local_of(plain[name], tensors, rank, 2)), name
 
 
-def local_of(entry: Entry, tensors: dict[str, Tensor], rank: int, size: int) -> Tensor:
+def local_of(entry: ParameterEntry, tensors: dict[str, Tensor], rank: int, size: int) -> Tensor:
     shard = entry.form.shard([tuple(tensors[name].shape) for name in entry.hf], rank, size)
     return shard.join([tensors[entry.hf[share.source]][share.region] for share in shard.shares])
 
@@ -219,14 +226,14 @@ def test_another_vocabulary_divisor_reaches_the_embedding_and_the_head() -> None
 
 
 def test_what_ranks_hold_in_common_is_written_by_the_first_alone() -> None:
-    assert [Whole().shard([(4,)], rank, 2).is_copy for rank in range(2)] == [False, True]
-    assert not any(form.shard([(4, 4), (4, 4)], 1, 2).is_copy for form in (Columns(), Rows(), GateUp()))
-    assert Whole().shard([()], 0, 2).shape == ()
+    assert [Replicated().shard([(4,)], rank, 2).is_copy for rank in range(2)] == [False, True]
+    assert not any(form.shard([(4, 4), (4, 4)], 1, 2).is_copy for form in (ColumnParallel(), RowParallel(), GateUp()))
+    assert Replicated().shard([()], 0, 2).shape == ()
 
 
 def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
     with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4"):
-        Columns().shard([(6, 2)], 0, 4)
+        ColumnParallel().shard([(6, 2)], 0, 4)
 
 
 def test_tied_embeddings_are_read_for_the_last_stage_and_written_by_the_first() -> None:

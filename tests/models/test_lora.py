@@ -1,4 +1,4 @@
-"""Which layers get adapters, what the files are called, and that PEFT reads them as the trainer computes."""
+"""Layers that get LoRA adapters, their target names, and agreement between PEFT and the trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from slime.errors import UserError
 from slime.models.lora import ALL_LINEAR, Lora, choose_targets, linears_of, peft_targets
-from slime.models.peft_adapter import AdapterFacts, merged, write_adapter
+from slime.models.peft_adapter import AdapterConfig, merge_lora, write_adapter
 from slime.train.backends.fsdp.lora import LoraLayers, put_adapter
 from tests.train.tiny_training import SIZES, build_model
 
@@ -43,7 +43,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def with_adapter(model: torch.nn.Module, lora: Lora, *, b: float = 0.0) -> LoraLayers:
-    """Filled as a new one is, and B with noise where the adapter is to change something."""
+    """Adds an adapter with initial values. With `b` > 0, B gets noise of this scale, so that the output changes."""
     adapter = put_adapter(model, lora, freeze=None, only_train=None)
     parameters = dict(model.named_parameters())
     generator = torch.Generator().manual_seed(7)
@@ -92,7 +92,7 @@ def test_what_can_have_no_adapter_is_refused(target: str, folder: Callable) -> N
 
 
 def test_experts_that_are_modules_get_none(folder: Callable) -> None:
-    """As models with code of their own have them; the shared expert beside them gets one."""
+    """Models with custom code have such experts. The other layers of the MLP get an adapter."""
     model = load(folder("llama"))
     for layer in model.model.layers:
         layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(2)])
@@ -148,7 +148,7 @@ def test_peft_computes_what_the_trainer_does_and_so_do_merged_weights(
     parameters = dict(model.named_parameters())
     tensors = {f"base_model.model.{name}": parameters[name] for name in adapter.shapes}
     names = peft_targets(adapter.modules, adapter.linears)
-    write_adapter(tmp_path, tensors, AdapterFacts(4, 6.0), base_model="base", target_modules=names)
+    write_adapter(tmp_path, tensors, AdapterConfig(4, 6.0), base_model="base", target_modules=names)
 
     peft = PeftModel.from_pretrained(load(folder(family)), tmp_path)
     assert {n for n, _ in peft.named_parameters() if "lora_A" in n} == {
@@ -162,7 +162,7 @@ def test_peft_computes_what_the_trainer_does_and_so_do_merged_weights(
             module = name.removesuffix(".weight")
             if module in adapter.modules:
                 matrices = (parameters[f"{module}.lora_{kind}.weight"] for kind in "AB")
-                weight.copy_(merged(weight, *matrices, scale=lora.scale, dtype=torch.float32))
+                weight.copy_(merge_lora(weight, *matrices, scale=lora.scale, dtype=torch.float32))
     torch.testing.assert_close(plain(tokens).logits, ours, atol=1e-5, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A folder of a known family opens with all its tensors accounted for, or not at all."""
+"""Folders of known families: every tensor is used, ignored with a reason, or the folder is rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.errors import UserError
 from slime.models.dequantized import plain_sources
 from slime.models.families.model_folder import open_family_folder
 from slime.models.loading import load_causal_lm
-from slime.models.meta_model import outline_causal_lm
+from slime.models.meta_model import load_meta_model
 from slime.models.tensor_sources import read_whole
 from tests.family_models import BASE, FAMILY_MODELS, make_family_folder
 from tests.tiny_models import VOCAB, make_tokenizer
@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
-    """A copy of the folder with some tensors put in, or taken out."""
+    """Copies the folder with some tensors added, or removed if None."""
     weights = load_file(made / "model.safetensors") | tensors
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
     (folder / "config.json").write_text((made / "config.json").read_text())
@@ -41,7 +41,7 @@ def changed(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
 def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
     folder = open_family_folder(made, vocab_divisor=1)
     assert folder.family.name == "Qwen2.5"
-    assert folder.left_alone() == {}
+    assert folder.unused_tensors() == {}
     entry = folder.entries["embedding.word_embeddings.weight"]
     shard = folder.shard(entry, 1, 2)
     assert shard.shape == (125, 64)
@@ -55,7 +55,7 @@ def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
 def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Path, tmp_path: Path) -> None:
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].clone()
     extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    reasons = open_family_folder(changed(made, tmp_path, **extra)).left_alone()
+    reasons = open_family_folder(changed(made, tmp_path, **extra)).unused_tensors()
     assert reasons.keys() == extra.keys()
     assert "tie_word_embeddings" in reasons["lm_head.weight"]
 
@@ -65,7 +65,7 @@ def test_layers_that_training_does_not_use_are_named_with_the_reason(tmp_path: P
     weights = load_file(made / "model.safetensors")
     last = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in weights.items() if "layers.3." in name}
     save_file(weights | last, made / "model.safetensors", metadata={"format": "pt"})
-    (sentence,) = open_family_folder(made).left_alone_in_words()
+    (sentence,) = open_family_folder(made).unused_tensor_notes()
     assert sentence.startswith(f"{len(last)} tensors of {made} (such as model.layers.4.")
     assert sentence.endswith("it predicts a token beyond the next, which training does not use")
 
@@ -74,7 +74,7 @@ def test_an_output_layer_of_its_own_is_one_whatever_the_config_ties(made: Path, 
     assert open_family_folder(made).entries["output_layer.weight"].is_copy
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"] + 1
     folder = open_family_folder(changed(made, tmp_path, **{"lm_head.weight": head}))
-    assert folder.left_alone() == {}
+    assert folder.unused_tensors() == {}
     assert folder.entries["output_layer.weight"].hf == ("lm_head.weight",)
     assert not folder.entries["output_layer.weight"].is_copy
     assert folder.fields["share_embeddings_and_output_weights"] is False
@@ -112,7 +112,7 @@ def test_weights_of_other_sizes_than_the_config_says_are_refused(
         "config and weights of the same model"
     )
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
-    for load in (partial(load_causal_lm, device="cpu"), outline_causal_lm):
+    for load in (partial(load_causal_lm, device="cpu"), load_meta_model):
         with pytest.raises(UserError) as caught:
             load(tmp_path, **how)
         assert str(caught.value) == sentence
@@ -147,7 +147,7 @@ def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config}))
     folder = open_family_folder(tmp_path)
     assert folder.family.name == "Qwen3.5 / 3.6"
-    assert list(folder.left_alone()) == ["model.visual.patch_embed.weight"]
+    assert list(folder.unused_tensors()) == ["model.visual.patch_embed.weight"]
     assert folder.entries["decoder.final_layernorm.weight"].hf == ("model.language_model.norm.weight",)
 
 
@@ -166,7 +166,7 @@ def test_models_whose_code_has_another_name_load_all_the_same(tmp_path: Path, ca
     own, plain = (load_causal_lm(path, **how) for path in (folder, folder / "plain"))
     ids = torch.arange(9)[None]
     assert torch.equal(own(ids).logits, plain(ids).logits)
-    outline = outline_causal_lm(folder, dtype=torch.float32, attn_implementation="eager")
+    outline = load_meta_model(folder, dtype=torch.float32, attn_implementation="eager")
     for name, parameter in plain.named_parameters():
         assert torch.equal(read_whole(outline.sources[name]), parameter), name
     assert AutoTokenizer.from_pretrained(folder).encode("12")

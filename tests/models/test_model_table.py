@@ -1,4 +1,4 @@
-"""docs/models.md says which models each part computes as transformers does; here some of them, nightly all."""
+"""docs/models.md lists the models that each component computes as transformers does. The nightly run checks all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.model_table import PAGE, REFUSED, WINDOWS, Row, page_rows, row, row_n
 NOTHING = Row(REFUSED, REFUSED, REFUSED)
 BRANCHES = (
     "qwen3" + WINDOWS,  # mapped by Megatron too
-    "phimoe" + WINDOWS,  # which only a mask says
-    "diffllama",  # a layer asks for attention twice: the engine alone cannot
-    "llama4_text",  # chunks
-    "falcon_h1",  # a state beside attention
-    "bert",  # attention to later tokens
+    "phimoe" + WINDOWS,  # windows appear only in the attention mask
+    "diffllama",  # two attention calls per layer, which only the engine cannot compute
+    "llama4_text",  # chunked attention
+    "falcon_h1",  # recurrent state in addition to attention
+    "bert",  # bidirectional attention
 )
 
 

@@ -1,4 +1,4 @@
-"""A model without weights and the sources of them: what they read, whole or in parts, is what transformers loads."""
+"""Models on the meta device and sources of their weights: full and partial reads match what transformers loads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slime.cli import main
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, whole_region
 from slime.models.loading import load_causal_lm
-from slime.models.meta_model import ModelOutline, outline_causal_lm
-from slime.models.safetensors_io import Stored
+from slime.models.meta_model import MetaModel, load_meta_model
+from slime.models.safetensors_io import StoredTensor
 from slime.models.tensor_sources import Source, read_whole
 from tests.tiny_models import make_model_folder
 
@@ -59,8 +59,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def outline(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> ModelOutline:
-    return outline_causal_lm(folder, dtype=dtype, attn_implementation="eager", **how)
+def outline(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> MetaModel:
+    return load_meta_model(folder, dtype=dtype, attn_implementation="eager", **how)
 
 
 def whole(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> PreTrainedModel:
@@ -68,7 +68,7 @@ def whole(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> PreT
 
 
 def regions(shape: tuple[int, ...]) -> Iterator[Region]:
-    """The whole, thirds of the first dimension, one of them empty, and a part cut out of all of them."""
+    """Yields the whole region, slices of the first dimension (one is empty), and a part of all dimensions."""
     everything = whole_region(shape)
     yield everything
     if shape:
@@ -86,8 +86,8 @@ def assert_reads(source: Source, expected: Tensor) -> None:
         assert torch.equal(part, expected[region])
 
 
-def assert_same(found: ModelOutline, expected: PreTrainedModel) -> None:
-    """All that can be seen of two models, but that one of them has its numbers elsewhere."""
+def assert_same(found: MetaModel, expected: PreTrainedModel) -> None:
+    """Compares all visible state of two models. The parameters of `found` are on the meta device."""
     model = found.model
     parameters = dict(expected.named_parameters())
     empty = dict(model.named_parameters())
@@ -120,10 +120,12 @@ def test_every_part_of_every_weight_is_what_transformers_loads(family: str, made
 
 
 def test_a_part_is_read_without_the_rest(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a matrix, and of fused experts those that are asked for."""
+    """Reads one row of a matrix, and one expert of a fused tensor."""
     read: list[int] = []
-    real = Stored._bytes
-    monkeypatch.setattr(Stored, "_bytes", lambda self, begin, count: read.append(count) or real(self, begin, count))
+    real = StoredTensor._bytes
+    monkeypatch.setattr(
+        StoredTensor, "_bytes", lambda self, begin, count: read.append(count) or real(self, begin, count)
+    )
     sources = outline(made("qwen3_moe")).sources
     assert read == []
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"):
@@ -150,7 +152,7 @@ def test_blocks_of_eight_bits_with_sides_that_blocks_do_not_divide(family: str, 
 
 
 def test_what_only_transformers_can_read_is_loaded_whole(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Experts in MXFP4, which it multiplies out itself."""
+    """Experts in MXFP4, which transformers dequantizes itself."""
     folder = Path(shutil.copytree(made("gpt_oss"), tmp_path / "model"))
     stored = load_file(folder / "model.safetensors")
     for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -167,7 +169,7 @@ def test_what_only_transformers_can_read_is_loaded_whole(made: Callable[[str], P
 
 @pytest.mark.parametrize("same", [True, False])
 def test_weights_that_the_config_ties_and_the_folder_has_both_of(same: bool, tmp_path: Path) -> None:
-    """They are one only if they are equal; that much must be read."""
+    """Both tensors must be read to compare them."""
     folder = make_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")
     embedding = stored["model.embed_tokens.weight"]
@@ -215,7 +217,7 @@ def test_a_file_that_was_cut_off_or_is_gone(made: Callable[[str], Path], tmp_pat
 
 
 def test_a_value_model_has_a_head_of_zeros(made: Callable[[str], Path]) -> None:
-    for family in ("qwen3", "qwen2"):  # with a tied output layer, and with one of its own
+    for family in ("qwen3", "qwen2"):  # with a tied and with a separate output layer
         found, body = outline(made(family)), whole(made(family))
         found.put_value_head()
         assert found.model.lm_head.weight.shape == (1, 64)

@@ -1,4 +1,4 @@
-"""Parameters become tensors of a model folder piece by piece: nothing is lost, and stacks of experts go by rows."""
+"""Conversion of parameters to tensors of a model folder in pieces: complete, with stacked experts split by rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from slime.models import hf_tensor_plan as module
-from slime.models.hf_tensor_plan import Piece, by_layer, pieces_of
+from slime.models.hf_tensor_plan import ConversionPiece, group_by_layer, plan_pieces
 
 EXPERTS = 5
 
 
 def unstack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers takes a mixture of experts apart: `experts.gate_up` is a stack of gates above ups."""
+    """Splits a mixture of experts as transformers does: `experts.gate_up` is a stack of gates above ups."""
     found = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
@@ -40,7 +40,7 @@ def facts(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def made_of(pieces: list[Piece], tensors: dict[str, Tensor], convert: Any) -> dict[str, Tensor]:
+def made_of(pieces: list[ConversionPiece], tensors: dict[str, Tensor], convert: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for piece in pieces:
         own = convert(
@@ -61,7 +61,7 @@ def test_experts_of_a_stack_go_a_few_at_a_time(
 ) -> None:
     tensors = model()
     monkeypatch.setattr(module, "ROWS_BYTES", at_once * 6 * 4 * 4)
-    pieces = pieces_of(facts(tensors), unstack)
+    pieces = plan_pieces(facts(tensors), unstack)
     assert [piece.rows for piece in pieces if piece.rows] == rows * 2
     wanted = unstack(tensors)
     found = made_of(pieces, tensors, unstack)
@@ -79,7 +79,7 @@ def test_parameters_that_become_one_tensor_stay_together() -> None:
 
     tensors = {"old.a": torch.randn(3), "layers.0.q": torch.randn(2, 3), "layers.0.k": torch.randn(4, 3)}
     tensors["layers.0.norm"] = torch.randn(3)
-    pieces = pieces_of(facts(tensors), fuse)
+    pieces = plan_pieces(facts(tensors), fuse)
     assert [piece.sources for piece in pieces] == [("old.a",), ("layers.0.norm",), ("layers.0.q", "layers.0.k")]
     found = made_of(pieces, tensors, fuse)
     assert found.keys() == {"a", "layers.0.norm", "layers.0.qk"}
@@ -88,5 +88,5 @@ def test_parameters_that_become_one_tensor_stay_together() -> None:
 
 def test_layers_are_told_apart_by_their_numbers() -> None:
     names = ["model.embed", "model.layers.1.a", "model.layers.1.b.3.c", "model.layers.2.a", "norm"]
-    groups = [list(members) for members in by_layer((name, torch.empty(0)) for name in names)]
+    groups = [list(members) for members in group_by_layer((name, torch.empty(0)) for name in names)]
     assert groups == [names[:1], names[1:3], names[3:4], names[4:]]

@@ -1,4 +1,4 @@
-"""Folders with random weights: of any published shape, loaded as they are, reproducible, refused where they cannot be."""
+"""Model folders with random weights: loadable, reproducible by seed, and rejected for invalid fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.errors import UserError
 from slime.models.catalog import published_model
 from slime.models.loading import load_causal_lm
 from slime.models.random_model import write_random_model
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 
 SMALL = ("num_hidden_layers=2", "hidden_size=64", "num_attention_heads=4", "num_key_value_heads=2", "vocab_size=300")
 SHAPES = {
@@ -49,16 +49,16 @@ def test_a_shape_becomes_a_model_that_loads(name: str, tmp_path: Path) -> None:
     assert 0 < logits.std() < 1
     config = json.loads((folder / "config.json").read_text())
     assert (config["eos_token_id"], config["dtype"], config["num_hidden_layers"]) == (2, "float32", 2)
-    norms = {read for read in weights_of(folder).names if read.endswith("norm.weight")}
+    norms = {read for read in open_weights(folder).names if read.endswith("norm.weight")}
     assert norms
-    assert all(bool((weights_of(folder)[norm] == 1).all()) for norm in norms)
+    assert all(bool((open_weights(folder)[norm] == 1).all()) for norm in norms)
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     config = published_model("qwen3-0.6B").with_fields(SHAPES["qwen3-0.6B"]).config
     one, same, other = (write_random_model(config, tmp_path / str(i), seed=seed) for i, seed in enumerate((1, 1, 2)))
     name = "model.layers.0.mlp.up_proj.weight"
-    weights = [weights_of(folder)[name] for folder in (one, same, other)]
+    weights = [open_weights(folder)[name] for folder in (one, same, other)]
     assert weights[0].dtype == torch.bfloat16
     assert weights[0].float().std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weights[0], weights[1])

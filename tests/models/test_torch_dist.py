@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints, read and written without Megatron; with it: tests/megatron/test_torch_dist.py."""
+"""Megatron's distributed checkpoints, read and written without Megatron. With it: tests/megatron/test_torch_dist.py."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.errors import UserError
 from slime.models.dequantized import plain_sources
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from slime.models.tensor_sources import read_whole
-from slime.models.torch_dist.hugging_face import model_entries, read_in_place_of
+from slime.models.torch_dist.hugging_face import checkpoint_sources, model_entries
 from slime.models.torch_dist.index import TorchDist, find_parameter
 from slime.models.torch_dist.writing import write_release
 from tests.family_models import FAMILY_MODELS, make_family_folder
@@ -59,7 +59,7 @@ def written(model: Path, target: Path) -> Path:
 
 
 def test_a_folder_comes_back_bit_for_bit(model: Path, tmp_path: Path) -> None:
-    before, back = weights_of(model), read_in_place_of(model, written(model, tmp_path / "out"))
+    before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     for name in before.names:
         assert torch.equal(read_whole(back[name]), before[name]), name
@@ -70,13 +70,13 @@ def test_a_folder_comes_back_bit_for_bit(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", FAMILY_MODELS)
 def test_every_family_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     model = make_family_folder(tmp_path / "model", case)
-    before, back = weights_of(model), read_in_place_of(model, written(model, tmp_path / "out"))
+    before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     assert all(torch.equal(read_whole(back[name]), before[name]) for name in before.names)
 
 
 def test_torch_reads_what_is_written(model: Path, tmp_path: Path) -> None:
-    """An independent reader: torch's own."""
+    """Reads with torch's own reader as an independent reference."""
     folder = written(model, tmp_path / "out")
     checkpoint = TorchDist(folder)
     loaded = {key: torch.empty(checkpoint.source(key).shape) for key in checkpoint.keys}
@@ -161,9 +161,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     narrow = make_model_folder(tmp_path / "narrow", hidden_size=32)
     deeper = make_model_folder(tmp_path / "deeper", num_hidden_layers=3)
     with pytest.raises(UserError, match=r"is \(320, 32\) in .*, but \(320, 64\) by the model folder"):
-        read_in_place_of(model, written(narrow, tmp_path / "a"))
+        checkpoint_sources(model, written(narrow, tmp_path / "a"))
     with pytest.raises(UserError, match=r"lacks decoder.layers.2.* it is a checkpoint of another model"):
-        read_in_place_of(deeper, written(model, tmp_path / "b"))
+        checkpoint_sources(deeper, written(model, tmp_path / "b"))
 
 
 def index(
@@ -175,7 +175,7 @@ def index(
     shape: tuple[int, ...] = (2, 3),
     size: tuple[int, ...] | None = None,
 ) -> None:
-    """An index of one tensor `w`."""
+    """Writes an index with one tensor `w`."""
     block = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size(size or (2, 3)))
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), [block])
     places = {MetadataIndex("w", (0, 0)): _StorageInfo(path, begin, length)}

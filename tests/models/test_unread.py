@@ -1,4 +1,4 @@
-"""Tensors that are not read: what is done to them is done when they are read, to the part that is asked for."""
+"""Lazy tensors: operations are applied when a region is read, to that region only where possible."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.models.families.tp_sharding import whole_region
-from slime.models.lazy_tensor import Unread
-from slime.models.tensor_sources import Computed, Held, Source, read_whole
+from slime.models.lazy_tensor import LazyTensor
+from slime.models.tensor_sources import ComputedSource, MemorySource, Source, read_whole
 
 ONE, TWO = torch.arange(24.0).reshape(4, 6), torch.arange(24.0, 48.0).reshape(4, 6)
 
@@ -28,7 +28,7 @@ IN_PARTS: dict[str, Operation] = {
     "transposed": lambda a, b: torch.transpose(a, dim0=0, dim1=1).contiguous(),
     "transposed within": lambda a, b: torch.stack([a, b]).transpose(-1, -2),
     "third chunk": lambda a, b: torch.chunk(a, 3, dim=1)[2],
-    "chunk of few": lambda a, b: a.chunk(3)[1],  # of 4 rows in three chunks, there are two
+    "chunk of few": lambda a, b: a.chunk(3)[1],  # 4 rows in three chunks give two chunks
     "split": lambda a, b: torch.split(a, [1, 3], dim=0)[1],
     "split evenly": lambda a, b: a.split(4, dim=-1)[1],
 }
@@ -41,8 +41,8 @@ AS_A_WHOLE: dict[str, Operation] = {
 }
 
 
-def unread(tensor: Tensor) -> Unread:
-    return Unread.of(Held(tensor))
+def unread(tensor: Tensor) -> LazyTensor:
+    return LazyTensor.of(MemorySource(tensor))
 
 
 def assert_reads(source: Source, expected: Tensor) -> None:
@@ -61,8 +61,8 @@ def test_every_part_of_what_a_function_makes(name: str) -> None:
     before = ONE.clone()
     result = operation(unread(ONE), unread(TWO))
     expected = operation(ONE, TWO)
-    assert (type(result), result.shape, result.device) == (Unread, expected.shape, torch.device("cpu"))
-    assert isinstance(result.source, Computed) == (name in AS_A_WHOLE)
+    assert (type(result), result.shape, result.device) == (LazyTensor, expected.shape, torch.device("cpu"))
+    assert isinstance(result.source, ComputedSource) == (name in AS_A_WHOLE)
     assert_reads(result.source, expected)
     assert torch.equal(ONE, before)
 
@@ -72,8 +72,8 @@ def test_a_parameter_stays_one_and_may_be_changed_by_what_it_holds() -> None:
     layer.weight = nn.Parameter(unread(ONE), requires_grad=True)
     layer.bias = nn.Parameter(unread(torch.ones(3)), requires_grad=False)
     assert [(name, type(p), p.requires_grad) for name, p in layer.named_parameters()] == [
-        ("weight", Unread, True),
-        ("bias", Unread, False),
+        ("weight", LazyTensor, True),
+        ("bias", LazyTensor, False),
     ]
     layer.bias.data = nn.functional.pad(layer.bias.data, (0, 1))
     layer.weight.data.mul_(2)

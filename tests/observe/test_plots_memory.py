@@ -13,7 +13,7 @@ import pytest
 
 from slime.observability.memory import MemorySampler, memory_bytes
 from slime.observability.plots import (
-    Curves,
+    RunPlots,
     draw_comparison,
     draw_curves,
     eval_points,
@@ -102,7 +102,7 @@ def test_no_picture_without_points(tmp_path: Path) -> None:
 
 def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_path: Path) -> None:
     now = [0.0]
-    curves = Curves(write(tmp_path, RECORDS), first_s=20.0, interval_s=60.0, now=lambda: now[0])
+    curves = RunPlots(write(tmp_path, RECORDS), first_s=20.0, interval_s=60.0, now=lambda: now[0])
     assert not curves.redraw()
     now[0] = 20.0
     assert curves.redraw()
@@ -124,7 +124,7 @@ def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_pa
 
 def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "reward.png").mkdir()
-    assert Curves(write(tmp_path, RECORDS)).finish() == {}
+    assert RunPlots(write(tmp_path, RECORDS)).finish() == {}
     assert "could not be drawn" in caplog.text
 
 

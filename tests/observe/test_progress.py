@@ -9,7 +9,14 @@ from rich.console import Console
 
 from slime.config import Config
 from slime.observability.metric_format import figures_of, format_seconds, step_line
-from slime.observability.progress import QUIET_S, NoProgress, PlainProgress, StepClock, print_summary, told_if_slow
+from slime.observability.progress import (
+    QUIET_S,
+    NoProgress,
+    PlainProgress,
+    StepClock,
+    notify_if_slow,
+    print_summary,
+)
 from slime.observability.terminal import RichProgress, make_progress
 
 METRICS = {
@@ -183,19 +190,19 @@ def test_a_display_of_lines_is_never_silent_for_long() -> None:
     progress.watch("engine", lambda: ("3 running", True))
     assert len(said()) == 3
     now[0] += QUIET_S - 1
-    assert progress.speak_up() == 1.0
+    assert progress.report_if_quiet() == 1.0
     assert len(said()) == 3
     now[0] += 1
-    progress.speak_up()
+    progress.report_if_quiet()
     busy = "trainer: starting 1 process(es) (for 0:30); rollout: generating 4 groups (for 0:30); engine: 3 running"
     assert said()[3:] == [busy]
     progress.status("trainer", "waiting")
     progress.watch("rollout", lambda: ("evaluating 5/8 samples", True))
     now[0] += QUIET_S
-    progress.speak_up()
+    progress.report_if_quiet()
     assert said()[-1] == "rollout: evaluating 5/8 samples; engine: 3 running"
     progress.step(0, METRICS)
-    assert progress.speak_up() == QUIET_S
+    assert progress.report_if_quiet() == QUIET_S
     progress.close()
 
 
@@ -275,14 +282,14 @@ def test_summary_holds_every_row() -> None:
 def test_slow_work_before_the_display_is_told_and_quick_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("slime.observability.progress.FIRST_S", 600.0)
-    with told_if_slow("reading the prompts", say=said.append):
+    with notify_if_slow("reading the prompts", say=said.append):
         pass
     assert said == []
     monkeypatch.setattr("slime.observability.progress.FIRST_S", 0.01)
     heard = threading.Event()
-    with told_if_slow("reading the prompts", say=lambda text: (said.append(text), heard.set())[0]):
+    with notify_if_slow("reading the prompts", say=lambda text: (said.append(text), heard.set())[0]):
         assert heard.wait(240)
     assert re.fullmatch(r"\[\d+:\d\d\] reading the prompts", said[0])
     before = threading.active_count()
-    with told_if_slow("reading the prompts", silent=True):
+    with notify_if_slow("reading the prompts", silent=True):
         assert threading.active_count() <= before

@@ -1,4 +1,4 @@
-"""Every format: what was written is read, in pieces of any size, and nothing is lost of what cannot be read."""
+"""Property tests of every format: answers are parsed in pieces of any size, and unreadable text is not lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ arguments = st.fixed_dictionaries(
 
 
 def calls(name: str) -> st.SearchStrategy[list[Any]]:
-    """Calls that can be written in this format."""
+    """Strategy for calls that this format can express."""
     names = ["look_up", "a.b"] if name == "pythonic" else ["look_up", "a.b", "write-file"]
     return st.lists(st.tuples(st.sampled_from(names), arguments), min_size=1, max_size=3)
 
@@ -81,7 +81,7 @@ SENTINELS = [chr(0xE000 + number) for number in range(12)]
 
 @st.composite
 def broken(draw: st.DrawFn, name: str) -> str:
-    """An answer with parts cut out, doubled or put in, and characters of which none may get lost."""
+    """Strategy for answers with parts cut, doubled or inserted, and with sentinel characters that must survive."""
     parts = draw(
         st.lists(plain | calls(name).map(WRITERS[name]) | st.sampled_from(MARKS[name]), min_size=1, max_size=4)
     )
@@ -131,7 +131,7 @@ def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end
     assert called(events) == made[: len(whole)]
     for index in taken_back:
         pieces = [event.text for event in events if isinstance(event, CallArguments) and event.index == index]
-        with pytest.raises(json.JSONDecodeError):  # nobody can take it for a whole call
+        with pytest.raises(json.JSONDecodeError):  # it must not parse as a complete call
             json.loads("".join(pieces))
     ill_formed = [place for place, event in enumerate(events) if isinstance(event, IllFormed)]
     assert all(isinstance(events[place + 1], Text) for place in ill_formed)
@@ -160,7 +160,7 @@ def test_a_prompt_that_begins_the_reasoning() -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_piece_costs_its_own_length(name: str) -> None:
-    """What is unread after a piece, and so read again with the next one, is less than a mark however long the answer."""
+    """The unread rest after a piece, which is read again with the next one, is shorter than 40 characters."""
     long = {"text": "x < 1 and { [" * 500}
     text = written(name, "so " * 500, "and " * 500, [("look_up", long)] * 2)
     parser = make_parser(Formats(name.split(" ")[0], "qwen3"), tools=TOOLS)

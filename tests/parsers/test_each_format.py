@@ -1,4 +1,4 @@
-"""Each format in the words of its models: what is a call, what is none, and when it is told."""
+"""Each tool-call format as its models write it: calls, text that is no call, and streamed events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.models.parsers.events import (
     CallEnded,
     Event,
     IllFormed,
-    Output,
+    ParsedOutput,
     Reasoning,
     Text,
     gathered,
@@ -40,65 +40,65 @@ def f(arguments: str) -> tuple[Call, ...]:
     return (Call("call_1", "f", arguments),)
 
 
-def broken(text: str) -> Output:
-    return Output(None, text, (), True)
+def broken(text: str) -> ParsedOutput:
+    return ParsedOutput(None, text, (), True)
 
 
 @pytest.mark.parametrize(
     ("tool", "text", "output"),
     [
-        # with a single tag left out, and two functions in one
-        ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>", Output(None, "", f('{"a": 1}'))),
-        ("qwen3_coder", "<tool_call><function=f></function>", Output(None, "", f("{}"))),
+        # missing tags
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>", ParsedOutput(None, "", f('{"a": 1}'))),
+        ("qwen3_coder", "<tool_call><function=f></function>", ParsedOutput(None, "", f("{}"))),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1", broken("<tool_call><function=f><parameter=a>1")),
         ("qwen3_coder", "<tool_call>f</tool_call>", broken("<tool_call>f</tool_call>")),
         # GLM-4.7 writes no line breaks
-        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", Output(None, "", f('{"a": 1}'))),
-        ("glm45", "<tool_call>f</tool_call><|observation|>", Output(None, "", f("{}"))),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ParsedOutput(None, "", f('{"a": 1}'))),
+        ("glm45", "<tool_call>f</tool_call><|observation|>", ParsedOutput(None, "", f("{}"))),
         ("glm45", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>", broken("<tool_call>f\n<arg_key>a</arg_key>1</tool_call>")),
         ("glm45", '<tool_call>{"name": "f"}</tool_call>', broken('<tool_call>{"name": "f"}</tool_call>')),
-        # sections
+        # calls in sections
         ("deepseekv31", "hm<｜tool▁calls▁begin｜>", broken("hm<｜tool▁calls▁begin｜>")),
-        ("deepseekv31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>\nb", Output(None, "b", f("{}"))),
-        ("deepseekv31", "a <｜tool▁calls▁end｜>", Output(None, "a <｜tool▁calls▁end｜>")),
-        ("deepseekv3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜>", Output(None, "", f('{"a": 1}'))),
+        ("deepseekv31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>\nb", ParsedOutput(None, "b", f("{}"))),
+        ("deepseekv31", "a <｜tool▁calls▁end｜>", ParsedOutput(None, "a <｜tool▁calls▁end｜>")),
+        ("deepseekv3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜>", ParsedOutput(None, "", f('{"a": 1}'))),
         ("deepseekv3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", broken("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}")),
-        ("deepseekv32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>', Output(None, "", f('{"a": "1"}'))),
-        ("deepseekv32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="b" string="false">[1</｜DSML｜parameter></｜DSML｜invoke>', Output(None, "", f('{"b": "[1"}'))),
-        ("minimax-m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>', Output(None, "", f('{"a": 1}'))),
-        # Kimi's own ids are marks
-        ("kimi_k2", '<|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>{"a":1}<|tool_call_end|>', Output(None, "", f('{"a":1}'))),
-        ("kimi_k2", "<|tool_call_begin|>f:0 <|tool_call_argument_begin|>{}<|tool_call_end|>", Output(None, "", f("{}"))),
+        ("deepseekv32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>', ParsedOutput(None, "", f('{"a": "1"}'))),
+        ("deepseekv32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="b" string="false">[1</｜DSML｜parameter></｜DSML｜invoke>', ParsedOutput(None, "", f('{"b": "[1"}'))),
+        ("minimax-m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>', ParsedOutput(None, "", f('{"a": 1}'))),
+        # Kimi's ids are markers
+        ("kimi_k2", '<|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>{"a":1}<|tool_call_end|>', ParsedOutput(None, "", f('{"a":1}'))),
+        ("kimi_k2", "<|tool_call_begin|>f:0 <|tool_call_argument_begin|>{}<|tool_call_end|>", ParsedOutput(None, "", f("{}"))),
         ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}", broken("<|tool_call_begin|>f<|tool_call_argument_begin|>{}")),
-        # Llama: JSON may be the answer itself
-        ("llama3", '{"name": "f", "parameters": {"a": 1}}', Output(None, "", f('{"a": 1}'))),
-        ("llama3", '{"type": "function", "name": "f", "parameters": {}}<|eom_id|>', Output(None, "", f("{}"))),
-        ("llama3", '{"name": "Ann", "parameters": {}}', Output(None, '{"name": "Ann", "parameters": {}}')),
-        ("llama3", ' {"answer": 5}\n', Output(None, ' {"answer": 5}\n')),
-        ("llama3", 'so {"name": "f", "parameters": {}}', Output(None, 'so {"name": "f", "parameters": {}}')),
-        ("llama3", 'so <|python_tag|>{"name": "g"} or', Output(None, "so or", (Call("call_1", "g", "{}"),))),
+        # Llama: the answer itself may be JSON
+        ("llama3", '{"name": "f", "parameters": {"a": 1}}', ParsedOutput(None, "", f('{"a": 1}'))),
+        ("llama3", '{"type": "function", "name": "f", "parameters": {}}<|eom_id|>', ParsedOutput(None, "", f("{}"))),
+        ("llama3", '{"name": "Ann", "parameters": {}}', ParsedOutput(None, '{"name": "Ann", "parameters": {}}')),
+        ("llama3", ' {"answer": 5}\n', ParsedOutput(None, ' {"answer": 5}\n')),
+        ("llama3", 'so {"name": "f", "parameters": {}}', ParsedOutput(None, 'so {"name": "f", "parameters": {}}')),
+        ("llama3", 'so <|python_tag|>{"name": "g"} or', ParsedOutput(None, "so or", (Call("call_1", "g", "{}"),))),
         ("llama3", "<|python_tag|>print(1)", broken("<|python_tag|>print(1)")),
-        # Mistral: a list, or each by itself
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcDEF123"}]</s>', Output(None, "", f('{"a": 1}'))),
-        ("mistral", "a[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", Output(None, "a", f("{}"))),
-        ("mistral", "[TOOL_CALLS]f{}", Output(None, "", f("{}"))),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"} {', Output(None, "{", f("{}"), True)),
+        # Mistral: a list of calls, or single calls
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcDEF123"}]</s>', ParsedOutput(None, "", f('{"a": 1}'))),
+        ("mistral", "a[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}", ParsedOutput(None, "a", f("{}"))),
+        ("mistral", "[TOOL_CALLS]f{}", ParsedOutput(None, "", f("{}"))),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"} {', ParsedOutput(None, "{", f("{}"), True)),
         ("mistral", "[TOOL_CALLS] []", broken("[TOOL_CALLS] []")),
-        # Python
-        ("pythonic", "[f(a=1, b='x', c=[True, None, {'d': -1.5}], e=false)]", Output(None, "", f('{"a": 1, "b": "x", "c": [true, null, {"d": -1.5}], "e": false}'))),
-        ("pythonic", "<|python_start|>[f()]<|python_end|>", Output(None, "", f("{}"))),
-        ("pythonic", "[f(b='\\&')]", Output(None, "", f('{"b": "\\\\&"}'))),
-        ("pythonic", "[1, 2]", Output(None, "[1, 2]")),
-        ("pythonic", "[g()]", Output(None, "[g()]")),
-        ("pythonic", "[f(1)]", Output(None, "[f(1)]")),
-        ("pythonic", "[f(a=open('x'))]", Output(None, "[f(a=open('x'))]")),
-        ("pythonic", "[f(a={'k': 1, 'k': 2})]", Output(None, "[f(a={'k': 1, 'k': 2})]")),
-        ("pythonic", "[f(a=" + "[" * 1000, Output(None, "[f(a=" + "[" * 1000)),
+        # Python calls
+        ("pythonic", "[f(a=1, b='x', c=[True, None, {'d': -1.5}], e=false)]", ParsedOutput(None, "", f('{"a": 1, "b": "x", "c": [true, null, {"d": -1.5}], "e": false}'))),
+        ("pythonic", "<|python_start|>[f()]<|python_end|>", ParsedOutput(None, "", f("{}"))),
+        ("pythonic", "[f(b='\\&')]", ParsedOutput(None, "", f('{"b": "\\\\&"}'))),
+        ("pythonic", "[1, 2]", ParsedOutput(None, "[1, 2]")),
+        ("pythonic", "[g()]", ParsedOutput(None, "[g()]")),
+        ("pythonic", "[f(1)]", ParsedOutput(None, "[f(1)]")),
+        ("pythonic", "[f(a=open('x'))]", ParsedOutput(None, "[f(a=open('x'))]")),
+        ("pythonic", "[f(a={'k': 1, 'k': 2})]", ParsedOutput(None, "[f(a={'k': 1, 'k': 2})]")),
+        ("pythonic", "[f(a=" + "[" * 1000, ParsedOutput(None, "[f(a=" + "[" * 1000)),
         ("pythonic", "<|python_start|>[f(a=1e999)]", broken("<|python_start|>[f(a=1e999)]")),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
-def test_calls_as_their_models_write_them(tool: str, text: str, output: Output) -> None:
+def test_calls_as_their_models_write_them(tool: str, text: str, output: ParsedOutput) -> None:
     assert gathered(parsed(tool, text)) == output
     assert gathered(parsed(tool, *text)) == output
 
@@ -106,27 +106,27 @@ def test_calls_as_their_models_write_them(tool: str, text: str, output: Output) 
 @pytest.mark.parametrize(
     ("text", "output"),
     [
-        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>", Output("hm", "hi")),
-        ("<|channel|>analysis<|message|>hm", Output("hm", "")),
-        ("<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>hi", Output("", "hi")),
-        ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', Output(None, "", f('{"a": 1}'))),
-        ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}", Output(None, "", f("{}"))),
-        (" to=functions.f<|channel|>commentary<|message|>{}", Output(None, "", f("{}"))),
-        ("<|channel|>commentary<|message|>first<|end|><|start|>assistant<|channel|>final<|message|>then", Output(None, "first\nthen")),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>", ParsedOutput("hm", "hi")),
+        ("<|channel|>analysis<|message|>hm", ParsedOutput("hm", "")),
+        ("<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>hi", ParsedOutput("", "hi")),
+        ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>', ParsedOutput(None, "", f('{"a": 1}'))),
+        ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}", ParsedOutput(None, "", f("{}"))),
+        (" to=functions.f<|channel|>commentary<|message|>{}", ParsedOutput(None, "", f("{}"))),
+        ("<|channel|>commentary<|message|>first<|end|><|start|>assistant<|channel|>final<|message|>then", ParsedOutput(None, "first\nthen")),
         ("<|channel|>commentary to=functions.f<|message|>{oops<|call|>", broken("<|channel|>commentary to=functions.f<|message|>{oops<|call|>")),
         ("<|channel|>what is this<|message|>a", broken("<|channel|>what is this<|message|>a")),
-        ("no channel at all ", Output(None, "no channel at all ")),
-        ("tomorrow<|return|>", Output(None, "tomorrow<|return|>")),
+        ("no channel at all ", ParsedOutput(None, "no channel at all ")),
+        ("tomorrow<|return|>", ParsedOutput(None, "tomorrow<|return|>")),
     ],
 )  # fmt: skip
-def test_the_channels_of_gpt_oss(text: str, output: Output) -> None:
+def test_the_channels_of_gpt_oss(text: str, output: ParsedOutput) -> None:
     assert gathered(parsed("gpt-oss", text, reasoning="gpt-oss")) == output
     assert gathered(parsed("gpt-oss", *text, reasoning="gpt-oss")) == output
 
 
 def test_calls_of_gpt_oss_stay_in_the_text_of_a_chat_without_tools() -> None:
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
-    assert gathered(parsed(None, "<|channel|>analysis<|message|>a<|end|>", text, reasoning="gpt-oss")) == Output(
+    assert gathered(parsed(None, "<|channel|>analysis<|message|>a<|end|>", text, reasoning="gpt-oss")) == ParsedOutput(
         "a", text
     )
 

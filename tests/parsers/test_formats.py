@@ -1,4 +1,4 @@
-"""Which parser is chosen, and what it says while a model writes."""
+"""Choice of the parser, and its events while a model writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slime.models.parsers.events import (
     CallEnded,
     Event,
     IllFormed,
-    Output,
+    ParsedOutput,
     Reasoning,
     Text,
     gathered,
 )
-from slime.models.parsers.formats import Formats, call_id, formats_of, make_parser, named_formats
+from slime.models.parsers.formats import Formats, call_id, detect_formats, formats_from_flags, make_parser
 
 
 def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
@@ -42,8 +42,8 @@ def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
     ],
 )
 def test_the_formats_of_a_template(template: str, formats: Formats) -> None:
-    """Those of whole templates: test_templates.py."""
-    assert formats_of(template) == formats
+    """test_templates.py covers whole templates."""
+    assert detect_formats(template) == formats
 
 
 @pytest.mark.parametrize("formats", [Formats("hermess", None), Formats(None, "think")])
@@ -81,7 +81,7 @@ def test_a_call_that_turns_out_unreadable_is_taken_back() -> None:
         CallArguments(0, '{"b": 1'),
         IllFormed("invalid JSON: expected a comma or }", 0),
     ]
-    assert gathered(events) == Output(None, f"well {text}", (), True)
+    assert gathered(events) == ParsedOutput(None, f"well {text}", (), True)
 
 
 TOOL = {
@@ -135,48 +135,51 @@ def test_values_without_quotes_are_typed_by_the_schema(parameter: str, written: 
 @pytest.mark.parametrize(
     ("text", "output"),
     [
-        ("hello \n", Output(None, "hello \n")),
-        ("hello<|im_end|>", Output(None, "hello")),
-        ("a <|im_end|> b", Output(None, "a <|im_end|> b")),
-        ("<think>\n\n</think>\n\nhello", Output("", "hello")),
-        ("<think>a", Output("a", "")),
-        ("hello <think>a</think>", Output(None, "hello <think>a</think>")),
-        ("<think>a <tool_call> b</think> c", Output("a <tool_call> b", "c", (), True)),
-        ('<think>a <tool_call>{"name": "f"}</tool_call>', Output("a", "", (Call("call_1", "f", "{}"),))),
-        ('a\n<tool_call>{"name": "f"}</tool_call>\n b ', Output(None, "a\n b ", (Call("call_1", "f", "{}"),))),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', Output(None, "", (Call("call_1", "f", '{"a": 1}'),))),
+        ("hello \n", ParsedOutput(None, "hello \n")),
+        ("hello<|im_end|>", ParsedOutput(None, "hello")),
+        ("a <|im_end|> b", ParsedOutput(None, "a <|im_end|> b")),
+        ("<think>\n\n</think>\n\nhello", ParsedOutput("", "hello")),
+        ("<think>a", ParsedOutput("a", "")),
+        ("hello <think>a</think>", ParsedOutput(None, "hello <think>a</think>")),
+        ("<think>a <tool_call> b</think> c", ParsedOutput("a <tool_call> b", "c", (), True)),
+        ('<think>a <tool_call>{"name": "f"}</tool_call>', ParsedOutput("a", "", (Call("call_1", "f", "{}"),))),
+        ('a\n<tool_call>{"name": "f"}</tool_call>\n b ', ParsedOutput(None, "a\n b ", (Call("call_1", "f", "{}"),))),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}',
+            ParsedOutput(None, "", (Call("call_1", "f", '{"a": 1}'),)),
+        ),
         (
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            Output(None, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', (), True),
+            ParsedOutput(None, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', (), True),
         ),
         *(
-            (text, Output(None, text, (), True))
+            (text, ParsedOutput(None, text, (), True))
             for text in (
                 f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}'
                 for number in ("9" * 5000, "1e999", "01", "+1", "tru")
             )
         ),
-        ('<tool_call>{"name": 5}</tool_call>', Output(None, '<tool_call>{"name": 5}</tool_call>', (), True)),
-        ('<tool_call>{"name": ""}</tool_call>', Output(None, '<tool_call>{"name": ""}</tool_call>', (), True)),
+        ('<tool_call>{"name": 5}</tool_call>', ParsedOutput(None, '<tool_call>{"name": 5}</tool_call>', (), True)),
+        ('<tool_call>{"name": ""}</tool_call>', ParsedOutput(None, '<tool_call>{"name": ""}</tool_call>', (), True)),
         (
             '<tool_call>{"name": "\\ud800"}</tool_call>',
-            Output(None, '<tool_call>{"name": "\\ud800"}</tool_call>', (), True),
+            ParsedOutput(None, '<tool_call>{"name": "\\ud800"}</tool_call>', (), True),
         ),
     ],
 )
-def test_text_reasoning_and_calls_are_told_apart(text: str, output: Output) -> None:
+def test_text_reasoning_and_calls_are_told_apart(text: str, output: ParsedOutput) -> None:
     assert gathered(said(Formats("hermes", "qwen3"), text)) == output
 
 
 def test_what_is_not_asked_for_stays_in_the_text() -> None:
     text = '<think>a</think> <tool_call>{"name": "f"}</tool_call>'
-    assert gathered(said(Formats(), text)) == Output(None, text)
+    assert gathered(said(Formats(), text)) == ParsedOutput(None, text)
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:
-    assert gathered(said(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == Output("a", "b")
-    assert gathered(said(Formats(None, "deepseek-r1"), "a</think>b")) == Output("a", "b")
-    assert gathered(said(Formats(None, "deepseek-r1"), "<think>a</think>b")) == Output("a", "b")
+    assert gathered(said(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == ParsedOutput("a", "b")
+    assert gathered(said(Formats(None, "deepseek-r1"), "a</think>b")) == ParsedOutput("a", "b")
+    assert gathered(said(Formats(None, "deepseek-r1"), "<think>a</think>b")) == ParsedOutput("a", "b")
 
 
 def test_ids_cannot_be_guessed() -> None:
@@ -186,5 +189,5 @@ def test_ids_cannot_be_guessed() -> None:
 
 def test_the_formats_that_flags_name() -> None:
     flags = {"sglang_tool_call_parser": "glm45", "sglang_reasoning_parser": "inkling", "other": 1}
-    assert named_formats(flags) == Formats("glm45", None)  # SGLang's servers know more
-    assert named_formats({}) == Formats()
+    assert formats_from_flags(flags) == Formats("glm45", None)  # SGLang servers support more parsers
+    assert formats_from_flags({}) == Formats()

@@ -1,4 +1,4 @@
-"""What a family's chat template writes of an assistant's turn is what its parsers read."""
+"""Assistant turns written by the chat template of a family are read by its parsers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.agent.messages import Message, TurnRequest
 from slime.agent.session.template import ChatModel
 from slime.errors import UserError
 from slime.models.parsers.events import gathered
-from slime.models.parsers.formats import Formats, formats_of, make_parser, opens_reasoning
+from slime.models.parsers.formats import Formats, detect_formats, make_parser, opens_reasoning
 from tests.agent.families import FAMILIES, family_tokenizer
 
 FORMATS = {
@@ -51,16 +51,16 @@ ARGUMENTS = [{"what": 'say "hi"\n to <b> & é', "count": 3}, {"some": [1, "two",
 
 
 def test_the_formats_of_every_family() -> None:
-    assert {name: formats_of(family_tokenizer(name).chat_template) for name in FAMILIES} == FORMATS
+    assert {name: detect_formats(family_tokenizer(name).chat_template) for name in FAMILIES} == FORMATS
 
 
 @pytest.mark.parametrize(
     "family", [name for name, formats in FORMATS.items() if formats.tool and name != "deepseek_r1"]
 )
 def test_calls_that_a_template_writes_are_read(family: str) -> None:
-    """DeepSeek-R1's template writes history without the reasoning that its prompts begin."""
+    """Excludes DeepSeek-R1, whose template omits from the history the reasoning that its prompts start."""
     tokenizer, formats = family_tokenizer(family), FORMATS[family]
-    made = ARGUMENTS[:1] if family in ("llama3", "llama3_1", "gpt_oss") else ARGUMENTS  # one call at a time
+    made = ARGUMENTS[:1] if family in ("llama3", "llama3_1", "gpt_oss") else ARGUMENTS  # one call per turn
     calls = [
         {
             "id": f"functions.look_up:{place}" if family == "kimi_k2" else "abcDEF123",
@@ -92,7 +92,7 @@ def test_formats_that_are_named_win_over_those_of_the_template() -> None:
 
 
 def test_of_named_templates_the_one_that_renders_the_request_gives_the_formats() -> None:
-    """Templates under names, as Command R and Hermes 2 Pro have them: `tool_use` renders requests with tools."""
+    """Command R and Hermes 2 Pro have several named templates. `tool_use` renders requests with tools."""
     tokenizer = copy.deepcopy(family_tokenizer("qwen3"))
     tool_use, plain = (family_tokenizer(name).chat_template for name in ("qwen2_5", "qwen3"))
     tokenizer.chat_template = {"tool_use": tool_use, "default": plain, "rag": "<arg_key>"}

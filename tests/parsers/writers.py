@@ -1,4 +1,4 @@
-"""Every format as models write it, made from calls: what the parsers are tested with."""
+"""Writes calls in every format as models do, to test the parsers."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ MARKS = {
     "gpt-oss": ["<|start|>", "<|start|>assistant", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>",
                 "<|call|>", "<|return|>", "<|constrain|>", " to=functions.a"],
 }  # fmt: skip
-"""What a broken answer may be made of besides."""
+"""Markers of each format, which damaged answers contain."""
 
 
 def written(name: str, thought: str | None, text: str, calls: Written) -> str:
-    """A whole answer: what the model thinks, says and calls."""
+    """Returns a complete answer: reasoning, text and calls."""
     made = WRITERS[name](calls)
     if name == "gpt-oss":
         messages = [] if thought is None else [f"<|channel|>analysis<|message|>{thought}<|end|>"]

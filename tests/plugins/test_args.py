@@ -15,7 +15,7 @@ import pytest
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 from slime.config import Config, derive
-from slime.config.plugins.view import plugin_args, tell_plugins, upstream_view, with_own_overlay
+from slime.config.plugins.view import plugin_args, set_plugin_args, upstream_view, with_own_overlay
 from slime.data.sample import Sample
 
 FLAGS = tomllib.loads((Path(__file__).parents[1] / "migration" / "flags.toml").read_text(encoding="utf-8"))["flag"]
@@ -152,7 +152,7 @@ def test_what_generate_writes_reward_filter_and_log_read(
     )
     from slime.rollout.sglang_rollout import generate_and_rm_group
 
-    from slime.rollout.filters import GroupJudge
+    from slime.rollout.filters import GroupFilter
 
     file = tmp_path / "stateful_plugin.py"
     runtime = make_runtime(
@@ -164,7 +164,7 @@ def test_what_generate_writes_reward_filter_and_log_read(
     group = [Sample(index=0, group_index=0, prompt="a", tokens=[4])]
     made = runtime.run(generate_and_rm_group(runtime.args, group, {"max_new_tokens": 4}))
     assert [sample.reward for sample in made] == [1.0]
-    judge = GroupJudge(runtime, "rollout 0")
+    judge = GroupFilter(runtime, "rollout 0")
     assert judge.keeps(made, runtime.run(judge.verdict(made)), insufficient=False)
     assert runtime.plugin_args.filtered is True
     assert not caplog.records
@@ -243,7 +243,7 @@ def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
     (dataset,) = view["eval_datasets"]
     assert (dataset.name, dataset.path, dataset.n_samples_per_eval_prompt) == ("aime", "aime.jsonl", 1)
     assert dataset.inject_metadata({"a": 1}) == {"a": 1}
-    tell_plugins(config, rank=1)
+    set_plugin_args(config, rank=1)
     assert plugin_args(config.replace(lr=0.5)).rank == 1  # also with another copy of the config
 
 

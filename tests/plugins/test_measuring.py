@@ -25,7 +25,7 @@ from slime.utils.timer import Timer, inverse_timer, timer
 from slime.utils.tracking_utils import finish_tracking, init_tracking, log
 
 from slime.config.plugins import tracking
-from slime.config.plugins.tracking import logged_to
+from slime.config.plugins.tracking import forward_metrics_to
 from slime.errors import UserError
 
 
@@ -130,8 +130,8 @@ def test_metrics_go_to_the_run_that_calls_the_plugin(
     }
     init_tracking(None, primary=False, router_addr="x")
     with caplog.at_level(logging.WARNING):
-        with logged_to(lambda *record: outer.append(record)):
-            with logged_to(lambda *record: inner.append(record)):
+        with forward_metrics_to(lambda *record: outer.append(record)):
+            with forward_metrics_to(lambda *record: inner.append(record)):
                 log(None, metrics, step_key="rollout/step")
                 log(None, {"e": torch.zeros(2)}, step_key="rollout/step")
             log(None, {"a": 2, "step": 5}, "step")

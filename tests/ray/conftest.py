@@ -1,4 +1,4 @@
-"""A Ray cluster of four nodes on this machine: the driver's, one for two trainers, two for an engine each."""
+"""A Ray cluster of four nodes on this machine: one for the driver, one for two trainers, two for one engine each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Hosts that share neither a network stack nor files: network and mount namespaces of this machine.
+"""Simulated hosts without a shared network stack or shared files: network and mount namespaces of this machine.
 
-Each host has an address of its own on a switch that is a namespace too, so nothing of this machine's network changes;
-a /tmp, a /dev/shm and (but for the first host) no copy of this repository. All needs root, and a kernel that lets it.
+Each host has its own address on a switch, which is a namespace too, so the network of this machine stays unchanged.
+Each host has its own /dev/shm. All but the first have their own /tmp and no copy of this repository. Needs root and a
+kernel that permits namespaces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STARTS, START_LIMIT_S = 3, 120.0
 
 
 def why_impossible() -> str | None:
-    """Why there can be no such hosts here; None where there can."""
+    """Returns the reason why hosts cannot be created on this machine, or None."""
     if os.geteuid() != 0:
         return "network and mount namespaces need root"
     if missing := [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]:
@@ -43,13 +44,13 @@ class Host:
     ray: subprocess.Popen[bytes]
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """The same words, executed on this host."""
+        """Returns the command that executes `words` on this host."""
         return ["nsenter", f"--target={self.ray.pid}", "--mount", "--net", f"--wd={os.getcwd()}", *words]
 
 
 @contextmanager
 def ray_hosts(cpus: Sequence[int], folder: Path) -> Iterator[list[Host]]:
-    """Hosts with so many CPUs for Ray each. The first is the head and has all files of this machine."""
+    """Starts a host with each number of Ray CPUs. The first host is the head and has all files of this machine."""
     mark = uuid.uuid4().hex[:6]
     switch = f"slime-{mark}-switch"
     names = [f"slime-{mark}-{number}" for number in range(len(cpus))]
@@ -88,7 +89,7 @@ def _plug_in(name: str, address: str, switch: str, number: int) -> None:
 
 
 def _up(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
-    """A host that is part of the cluster. Ray gives a node thirty seconds to register, which a busy machine may miss."""
+    """Starts a host that joins the cluster. Retries, because a busy machine may miss Ray's 30 s registration limit."""
     log = folder / f"{name}.log"
     for _ in range(STARTS):
         host = _start_ray(name, address, cpus, head, folder)
@@ -99,7 +100,7 @@ def _up(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) 
 
 
 def _settled(host: Host, log: Path) -> bool:
-    """It has joined, or given up."""
+    """Returns whether the host has joined the cluster or exited."""
     return host.ray.poll() is not None or "Ray runtime started." in log.read_text()
 
 
@@ -123,14 +124,14 @@ def _start_ray(name: str, address: str, cpus: int, head: Sequence[Host], folder:
 
 
 def _temporary(folder: Path) -> list[str]:
-    """All of /tmp; where this interpreter lives below it, only what is written there."""
+    """Returns the folders to mount over: /tmp, or only the written ones if this interpreter is below /tmp."""
     if not Path(sys.prefix).is_relative_to("/tmp"):
         return ["/tmp"]
     return [f"/tmp/{folder.relative_to('/tmp').parts[0]}", "/tmp/ray", NODE_CACHE]
 
 
 def _installed_slime() -> list[str]:
-    """Where this interpreter has slime without PYTHONPATH, e.g. another checkout that is installed in place."""
+    """Returns the slime folder found without PYTHONPATH, e.g. an editable install of another checkout."""
     code = "import slime, os; print(os.path.dirname(slime.__file__))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment, capture_output=True, text=True)

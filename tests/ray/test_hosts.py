@@ -1,4 +1,4 @@
-"""A run over hosts that share neither a network stack nor files: the model, the functions and slime itself are absent."""
+"""A run over hosts without shared files: the model, the user functions and slime are sent to the hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole nodes of a Ray cluster disappear in the middle of a run: what the journal then says, and what was trained."""
+"""Whole nodes of a Ray cluster are lost during a run: checks of its journal and of its training data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS_BETWEEN = 2
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The driver's node, and five of one core each: one trainer, two engines, two that nobody needs yet."""
+    """A cluster of the driver node and five nodes of one core each: for one trainer, two engines and two spares."""
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLIME_NODE_CACHE", str(tmp_path / "node-cache"))
@@ -59,7 +59,7 @@ def test_nodes_of_an_engine_a_trainer_and_the_driver_disappear(nodes: Cluster, p
 
 
 def lose(nodes: Cluster, storm: Storm, life: Running, program: str) -> None:
-    """Once some more steps are done, kill the node on which one such process runs, and all that runs there."""
+    """After some more steps, removes the node that runs such a process, with all processes on it."""
     await_steps(storm, life, STEPS_BETWEEN)
     (pid, *_) = [pid for pid, command in programs(storm.folder) if program in command]
     above = list(ancestors(pid))
@@ -77,7 +77,7 @@ def await_steps(storm: Storm, life: Running, more: int) -> None:
 
 
 def programs(folder: Path) -> list[tuple[int, str]]:
-    """Trainers and engines that work in this folder or for a driver there, on whatever node."""
+    """Returns (pid, command line) of the trainers and engines of the run in this folder, on any node."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

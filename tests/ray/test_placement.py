@@ -1,4 +1,4 @@
-"""Places on a real Ray cluster: who gets which node, what runs there, and what is refused."""
+"""Placement on a real Ray cluster: assigned nodes and GPUs, processes on them, and rejected requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from slime.cluster.factory import find_machines, open_cluster
-from slime.cluster.node import OWN_PYTHON, Command
+from slime.cluster.node import OWN_PYTHON, ProcessCommand
 from slime.cluster.ray import RayCluster
 from slime.cluster.remote.node import RemoteNode
 from slime.config import Config
@@ -41,8 +41,8 @@ def opened(config: Config, device: str = "cpu", *, trainers: int = 2, rollout: i
         cluster.close()
 
 
-def python(name: str, code: str, **fields: Any) -> Command:
-    return Command(name, (OWN_PYTHON, "-c", code), **fields)
+def python(name: str, code: str, **fields: Any) -> ProcessCommand:
+    return ProcessCommand(name, (OWN_PYTHON, "-c", code), **fields)
 
 
 def test_trainers_share_a_node_and_engines_have_their_own(cluster: Cluster, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_trainers_share_a_node_and_engines_have_their_own(cluster: Cluster, tmp_
         assert placement.trainers[0].node is placement.trainers[1].node
         assert len({id(node) for node in placement.nodes}) == 3
         assert not any(node.is_here for node in placement.nodes)
-        assert placed.strangers_to(str(tmp_path / "run")) == []
+        assert placed.nodes_without(str(tmp_path / "run")) == []
         assert list((tmp_path / "run").iterdir()) == []
 
         node = placement.trainers[0].node
@@ -69,13 +69,13 @@ def test_trainers_share_a_node_and_engines_have_their_own(cluster: Cluster, tmp_
         assert agent is not None
         sleeper = node.start(python("sleeper", "import time; time.sleep(600)"), tmp_path / "sleeper.log")
         child = psutil.Process(sleeper.pid)
-        os.kill(sleeper.pid, signal.SIGKILL)  # the agent goes on without its child
+        os.kill(sleeper.pid, signal.SIGKILL)  # the agent survives its child
         assert sleeper.wait(240) == -signal.SIGKILL
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
         left = node.start(python("left", "import time; time.sleep(600)"), tmp_path / "left.log")
         guard = psutil.Process(left.pid)
     psutil.wait_procs([guard], timeout=240)
-    assert not guard.is_running()  # whoever is not stopped by its owner ends with the cluster
+    assert not guard.is_running()  # processes that are not stopped explicitly end with the cluster
     assert not ray.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -118,13 +118,13 @@ def test_a_lost_node_ends_its_processes_and_a_spare_takes_its_place(cluster: Clu
         ) as placed:
             slot = placed.placement.rollout[0]
             process = slot.node.start(python("engine", "import time; time.sleep(600)"), tmp_path / "engine.log")
-            assert placed.spare(slot) is None  # it is where it was
+            assert placed.spare(slot) is None  # its bundle has not moved
             cluster.remove_node(doomed, allow_graceful=False)
             removed = True
             assert process.wait(240) == -signal.SIGKILL
             assert slot.node.is_lost
             assert process.tail().startswith(f"its node ({slot.node.name}) is gone: ")
-            assert placed.spare(slot) is None  # no other node has four
+            assert placed.spare(slot) is None  # no other node has four CPUs
             fresh = cluster.add_node(num_cpus=4, object_store_memory=STORE_BYTES)
             try:
                 cluster.wait_for_nodes()
@@ -144,7 +144,10 @@ def test_a_lost_node_ends_its_processes_and_a_spare_takes_its_place(cluster: Clu
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("127.0.0.1:1", r"--ray-address 127.0.0.1:1: no server answers there \(.*\): start the cluster with `ray start"),
+        (
+            "127.0.0.1:1",
+            r"--ray-address 127.0.0.1:1: no server answers there \(.*\): start the cluster with `ray start",
+        ),
         ("ray://127.0.0.1:10001", r"--ray-address ray://127.0.0.1:10001: give HOST:PORT of the cluster's head"),
         ("nowhere", r"--ray-address nowhere: give HOST:PORT, or auto"),
     ],

@@ -1,4 +1,4 @@
-"""A whole run over the nodes of a Ray cluster does what it does on this machine: the quickstart's task, shortened."""
+"""A whole run over the nodes of a Ray cluster gives the same numbers as a local run (short quickstart task)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REWARD = """\
 def token_sum(args, sample):
     return sum(sample.tokens) % 7 / 7
 """
-"""What a model with random weights differs in too: no sum of its is ever right, and nothing would be learned."""
+"""A reward that varies even for random weights, whose sums are never correct and would train nothing."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with the quickstart's model and sums, and another slime, which no process may import."""
+    """A working folder with the quickstart's model and sums, and a decoy package `slime` that no process may import."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "slime").mkdir()
     (folder / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")

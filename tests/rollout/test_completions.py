@@ -4,7 +4,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.debug_data import completion_rows, evaluated_samples, shortened
+from slime.rollout.debug_data import completion_rows, evaluated_samples, truncate_middle
 
 CONFIG = Config(reward_key="score", eval_reward_key="right")
 
@@ -41,8 +41,8 @@ def test_messages_labels_and_rewards_of_every_kind_become_short_texts() -> None:
 
 
 def test_texts_are_cut_in_the_middle() -> None:
-    assert shortened("abc", 3) == "abc"
-    assert shortened("abcdef" + "-" * 10 + "xyz", 9) == "abcdef … 10 more characters … xyz"
+    assert truncate_middle("abc", 3) == "abc"
+    assert truncate_middle("abcdef" + "-" * 10 + "xyz", 9) == "abcdef … 10 more characters … xyz"
 
 
 def test_the_samples_of_any_evaluation_are_found() -> None:

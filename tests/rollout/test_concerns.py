@@ -14,9 +14,9 @@ from slime.rollout.health_warnings import (
     SPECIAL,
     TINY,
     TRUNCATED,
-    Concerns,
-    concerns_of,
-    quoted,
+    HealthWarnings,
+    find_problems,
+    quote_response,
 )
 
 SPECIALS = ("<eos>", "<pad>")
@@ -27,7 +27,7 @@ def sample(reward: Any, response: str = "41", status: Sample.Status = Sample.Sta
 
 
 def found(samples: list[Sample], grad_norm: float | None = 1.0, **flags: Any) -> dict[str, str]:
-    return concerns_of(Config(hf_checkpoint="x", **flags), samples, grad_norm, lambda: SPECIALS)
+    return find_problems(Config(hf_checkpoint="x", **flags), samples, grad_norm, lambda: SPECIALS)
 
 
 def test_nothing_is_wrong_with_rewards_that_differ() -> None:
@@ -86,7 +86,7 @@ def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
 
 
 def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
-    concerns = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS)
+    concerns = HealthWarnings(Config(hf_checkpoint="x"), lambda: SPECIALS)
     told = [bool(concerns.about(number, [sample(0), sample(0)], 0.0)) for number in range(9)]
     assert told == [True, True, False, True, False, False, False, True, False]
     (last,) = [text for n in range(9, 16) for text in concerns.about(n, [sample(0), sample(0)], 0.0)]
@@ -96,7 +96,7 @@ def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
 
 
 def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
-    concerns, differ = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS), [sample(0), sample(1)]
+    concerns, differ = HealthWarnings(Config(hf_checkpoint="x"), lambda: SPECIALS), [sample(0), sample(1)]
     assert concerns.about(0, differ, 1.0, 30.0) == []
     (said,) = concerns.about(1, differ, 1.0, 320000.0)
     assert said.startswith("rollout 1: the largest advantage is 3.2e+05, and usual ones are below 10")
@@ -112,14 +112,14 @@ def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
     ],
 )
 def test_a_gradient_norm_orders_of_magnitude_above_the_usual_is_told(norms: list[float], told: list[bool]) -> None:
-    concerns = Concerns(Config(hf_checkpoint="x", loss_type="sft_loss"), lambda: SPECIALS)
+    concerns = HealthWarnings(Config(hf_checkpoint="x", loss_type="sft_loss"), lambda: SPECIALS)
     said = [concerns.about(number, [sample(0), sample(1)], norm, None) for number, norm in enumerate(norms)]
     assert [bool(one) for one in said] == told
     assert all("the gradient norm is" in sentence for one in said for sentence in one)
 
 
 def test_what_is_quoted_is_short_and_on_one_line() -> None:
-    shown = quoted(Sample(response="\x1b[31m\n" + "a" * 1000, label=["b"] * 100))
+    shown = quote_response(Sample(response="\x1b[31m\n" + "a" * 1000, label=["b"] * 100))
     assert shown.startswith(r"one response is '\x1b[31m\naaa")
     assert len(shown) < 200
     assert "\n" not in shown
@@ -135,5 +135,5 @@ def test_many_passes_over_few_tokens_are_told_once() -> None:
     assert list(found(samples, loss_type="sft_loss")) == [TINY]
     for enough in ({"use_dynamic_batch_size": True}, {"micro_batch_size": 4}, {"actor_num_gpus_per_node": 4}):
         assert found(samples, **enough) == {}
-    concerns = Concerns(Config(hf_checkpoint="x"), lambda: SPECIALS)
+    concerns = HealthWarnings(Config(hf_checkpoint="x"), lambda: SPECIALS)
     assert [len(concerns.about(step, samples, 1.0)) for step in range(4)] == [1, 0, 0, 0]

@@ -14,8 +14,8 @@ from slime.rollout.debug_data import (
     DumpedRollouts,
     dump_path,
     head_and_tail,
-    nested,
     read_dump,
+    regroup_samples,
     save_evaluation,
     write_dump,
 )
@@ -107,7 +107,7 @@ def test_what_json_cannot_hold_is_named(tmp_path):
 
 def test_samples_without_numbers_are_groups_of_their_own():
     samples = [Sample(response="a"), Sample(response="b")]
-    assert nested(samples) == [[samples[0]], [samples[1]]]
+    assert regroup_samples(samples) == [[samples[0]], [samples[1]]]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.watchdog import BackgroundDied, raise_failures
-from slime.rollout.pipeline import Ahead, Generated, OnDemand
+from slime.rollout.pipeline import GeneratedRollout, OneStepAheadFeed, SynchronousFeed
 
 PATIENCE_S = 120.0
 
@@ -23,14 +23,14 @@ class Workshop:
         self._may = threading.Semaphore(0)
         self._changed = threading.Condition()
 
-    def make(self, number: int) -> Generated:
+    def make(self, number: int) -> GeneratedRollout:
         with self._changed:
             self.begun.append(number)
             self._changed.notify_all()
         assert self._may.acquire(timeout=PATIENCE_S)
         if number in self.failing:
             raise RuntimeError(f"rollout {number} broke")
-        return Generated([number], {"number": number}, False)
+        return GeneratedRollout([number], {"number": number}, False)
 
     def finish(self, count: int = 1) -> None:
         for _ in range(count):
@@ -48,13 +48,13 @@ def workshop() -> Iterator[Workshop]:
     made.finish(10)
 
 
-def ahead(workshop: Any, *, start: int = 0, total: int = 4, ready: int = 1) -> Ahead:
-    return Ahead(workshop, start=start, total=total, ready=ready)
+def ahead(workshop: Any, *, start: int = 0, total: int = 4, ready: int = 1) -> OneStepAheadFeed:
+    return OneStepAheadFeed(workshop, start=start, total=total, ready=ready)
 
 
 def test_on_demand_makes_what_is_asked_for(workshop: Any) -> None:
     workshop.finish()
-    assert OnDemand(workshop).get(3).samples == [3]
+    assert SynchronousFeed(workshop).get(3).samples == [3]
     assert workshop.begun == [3]
 
 

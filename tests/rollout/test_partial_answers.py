@@ -8,11 +8,11 @@ from slime.utils.http_utils import post
 
 from slime.data.sample import Sample
 from slime.engine.http.protocol import (
-    answered_ids,
     continued_params,
     continued_payload,
+    extract_token_ids,
     is_single_request,
-    joined_answers,
+    join_responses,
     sampling_seed,
     was_aborted,
 )
@@ -48,7 +48,7 @@ def test_two_parts_are_one_answer():
         weight_versions=[{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}],
         top_p_token_ids=[7, 8], top_p_token_offsets=[0, 2, 2],
     )  # fmt: skip
-    one = joined_answers(first, rest)
+    one = join_responses(first, rest)
     meta = one["meta_info"]
     assert (one["text"], one["output_ids"]) == ("ABCDE", [65, 66, 67, 68, 69])
     assert [token for _, token, _ in meta["output_token_logprobs"]] == one["output_ids"]
@@ -72,10 +72,10 @@ def test_two_parts_are_one_answer():
 def test_parts_without_tokens_or_versions():
     waiting = part([], "abort", "1")
     del waiting["meta_info"]["output_token_logprobs"]
-    one = joined_answers(waiting, part([65], "length", "2"))
+    one = join_responses(waiting, part([65], "length", "2"))
     assert one["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 1}]
     assert (one["text"], one["output_ids"]) == ("A", [65])
-    nameless = joined_answers(part([65], "abort", None), part([66], "stop", None))
+    nameless = join_responses(part([65], "abort", None), part([66], "stop", None))
     assert nameless["meta_info"]["weight_versions"] == []
 
 
@@ -124,8 +124,8 @@ def test_ids_of_an_answer_and_its_end():
     assert not was_aborted("data: [DONE]")
     assert not was_aborted({"text": "x"})
     bare = {"output_ids": [4], "meta_info": {"completion_tokens": 1}}
-    assert answered_ids(bare) == [4]
-    assert answered_ids({"meta_info": {"completion_tokens": 1}}) is None
+    assert extract_token_ids(bare) == [4]
+    assert extract_token_ids({"meta_info": {"completion_tokens": 1}}) is None
 
 
 def test_a_prompt_sent_as_text_is_continued_from_its_tokens(engine, make_runtime, tokenizer):

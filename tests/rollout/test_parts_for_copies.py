@@ -27,7 +27,7 @@ from slime.utils.http_utils import post
 
 from slime.data.buffer import Journal, JournaledSource
 from slime.data.sample import Sample
-from slime.rollout.evaluate import checked_evaluation
+from slime.rollout.evaluate import complete_evaluation
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.pipeline import RolloutMaker
 
@@ -184,7 +184,7 @@ def test_an_evaluation_with_samples_that_have_no_reward(engine, make_runtime):
     args = make_runtime([engine.url]).args
     samples = [Sample(index=i, group_index=i, status=Sample.Status.COMPLETED) for i in range(3)]
     result = {"rewards": [1.0, None, 0.0], "truncated": [True, False, False], "samples": samples}
-    found = checked_evaluation(args, RolloutFnEvalOutput({"d": result}, {"eval/extra": 5.0}))
+    found = complete_evaluation(args, RolloutFnEvalOutput({"d": result}, {"eval/extra": 5.0}))
     assert found.data["d"]["samples"] == [samples[0], samples[2]]
     assert found.data["d"]["failed"] == [samples[1]]
     assert (found.metrics["eval/d"], found.metrics["eval/d-truncated_ratio"], found.metrics["eval/extra"]) == (
@@ -193,7 +193,7 @@ def test_an_evaluation_with_samples_that_have_no_reward(engine, make_runtime):
         5.0,
     )
     with pytest.raises(RolloutFailed, match="evaluation on d: none of the 2 samples was scored"):
-        checked_evaluation(args, RolloutFnEvalOutput({"d": {"rewards": [None, None]}}))
+        complete_evaluation(args, RolloutFnEvalOutput({"d": {"rewards": [None, None]}}))
 
 
 def test_metrics_of_a_users_function_are_added_to_those_of_every_rollout(engine, make_runtime):

@@ -7,12 +7,12 @@ from typing import Any
 
 from slime.rollout.sglang_rollout import generate_rollout
 
-from slime.rollout.progress import Beat, Pulse
+from slime.rollout.progress import ProgressSnapshot, SampleProgress
 
 
 def test_counts_follow_the_samples() -> None:
     now = [100.0]
-    pulse = Pulse(now=lambda: now[0])
+    pulse = SampleProgress(now=lambda: now[0])
     with pulse.sample():
         assert pulse.look() is None  # no rollout has begun
     pulse.begin(wanted=4)
@@ -21,13 +21,17 @@ def test_counts_follow_the_samples() -> None:
         now[0] = 102.0
         with pulse.sample():
             now[0] = 105.0
-            assert pulse.look() == Beat(done=0, wanted=4, under_way=2, judged=0, tokens_per_s=0.0, oldest_s=5.0)
+            assert pulse.look() == ProgressSnapshot(
+                done=0, wanted=4, under_way=2, judged=0, tokens_per_s=0.0, oldest_s=5.0
+            )
         pulse.finished(tokens=20)
         now[0] = 110.0
-        assert pulse.look() == Beat(done=1, wanted=4, under_way=1, judged=0, tokens_per_s=2.0, oldest_s=10.0)
+        assert pulse.look() == ProgressSnapshot(
+            done=1, wanted=4, under_way=1, judged=0, tokens_per_s=2.0, oldest_s=10.0
+        )
         assert pulse.sentence() == "1/4 samples, 2 tok/s, longest running 10 s"
         assert pulse.sentence(tokens_per_s=1234.5) == "1/4 samples, 1,234 tok/s, longest running 10 s"
-    pulse.want_more(1)
+    pulse.subtract_discarded(1)
     assert pulse.sentence() is None
     pulse.begin(wanted=4, done=3)
     assert pulse.sentence(7) == "3/4 samples, 7 tok/s"
@@ -40,7 +44,7 @@ def test_counts_follow_the_samples() -> None:
 
 def test_samples_that_wait_for_a_reward_are_named() -> None:
     now = [0.0]
-    pulse = Pulse(now=lambda: now[0])
+    pulse = SampleProgress(now=lambda: now[0])
     pulse.begin(wanted=4)
     with pulse.judging(), pulse.judging():
         now[0] = 3.0
@@ -50,7 +54,7 @@ def test_samples_that_wait_for_a_reward_are_named() -> None:
 
 
 def test_without_a_number_wanted_those_done_are_counted() -> None:
-    pulse = Pulse(now=lambda: 100.0)
+    pulse = SampleProgress(now=lambda: 100.0)
     pulse.begin(wanted=0)
     pulse.finished(tokens=5)
     assert pulse.sentence(7) == "1 samples, 7 tok/s"
@@ -58,7 +62,7 @@ def test_without_a_number_wanted_those_done_are_counted() -> None:
 
 def test_samples_begun_and_ended_in_any_order_are_counted() -> None:
     now = [100.0]
-    pulse = Pulse(now=lambda: now[0])
+    pulse = SampleProgress(now=lambda: now[0])
     pulse.begin(wanted=3)
     first, second, third = pulse.sample(), pulse.sample(), pulse.sample()
     for start, sample in ((101.0, first), (102.0, second), (103.0, third)):
@@ -79,7 +83,7 @@ def test_a_rollout_and_an_evaluation_are_counted_apart(
 ) -> None:
     (tmp_path / "eval.jsonl").write_text('{"input": "e"}\n' * 3)
     runtime = make_runtime([engine.url], rm_type="random", eval_prompt_data=[("e", str(tmp_path / "eval.jsonl"))])
-    seen: dict[str, tuple[Beat | None, Beat | None]] = {}
+    seen: dict[str, tuple[ProgressSnapshot | None, ProgressSnapshot | None]] = {}
 
     async def answer() -> str:
         await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.evaluate import read_eval_datasets
-from slime.rollout.metrics import Repetitions, eval_metrics, has_repetition, pass_at_k, sample_metrics
+from slime.rollout.metrics import RepetitionCache, eval_metrics, has_repetition, pass_at_k, sample_metrics
 from slime.rollout.outcomes import RolloutFailed
 
 
@@ -170,7 +170,7 @@ def test_repetition():
 
 def test_what_was_noted_of_a_response_is_said_of_that_response_alone():
     again, other = Sample(response="again " * 1000), Sample(response="a normal sentence")
-    noted = Repetitions()
+    noted = RepetitionCache()
     for sample in (again, other):
         noted.note(sample)
     some = noted.only([again])

@@ -9,7 +9,7 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
 from slime.rollout.gate import as_evaluation
-from slime.rollout.generate import PromptTooLong, generate
+from slime.rollout.generate import PromptFillsContext, generate
 from slime.rollout.retry import AbortedTooOften
 from slime.rollout.sample_pipeline import generate_and_rm_group
 
@@ -76,7 +76,7 @@ def test_an_evaluation_has_a_context_of_its_own(engine, make_runtime):
 
 def test_a_prompt_without_room_for_a_response_is_refused(engine, make_runtime):
     runtime = make_runtime([engine.url], rollout_max_context_len=4)
-    with pytest.raises(PromptTooLong, match=r"4 tokens, the context \(rollout_max_context_len\) 4"):
+    with pytest.raises(PromptFillsContext, match=r"4 tokens, the context \(rollout_max_context_len\) 4"):
         run_generate(runtime, Sample(prompt="abcd"))
     assert engine.requests == []
 

@@ -1,4 +1,4 @@
-"""scripts/models: every file gives flags that the parser knows, and the numbers of the model it is named after."""
+"""scripts/models: every file gives flags that the parser accepts, with the sizes of the model it is named after."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.config.megatron_model_flags import check_shape_flags
 from slime.config.parser import parse_flags
 from slime.errors import UserError
 from slime.models.catalog import published_model
-from slime.models.models_cli import scripts
+from slime.models.models_cli import model_scripts
 
 MODELS = Path(__file__).parents[2] / "scripts" / "models"
 NAMES = sorted(file.stem for file in MODELS.glob("*.sh") if file.name != "lib.sh")
@@ -35,7 +35,7 @@ BILLIONS = {
     "qwen3-next-80B-A3B": 79.67, "qwen3.5-0.8B": 0.75, "qwen3.5-4B": 4.2, "qwen3.5-9B": 9.0, "qwen3.5-27B": 26.9,
     "qwen3.5-35B-A3B": 34.7, "qwen3.5-35B-A3B-vl": 34.7,
 }  # fmt: skip
-"""Parameters of the language model, as its makers count them; a wrong width, depth or tie shows here."""
+"""Published parameter counts of the language models, in billions. A wrong width, depth or tie changes the count."""
 CUTS = {"deepseek-v3-20layer": 20, "deepseek-v3-5layer": 5}
 
 SAME_AS_TRANSFORMERS = {
@@ -43,7 +43,7 @@ SAME_AS_TRANSFORMERS = {
     "glm5-744B-A40B": "glm_moe_dsa", "minimax-m2": "minimax_m2", "qwen3-next-80B-A3B": "qwen3_next",
     "qwen3.5-9B": "qwen3_5_text", "qwen3.5-35B-A3B": "qwen3_5_moe_text",
 }  # fmt: skip
-"""Families whose config class has the numbers of one model for its defaults."""
+"""Models whose sizes are the defaults of their config class."""
 HF_NAMES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size", "num_query_groups": "num_key_value_heads", "vocab_size": "vocab_size",
@@ -57,11 +57,11 @@ HF_NAMES = {
     "linear_conv_kernel_dim": "linear_conv_kernel_dim",
 }  # fmt: skip
 FEED_FORWARD_OF_THE_MODEL = {"qwen3-next-80B-A3B": 5120}
-"""Where the model's own config differs from its class's default."""
+"""intermediate_size of models whose config differs from the default of its class."""
 
 
 def source(names: list[str], cwd: Path, **env: str) -> dict[str, list[str]]:
-    """MODEL_ARGS of each file, sourced by a strict bash in a folder of its own, as a run script would."""
+    """Returns MODEL_ARGS of each file, sourced by a strict bash in another folder, as a run script does."""
     program = """
         SCRIPT_DIR=/somewhere/else
         for name in "$@"; do (source "$MODELS/$name.sh"; printf '%s\\n' "$name" "${MODEL_ARGS[@]}" ""); done
@@ -77,14 +77,14 @@ def source(names: list[str], cwd: Path, **env: str) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The numbers of every model as the parser reads them."""
+    """The parsed model flags of every file."""
     words = source(NAMES, tmp_path_factory.mktemp("elsewhere"))
     assert list(words) == NAMES
     return {name: parse_flags(found).carried for name, found in words.items()}
 
 
 def parameters(shape: dict[str, Any]) -> int:
-    """Weights of the matrices; biases and norms are too few to matter."""
+    """Counts the weights of the matrices. Biases and norms are negligible."""
     hidden, layers, vocab = shape["hidden_size"], shape["num_layers"], shape["vocab_size"]
     experts = layers_with_experts(shape)
     mixture = hidden * shape.get("num_experts", 0) + 3 * hidden * (
@@ -128,13 +128,13 @@ def linear_attention(shape: dict[str, Any]) -> int:
 
 
 def test_the_files_are_those_of_the_table() -> None:
-    """`slime models --scripts scripts/models` writes them anew."""
-    assert {file.name: file.read_text() for file in MODELS.glob("*.sh") if file.name != "lib.sh"} == scripts()
+    """`slime models --scripts scripts/models` regenerates them."""
+    assert {file.name: file.read_text() for file in MODELS.glob("*.sh") if file.name != "lib.sh"} == model_scripts()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_flags_are_those_of_the_models_config(name: str, shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """The table's config.json beside its flags is no contradiction; with another number it is one."""
+    """The flags pass the check against the published config.json, and a wrong number fails it."""
     published_model(name).write(tmp_path)
     config = Config(hf_checkpoint=str(tmp_path), carried=shapes[name])
     check_shape_flags(config)
@@ -209,7 +209,7 @@ def test_numbers_and_the_folder_come_from_the_environment(tmp_path: Path) -> Non
 
 
 def test_sourcing_leaves_nothing_of_a_variant_behind(tmp_path: Path) -> None:
-    """What one file sets for another must not change the next one that is sourced."""
+    """Variables that one file sets for another must not change the next sourced file."""
     program = f"""
         source {MODELS}/kimi-k2-thinking.sh; source {MODELS}/deepseek-v3-5layer.sh; source {MODELS}/qwen3-4B.sh
         echo "${{MODEL_ARGS[@]}}"; compgen -v MODEL_ARGS

@@ -1,4 +1,4 @@
-"""`tools/move_modules.py`: files move, merge and are renamed, and everything that names them follows."""
+"""`tools/move_modules.py` moves, merges and renames modules and updates every reference."""
 
 from __future__ import annotations
 

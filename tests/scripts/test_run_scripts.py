@@ -1,6 +1,7 @@
-"""scripts/run-*.sh: each ends in a run of its model, with whatever the caller adds; what cannot run is one sentence.
+"""scripts/run-*.sh: each starts a run of its model with the flags of the caller; mistakes give one error line.
 
-Bash runs every script for real; what it hands to the interpreter is then planned inside the test, and once by train.py.
+Bash runs every script. The arguments that it passes to the interpreter are planned inside the test, and once by
+train.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLANS: dict[str, tuple[str, str, str]] = {
     "run-qwen3-4B-base-sft": ("qwen3", "8 on cpu", ""),
     "run-qwen3-8B": ("qwen3", "8 on cpu", "8 on cpu"),
 }
-"""Script -> the family its model folder has, trainers, engines."""
+"""Script -> (model_type of its folder, trainers, engines)."""
 MIXTURES = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
 ONE_GPU_PER_ENGINE = ["run-glm4-9B", "run-llama3.1-8B-Instruct", "run-qwen2.5-7B", "run-qwen3-4B", "run-qwen3-8B"]
 SEVERAL_MACHINES = {"run-deepseek-r1": 16, "run-glm4.5-355B-A32B": 8, "run-kimi-k2-Instruct": 32}
@@ -49,7 +50,7 @@ SEVERAL_MACHINES = {"run-deepseek-r1": 16, "run-glm4.5-355B-A32B": 8, "run-kimi-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """BASE_DIR as the scripts expect it, with everything but the models."""
+    """BASE_DIR as the scripts expect it, without the models."""
     for data in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
         file = tmp_path / data
         file.parent.mkdir()
@@ -65,7 +66,7 @@ def script(name: str, *flags: str, **env: str) -> subprocess.CompletedProcess[st
 
 
 def command(name: str, place: Path, *flags: str, **env: str) -> list[str]:
-    """What a script gives to the interpreter."""
+    """Returns the arguments that a script passes to the interpreter."""
     recorder = place / "recorder"
     recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     recorder.chmod(0o755)
@@ -75,7 +76,7 @@ def command(name: str, place: Path, *flags: str, **env: str) -> list[str]:
 
 
 def tiny_model(name: str, place: Path) -> dict[str, str]:
-    """A model folder of the family, and the environment with its numbers; supervised runs get conversations."""
+    """Writes a tiny model folder and returns the environment with its sizes. SFT runs get conversations."""
     family = PLANS[name][0]
     numbers = TINY_MOE if family in MIXTURES else TINY
     shape: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The tool that compares two commits: what counts as a difference, and that it says so."""
+"""tools/same_numbers.py, which compares two commits: detection and report of differences."""
 
 from __future__ import annotations
 

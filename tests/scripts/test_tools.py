@@ -1,4 +1,4 @@
-"""tools/*.py: the flags that slime's documents name start our conversions; what is not here says what to do instead."""
+"""tools/*.py: the flags of upstream's documentation start our conversions; unsupported tools print an alternative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime.models.models_cli import families_markdown
-from slime.models.safetensors_io import FP8, weights_of
+from slime.models.safetensors_io import FP8, open_weights
 from tests.tiny_models import make_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ REFUSED = {
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a tool inside the test, as the interpreter runs a file; its exit code."""
+    """Returns a function that runs a tool in this process, as the interpreter does, and returns its exit code."""
     monkeypatch.syspath_prepend(str(TOOLS))
 
     def run(name: str, *words: str) -> int:
@@ -52,9 +52,9 @@ def test_fp8_and_back(tool: Run, model: Path, tmp_path: Path) -> None:
     fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"
     words = ["--strategy", "block", "--block-size", "128", "128", "--max-workers", "4", "--scale-fmt", "ue8m0"]
     assert tool("convert_hf_to_fp8", "--model-dir", str(model), "--save-dir", str(fp8), *words) == 0
-    assert weights_of(fp8)["model.layers.0.mlp.up_proj.weight"].dtype == FP8
+    assert open_weights(fp8)["model.layers.0.mlp.up_proj.weight"].dtype == FP8
     assert tool("fp8_cast_bf16", "--input-fp8-hf-path", str(fp8), "--output-bf16-hf-path", str(bf16)) == 0
-    before, after = weights_of(model), weights_of(bf16)
+    before, after = open_weights(model), open_weights(bf16)
     assert before.names == after.names
     assert {after[name].dtype for name in after.names} == {torch.bfloat16}
     assert all(torch.allclose(before[name], after[name].float(), rtol=0.07, atol=1e-3) for name in before.names)
@@ -64,21 +64,21 @@ def test_fp8_and_back(tool: Run, model: Path, tmp_path: Path) -> None:
 def test_checkpoints_under_the_flags_of_both_tools(
     tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model folder in the place of a checkpoint is read as well; checkpoints: tests/train/test_to_folder.py."""
+    """The input is a model folder. tests/train/test_to_folder.py covers checkpoints."""
     shape = ["--num-layers", "2", "--swiglu"]
     assert tool("convert_to_hf", "--load", str(model), "--output-dir", str(tmp_path / "a"), *shape) == 0
     assert "flags without effect here, config.json says the same: --num-layers, --swiglu" in capsys.readouterr().err
     for name in ("convert_torch_dist_to_hf", "convert_torch_dist_to_hf_parallel"):
         words = ["--input-dir", str(model), "--output-dir", str(tmp_path / name), "--origin-hf-dir", str(model)]
         assert tool(name, *words, "--chunk-size", "5", "--add-missing-from-origin-hf") == 0
-        assert weights_of(tmp_path / name).names == weights_of(model).names
+        assert open_weights(tmp_path / name).names == open_weights(model).names
         assert "--chunk-size has no effect here" in capsys.readouterr().err
         assert tool(name, *words, "--vocab-size", "320", "-f") == 2
         assert "drop the flag" in capsys.readouterr().err
 
 
 def test_to_torch_dist_and_back(tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a user types it, model flags and all."""
+    """Uses the command lines of users, including model flags."""
     release, back = tmp_path / "torch_dist", tmp_path / "back"
     words = ["--hf-checkpoint", str(model), "--save", str(release), "--dtype", "float32", "--swiglu"]
     assert tool("convert_hf_to_torch_dist", *words) == 0
@@ -87,7 +87,7 @@ def test_to_torch_dist_and_back(tool: Run, model: Path, tmp_path: Path, capsys: 
     assert tool("convert_torch_dist_to_hf", *words) == 2
     assert "name the Hugging Face folder of that model with --hf-checkpoint" in capsys.readouterr().err
     assert tool("convert_torch_dist_to_hf", *words, "--origin-hf-dir", str(model)) == 0
-    before, after = weights_of(model), weights_of(back)
+    before, after = open_weights(model), open_weights(back)
     assert before.names == after.names
     assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before.names)
     assert tool("convert_hf_to_torch_dist", "--hf-checkpoint", str(model), "--save", str(release)) == 2
@@ -103,7 +103,7 @@ def test_what_is_not_here_says_so(name: str, tool: Run, capsys: pytest.CaptureFi
 
 
 class _Fleet(BaseHTTPRequestHandler):
-    """A router and its engine in one, that writes down what it is asked."""
+    """A fake router and engine in one. It records the requests."""
 
     asked: list[tuple[str, bytes]]
 

@@ -1,4 +1,4 @@
-"""Model folders shared by the training tests."""
+"""Fixtures shared by the training tests: model folders and one torch thread."""
 
 from __future__ import annotations
 

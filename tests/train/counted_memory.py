@@ -1,4 +1,4 @@
-"""Bytes of tensors that a piece of work takes, counted by torch's profiler."""
+"""Measures the tensor memory of a function with torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def most_bytes(work: Callable[[], object]) -> int:
-    """The most that the work allocated at once, over what was there before it."""
+    """Return the peak bytes that `work` allocates on top of the memory in use before it."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
@@ -21,5 +21,5 @@ def most_bytes(work: Callable[[], object]) -> int:
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Of their storages, each once."""
+    """Return the total bytes of the distinct storages of `tensors`."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,4 +1,4 @@
-"""Training plugins, as a user would write them."""
+"""Training plugins of the kind that users write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def double_advantages(args, rollout_id, rollout_data):
 
 
 def likelihood_by_metadata(args, batch, logits, sum_of_sample_mean):
-    """Negative log-likelihood, weighed by what each sample's train_metadata says."""
+    """Negative log-likelihood, weighted by `train_metadata["weight"]` of each sample."""
     log_p = torch.log_softmax(logits[0].float(), -1)
     parts, begin = [], 0
     for tokens, total, response, facts in zip(

@@ -1,4 +1,4 @@
-"""A trainer of one rank in the test's own process."""
+"""Runs a single-rank trainer in the test process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from slime.config import Config, derive
 from slime.train.microbatch_plan import build_schedule
-from slime.train.processes import Meeting
+from slime.train.processes import TrainerRendezvous
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks, join_ranks
 from slime.train.trainer import Trainer
 
@@ -23,13 +23,13 @@ _ranks: list[Ranks] = []
 
 
 def one_rank() -> Ranks:
-    """The process group of this test process; there can be one only."""
+    """Return the process group of this test process; it is created once per process."""
     if not _ranks:
         group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ.update(group)
         meeting = tempfile.TemporaryDirectory(prefix="slime-tests-")
         atexit.register(meeting.cleanup)
-        _ranks.append(join_ranks("cpu", meeting=Meeting(f"{meeting.name}/store"), timeout_minutes=8))
+        _ranks.append(join_ranks("cpu", meeting=TrainerRendezvous(f"{meeting.name}/store"), timeout_minutes=8))
     return _ranks[0]
 
 
@@ -50,9 +50,9 @@ def config_for(model: Path, out: Path, **changes: Any) -> Config:
 
 
 class InProcess:
-    """Feeds a real `Trainer` the way the driver does."""
+    """Feeds batches to a real `Trainer` as the driver does."""
 
-    def __init__(self, config: Config, progress: Progress | None = None) -> None:
+    def __init__(self, config: Config, progress: RankProgress | None = None) -> None:
         self.config = config
         self.trainer = Trainer(config, "cpu", progress)
         self.start = self.trainer.init(one_rank())["begin"]

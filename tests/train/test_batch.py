@@ -1,4 +1,4 @@
-"""Samples to arrays: masks, rewards, rollout ids, failures."""
+"""Tests the conversion of samples to batch arrays: masks, rewards, rollout ids, failed samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_fan_out_shares_the_rollout_id_and_its_mask_sum() -> None:
 
 
 def bare(reward: float, **ids) -> Sample:
-    """As a generate function makes them: a new sample, without ids unless it copies them."""
+    """Make a sample like a generate function does: without ids unless they are given."""
     return Sample(tokens=[1, 2, 3], response_length=1, reward=reward, status=Sample.Status.COMPLETED, **ids)
 
 
@@ -75,7 +75,7 @@ def test_siblings_get_the_ids_of_those_that_have_them() -> None:
 
 
 def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
-    """A generate function may count the rollouts of each prompt from 0."""
+    """A generate function may number the rollouts of each prompt from 0."""
     flat = [bare(float(r), group_index=g, rollout_id=r) for g in (0, 1) for r in (0, 0, 1)]
     batch = make_train_batch(config(advantage_estimator="rloo"), flat)
     assert batch.rewards == [-1.0, -1.0, 1.0] * 2
@@ -86,7 +86,7 @@ def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize(("second", "population"), [(1.0, "rollouts"), (0.5, "samples")])
 def test_the_overlong_penalty_does_not_choose_the_population(estimator: str, second: float, population: str) -> None:
-    """Siblings with one reward count once, whatever each loses for its length."""
+    """Siblings with equal rewards count once, regardless of their length penalties."""
     long = {"tokens": list(range(10)), "response_length": 9}
     flat = [sample(rollout_id=0, **long), sample(rollout_id=0, reward=second), sample(reward=0.0), sample(reward=1.0)]
     flags = {"overlong_buffer_len": 4, "rollout_max_response_len": 10, "advantage_estimator": estimator}
@@ -130,7 +130,7 @@ def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
     ],
 )
 def test_a_rollout_of_three_samples_weighs_once_in_its_group(estimator: str, split: float, single: float) -> None:
-    """Three rollouts earned 1, 0 and 0; the first was split into three samples, of which one failed."""
+    """Three rollouts have rewards 1, 0 and 0; the first is split into four samples, one of which failed."""
     split_up = [sample(rollout_id=7) for _ in range(3)]
     split_up.append(sample(rollout_id=7, status=Sample.Status.FAILED, reward=100.0))
     others = [sample(reward=0.0), sample(reward=0.0)]
@@ -160,7 +160,7 @@ def test_normalisation_switches() -> None:
     ],
 )
 def test_a_failed_sample_takes_nothing_from_the_others(broken: dict[str, Any]) -> None:
-    """A teacher that did not answer, or a generate function that gave up half-way."""
+    """For example a teacher request that failed, or a generate function that stopped early."""
     whole = {"rollout_log_probs": [-1.0, -2.0], "teacher_log_probs": [-3.0, -4.0]}
     failed = sample(**({"status": Sample.Status.FAILED, "reward": None} | whole | broken))
     batch = make_train_batch(config(), [sample(**whole), failed, sample(reward=0.0, **whole)])
@@ -207,13 +207,13 @@ def test_a_message_is_the_batch_with_one_array_a_column() -> None:
     assert message["tokens"]["values"].shape == (sum(batch.total_lengths),)
     again = TrainBatch.from_message(message)
     np.testing.assert_equal(again.to_dict(), batch.to_dict())
-    assert all(part.flags.writeable for part in again.tokens)  # hooks may change what they get
+    assert all(part.flags.writeable for part in again.tokens)  # hooks may modify their arrays
     nothing = TrainBatch.from_message(batch.select([]).to_message())
     assert (len(nothing), nothing.tokens, nothing.loss_masks) == (0, [], [])
 
 
 def test_arrays_are_those_of_the_samples() -> None:
-    """Nothing is copied before it is sent: ids of four bytes, masks of one, and a mask of ones in none at all."""
+    """Arrays are not copied before sending: int32 ids, int8 masks, and zero-stride arrays for all-ones masks."""
     samples = flatten_samples(make_samples(2, 2))
     samples[0].loss_mask = None
     for one in samples:
@@ -228,7 +228,7 @@ def test_arrays_are_those_of_the_samples() -> None:
 
 
 class CountedMask(np.ndarray):
-    """A loss mask that counts how often it is added up."""
+    """A loss mask that counts its `sum` calls."""
 
     sums = 0
 

@@ -1,4 +1,4 @@
-"""Rollouts that fill no step wait, go first in the next batch, survive a restart, and are trained on exactly once."""
+"""Tests the carry-over of rollouts that fill no step: next batch, restart, and training exactly once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ import pytest
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.train.processes import Meeting, RankProcesses
+from slime.train.processes import RankProcesses, TrainerRendezvous
 from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
-from slime.train.samples.carryover import carried_path, in_front_of, load_carried, remove_stale, save_carried
+from slime.train.samples.carryover import (
+    carried_path,
+    load_carried,
+    prepend_carried,
+    remove_stale,
+    save_carried,
+)
 from slime.train.samples.dp_shards import open_share
 from slime.train.trainer_group import TrainerGroup
 from tests.train.tiny_training import make_samples
@@ -36,12 +42,12 @@ def assert_same(one: TrainBatch, other: TrainBatch) -> None:
 
 
 class NoProcesses(RankProcesses):
-    def launch(self) -> list[Meeting]:
-        return [Meeting()] * self.world_size
+    def launch(self) -> list[TrainerRendezvous]:
+        return [TrainerRendezvous()] * self.world_size
 
 
 class RecordingGroup(TrainerGroup):
-    """A group without processes: it keeps what the ranks would have been sent."""
+    """A trainer group without processes that records the data sent to its ranks."""
 
     def __init__(self, config: Config, start: int = 0) -> None:
         super().__init__(config, device="cpu", run_dir="unused")
@@ -134,17 +140,17 @@ def test_clashing_rollout_ids_stay_different_rollouts() -> None:
     carried, fresh = batch(0), batch(1, groups=1)
     assert carried.rollout_ids == [0, 1, 2, 3, 4, 5]
     assert fresh.rollout_ids == [0, 1, 2]
-    joined = in_front_of(carried, fresh)
+    joined = prepend_carried(carried, fresh)
     assert joined.rollout_ids == [6, 7, 8, 3, 4, 5, 0, 1, 2]
     assert joined.group_indices == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert [tuple(t) for t in joined.tokens] == [tuple(t) for t in (*carried.tokens, *fresh.tokens)]
     assert_same(joined.select(range(6, 9)), fresh)
-    assert in_front_of(None, fresh) is fresh
+    assert prepend_carried(None, fresh) is fresh
 
 
 def test_log_probs_that_one_side_lacks_are_lacking() -> None:
-    assert in_front_of(batch(0), batch(1, with_log_probs=False)).rollout_log_probs is None
-    joined = in_front_of(batch(0), batch(1)).rollout_log_probs
+    assert prepend_carried(batch(0), batch(1, with_log_probs=False)).rollout_log_probs is None
+    joined = prepend_carried(batch(0), batch(1)).rollout_log_probs
     assert joined is not None
     assert len(joined) == 12
 
@@ -229,7 +235,7 @@ def test_what_waits_is_saved_with_the_checkpoint_and_read_at_the_start(tmp_path:
     np.testing.assert_equal(resumed.sent[-1], first.sent[-1])
     assert resumed._carried is not None
     assert resumed._carried.rollout_ids == first._carried.rollout_ids  # type: ignore[union-attr]
-    other = RecordingGroup(saving, start=2)  # a rollout that left nothing, or whose file is gone
+    other = RecordingGroup(saving, start=2)  # no carry-over, or its file is missing
     other.start()
     assert other._carried is None
 

@@ -1,4 +1,4 @@
-"""Where a run starts from, and what is kept."""
+"""Tests the choice of initial weights and the removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.config.initial_weights import LATEST, Start, check_checkpoint, find_reference, find_start
+from slime.config.initial_weights import (
+    LATEST,
+    InitialWeights,
+    check_checkpoint,
+    find_initial_weights,
+    find_reference_weights,
+)
 from slime.errors import UserError
 from slime.storage.files import is_checkpoint
-from slime.train.checkpoints.rank_files import Part, write_parts
+from slime.train.checkpoints.rank_files import SavedPart, write_parts
 from slime.train.checkpoints.writer import _remove_old
 
 
@@ -21,18 +27,18 @@ def config(**changes) -> Config:
 
 
 def test_no_load_starts_from_the_model() -> None:
-    assert find_start(config()) == Start()
+    assert find_initial_weights(config()) == InitialWeights()
 
 
 def test_latest_file_decides(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("12\n")
     with pytest.raises(UserError, match="names iteration '12', which does not exist"):
-        find_start(config(load=str(tmp_path)))
+        find_initial_weights(config(load=str(tmp_path)))
     folder = tmp_path / "iter_0000012"
     folder.mkdir()
     (folder / "meta.json").write_text("{}")
-    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=folder, flag="--load")
-    assert find_start(config(load=str(folder))) == Start(checkpoint=folder, flag="--load")
+    assert find_initial_weights(config(load=str(tmp_path))) == InitialWeights(checkpoint=folder, flag="--load")
+    assert find_initial_weights(config(load=str(folder))) == InitialWeights(checkpoint=folder, flag="--load")
 
 
 def test_a_checkpoint_that_was_being_replaced_is_found_where_it_was_put_aside(tmp_path: Path) -> None:
@@ -40,16 +46,16 @@ def test_a_checkpoint_that_was_being_replaced_is_found_where_it_was_put_aside(tm
     aside = tmp_path / ".iter_0000012.old-77"
     aside.mkdir()
     (aside / "meta.json").write_text("{}")
-    assert find_start(config(load=str(tmp_path))) == Start(checkpoint=aside, flag="--load")
+    assert find_initial_weights(config(load=str(tmp_path))) == InitialWeights(checkpoint=aside, flag="--load")
     make_checkpoint(tmp_path / "iter_0000012")
-    assert find_start(config(load=str(tmp_path))).checkpoint == tmp_path / "iter_0000012"
+    assert find_initial_weights(config(load=str(tmp_path))).checkpoint == tmp_path / "iter_0000012"
     _remove_old(tmp_path, None, keep=tmp_path / "iter_0000012")
     assert not aside.exists()
 
 
 def test_a_part_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
     for rank in range(2):
-        write_parts(tmp_path, rank, [Part("model", "x", torch.ones(2), (4,), (2 * rank,))])
+        write_parts(tmp_path, rank, [SavedPart("model", "x", torch.ones(2), (4,), (2 * rank,))])
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     (tmp_path / "meta.json").write_text(json.dumps({"format": 2, "model": {}, "files": files}))
     check_checkpoint(tmp_path, "--load")
@@ -61,15 +67,23 @@ def test_a_part_that_is_missing_is_named_before_anything_starts(tmp_path: Path) 
 
 def test_a_model_folder_gives_weights_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert find_start(config(load=str(tmp_path))) == Start(hf_folder=tmp_path, flag="--load")
+    assert find_initial_weights(config(load=str(tmp_path))) == InitialWeights(hf_folder=tmp_path, flag="--load")
 
 
 @pytest.mark.parametrize("load", ["", "nowhere"])
 def test_where_nothing_was_saved_the_start_is_a_fresh_one(tmp_path: Path, load: str) -> None:
     folder = str(tmp_path / load)
-    assert find_start(config(load=folder)) == find_start(config(load=folder, save=folder)) == Start()
-    reference = Start(hf_folder=Path("ref"), flag="--ref-load")
-    assert find_start(config(load=folder, ref_load="ref")) == find_reference(config(ref_load="ref")) == reference
+    assert (
+        find_initial_weights(config(load=folder))
+        == find_initial_weights(config(load=folder, save=folder))
+        == InitialWeights()
+    )
+    reference = InitialWeights(hf_folder=Path("ref"), flag="--ref-load")
+    assert (
+        find_initial_weights(config(load=folder, ref_load="ref"))
+        == find_reference_weights(config(ref_load="ref"))
+        == reference
+    )
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -83,12 +97,12 @@ def test_keeping_the_last_two(tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     for number in range(5):
         make_checkpoint(tmp_path / f"iter_{number:07d}")
-        if number != 1:  # a data source of the user need not save anything
+        if number != 1:  # a custom data source may save no state
             (tmp_path / "rollout" / f"data_state_{number}.json").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / ".iter_0000009.tmp-1").mkdir()
     (tmp_path / ".iter_notes.tmp-mine").mkdir()
-    (tmp_path / "iter_0000100").mkdir()  # of Megatron, which names them alike
+    (tmp_path / "iter_0000100").mkdir()  # a Megatron checkpoint, which has the same naming
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir()
     make_checkpoint(tmp_path / "iter_0000099")
     (tmp_path / "iter_0000099" / "my_notes.txt").touch()

@@ -1,4 +1,4 @@
-"""Attention in chunks is attention: the same values and gradients, and nothing that grows with the square."""
+"""Tests that chunked attention matches dense attention and allocates no quadratic tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.train.backends.attention import CELLS, Rules, chunked_attention
+from slime.train.backends.attention import MAX_CHUNK_SCORES, Rules, chunked_attention
 from slime.train.backends.fsdp import attention
 from slime.train.backends.fsdp.attention import PackedContext, packed_attention
 from slime.train.samples.packing import PackedLayout
@@ -27,7 +27,7 @@ def states(n: int, heads: int, kv_heads: int, length: int, dtype=torch.float64) 
 
 
 def whole(query, key, value, sinks, rules: Rules) -> torch.Tensor:
-    """The definition, with the whole matrix."""
+    """Attention by its definition, with the full score matrix."""
     repeats = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(repeats, 1).transpose(2, 3) * rules.scale
     if rules.softcap is not None:
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(kind, cells) -> None
 
 
 class Largest(TorchDispatchMode):
-    """How many elements the largest tensor had that any operation made."""
+    """Records the element count of the largest tensor that an operation creates."""
 
     elements = 0
 
@@ -74,7 +74,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_as_large_as_the_square_of_the_length(kind, monkeypatch) -> None:
-    monkeypatch.setitem(CELLS, "cpu", 1 << 15)
+    monkeypatch.setitem(MAX_CHUNK_SCORES, "cpu", 1 << 15)
     window, softcap, has_sinks = KINDS[kind]
     length, heads = 1024, 4
     query, key, value, sinks = states(1, heads, 2, length, torch.float32)

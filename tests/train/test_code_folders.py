@@ -1,4 +1,4 @@
-"""The user's functions on nodes that do not have their files."""
+"""Tests plugin paths on nodes that receive copies of the plugin files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from slime.cluster.local import LocalNode
 from slime.config import Config
-from slime.train.node_paths import code_folders, config_on
+from slime.train.node_paths import code_folders, config_for_node
 
 
 class Elsewhere(LocalNode):
@@ -34,8 +34,8 @@ def test_functions_are_looked_up_where_the_node_has_them(tmp_path: Path, monkeyp
         save="/saved",
     )
     assert sorted(code_folders(config)) == [str(tmp_path / "files"), str(tmp_path / "modules")]
-    there = config_on(Elsewhere(), config)
+    there = config_for_node(Elsewhere(), config)
     assert there.custom_rm_path == f"/there{rewards}:reward"
     assert there.custom_loss_function_path == "package.losses.loss"
     assert (there.hf_checkpoint, there.save) == ("/there/model", "/there/saved")
-    assert config_on(LocalNode(), config) is config
+    assert config_for_node(LocalNode(), config) is config

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of a row compute what one rank computes: values, logits, and the sum of gradients."""
+"""Tests that context parallelism matches one rank: values, logits and summed gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slime.config import Config
 from slime.errors import UserError
 from slime.models.heads import put_value_head
-from slime.train.backends.fsdp.attention import to_own_heads, to_own_tokens
+from slime.train.backends.fsdp.attention import exchange_heads_for_tokens, exchange_tokens_for_heads
 from slime.train.backends.fsdp.packed_model import ValueModel
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import StepShare, make_micro_batch
@@ -64,7 +64,7 @@ def test_a_row_that_cannot_be_parted_is_refused() -> None:
 
 
 def summed_gradients(ranks: Ranks, module: nn.Module) -> dict[str, Tensor]:
-    """Over the ranks, as the sharding backend adds them up."""
+    """Sum the gradients over the ranks, as the sharding backend does."""
     return {name: ranks.sum(p.grad.clone()) for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -77,7 +77,7 @@ def expect_same_gradients(ranks: Ranks, shared: nn.Module, alone: nn.Module) -> 
 def compare_policies(ranks: Ranks, recompute: bool) -> None:
     for kind in CONFIGS:
         alone, shared = packed_policy(kind, temperature=0.8), packed_policy(kind, temperature=0.8)
-        shared.share_rows(ranks)
+        shared.set_context_ranks(ranks)
         if recompute:
             shared.model.gradient_checkpointing_enable({"use_reentrant": False})
             shared.model.train()
@@ -98,7 +98,7 @@ def test_policies_of_every_kind(count, recompute, tmp_path) -> None:
 
 def compare_outputs(ranks: Ranks) -> None:
     alone, shared = packed_policy("gemma2"), packed_policy("gemma2")
-    shared.share_rows(ranks)
+    shared.set_context_ranks(ranks)
     expected, _ = alone(packed_row(1), reads="logits")
     got, _ = shared(packed_row(ranks.size), reads="logits")
     assert got.shape[1] == packed_row(ranks.size).num_tokens
@@ -109,7 +109,7 @@ def compare_outputs(ranks: Ranks) -> None:
         (logits * weights).sum().backward()
     expect_same_gradients(ranks, shared, alone)
     alone, shared = (critic(seed=1) for _ in range(2))
-    shared.share_rows(ranks)
+    shared.set_context_ranks(ranks)
     got, expected = shared(packed_row(ranks.size))[0], alone(packed_row(1))[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     for values in (got, expected):
@@ -130,10 +130,10 @@ def test_logits_and_values(tmp_path) -> None:
 
 
 def a_part_without_responses(ranks: Ranks) -> list[int]:
-    """The first half is prompt only: that rank predicts nothing and computes its part of the gradient all the same."""
+    """The first half is prompt only: that rank has no targets and still computes its part of the gradient."""
     tokens = np.arange(40) % 100
     alone, shared = packed_policy("qwen3"), packed_policy("qwen3")
-    shared.share_rows(ranks)
+    shared.set_context_ranks(ranks)
     row = pack([tokens], [3], multiple=2)
     got, expected = shared(row, entropy=False)[0], alone(row, entropy=False)[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
@@ -148,7 +148,7 @@ def test_a_part_of_prompt_alone(tmp_path) -> None:
 
 
 def attention_states(ranks: Ranks, heads: int, kv_heads: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Queries, keys and values of a whole row, and this rank's tokens of them."""
+    """Return queries, keys and values of a whole row, and those of this rank's tokens."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, 6), (kv_heads, 6), (kv_heads, 4))
     whole = [torch.randn(1, count, 12, width, generator=generator) for count, width in shapes]
@@ -156,21 +156,21 @@ def attention_states(ranks: Ranks, heads: int, kv_heads: int) -> tuple[list[Tens
 
 
 def exchange_heads(ranks: Ranks) -> Any:
-    """There and back is the identity; each query head finds the keys of its group, whatever the numbers of heads."""
+    """The round trip is the identity, and each query head gets the keys of its group for all head counts."""
     seen = []
     for heads, kv_heads in ((4, 4), (8, 2), (4, 1), (12, 6)):
         whole, own = attention_states(ranks, heads, kv_heads)
-        query, key, value, sinks = to_own_heads(*own, torch.arange(float(heads)), ranks)
+        query, key, value, sinks = exchange_tokens_for_heads(*own, torch.arange(float(heads)), ranks)
         mine = slice(ranks.rank * heads // ranks.size, (ranks.rank + 1) * heads // ranks.size)
         assert torch.equal(query, whole[0][:, mine])
         assert torch.equal(sinks, torch.arange(float(heads))[mine])
         for got, states in ((key, whole[1]), (value, whole[2])):
             of_each_head = got.repeat_interleave(query.shape[1] // got.shape[1], dim=1)
             assert torch.equal(of_each_head, states.repeat_interleave(heads // kv_heads, dim=1)[:, mine])
-        assert torch.equal(to_own_tokens(query.transpose(1, 2), ranks), own[0].transpose(1, 2))
+        assert torch.equal(exchange_heads_for_tokens(query.transpose(1, 2), ranks), own[0].transpose(1, 2))
         seen.append(key.shape[1])
     try:
-        to_own_heads(*attention_states(ranks, 6, 6)[1], None, ranks)
+        exchange_tokens_for_heads(*attention_states(ranks, 6, 6)[1], None, ranks)
     except UserError as error:
         return seen, str(error)
     return seen, None

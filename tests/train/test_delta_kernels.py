@@ -1,4 +1,4 @@
-"""Which kernels gated delta nets run on, and what is refused."""
+"""Tests the choice of kernels for gated delta nets and the rejected settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_kernels_that_are_asked_for_and_missing_are_refused(name) -> None:
         check_delta_kernels(name)
     with pytest.raises(UserError, match="not installed"):
         packed_policy("qwen3_5", gdn_backend=name)
-    packed_policy("qwen3", gdn_backend=name)  # it has no delta nets
+    packed_policy("qwen3", gdn_backend=name)  # qwen3 has no delta nets
 
 
 def test_ranks_that_do_not_divide_the_key_heads_are_refused_before_the_first_row() -> None:
     policy = packed_policy("qwen3_5")
     with pytest.raises(UserError, match=r"size 3 does not divide the 4 key heads .* use one of 1, 2, 4"):
-        policy.share_rows(Ranks(0, 3, torch.device("cpu")))
+        policy.set_context_ranks(Ranks(0, 3, torch.device("cpu")))
 
 
 def test_without_a_gpu_torch_computes_them() -> None:
@@ -38,7 +38,7 @@ def test_without_a_gpu_torch_computes_them() -> None:
 
 
 def test_a_package_gets_the_bounds_of_the_sequences(monkeypatch) -> None:
-    """The call is flash-linear-attention's: [1, T, heads, D] for each tensor, as many key heads as heads."""
+    """The call is flash-linear-attention's: tensors of [1, T, heads, D], key heads repeated to the number of heads."""
 
     def rule(query, key, value, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
         assert use_qk_l2norm_in_kernel

@@ -1,4 +1,4 @@
-"""Every estimator through the real trainer: the cut into micro-batches and ranks changes nothing; hooks do what they say."""
+"""Tests every estimator in a real trainer: invariance to micro-batches and ranks, hooks, skipped steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from slime.algorithms.estimators import ESTIMATORS as REGISTRY
-from slime.algorithms.estimators import Estimator, RewardGroups, Scored
-from slime.config.algorithm import algorithm_contradictions, compares_siblings
+from slime.algorithms.estimators import Estimator, EstimatorInputs, RewardGroups
+from slime.config.algorithm import algorithm_contradictions, uses_group_baseline
 from slime.data.sample import Sample
-from slime.driver.recovery import LOST
+from slime.driver.recovery import RESTARTABLE_ERRORS
 from slime.errors import UserError
 from slime.train.losses.advantages import set_advantages
 from slime.train.samples.batch import flatten_samples, make_train_batch
@@ -51,12 +51,12 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def test_an_estimator_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it says of itself reaches flags, rewards and advantages; no other file lists estimators or asks for names."""
+    """An entry determines flags, rewards and advantages; other modules neither list nor compare estimator names."""
 
     def best_alone(rewards: Any, groups: RewardGroups) -> list[float]:
         return [reward if reward == max(rewards) else 0.0 for reward in rewards]
 
-    def halves(given: Scored) -> Any:
+    def halves(given: EstimatorInputs) -> Any:
         advantages = [0.5 * reward * mask for reward, mask in zip(given.rewards, given.masks, strict=True)]
         return advantages, advantages
 
@@ -64,7 +64,7 @@ def test_an_estimator_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPat
     toy = Estimator("toy", "response", halves, best_alone, policy_loss="cispo", needs_whitening=True, presets=presets)
     monkeypatch.setitem(REGISTRY, "toy", toy)
     config = config_for(tmp_path, tmp_path, advantage_estimator="toy")
-    assert (config.loss_aggregation, config.policy_loss, compares_siblings(config)) == ("constant", "cispo", True)
+    assert (config.loss_aggregation, config.policy_loss, uses_group_baseline(config)) == ("constant", "cispo", True)
     assert any("--advantage-estimator toy needs whitened" in sentence for sentence in algorithm_contradictions(config))
     batch = make_train_batch(
         config, [Sample(tokens=[1, 2], response_length=1, reward=r, group_index=0) for r in (1.0, 3.0)]
@@ -85,11 +85,11 @@ def test_an_estimator_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPat
 
 
 SMOOTH = {"lr": 0.1, "adam_eps": 1.0}
-"""Updates in proportion to the gradient; Adam's usual ones make the sign of a rounding error as large as any other."""
+"""Makes updates proportional to the gradient; with the usual epsilon, Adam turns rounding errors into full updates."""
 
 
 def close_to_policy(groups: list[list[Sample]], folder: Path, noise: float = 0.05) -> list[list[Sample]]:
-    """Rollout log-probs as an engine would have them: the model's own, a little off."""
+    """Set rollout log-probs to those of the model plus noise, like those of an engine."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -227,7 +227,7 @@ def test_the_old_actor_is_the_policy_that_was_exported(model_folder: Folder, tmp
     groups = make_samples(3, 3)
     run.trainer.export_weights(str(tmp_path / "w"), 0)
     first = run.train(0, groups)
-    second = run.train(1, groups)  # nothing was exported in between: the old policy is still the first one
+    second = run.train(1, groups)  # no export in between: the old policy is still the first one
     assert second["rollout_metrics"]["rollout/log_probs"] == first["rollout_metrics"]["rollout/log_probs"]
     assert abs(second["metrics"][0]["train/ppo_kl"]) > 1e-5
     run.trainer.export_weights(str(tmp_path / "w"), 2)
@@ -235,7 +235,7 @@ def test_the_old_actor_is_the_policy_that_was_exported(model_folder: Folder, tmp
 
 
 def log_probs_of(weights: dict[str, torch.Tensor], kind: str, sample: Sample) -> torch.Tensor:
-    """Of the response, by the model's plain forward."""
+    """Return the log-probs of the response from a plain forward pass of the model."""
     model = build_model(kind)
     model.load_state_dict(weights, strict=False)
     tokens = torch.tensor([sample.tokens])
@@ -261,7 +261,7 @@ def test_one_step_off_the_old_actor_is_the_version_that_sampled_each_token(
     assert abs(answer["metrics"][0]["train/ppo_kl"]) > 1e-5  # sampled by version 0, trained on by version 1
     run.trainer.export_weights(str(tmp_path / "w"), 2)
     samples = flatten_samples(groups)
-    for sample in samples:  # the weights changed under it, and the oldest is no longer kept
+    for sample in samples:  # the weights changed during generation, and version 0 is discarded
         sample.version_spans = [["0", 1], ["1", sample.response_length - 1]]
     samples[0].version_spans = []
     newest = run.weights
@@ -296,7 +296,7 @@ def train_once(folder: Path, out: Path, groups: list[list[Sample]] | None = None
 def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
     model_folder: Folder, tmp_path: Path, lacking: int, normalize: bool
 ) -> None:
-    """A rollout in which a sample lacks them is trained on without; with the flag it is an error."""
+    """If a sample lacks log-probs, the default correction is skipped for the rollout; with --use-tis it is an error."""
     folder, flags = model_folder("llama"), {"async_mode": "one-step", "tis_batch_normalize": normalize}
     groups = make_samples(3, 3)
     for sample in flatten_samples(groups)[:lacking]:
@@ -311,7 +311,7 @@ def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
 
 
 def test_off_policy_sequences_are_masked_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
-    """The engine found them more likely than the trainer does: stale samples, or an engine that computes otherwise."""
+    """The engine's log-probs are higher than the trainer's: stale samples or numerical differences."""
     folder = model_folder("qwen3")
     groups = close_to_policy(make_samples(3, 3), folder, noise=0.0)
     for sample in flatten_samples(groups):
@@ -359,7 +359,7 @@ def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> Non
 
 
 def test_what_one_function_writes_into_args_the_next_one_reads(model_folder: Folder, tmp_path: Path) -> None:
-    """Post-processing of rewards in the driver; advantages, postprocess and correction in the trainer."""
+    """Covers reward post-processing in the driver, and advantages, post-processing and correction in the trainer."""
     flags = {
         "custom_reward_post_process_path": f"{HOOKS}.remembered_rewards",
         "custom_advantage_function_path": f"{HOOKS}.remembered_advantages",
@@ -368,7 +368,7 @@ def test_what_one_function_writes_into_args_the_next_one_reads(model_folder: Fol
         "use_tis": True,
     }
     found = train_once(model_folder("llama"), tmp_path, make_samples(3, 3), **flags)["metrics"][0]
-    assert found["train/seen"] == pytest.approx(3.0)  # once more for each of the trainer's three functions
+    assert found["train/seen"] == pytest.approx(3.0)  # incremented by each of the trainer's three functions
 
 
 def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder: Folder, tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder:
 def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_kept(
     steps: int, model_folder: Folder, tmp_path: Path
 ) -> None:
-    """With several updates a rollout the log-probs before them show it: none is made."""
+    """With several updates per rollout, the log-prob pass before them detects it and all updates are skipped."""
     run = InProcess(config_for(model_folder("llama"), tmp_path, num_steps_per_rollout=steps))
     groups, healthy = make_samples(3, 3), InProcess(config_for(model_folder("llama"), tmp_path / "healthy"))
     before = run.weights
@@ -427,14 +427,14 @@ def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder,
     skipped, done = {"train/skipped_steps": 1.0}, {"train/skipped_steps": 0.0}
     group._count_skipped([skipped, skipped, done, skipped], ["a"])
     group._count_skipped([{"train/critic-skipped_steps": 1.0}], ["b"])
-    with pytest.raises(LOST, match="--max-skipped-steps: no update 3 times in a row; the last reason: c"):
+    with pytest.raises(RESTARTABLE_ERRORS, match="--max-skipped-steps: no update 3 times in a row; the last reason: c"):
         group._count_skipped([skipped], ["c"])
 
 
 def test_a_rollout_without_any_update_counts_as_one_skipped_step(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of its steps: all of them are skipped for the same log-probs."""
+    """Holds for any number of steps, because all are skipped for the same log-probs."""
     flags = {"num_steps_per_rollout": 3, "max_skipped_steps": 2}
     run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
     group = TrainerGroup(run.config, device="cpu", run_dir=tmp_path)
@@ -451,7 +451,9 @@ def test_a_rollout_without_any_update_counts_as_one_skipped_step(
     assert skipped_steps(0, math.inf) == [1.0] * 3
     assert skipped_steps(1, column) == [0.0] * 3
     assert skipped_steps(2, math.inf) == [1.0] * 3
-    with pytest.raises(LOST, match="--max-skipped-steps: no update 2 times in a row; the last reason: rollout 3: "):
+    with pytest.raises(
+        RESTARTABLE_ERRORS, match="--max-skipped-steps: no update 2 times in a row; the last reason: rollout 3: "
+    ):
         group.train(3, make_samples(3, 3))
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way out: every tensor once, whole on its owner alone, as it is in the model folder."""
+"""Tests the weight export: every tensor once, whole on its owner only, equal to the model folder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.models import hf_tensor_plan
 from slime.models.delta.apply import tensor_checksums
-from slime.models.loading import as_in_folder, persistent_buffers
-from slime.models.safetensors_io import weights_of
+from slime.models.loading import persistent_buffers, split_fused_weights
+from slime.models.safetensors_io import open_weights
 from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.sharding import local_part
 from slime.train.checkpoints.errors import NotWritten
@@ -36,7 +36,7 @@ EXPERT_ROWS = 3 * 2 * 32 * 64 * 2
 
 
 def in_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(dtype) for name, tensor in weights_of(folder)}
+    return {name: tensor.to(dtype) for name, tensor in open_weights(folder)}
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
@@ -74,7 +74,7 @@ def make_export(folder: str, size: int, copies: int) -> HfExport:
     tensors = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
     return HfExport(
         tensors,
-        partial(as_in_folder, model),
+        partial(split_fused_weights, model),
         rank=dist.get_rank(),
         world_size=size,
         value=lambda name: local_part(tensors[name].detach()),
@@ -82,7 +82,7 @@ def make_export(folder: str, size: int, copies: int) -> HfExport:
 
 
 def export_on_rank(peers: Ranks, folder: str, copies: int, owners: tuple[int, ...] | None) -> dict[str, Any]:
-    """What this rank gets, what it sends, and what it knows before."""
+    """Return the tensors this rank receives, the bytes it sends, and its plan."""
     hf_tensor_plan.ROWS_BYTES = EXPERT_ROWS
     torch.set_num_threads(1)
     export = make_export(folder, peers.size, copies)
@@ -137,7 +137,7 @@ def test_ranks_send_what_they_hold_to_the_owner(
 
 
 def write_on_rank(peers: Ranks, folder: str, out: str) -> dict[str, Any]:
-    """A trainer with two ranks writes files for engines and a model folder, and then into a place that is taken."""
+    """Write engine files and a model folder with a two-rank trainer, then fail on an invalid path."""
     config = config_for(Path(folder), Path(out), update_weight_buffer_size=2**16, actor_num_gpus_per_node=peers.size)
     trainer = Trainer(config, "cpu")
     trainer.init(peers)
@@ -168,7 +168,7 @@ def test_each_rank_writes_what_it_owns(model_folder: Folder, tmp_path: Path) -> 
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert ranks[0]["checksums"] | ranks[1]["checksums"] == tensor_checksums(wanted.items())
-    # the folder: several files with an index, which transformers reads
+    # the folder has several files with an index and loads in transformers
     shards = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert shards == [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     assert len(shards) >= 2

@@ -1,6 +1,6 @@
-"""`--fp8`: rows in 8-bit floats, layers that multiply them, and where the flag is refused.
+"""Tests `--fp8`: row quantization, FP8 layers, and the settings that are rejected.
 
-Kernels run in Triton's interpreter, and the scaled product, which only GPUs have, is spelled out.
+Kernels run in Triton's interpreter; the scaled product, which needs a GPU, is replaced by plain torch code.
 """
 
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.config import Config, derive
-from slime.config.checks import check_flags_fit
+from slime.config.checks import check_contradictions
 from slime.errors import UserError
 from slime.train.backends.fsdp.fused.layer import check_float8
 from tests.train.tiny_training import build_model
@@ -107,9 +107,9 @@ def test_flags_that_do_not_go_with_it(flags: dict[str, object], sentence: str) -
     given = {"device": "cuda", "dtype": "bfloat16", **flags}
     valid = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1, "num_rollout": 1}
     config = derive(Config(**valid, **given))  # type: ignore[arg-type]
-    check_flags_fit(config)
+    check_contradictions(config)
     with pytest.raises(UserError, match=sentence):
-        check_flags_fit(config.replace(fp8=True))
+        check_contradictions(config.replace(fp8=True))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FLOPs from configs, against numbers worked out by hand and against torch's own counter on a real model."""
+"""Tests FLOPs computed from configs against manual counts and torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flops(family: str, **changes: Any) -> FlopsModel:
 
 
 def training(weights: int, scores: int) -> int:
-    """`weights` multiply-adds per token and `scores` in all, forward and (twice that) backward."""
+    """FLOPs of forward and backward (twice forward): `weights` multiply-adds per token plus `scores` in total."""
     return 3 * 2 * (LENGTH * weights + scores)
 
 
@@ -91,7 +91,7 @@ def test_linear_attention_is_linear_in_length() -> None:
     model = flops("qwen3_next", head_dim=4, layer_types=kinds, **delta, **experts)
     keys, values = 2 * 3, 4 * 5
     linear = 16 * (2 * keys + 2 * values + 2 * 4) + values * 16  # q, k, v, z, b, a; output
-    linear += 4 * (2 * keys + values) + 3 * 4 * 3 * 5  # convolution; the state of each head thrice
+    linear += 4 * (2 * keys + values) + 3 * 4 * 3 * 5  # convolution; the state of each head three times
     attention = 16 * (2 * 16 + 8 + 8) + 16 * 16  # queries and their gate
     sparse = 3 * 16 * (2 * 12 + 9) + 16 * 8
     scores = PAIRS * 4 * (4 + 4)

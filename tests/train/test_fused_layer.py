@@ -1,4 +1,4 @@
-"""Fused decoder layers, their kernels run by Triton's interpreter, against transformers' own."""
+"""Tests fused decoder layers, with kernels in Triton's interpreter, against transformers' layers."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Real trainer processes: how the work is cut does not change the numbers; resume is exact; failures are named."""
+"""Tests real trainer processes: invariance to work partitioning, exact resume, and error messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(model: Path, **changes) -> Config:
 
 
 def train(config: Config, run_dir: Path, *, rollouts: range = range(3), save: bool = False):
-    """Per-rollout results and the exported weights after the last."""
+    """Return the results of each rollout and the exported weights after the last one."""
     results: list[TrainResult] = []
     with TrainerGroup(config, device="cpu", run_dir=run_dir) as group:
         assert group.start() == rollouts.start
@@ -75,7 +75,7 @@ def assert_close(first, second, tolerance: float) -> None:
 def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory):
     save = tmp_path_factory.mktemp("one")
     changes = {"use_kl_loss": True, "kl_loss_coef": 0.05, "kl_loss_type": "k3", "entropy_coef": 0.01, "lr": 1e-4}
-    changes["ci_test"] = True  # or ppo_kl would be that of a pass against itself
+    changes["ci_test"] = True  # otherwise ppo_kl would compare a pass with itself
     base = config(model_folder("qwen3"), **changes, save=str(save / "ckpt"))
     return base, train(base, save / "run", save=True)
 
@@ -95,7 +95,7 @@ def test_two_processes_and_another_cut_give_the_same_loss_and_weights(one_proces
     ],
 )
 def test_ranks_without_samples_change_nothing(model_folder: Folder, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Two processes that a script means for one replica, with one rollout a step: one of them never has a sample."""
+    """Two processes of one tensor-parallel replica with one rollout per step: one process never has a sample."""
     model, each = model_folder("qwen3"), {"global_batch_size": 1, "num_steps_per_rollout": 9, "lr": 1e-4, **changes}
     expected = train(config(model, **each), tmp_path / "one", rollouts=range(1))
     halves = {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2}
@@ -220,7 +220,7 @@ def test_a_checkpoint_is_written_beside_training(model_folder: Folder, tmp_path:
             assert [path.name for path in disk.iterdir()] == []
         group.config = both
         group.save(2)
-    assert latest.read_text() == "2\n"  # stopping waits for it
+    assert latest.read_text() == "2\n"  # stop() waits for the save
 
 
 def test_checkpoint_of_another_model_is_refused_naming_both(one_process, model_folder: Folder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's kernels through Triton's compiler."""
+"""Tests that Triton compiles the trainer's kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Wherever a process is killed while it writes a checkpoint, beside training or not, a whole pair is there to go on from.
+"""Tests that a process killed at any point of a save leaves a complete policy and critic checkpoint.
 
-The kills are real: a child gets SIGKILL before the n-th thing that it does to a file of the checkpoint, for every n.
+A child process gets SIGKILL before its n-th file operation in the checkpoint folder, for every n.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.config.initial_weights import check_weight_sources, find_critic_start, find_start
+from slime.config.initial_weights import check_weight_sources, find_critic_weights, find_initial_weights
 from slime.train.checkpoints.reader import SavedTensors
 from tests.rows import long
 from tests.train.in_process import InProcess, config_for
@@ -30,9 +30,9 @@ ROLES = ("", "critic")
 
 
 def run_and_kill(action: Callable[[], Any], folder: Path, number: int) -> bool:
-    """Do something in a child that is killed before it touches `folder` for the n-th time; whether it came so far."""
+    """Run `action` in a child that is killed before its n-th operation in `folder`; return whether it was killed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks: other threads, which the child does without
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks with several threads; the child does not need them
         pid = os.fork()
     if pid == 0:
         try:
@@ -69,7 +69,7 @@ def flags(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> tuple[InProcess, Path, list[Pair]]:
-    """A run with a checkpoint after its first rollout, one rollout more in its memory, and the weights of both."""
+    """A run after two rollouts, its checkpoint after the first one, and the weights of both."""
     folder = tmp_path_factory.mktemp("killed") / "ckpt"
     run = InProcess(config_for(model_folder("qwen3"), folder.parent, **flags(folder)))
     run.train(0, make_samples(3, 3))
@@ -100,14 +100,14 @@ def restored(source: Path, folder: Path) -> None:
 
 
 def check_whole(config: Any, weights: list[Pair]) -> int | None:
-    """The rollout that the run would go on after; everything of it is there and as it was."""
+    """Return the rollout that the run would resume after, and check its checkpoints are complete."""
     check_weight_sources(config)
-    start = find_start(config).checkpoint
+    start = find_initial_weights(config).checkpoint
     if start is None:
-        assert find_critic_start(config).checkpoint is None
+        assert find_critic_weights(config).checkpoint is None
         return None
     number = int(start.name[-7:])
-    critic = find_critic_start(config).checkpoint
+    critic = find_critic_weights(config).checkpoint
     assert critic is not None
     assert critic.name == start.name
     assert equal(saved_weights(start), weights[number])
@@ -164,7 +164,7 @@ def test_what_a_kill_left_is_gone_after_the_next_save(
     assert again.start == 1
     again.train(1, make_samples(3, 3, seed=1))
     again.trainer.save(1, in_background=True)
-    again.train(2, make_samples(3, 3, seed=2))  # which is not in the checkpoint
+    again.train(2, make_samples(3, 3, seed=2))  # not part of the checkpoint
     again.trainer.finish_save(patient=True)
     assert equal(saved_weights(folder / "iter_0000001"), weights[1])
     assert not list(folder.rglob(".*"))

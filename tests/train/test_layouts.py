@@ -1,4 +1,4 @@
-"""However many processes train, and however they share the model: the numbers are those of one process."""
+"""Tests that every process layout gives the numbers of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"loss_type": "custom_loss", "custom_loss_function_path": f"{LOSSES}.policy_loss_function"},
     ),
 }
-"""A model and flags each; updates are in proportion to the gradient, or a rounding error would become a whole step."""
+"""Model and flags of each training. `train` makes updates proportional to the gradient to limit rounding errors."""
 
 CONTEXT = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -54,11 +54,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "custom loss, 2 of a context": ("custom loss", 2, CONTEXT),
     "lora, 2 of a context": ("lora", 2, CONTEXT),
 }
-"""Of a training: processes and flags."""
+"""Training, number of processes and flags of each layout."""
 
 
 def train(model_folder: Folder, training: str, out: Path, **flags: Any) -> Numbers:
-    """Every metric of three rollouts, and the weights after them."""
+    """Return every metric of three rollouts, and the weights after them."""
     model, own = TRAININGS[training]
     common = {"lr": 0.1, "adam_eps": 1.0, "global_batch_size": 9, "micro_batch_size": 2}
     config = config_for(model_folder(model), out, **common, **own, **flags)

@@ -1,4 +1,4 @@
-"""Model folders: what is wrong with one is said in one sentence; saving is complete and atomic."""
+"""Tests model folders: errors for broken folders, complete and atomic saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.errors import UserError
 from slime.models.loading import load_causal_lm, save_hf_folder
-from slime.models.meta_model import outline_causal_lm
+from slime.models.meta_model import load_meta_model
 from slime.storage.files import MANIFEST
 
 Folder = Callable[[str], Path]
@@ -25,7 +25,7 @@ def load(folder: Path):
 
 
 def outline(folder: Path):
-    return outline_causal_lm(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return load_meta_model(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""LoRA in a trainer: what is trained, kept, published and saved."""
+"""Tests LoRA in a trainer: trained parameters, checkpoints, export and saved folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.cli import main
 from slime.errors import UserError
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -43,7 +43,7 @@ def load(folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_only_adapters_are_trained_and_engines_get_them_added(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder(kind), tmp_path)
-    original = dict(weights_of(model_folder(kind)))
+    original = dict(open_weights(model_folder(kind)))
     before = sent(run)
     assert before.keys() == original.keys()
     assert all(torch.equal(before[name], original[name]) for name in original)
@@ -79,7 +79,7 @@ def test_the_saved_adapter_loads_in_peft_with_the_logits_of_the_merged_folder(
     run = lora_run(model_folder(kind), tmp_path / "run", save=str(tmp_path / "ckpt"))
     run.train(0, make_samples(3, 3))
     run.trainer.save_hf(str(tmp_path / "hf"))
-    run.trainer.save_hf(str(tmp_path / "hf"))  # replaced whole
+    run.trainer.save_hf(str(tmp_path / "hf"))  # replaces the whole folder
     merged = logits(load(tmp_path / "hf"))
     assert (merged - logits(load(model_folder(kind)))).abs().max() > 1e-3
     peft = PeftModel.from_pretrained(load(model_folder(kind)), tmp_path / "hf" / "adapter")
@@ -90,7 +90,7 @@ def test_the_saved_adapter_loads_in_peft_with_the_logits_of_the_merged_folder(
 
 
 def test_the_reference_is_the_base_itself(model_folder: Folder, tmp_path: Path) -> None:
-    """No second copy, and the numbers of a reference model of its own."""
+    """There is no second copy, and the log-probs equal those of a separate reference model."""
     samples = make_samples(3, 3)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
     run = lora_run(model_folder("qwen3"), tmp_path / "run", **kl)
@@ -126,7 +126,7 @@ def test_a_moving_reference_and_old_actors_are_adapters(model_folder: Folder, tm
     assert abs(first["metrics"][0]["train/kl_loss"]) < 1e-8
     before = run.weights
     second = run.train(1, make_samples(3, 3, seed=1))
-    assert abs(second["metrics"][0]["train/kl_loss"]) < 1e-8  # the reference had moved to the policy
+    assert abs(second["metrics"][0]["train/kl_loss"]) < 1e-8  # the reference was updated to the policy
     assert backend._frozen._resident == {}
     assert backend._frozen._stage is None
     backend.snapshot("kept", on_host=True)
@@ -185,8 +185,8 @@ def test_slime_convert_writes_what_the_trainer_saves(kind: str, model_folder: Fo
     run.trainer.save(0)
     run.trainer.save_hf(str(tmp_path / "hf"))
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    expected = dict(weights_of(tmp_path / "hf"))
-    found = dict(weights_of(tmp_path / "out"))
+    expected = dict(open_weights(tmp_path / "hf"))
+    found = dict(open_weights(tmp_path / "out"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -239,7 +239,7 @@ def test_in_bfloat16_the_base_is_held_in_it_and_the_adapter_in_float32(model_fol
 
 
 def test_one_rank_holds_the_frozen_weights_once(model_folder: Folder, tmp_path: Path) -> None:
-    """A layer's weights are whole while it runs, not from the forward to the backward."""
+    """A layer's weights are gathered only while it runs, not between forward and backward."""
     run = lora_run(model_folder("qwen3"), tmp_path)
     backend, seen = run.trainer.actor.backend, []
     own = backend.forward_backward

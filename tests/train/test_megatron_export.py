@@ -1,4 +1,4 @@
-"""Weights that Megatron's layouts cut, put together for engines and folders; the cutting needs no Megatron."""
+"""Tests the export of weights sharded in Megatron layouts; the tests shard without Megatron."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.models.dequantized import plain_sources
-from slime.models.families.weight_map import Entry
-from slime.models.safetensors_io import weights_of
+from slime.models.families.weight_map import ParameterEntry
+from slime.models.safetensors_io import open_weights
 from slime.models.torch_dist.hugging_face import model_entries
-from slime.train.backends.megatron.hf_export import HfExport
+from slime.train.backends.megatron.hf_export import MegatronHfExport
 from slime.train.backends.megatron.layout import Layout
-from slime.train.backends.megatron.shard_map import Placement
+from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.topology import Ranks
-from slime.train.weight_export.delta import Published
+from slime.train.weight_export.delta import PublishedWeights
 from tests.peers import together
 from tests.tiny_models import make_model_folder
 
@@ -38,8 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def cut(layout: Layout, rank: int, entries: list[Entry], whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters that a rank of this layout has of a model of two layers and four experts."""
+def cut(layout: Layout, rank: int, entries: list[ParameterEntry], whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of one rank of this layout, for a model of two layers and four experts."""
     own, stage = {}, rank // (layout.world // layout.pipeline)
     for entry in entries:
         layer = 0 if "embedding" in entry.megatron else 1 if "decoder.layers" not in entry.megatron else None
@@ -59,12 +59,12 @@ def cut(layout: Layout, rank: int, entries: list[Entry], whole: dict[str, Tensor
 def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
     folder, answers = Path(model), {}
     entries, _ = model_entries(folder, plain_sources(folder))
-    whole = dict(weights_of(folder))
+    whole = dict(open_weights(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     for name, sizes in LAYOUTS.items():
         layout = Layout(world=ranks.size, **sizes)
         own = cut(layout, ranks.rank, entries, whole)
-        export = HfExport(Placement(layout, ranks, entries, shapes, own), ranks, own)
+        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, own)
         for owners in (None, (0,), (1, 3)):
             plan = [load.tensors for load in export.plan(torch.bfloat16, MAX_BYTES, owners)]
             found: dict[str, bool] = {}
@@ -77,20 +77,20 @@ def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
 
 
 def export_changes(ranks: Ranks, model: str) -> list[tuple[int, dict[str, bool]]]:
-    """Three rounds: all weights, some changed, nothing changed."""
+    """Export three times: all weights, some changed, none changed."""
     folder = Path(model)
     entries, _ = model_entries(folder, plain_sources(folder))
-    whole = dict(weights_of(folder))
+    whole = dict(open_weights(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     layout = Layout(world=ranks.size, tensor=2, pipeline=2, expert_tensor=1, expert=2)
-    published, answers = Published(), []
+    published, answers = PublishedWeights(), []
     for turn in range(3):
         if turn == 1:
             for name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.experts.3.up_proj.weight"):
                 whole[name].view(-1)[::17] += 1
             whole["model.embed_tokens.weight"] += 1
         own = cut(layout, ranks.rank, entries, whole)
-        export = HfExport(Placement(layout, ranks, entries, shapes, own), ranks, own)
+        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, own)
         with counted_sends() as sent:
             found: dict[str, bool] = {}
             for bucket in export.buckets(torch.bfloat16, MAX_BYTES, earlier=published):
@@ -103,7 +103,7 @@ def export_changes(ranks: Ranks, model: str) -> list[tuple[int, dict[str, bool]]
 
 @contextmanager
 def counted_sends() -> Iterator[list[int]]:
-    """The sizes of the messages that leave this process."""
+    """Record the sizes of the uint8 messages that this process sends."""
     sizes: list[int] = []
     send = dist.isend
 
@@ -119,14 +119,14 @@ def counted_sends() -> Iterator[list[int]]:
 
 def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", "qwen3_moe", **MODELS["qwen3_moe"])
-    names = set(weights_of(model).names)
+    names = set(open_weights(model).names)
     rounds = list(zip(*together(4, export_changes, str(model), folder=tmp_path), strict=True))
     for answers in rounds:
         assert {name for _, found in answers for name in found} == names
         assert all(equal for _, found in answers for equal in found.values())
     whole, some, none = (sum(sent for sent, _ in answers) for answers in rounds)
     assert none == 0
-    embedding = 64 * 64 * 2  # what the second rank has of 320 rows, all of it changed
+    embedding = 64 * 64 * 2  # the second rank's part of 320 rows, all changed
     places_and_values = (64 * 64 // 2 // 17 + 1) * 6
     assert embedding + places_and_values / 2 < some <= embedding + places_and_values < whole / 5
 
@@ -134,7 +134,7 @@ def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_tensor_is_whole_on_its_owner_and_nowhere_else(kind: str, tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", kind, **MODELS[kind])
-    names = set(weights_of(model).names)
+    names = set(open_weights(model).names)
     answers = together(4, export_all, str(model), folder=tmp_path)
     for case in answers[0]:
         plans, found = zip(*(answer[case] for answer in answers), strict=True)

@@ -1,4 +1,4 @@
-"""A packed row cut for context parallelism: every token once, first slices with last ones, and numbers put back in order."""
+"""Tests the slicing of packed rows for context parallelism: token slices, positions and restored order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def packed_row(multiple: int = 1) -> PackedRow:
 
 
 def expected_slices(row: PackedRow, layout: Layout, rank: int) -> list[int]:
-    """Tokens of a rank, sequence by sequence as the definition says."""
+    """Return the tokens of a rank, sequence by sequence, from the definition."""
     found: list[int] = []
     total = 0
     for sequence in row.tokens[0].split(row.layout.lengths):
-        padded = sequence.tolist() + [0] * (-len(sequence) % layout.sequence_unit)
+        padded = sequence.tolist() + [0] * (-len(sequence) % layout.sequence_multiple)
         total += len(padded)
         slices = np.split(np.array(padded), 2 * layout.context) if layout.context > 1 else [np.array(padded)]
         found += slices[rank].tolist() + (slices[2 * layout.context - 1 - rank].tolist() if layout.context > 1 else [])
-    return found + [0] * (-total % layout.token_unit // layout.context)
+    return found + [0] * (-total % layout.row_multiple // layout.context)
 
 
 LAYOUTS = [
@@ -56,8 +56,8 @@ def test_ranks_have_the_first_slices_with_the_last(layout, multiple) -> None:
         assert slices.tokens.tolist() == [expected_slices(row, layout, rank)]
         lengths = slices.layout.lengths
         assert sum(lengths) == slices.tokens.shape[1] * layout.context
-        assert sum(lengths) % layout.token_unit == 0
-        assert all(length % layout.sequence_unit == 0 for length in lengths)
+        assert sum(lengths) % layout.row_multiple == 0
+        assert all(length % layout.sequence_multiple == 0 for length in lengths)
         assert slices.layout.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
         assert slices.layout.max_length == max(lengths)
 
@@ -78,7 +78,7 @@ def test_positions_count_from_the_begin_of_a_sequence(layout) -> None:
 
 
 def put_together(found: list[Tensor], slices: RowSlices, order: Tensor | None) -> Tensor:
-    """What the ranks' collective gives, in one process."""
+    """Compute the result of the ranks' collective in one process."""
     return torch.cat(found) if order is None else torch.cat(found).index_select(0, order)
 
 
@@ -118,9 +118,9 @@ def test_the_layout_of_the_flags() -> None:
     )
     layout = Layout.from_config(config, num_layers=12, world=32)
     assert (layout.data, layout.expert_data, layout.virtual, layout.copy) == (4, 4, 2, 8)
-    assert (layout.sequence_unit, layout.token_unit) == (4, 8)
+    assert (layout.sequence_multiple, layout.row_multiple) == (4, 8)
     plain = Layout.from_config(Config(sequence_parallel=True), num_layers=12, world=2)
-    assert (plain.data, plain.virtual, plain.sequence_parallel, plain.token_unit) == (2, 1, False, 1)
+    assert (plain.data, plain.virtual, plain.sequence_parallel, plain.row_multiple) == (2, 1, False, 1)
 
 
 def test_stages_of_a_layout_that_is_written_out() -> None:

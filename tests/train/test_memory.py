@@ -1,4 +1,4 @@
-"""What a training step really allocates, beside what the plan says."""
+"""Tests the memory plan against the bytes that a training step allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training starts only with a model whose packed rows give what transformers' eager forward gives."""
+"""Tests the start-up check that packed rows match transformers' eager forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers
 
 
 def model_of(model_type: str, **more: Any) -> PreTrainedModel:
-    sizes = {"num_hidden_layers": 2} if model_type == "minicpm3" else SMALL  # whose own sizes fit each other
+    sizes = {"num_hidden_layers": 2} if model_type == "minicpm3" else SMALL  # its default sizes are consistent
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **more}))
 

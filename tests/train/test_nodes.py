@@ -1,4 +1,4 @@
-"""Trainers on nodes that are not the driver's: who is told what, how they meet, and what their loss is like."""
+"""Tests trainers on remote nodes: environment, paths, rendezvous and node loss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slime.cluster.local import LocalCluster, LocalNode
-from slime.cluster.node import Placement, Slot
+from slime.cluster.node import Slot, SlotPlacement
 from slime.cluster.rpc.connect import Listener
 from slime.config import Config, derive
-from slime.train.node_paths import config_on, files_to_provide
+from slime.train.node_paths import config_for_node, files_to_provide
 from slime.train.processes import RankProcesses, TrainerDied
 from slime.train.trainer_group import TrainerGroup
 from tests.other_node import OtherNode, listening
@@ -38,7 +38,9 @@ def config(model: str, **changes: Any) -> Config:
 
 
 def ranks_on(slots: tuple[Slot, ...], device: str = "cpu", rollout: tuple[Slot, ...] = (), **changes: Any) -> Any:
-    return RankProcesses(config("model", **changes), device=device, run_dir=Path(), placement=Placement(slots, rollout))
+    return RankProcesses(
+        config("model", **changes), device=device, run_dir=Path(), placement=SlotPlacement(slots, rollout)
+    )
 
 
 def test_ranks_of_one_node_share_its_cores_and_see_its_devices_in_order(listener: Listener) -> None:
@@ -72,7 +74,7 @@ def test_without_a_placement_trainers_are_on_this_machine_with_the_first_devices
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
-    both = config("model", rollout_num_gpus=4)  # engines that nobody starts need no devices
+    both = config("model", rollout_num_gpus=4)  # engines that are not started need no devices
     processes = RankProcesses(both, device="cuda", run_dir=Path())
     assert [slot.device for slot in processes.slots] == ["6", "3"]
     assert processes.placement.is_here
@@ -87,24 +89,24 @@ def test_files_have_the_nodes_own_names_and_never_depend_on_a_working_folder(
         (tmp_path / name).mkdir()
     flags = config("model", ref_load=str(tmp_path / "reference"), load="ckpt", save="ckpt", save_hf="hf/{rollout_id}")
     node = OtherNode("there", listener, {str(tmp_path / "model"): "/cache/1/model"})
-    there = config_on(node, flags)
+    there = config_for_node(node, flags)
     assert (there.hf_checkpoint, there.ref_load) == ("/cache/1/model", str(tmp_path / "reference"))
     assert there.load == there.save == str(tmp_path / "ckpt")
     assert there.save_hf == str(tmp_path / "hf/{rollout_id}")
-    assert config_on(LocalCluster(flags, device="cpu").placement.trainers[0].node, flags) is flags
-    # what the run itself saves is shared, not shipped
+    assert config_for_node(LocalCluster(flags, device="cpu").placement.trainers[0].node, flags) is flags
+    # files that the run saves are shared, not copied
     assert files_to_provide(flags) == [str(tmp_path / "model"), str(tmp_path / "reference")]
 
 
 def test_ranks_on_two_nodes_train_as_two_ranks_here(listener: Listener, model_folder: Folder, tmp_path: Path) -> None:
-    """They connect over TCP, meet at a store that rank 0 serves, read the model under a name of their own, and write
-    down the driver's."""
+    """They connect over TCP, rendezvous at a store on rank 0, read the model from their own path, and record the
+    driver's path."""
     model = model_folder("qwen3")
     here = config(str(model), save=str(tmp_path / "ckpt"))
     results = []
     called = str(tmp_path / "called-so-by-the-driver")
     nodes = [OtherNode(name, listener, {called: str(model)}) for name in ("first", "second")]
-    placement = Placement(tuple(Slot(node) for node in nodes), ())
+    placement = SlotPlacement(tuple(Slot(node) for node in nodes), ())
     for flags, places in ((here, None), (here.replace(hf_checkpoint=called), placement)):
         with TrainerGroup(flags, device="cpu", run_dir=tmp_path / f"run-{len(results)}", placement=places) as group:
             assert group.start() == 0
@@ -122,7 +124,7 @@ def test_a_lost_node_is_named_although_its_connection_stays_open(
     listener: Listener, model_folder: Folder, tmp_path: Path
 ) -> None:
     nodes = [OtherNode(name, listener) for name in ("first", "second")]
-    placement = Placement(tuple(Slot(node) for node in nodes), ())
+    placement = SlotPlacement(tuple(Slot(node) for node in nodes), ())
     with TrainerGroup(config(str(model_folder("qwen3"))), device="cpu", run_dir=tmp_path, placement=placement) as group:
         group.start()
         nodes[1].lose()

@@ -1,4 +1,4 @@
-"""A rollout without a single response token: said, passed over, and never a run that cannot be started again."""
+"""Tests that a rollout without response tokens is skipped with a warning."""
 
 import logging
 
@@ -9,7 +9,7 @@ from slime.train.trainer_group import TrainerGroup
 
 def test_no_step_is_made_on_a_rollout_without_response_tokens(tmp_path, caplog):
     config = derive(Config(hf_checkpoint=str(tmp_path), num_rollout=2, device="cpu", rollout_batch_size=1))
-    group = TrainerGroup(config, device="cpu", run_dir=tmp_path)  # no rank is started: none is asked
+    group = TrainerGroup(config, device="cpu", run_dir=tmp_path)  # no rank is started or called
     empty = [Sample(group_index=0, index=i, tokens=[1], reward=1.0, status=Sample.Status.TRUNCATED) for i in range(2)]
     with caplog.at_level(logging.WARNING):
         result = group.train(0, [empty], last=True)

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and Adam without memory."""
+"""Tests parameter freezing, Adam, stateless Adam and optimizer state on resume."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_adam_is_that_of_torch_bit_for_bit() -> None:
             module.zero_grad()
             (module if step else module[0])(
                 inputs
-            ).square().sum().backward()  # at first the second half has no gradient
+            ).square().sum().backward()  # in step 0 the second layer has no gradient
             used.step()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine, other)
@@ -63,7 +63,7 @@ def test_adam_is_that_of_torch_bit_for_bit() -> None:
 
 
 def test_adam_without_memory_is_a_new_adam_in_every_step() -> None:
-    """Against torch's AdamW, made anew before each update."""
+    """The reference is a new AdamW before each update."""
     config = Config(use_stateless_adam=True, lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
     torch.manual_seed(0)
     ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
@@ -101,7 +101,7 @@ def test_a_resumed_run_can_leave_the_optimizer_behind(model_folder: Callable[[st
     flags = {"save": str(tmp_path / "c"), "load": str(tmp_path / "c")}
     first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
     first.train(0, make_samples(3, 3))
-    torch.rand(3)  # whatever a plugin draws
+    torch.rand(3)  # as a plugin may do
     saved = torch.get_rng_state()
     first.trainer.save(0)
     for leaves in (False, True):

@@ -1,4 +1,4 @@
-"""A packed row gives each sequence what it gets alone; recompute and chunking change nothing."""
+"""Tests that packed rows match separate sequences, also with recompute and batched attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.algorithms.logprobs import linear_log_probs
 from slime.errors import UserError
 from slime.models.heads import OutputHead
 from slime.train.backends import attention as causal
-from slime.train.backends.attention import _equal_attention, causal_attention
+from slime.train.backends.attention import _batched_gpu_attention, causal_attention
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, attach_context, register_packed_attention
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.samples.packing import PackedLayout, pack
@@ -54,7 +54,7 @@ def test_packed_equals_each_sequence_alone(kind) -> None:
     expected_log_probs, expected_entropy = [], []
     with torch.no_grad():
         for sequence, (_, response) in zip(sequences(), LENGTHS, strict=True):
-            alone = build_model(kind)  # anew: a dynamic rope remembers the longest sequence that it has seen
+            alone = build_model(kind)  # a new model each time: dynamic rope keeps the longest length seen
             tokens = torch.from_numpy(sequence)[None]
             log_p = torch.log_softmax(alone(input_ids=tokens).logits[0, -response - 1 : -1].double() / temperature, -1)
             expected_log_probs.append(log_p.gather(1, tokens[0, -response:, None])[:, 0])
@@ -96,7 +96,7 @@ def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() ->
     layout = pack([np.arange(6)] * 3, [2] * 3).layout
     rows = torch.randn(18, 8 * 16, requires_grad=True)
     query, key, value = (part.unflatten(1, (-1, 16)) for part in rows.split([4 * 16, 2 * 16, 2 * 16], dim=1))
-    found, wanted = _equal_attention(query, key, value, 6, 0.3), causal_attention(query, key, value, layout, 0.3)
+    found, wanted = _batched_gpu_attention(query, key, value, 6, 0.3), causal_attention(query, key, value, layout, 0.3)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     ours, theirs = (torch.autograd.grad(out.square().sum(), rows, retain_graph=True)[0] for out in (found, wanted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -107,15 +107,15 @@ def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() ->
     [
         ([6] * 3, 3),
         ([4] + [6] * 8, 8),
-        ([4] + [6] * 31, 28),  # three more of that length go with the others: a plan less
+        ([4] + [6] * 31, 28),  # the other three go with the rest, which saves a plan
         ([4] + [6] * 3, 0),
-        ([4] * 3 + [6] * 8, 0),  # less than seven eighths of the tokens
+        ([4] * 3 + [6] * 8, 0),  # fewer than seven eighths of the tokens
         ([6] * 9 + [4], 0),
         ([9], 0),
     ],
 )
 def test_sequences_of_one_length_at_the_end_are_a_batch(lengths: list[int], count: int) -> None:
-    assert causal.equal_at_end(lengths) == count
+    assert causal.equal_length_tail(lengths) == count
 
 
 def test_a_batch_at_the_end_of_a_row_gives_what_its_sequences_give_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_batch_at_the_end_of_a_row_gives_what_its_sequences_give_alone(monkeyp
     monkeypatch.setattr(causal, "_varlen_attention", by_bounds)
     rows = torch.randn(137, 8 * 16, requires_grad=True)
     heads = [part.unflatten(1, (-1, 16)) for part in rows.split([4 * 16, 2 * 16, 2 * 16], dim=1)]
-    found = causal._gpu_attention(*heads, layout, 0.3, None, causal.equal_at_end(layout.lengths))
+    found = causal._gpu_attention(*heads, layout, 0.3, None, causal.equal_length_tail(layout.lengths))
     assert asked == [(2, 3, 6, 6)]
     wanted = causal_attention(*heads, layout, 0.3)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
@@ -141,7 +141,7 @@ def test_a_batch_at_the_end_of_a_row_gives_what_its_sequences_give_alone(monkeyp
 
 
 class Asked(TorchDispatchMode):
-    """Counts how often the host asks for a number of the device, and copies that indexing makes in a backward."""
+    """Counts scalar reads from the device and gradient copies made by indexing in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_recompute_gives_identical_gradients() -> None:
 
 def test_ranks_cannot_share_rows_of_sparse_attention() -> None:
     with pytest.raises(UserError, match="--context-parallel-size 2 needs full attention"):
-        packed_policy("glm_moe_dsa").share_rows(Ranks(0, 2, torch.device("cpu")))
+        packed_policy("glm_moe_dsa").set_context_ranks(Ranks(0, 2, torch.device("cpu")))
 
 
 def test_packing_layout() -> None:
@@ -231,6 +231,6 @@ def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
 
 @pytest.mark.parametrize(("device", "is_imported"), [("cuda", True), long("cpu", False)])
 def test_what_unequal_lengths_take_is_imported_at_the_start(device: str, is_imported: bool) -> None:
-    """On a GPU; else it would be two seconds of the first such step, and on a CPU two seconds for nothing."""
+    """The import takes two seconds: on a GPU it would delay the first such step; a CPU does not need it."""
     done = subprocess.run([sys.executable, "-c", IMPORTED, device], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(is_imported)]

@@ -1,4 +1,4 @@
-"""Bins of nearly equal sums: every number once, the same bins each time, close to the best there is."""
+"""Tests the partition of weights into bins of nearly equal sums: complete, deterministic, close to optimal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_equal_sizes_cost_little_among_many_numbers() -> None:
 
 
 def test_swaps_relieve_the_bin_with_a_heavy_number() -> None:
-    # neighbours start together, so the 20 would meet middling numbers; swaps give it the smallest ones
+    # neighbours start in one bin, so 20 would be with medium weights; swaps exchange them for the smallest
     bins = partition([20, 9, 8, 7, 2, 1, 6, 5], 2, equal_size=True)
     assert [len(members) for members in bins] == [4, 4]
     assert max(sums(bins, [20, 9, 8, 7, 2, 1, 6, 5])) == 29
@@ -70,7 +70,7 @@ def test_no_numbers_and_no_bins() -> None:
 
 
 def plain_differencing(weights: list[int], k: int) -> list[int]:
-    """The sums of the largest differencing method, written down as it is told: k sums each, empty ones too."""
+    """Compute the sums of the largest differencing method by its definition: k sums per part, including empty bins."""
     parts = [(order, [weight] + [0] * (k - 1)) for order, weight in enumerate(sorted(weights, reverse=True))]
     for order in range(len(weights), 2 * len(weights) - 1):
         parts.sort(key=lambda part: (part[1][-1] - part[1][0], part[0]))
@@ -86,7 +86,7 @@ def test_empty_bins_that_are_left_out_change_no_sum(weights: list[int], k: int) 
 
 
 class Counted(float):
-    """A weight that counts how often weights are added to anything."""
+    """A weight that counts additions."""
 
     added = 0
 
@@ -98,7 +98,7 @@ class Counted(float):
 
 
 def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
-    """Every number joins a bin once, and is in two sums when all is done."""
+    """Every weight joins a bin once and enters two sums at the end."""
     generator = random.Random(2)
     work = []
     for count in (500, 1000):
@@ -110,7 +110,7 @@ def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
 
 
 def test_bins_that_can_swap_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many bins of few numbers, some of them huge, the time stays in proportion to the numbers."""
+    """With many bins of few weights, some of them huge, the time stays proportional to the number of weights."""
     rng = random.Random(0)
     weights = [rng.lognormvariate(0.0, 1.0) ** 2 for _ in range(2000)]
     tried = 0

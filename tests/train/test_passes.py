@@ -1,4 +1,4 @@
-"""What a pass through a backend leaves behind."""
+"""Tests the gathered weights and the reference after backend passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_pass_without_a_backward_leaves_no_gathered_weights(
 def test_weights_that_are_gathered_ahead_are_those_of_the_last_update(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the reference's pass runs; the numbers are those of a trainer that gathers when it comes to a layer."""
+    """Weights are gathered during the reference pass; the results equal those of gathering layer by layer."""
     config = config_for(model_folder("qwen3"), tmp_path, dtype="bfloat16", use_kl_loss=True, kl_loss_coef=0.1)
     found, gathered = [], []
     for is_ahead in (True, False):
@@ -47,14 +47,14 @@ def test_weights_that_are_gathered_ahead_are_those_of_the_last_update(
         for rollout_id in range(3):
             run.train(rollout_id, make_samples(3, 3))
         found.append(dict(run.weights))
-    assert gathered == [True, True, False, False]  # not in the first step
+    assert gathered == [True, True, False, False]  # gather_ahead is not called in the first step
     assert_equal(*found)
 
 
 def test_a_reference_may_be_a_moving_average_which_a_resumed_run_goes_on_with(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """In bfloat16 too, where a hundredth of what one update changes would be lost in rounding."""
+    """Holds in bfloat16 too, where rounding would drop one hundredth of an update."""
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.99}
     config = config_for(
         model_folder("qwen3"), tmp_path, dtype="bfloat16", save=str(tmp_path / "c"), load=str(tmp_path / "c"), **flags

@@ -1,4 +1,4 @@
-"""The policy's loss against the formulas spelled out token by token in float64, values and gradients."""
+"""Tests the policy loss and its gradient against per-token formulas in float64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tensor:
-    """One token after the other; `rows` holds [log_probs, old, rollout, ref, advantage, entropy, mask] by sequence."""
+    """Loss token by token; `rows` holds [log_probs, old, rollout, ref, advantage, entropy, mask] by sequence."""
     total = torch.zeros((), dtype=torch.float64)
     for (lp, old, rollout, ref, adv, entropy, mask), (weight,) in zip(rows, weights, strict=True):
         base = rollout if config.use_rollout_logprobs else old
@@ -109,13 +109,13 @@ def reference(config: Config, rows: Sequences, weights: Sequences) -> torch.Tens
 
 
 def level_ratio(log_ratios: list[float], at: int, level: str) -> float:
-    """Of token `at` of a sequence's unmasked tokens."""
+    """Return the importance ratio of token `at` among a sequence's unmasked tokens."""
     value = {"token": log_ratios[at], "sequence": sum(log_ratios), "geometric": sum(log_ratios) / len(log_ratios)}
     return math.exp(max(-20.0, min(20.0, value[level])))
 
 
 def importance(config: Config, log_ratios: list[float], at: int) -> float:
-    """The weight on the surrogate of one token."""
+    """Return the importance weight on the surrogate of one token."""
     if not config.use_tis:
         return 1.0
     weight = level_ratio(log_ratios, at, config.tis_level)
@@ -128,7 +128,7 @@ def importance(config: Config, log_ratios: list[float], at: int) -> float:
 
 
 def is_kept(config: Config, log_ratios: list[float], at: int) -> float:
-    """1 unless rejection takes the token out, with its entropy and its KL."""
+    """Return 0 if rejection drops the token, including its entropy and KL terms, else 1."""
     if not config.use_rs:
         return 1.0
     inside = config.rs_lower_bound <= level_ratio(log_ratios, at, config.rs_level) <= config.rs_upper_bound

@@ -1,4 +1,4 @@
-"""The deadline of a call to trainers follows their work: reports of what is done, and nothing else, put it off."""
+"""Tests the deadline of trainer calls: only progress reports of the call renew it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from slime.cluster.process import ChildProcess
 from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.cluster.watchdog import registry as board_module
-from slime.cluster.watchdog.registry import Wait, board
+from slime.cluster.watchdog.registry import Wait, wait_registry
 from slime.config import Config
 from slime.train import worker
 from slime.train.processes import Rank, TrainerTimeout
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
 from slime.train.trainer_group import TrainerGroup
@@ -30,7 +30,7 @@ DEADLINE_S = 600.0
 
 def test_a_report_says_what_is_done_and_of_how_much() -> None:
     told: list[str] = []
-    progress = Progress(told.append, between_s=0.0)
+    progress = RankProgress(told.append, between_s=0.0)
     progress.begin("loading the policy")
     assert list(progress.over("ab", "tensor", 2)) == ["a", "b"]
     progress.begin("bytes")
@@ -40,7 +40,7 @@ def test_a_report_says_what_is_done_and_of_how_much() -> None:
 
 def test_of_many_in_quick_succession_one_is_told_and_each_call_begins_with_one() -> None:
     told: list[str] = []
-    progress = Progress(told.append, between_s=3600.0)
+    progress = RankProgress(told.append, between_s=3600.0)
     for _ in progress.over(range(1000), "tensor", 1000):
         pass
     assert told == ["tensor 0 of 1000"]
@@ -49,7 +49,7 @@ def test_of_many_in_quick_succession_one_is_told_and_each_call_begins_with_one()
     assert told[1:] == ["tensor 1001 of 1000"]
 
 
-# the driver's side, with a clock that the test moves
+# driver side, with a clock that the test advances
 
 
 class Clock:
@@ -61,7 +61,7 @@ class Clock:
 
 
 class PlayedRanks:
-    """Channels whose other ends the test holds; the call to the group runs in a thread."""
+    """A trainer group whose rank ends of the channels the test controls; calls to the group run in a thread."""
 
     def __init__(self, tmp_path: Path, clock: Clock, count: int) -> None:
         self.clock = clock
@@ -83,7 +83,7 @@ class PlayedRanks:
         return answer
 
     def wait(self) -> Wait:
-        (found,) = [wait for wait in board.waits() if wait.why.startswith("to finish")]
+        (found,) = [wait for wait in wait_registry.waits() if wait.why.startswith("to finish")]
         return found
 
     def report(self, index: int, text: str, *, request: int) -> None:
@@ -115,7 +115,7 @@ def played(tmp_path: Path, clock: Clock, count: int = 1) -> Iterator[PlayedRanks
 
 
 def until(condition: Any) -> None:
-    """Poll for what another thread is about to do."""
+    """Poll until a condition that another thread makes true."""
     patience = threading.Event()
     for _ in range(48000):
         if condition():
@@ -156,8 +156,8 @@ def test_only_ranks_that_still_owe_an_answer_to_this_call_put_it_off(tmp_path: P
         answer = ranks.call("train")
         ranks.answer(0, "done", request=1)
         until(lambda: ranks.wait().whom == "trainer-1")
-        ranks.report(0, "something else", request=1)  # by a rank that has answered
-        ranks.report(1, "what came late", request=0)  # of a call before
+        ranks.report(0, "something else", request=1)  # from a rank that has answered
+        ranks.report(1, "what came late", request=0)  # for the previous call
         ranks.report(1, "update: micro-batch 1 of 2", request=1)
         until(lambda: ranks.group.doing() is not None)
         assert ranks.group.doing() == ("update: micro-batch 1 of 2", True)
@@ -166,11 +166,11 @@ def test_only_ranks_that_still_owe_an_answer_to_this_call_put_it_off(tmp_path: P
             answer.result(240)
 
 
-# the rank's side
+# rank side
 
 
 def test_a_worker_sends_reports_of_the_call_it_serves_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Progress] = []
+    kept: list[RankProgress] = []
 
     def handle(self: worker.Worker, method: str, params: dict[str, Any]) -> str:
         kept.append(self.progress)
@@ -187,14 +187,14 @@ def test_a_worker_sends_reports_of_the_call_it_serves_before_the_answer(monkeypa
             assert driver.recv(240) == {"id": number, "progress": f"{method} 0 of 2"}
             assert driver.recv(240) == {"id": number, "ok": True, "result": "done"}
             kept[0].restart()
-            kept[0].tick()  # a background thread, while nobody waits
+            kept[0].tick()  # as a background thread does between calls
         driver.send({"id": 9, "method": "stop", "params": {}})
         assert driver.recv(240) == {"id": 9, "ok": True, "result": None}
     serving.join(240)
 
 
 def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a rank that waits for one that works would fail before the driver, which hears of the work, gives up."""
+    """Otherwise a rank blocked on a working rank would fail, although progress reports renew the driver's deadline."""
     asked: dict[str, Any] = {}
 
     def join(device: str, **how: Any) -> None:
@@ -208,7 +208,7 @@ def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Trainer, "init", init)
     config = Config(rollout_batch_size=1, num_rollout=1, distributed_timeout_minutes=60)
     params = {"config": config.to_dict(), "device": "cpu", "meeting": {}, "names": {}}
-    assert worker.Worker(Progress()).handle("init", params) == 3
+    assert worker.Worker(RankProgress()).handle("init", params) == 3
     assert asked["timeout_minutes"] > 60 * 24
 
 
@@ -218,7 +218,7 @@ def test_training_saving_and_exporting_report_each_piece(model_folder: Any, tmp_
         model_folder("qwen3"), tmp_path, use_kl_loss=True, kl_loss_coef=0.1, advantage_estimator="ppo",
         save=str(tmp_path / "ckpt"), num_steps_per_rollout=1,
     )  # fmt: skip
-    run = InProcess(config, Progress(told.append, between_s=0.0))
+    run = InProcess(config, RankProgress(told.append, between_s=0.0))
 
     def reports() -> list[str]:
         found, told[:] = list(told), []

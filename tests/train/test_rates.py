@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of every update, against Megatron's scheduler, which counts rollouts one step at a time."""
+"""Tests learning rate and weight decay of every update against Megatron's scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def megatron(flags: dict[str, Any], updates: int) -> list[tuple[float, float]]:
-    """(learning rate, weight decay) of each update: a counter of rollouts that grows by the batch after each."""
+    """Return (learning rate, weight decay) of each update; the rollout counter grows by the batch size after each."""
     num_rollouts = flags["num_rollout"]
     lr, floor, style = flags["lr"], flags.get("min_lr", 0.0), flags.get("lr_decay_style", "constant")
     decay = flags.get("lr_decay_iters", num_rollouts) * BATCH
@@ -105,7 +105,7 @@ def test_a_decay_or_fraction_without_an_end_is_refused() -> None:
 
 
 def test_updates_are_made_with_these_rates(model_folder: Folder, tmp_path: Path) -> None:
-    """A quarter of eight updates is warm-up: the first moves nothing, the second half as far as the third."""
+    """Two of eight updates are warm-up: the first has rate 0, the second half the rate of the third."""
     flags: dict[str, Any] = {
         "num_rollout": 8, "lr": 1e-3, "lr_warmup_fraction": 0.25,
         "start_weight_decay": 0.0, "end_weight_decay": 0.8, "weight_decay_incr_style": "linear",

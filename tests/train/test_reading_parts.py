@@ -1,4 +1,4 @@
-"""Every rank reads its own part of the weights: bit for bit that part of what transformers loads, and no more."""
+"""Tests that every rank reads only its own part of the weights, bitwise equal to what transformers loads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.models.families.tp_sharding import region_shape
 from slime.models.loading import load_causal_lm
-from slime.models.safetensors_io import Stored
+from slime.models.safetensors_io import StoredTensor
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part, local_region
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from tests.peers import together
 from tests.train.in_process import InProcess, config_for
@@ -25,7 +25,7 @@ from tests.train.tiny_training import make_samples
 
 Folder = Callable[[str], Path]
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_moe")
-"""Tied weights; an output layer of its own, biases and sinks; experts that the folder has fused, and that it has not."""
+"""Covers tied weights; a separate output layer, biases and sinks; experts fused and not fused in the folder."""
 
 
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -44,41 +44,41 @@ def assert_parts(model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> N
 
 
 def read_everything(ranks: Ranks, folders: dict[str, Path], out: Path) -> dict[str, tuple[int, list[str]]]:
-    """Of each model: bytes that this rank read for its policy, and what it told of it."""
+    """Return, for each model, the bytes that this rank read for its policy and its progress reports."""
     answer = {}
     for family, folder in folders.items():
         count, told = [0], list[str]()
-        real = Stored._bytes
+        real = StoredTensor._bytes
 
-        def counting(stored: Stored, begin: int, size: int) -> torch.Tensor:
+        def counting(stored: StoredTensor, begin: int, size: int) -> torch.Tensor:
             count[0] += size  # noqa: B023  (called before the next one is made)
             return real(stored, begin, size)  # noqa: B023
 
-        Stored._bytes = counting  # type: ignore[method-assign]
+        StoredTensor._bytes = counting  # type: ignore[method-assign]
         config = config_for(folder, out, actor_num_gpus_per_node=ranks.size)
-        progress = Progress(told.append, between_s=0)
+        progress = RankProgress(told.append, between_s=0)
         builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=progress)
-        backend = builder.policy(config, Start())
+        backend = builder.policy(config, InitialWeights())
         answer[family] = (count[0], list(told))
-        Stored._bytes = real  # type: ignore[method-assign]
+        StoredTensor._bytes = real  # type: ignore[method-assign]
         expected = whole_model(folder)
         assert_parts(backend.module.model, dict(expected.named_parameters()))
         head, embedding = backend.module.model.lm_head, backend.module.model.get_input_embeddings()
         assert (head.weight is embedding.weight) == (expected.lm_head.weight is expected.get_input_embeddings().weight)
         for name, buffer in expected.named_buffers():
             assert torch.equal(dict(backend.module.model.named_buffers())[name], buffer)
-        backend.load_frozen("ref", Start())
+        backend.load_frozen("ref", InitialWeights())
         frozen = backend._frozen.model("ref").module.model
         assert_parts(frozen, dict(whole_model(folder, torch.bfloat16).named_parameters()))
         assert not any(parameter.requires_grad for parameter in frozen.parameters())
-        critic = builder.critic(config, Start()).module.model
+        critic = builder.critic(config, InitialWeights()).module.model
         values = dict(expected.named_parameters()) | {"lm_head.weight": torch.zeros(1, 64)}
         assert_parts(critic, {name: values[name] for name, _ in critic.named_parameters()})
     return answer
 
 
 def test_three_ranks_read_one_copy_between_them(model_folder: Folder, tmp_path: Path) -> None:
-    """128 and 64 rows are not divided by three, four experts neither."""
+    """Neither 128 and 64 rows nor four experts are divisible by three."""
     folders = {family: model_folder(family) for family in FAMILIES}
     ranks = together(3, read_everything, folders, tmp_path, folder=tmp_path)
     for family, folder in folders.items():
@@ -91,9 +91,9 @@ def test_three_ranks_read_one_copy_between_them(model_folder: Folder, tmp_path: 
 
 def from_checkpoint(ranks: Ranks, folder: Path, checkpoint: Path, out: Path) -> None:
     config = config_for(folder, out, actor_num_gpus_per_node=ranks.size)
-    builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=Progress())
-    backend = builder.policy(config, Start(checkpoint=checkpoint, flag="--ref-load"))
-    backend.load_frozen("ref", Start(checkpoint=checkpoint, flag="--ref-load"))
+    builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=RankProgress())
+    backend = builder.policy(config, InitialWeights(checkpoint=checkpoint, flag="--ref-load"))
+    backend.load_frozen("ref", InitialWeights(checkpoint=checkpoint, flag="--ref-load"))
     expected: dict[str, Any] = torch.load(out / "expected")
     assert_parts(backend.module.model, expected)
     frozen = {name: tensor.bfloat16() for name, tensor in expected.items()}
@@ -112,10 +112,10 @@ def test_three_ranks_begin_with_the_weights_of_a_checkpoint(model_folder: Folder
 def test_weights_that_are_about_to_be_overwritten_are_not_read(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a set that is a copy of the policy, and of a policy that goes on from a checkpoint."""
+    """Covers weights that are copied from the policy, and a policy that resumes from a checkpoint."""
     read: list[int] = []
-    real = Stored._bytes
-    monkeypatch.setattr(Stored, "_bytes", lambda self, begin, size: read.append(size) or real(self, begin, size))
+    real = StoredTensor._bytes
+    monkeypatch.setattr(StoredTensor, "_bytes", lambda self, begin, size: read.append(size) or real(self, begin, size))
     saved = str(tmp_path / "saved")
     flags = {"keep_old_actor": True, "save": saved, "load": saved, "advantage_estimator": "ppo"}
     first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))

@@ -1,4 +1,4 @@
-"""`--recompute-activations`: the same numbers, every layer run once more, and only its input kept until then."""
+"""Tests `--recompute-activations`: equal gradients, one more run per layer, only layer inputs stored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3Config
 
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
 from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part
-from slime.train.backends.protocol import Outcome
+from slime.train.backends.protocol import LossOutcome
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import pack
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from tests.train.in_process import config_for, one_rank
 from tests.train.tiny_training import CONFIGS, SIZES, build_model
 
@@ -39,8 +39,8 @@ def make_folder(config: PretrainedConfig, path: Path) -> Path:
 
 def make_backend(folder: Path, out: Path, *, recompute: bool, critic: bool = False) -> Any:
     config = config_for(folder, out, recompute_activations=recompute)
-    builder = FSDPBuilder(config, one_rank(), compute_dtype=torch.float32, progress=Progress())
-    return (builder.critic if critic else builder.policy)(config, Start())
+    builder = FSDPBuilder(config, one_rank(), compute_dtype=torch.float32, progress=RankProgress())
+    return (builder.critic if critic else builder.policy)(config, InitialWeights())
 
 
 def micro_batch(*lengths: int) -> MicroBatch:
@@ -50,8 +50,8 @@ def micro_batch(*lengths: int) -> MicroBatch:
     return MicroBatch(row, list(range(len(lengths))), ones, ones, ones, 1.0)
 
 
-def likelihood(micro: MicroBatch, values: Tensor, _entropy: Tensor) -> Outcome:
-    return Outcome((values * micro.weights).sum())
+def likelihood(micro: MicroBatch, values: Tensor, _entropy: Tensor) -> LossOutcome:
+    return LossOutcome((values * micro.weights).sum())
 
 
 def gradients(backend: Any, *micro_batches: MicroBatch) -> list[Tensor]:
@@ -62,7 +62,7 @@ def gradients(backend: Any, *micro_batches: MicroBatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "critic", "noisy router"])
 def test_the_gradients_are_the_same_bits(kind: str, model_folder: Folder, tmp_path: Path) -> None:
-    if kind == "noisy router":  # only in training mode, which no part of a layer is ever in
+    if kind == "noisy router":  # the noise applies only in training mode, which no part of a layer is in
         noisy = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5)
         folder = make_folder(noisy, tmp_path / "noisy")
     else:
@@ -92,7 +92,7 @@ def test_each_layer_runs_once_more_and_nothing_else_does(model_folder: Folder, t
 
 
 class Living(TorchDispatchMode):
-    """Bytes of the tensors that were made inside and are still there."""
+    """Counts the bytes of tensors created inside the context that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class Living(TorchDispatchMode):
 
 
 def kept_per_token(folder: Path, out: Path, *, recompute: bool) -> float:
-    """Bytes that each token of a row takes between forward and backward."""
+    """Return the bytes per token of a row stored between forward and backward."""
     backend = make_backend(folder, out, recompute=recompute)
-    backend.forward_backward([micro_batch(8)], likelihood)  # what is made once
+    backend.forward_backward([micro_batch(8)], likelihood)  # allocates one-time tensors
     found = []
     for length in (16, 48):
         with Living() as living:
 
-            def objective(micro: MicroBatch, values: Tensor, entropy: Tensor, living: Living = living) -> Outcome:
+            def objective(micro: MicroBatch, values: Tensor, entropy: Tensor, living: Living = living) -> LossOutcome:
                 found.append(living.bytes)
                 return likelihood(micro, values, entropy)
 

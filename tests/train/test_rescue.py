@@ -1,4 +1,4 @@
-"""A full or lost disk: the weights are saved in the next place that takes them, and the error says where."""
+"""Tests the rescue of weights when a disk is full or lost: fallback folders and error messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 import slime.driver.recovery
 from slime.config import Config
-from slime.driver.recovery import weights_rescued
+from slime.driver.recovery import rescue_weights
 from slime.errors import RunFailed, UserError
 from slime.storage.group_commit import JournalFailed
-from slime.train.checkpoints.errors import NotWritten, written_together
+from slime.train.checkpoints.errors import NotWritten, write_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -26,7 +26,7 @@ Folder = Callable[[str], Path]
 
 
 class Trainers:
-    """A real trainer, asked as the driver asks its processes."""
+    """A real trainer with the interface of the driver's trainer group."""
 
     is_usable = True
 
@@ -60,7 +60,7 @@ def trainers(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder and shared memory, under the test's own folder."""
+    """Redirect the temporary folder and shared memory to the test's folder."""
     for name in ("tmp", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -74,7 +74,7 @@ def run_of(trainers: Trainers, tmp_path: Path, **flags: str) -> Run:
 
 
 def failure(run: Run, what: Callable[[], object]) -> str:
-    with pytest.raises(RunFailed) as caught, weights_rescued(run):
+    with pytest.raises(RunFailed) as caught, rescue_weights(run):
         what()
     assert type(caught.value) is RunFailed
     return str(caught.value)
@@ -106,7 +106,7 @@ def test_a_full_disk_at_the_end_leaves_the_weights_in_the_run_folder(
     assert "No space left on device" in sentence
     assert sentence.endswith(f"; the weights after rollout 0 are saved in {kept}, a Hugging Face folder")
     assert_has_weights(trainers, kept)
-    assert [record.getMessage() for record in caplog.records] == [f"saving the weights in {kept}"]  # not there again
+    assert [record.getMessage() for record in caplog.records] == [f"saving the weights in {kept}"]  # no second try
 
 
 def test_a_checkpoint_that_does_not_fit_is_saved_beside_the_weights(trainers: Trainers, elsewhere: Path) -> None:
@@ -168,7 +168,7 @@ def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) 
     asked_for_nothing = "the weights are not saved, as neither --save nor --save-hf is set"
     assert failure(run_of(trainers, elsewhere), lambda: raise_(lost)).endswith(asked_for_nothing)
     for error in (ConnectionResetError("engine"), UserError("typo"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), weights_rescued(run_of(trainers, elsewhere)):
+        with pytest.raises(type(error)), rescue_weights(run_of(trainers, elsewhere)):
             raise error
     assert not (elsewhere / "out").exists()
 
@@ -200,7 +200,7 @@ def raise_(error: BaseException) -> None:
 
 
 class Alone:
-    """Ranks that agree with one."""
+    """A single rank whose `union` also returns the errors of other ranks."""
 
     def __init__(self, *others: str) -> None:
         self.others = others
@@ -216,11 +216,11 @@ def test_a_rank_that_cannot_write_goes_through_all_tensors_with_the_others() -> 
 
     tensors = iter(range(5))
     with pytest.raises(NotWritten, match=r"^cannot write it: No space left on device \(/disk/part-00001\)$"):
-        written_together(Alone(), tensors, write, "it")
+        write_together(Alone(), tensors, write, "it")
     assert list(tensors) == []
     tensors = iter(range(5))
-    with pytest.raises(NotWritten, match=r"^cannot write it: full$"):  # what rank 0 says, on another rank
-        written_together(Alone("full"), tensors, None, "it")
+    with pytest.raises(NotWritten, match=r"^cannot write it: full$"):  # the error of another rank
+        write_together(Alone("full"), tensors, None, "it")
     assert list(tensors) == []
     with pytest.raises(ValueError, match="a bug"):
-        written_together(Alone(), iter(()), lambda _: raise_(ValueError("a bug")), "it")
+        write_together(Alone(), iter(()), lambda _: raise_(ValueError("a bug")), "it")

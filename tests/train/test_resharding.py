@@ -1,4 +1,4 @@
-"""A checkpoint goes from layout to layout of the trainers and stays what it was, bit for bit."""
+"""Tests that checkpoints stay bitwise equal when they are loaded and saved in other trainer layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("model", "optim", "ref", "critic/model", "critic/optim")
 
 
 def resumed_and_saved(ranks: Ranks, values: dict[str, Any]) -> torch.Tensor:
-    """Load a checkpoint on these ranks and save it again; the random state that this rank went on with."""
+    """Load a checkpoint on these ranks and save it again; return the restored random state of this rank."""
     trainer = Trainer(Config.from_dict(values), "cpu")
     assert trainer.init(ranks)["begin"] == 2
     found = torch.get_rng_state()
@@ -50,7 +50,7 @@ def assert_same(one: State, other: State) -> None:
 
 @pytest.fixture(scope="module")
 def saved(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """A policy, a reference that has moved, and a critic after two rollouts, saved by one process."""
+    """A policy, an updated reference and a critic after two rollouts, saved by one process."""
     folder = tmp_path_factory.mktemp("resharding")
     flags = {"advantage_estimator": "ppo", "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1}
     config = config_for(model_folder("qwen3_moe"), folder, **flags, save=str(folder / "1"))

@@ -1,4 +1,4 @@
-"""Routers of experts that repeat what an engine, or their own first pass, chose."""
+"""Tests routing replay: routers reuse the experts chosen by the engine or by the first pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.data.routed_experts import RoutedModel
+from slime.data.routed_experts import RouterDimensions
 from slime.data.sample import Sample
 from slime.data.validation import Bounds, check_sample
 from slime.errors import UserError
@@ -23,7 +23,7 @@ from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.fsdp.routing_replay import SCORINGS
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.carryover import in_front_of
+from slime.train.samples.carryover import prepend_carried
 from slime.train.samples.micro_batch import UNKNOWN, Routing, given_experts, mismatch
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.topology import Ranks
@@ -74,14 +74,14 @@ def build(family: str, attention: str = "eager") -> Any:
 def packed_policy(family: str) -> PolicyModel:
     register_packed_attention()
     policy = PolicyModel(build(family, ATTENTION_NAME))
-    policy.repeat_routing()
+    policy.enable_routing_replay()
     assert policy.routers is not None
     policy.routers.check()
     return policy
 
 
 def random_experts(layers: int, seed: int = 0) -> list[np.ndarray]:
-    """Rows as an engine gives them: three different experts of eight for each token but the last."""
+    """Make rows like those of an engine: three distinct experts of eight for each token but the last."""
     generator = np.random.default_rng(seed)
     return [
         np.argsort(generator.random((length - 1, layers, 8)), axis=-1)[..., :3].astype(np.uint8)
@@ -95,8 +95,8 @@ def given(layers: int = 3, seed: int = 0, num_tokens: int = TOKENS) -> Routing:
 
 @contextmanager
 def told(monkeypatch: pytest.MonkeyPatch, model: Any, experts: np.ndarray) -> Iterator[None]:
-    """The model's own code, whose choice of experts alone is replaced: the reference."""
-    original, layers = torch.topk, RoutedModel.from_config(model.config.to_dict()).moe_layers
+    """Replace only the choice of experts in the model's own code; this is the reference."""
+    original, layers = torch.topk, RouterDimensions.from_config(model.config.to_dict()).moe_layers
     calls = iter(layers)
 
     def topk(scores: Tensor, k: int, *args: Any, **keywords: Any) -> Any:
@@ -148,14 +148,14 @@ def test_what_a_first_pass_chose_is_repeated_and_alone_changes_no_bit(family, re
         found.append([log_probs.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)])
     for plain, repeated in zip(*found, strict=True):
         assert torch.equal(plain, repeated)
-    routed = RoutedModel.from_config(config_of(family).to_dict())
+    routed = RouterDimensions.from_config(config_of(family).to_dict())
     assert tuple(routing.recorded) == routed.moe_layers == tuple(policy.routers.layers)
     assert all(experts.shape == (TOKENS, 3) for experts in routing.recorded.values())
     before = {layer: experts.clone() for layer, experts in routing.recorded.items()}
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
-                parameter.copy_(-parameter)  # every router would choose others now
+                parameter.copy_(-parameter)  # reverses the preferences of every router
     policy(row, routing=routing)
     compared, differing = mismatch([routing], torch.device("cpu")).tolist()
     repeats_in_backward = 3 * TOKENS * len(before) if recompute else 0
@@ -169,7 +169,7 @@ def test_the_families_are_known_and_others_are_refused() -> None:
     register_packed_attention()
     config = AutoConfig.for_model("qwen3", **SIZES, head_dim=16)
     dense = PolicyModel(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
-    dense.repeat_routing()
+    dense.enable_routing_replay()
     with pytest.raises(UserError, match="--use-routing-replay does not support the routers of Qwen3ForCausalLM"):
         dense.routers.check()
 
@@ -194,7 +194,7 @@ def shared_row(size: int) -> PackedRow:
 
 def compare_shared(ranks: Ranks) -> None:
     alone, shared = packed_policy("qwen3_moe"), packed_policy("qwen3_moe")
-    shared.share_rows(ranks)
+    shared.set_context_ranks(ranks)
     row = shared_row(ranks.size)
     for routing in (lambda: given(num_tokens=row.num_tokens), Routing):
         first, second = routing(), routing()
@@ -234,8 +234,8 @@ def random_rows(sample: Sample) -> np.ndarray:
 
 
 def test_log_probs_with_the_engines_experts_are_the_engines(moe_folder, tmp_path, monkeypatch) -> None:
-    """An "engine" that is the same weights with other choices: the trainer follows them in its passes, and the
-    reference does not."""
+    """The "engine" has the same weights and other experts: the trainer replays them in its passes, the reference does
+    not."""
     engine, groups = build("qwen3_moe"), routed_samples(random_rows)
     for sample in flatten_samples(groups):
         tokens = torch.tensor([sample.tokens])
@@ -305,14 +305,14 @@ def test_samples_without_rows_are_named_and_carried_ones_choose_again(moe_folder
         assert come.dtype == np.uint8
         assert np.array_equal(sent, come)
     carried = make_train_batch(config.replace(use_rollout_routing_replay=False), samples[:2])
-    joined = in_front_of(carried, batch)
+    joined = prepend_carried(carried, batch)
     assert [len(rows) for rows in joined.rollout_routed_experts[:3]] == [0, 0, 0]
     assert joined.rollout_routed_experts[3] is batch.rollout_routed_experts[1]
 
 
 def test_an_engine_of_another_precision_is_followed(tmp_path: Path) -> None:
-    """The embedded engine in bfloat16, the trainer in float32: routers near ties choose differently, and replay takes
-    that part of the difference away."""
+    """The engine runs in bfloat16 and the trainer in float32: routers near ties choose differently, and replay removes
+    that part of the difference."""
     folder = make_model_folder(
         tmp_path / "model", "qwen3_moe", num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32
     )
@@ -325,7 +325,7 @@ def test_an_engine_of_another_precision_is_followed(tmp_path: Path) -> None:
         sample = Sample(index=index, group_index=index // 4, tokens=list(seq.prompt_ids), reward=float(index % 3))
         log_probs, ids, *_ = zip(*meta["output_token_logprobs"], strict=True)
         sample.append_response_tokens(args, tokens=list(ids), log_probs=list(log_probs), meta_info=meta)
-        check_sample(sample, Bounds(routed=RoutedModel.of(folder)))
+        check_sample(sample, Bounds(routed=RouterDimensions.of(folder)))
         samples.append(sample)
     found = {}
     for replays in (False, True):

@@ -1,4 +1,4 @@
-"""Parts that some number of ranks wrote are read in any other cut, bit for bit; what is damaged says so."""
+"""Tests that tensor parts written by any number of ranks are read in any other sharding, and damage is detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from slime.errors import UserError
 from slime.models.saving import NOTES
 from slime.train.checkpoints import rank_files as parts_module
-from slime.train.checkpoints.rank_files import Part, write_parts
+from slime.train.checkpoints.rank_files import SavedPart, write_parts
 from slime.train.checkpoints.reader import SavedTensors
 
 SHAPES = {
@@ -27,7 +27,7 @@ SHAPES = {
     "none": (0, 4),
 }
 CUTS = [(1, 1), (2, 1), (3, 1), (8, 1), (1, 2), (2, 3)]
-"""Processes along the first and the second dimension."""
+"""Number of ranks along the first and the second dimension."""
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -36,7 +36,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def blocks(shape: Sequence[int], cut: tuple[int, int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Offset and slices of every rank's block, in rank order; ranks beyond the last row have none."""
+    """Yield offset and slices of every rank's block in rank order; blocks beyond the last row are empty."""
     for place in itertools.product(*map(range, cut)):
         chosen = []
         for size, count, index in zip(shape, cut, place, strict=False):
@@ -47,7 +47,7 @@ def blocks(shape: Sequence[int], cut: tuple[int, int]) -> Iterator[tuple[tuple[i
 
 
 def save(folder: Path, whole: dict[str, torch.Tensor], cut: tuple[int, int], kind: str = "model") -> None:
-    """Each block once, by the first rank that has it."""
+    """Write each block once, on the first rank that has it."""
     seen: set[tuple[object, ...]] = set()
     for rank in range(math.prod(cut)):
         own = []
@@ -55,7 +55,7 @@ def save(folder: Path, whole: dict[str, torch.Tensor], cut: tuple[int, int], kin
             offset, slices = list(blocks(tensor.shape, cut))[rank]
             if (name, offset) not in seen and (tensor[slices].numel() or rank == 0):
                 seen.add((name, offset))
-                own.append(Part(kind, name, tensor[slices], tuple(tensor.shape), offset))
+                own.append(SavedPart(kind, name, tensor[slices], tuple(tensor.shape), offset))
         write_parts(folder, rank, own)
 
 
@@ -99,7 +99,10 @@ def test_numbers_stay_in_their_dtype_and_files_have_a_bound(tmp_path: Path, monk
     whole = tensors(torch.bfloat16)
     heard: list[str] = []
     files = write_parts(
-        tmp_path, 3, (Part("model", n, t, tuple(t.shape), (0,) * t.dim()) for n, t in whole.items()), added=heard.append
+        tmp_path,
+        3,
+        (SavedPart("model", n, t, tuple(t.shape), (0,) * t.dim()) for n, t in whole.items()),
+        added=heard.append,
     )
     assert heard == list(whole)
     assert sorted(files) == [f"model-r00003-{i:05d}.safetensors" for i in (1, 2, 3)]
@@ -110,7 +113,7 @@ def test_numbers_stay_in_their_dtype_and_files_have_a_bound(tmp_path: Path, monk
 
 def test_a_part_on_the_host_is_a_copy() -> None:
     tensor = torch.zeros(3)
-    part = Part("model", "x", tensor, (3,), (0,)).on_host()
+    part = SavedPart("model", "x", tensor, (3,), (0,)).on_host()
     tensor += 1
     assert part.tensor.tolist() == [0, 0, 0]
 

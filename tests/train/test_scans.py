@@ -1,4 +1,4 @@
-"""Sums of masks and finite columns: the same as numpy's for each sample alone."""
+"""Tests mask sums and finiteness scans over all samples against numpy per sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule gives every sample to exactly one micro-batch or names it as left over, and treats all ranks alike."""
+"""Tests the micro-batch schedule: every sample once or left over, equal micro-batch counts on all ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.train.microbatch_plan import (
-    Prompts,
+    PromptGroups,
     Schedule,
     assign_to_ranks,
+    balance_bins,
     build_schedule,
-    even_out,
     first_fit_bins,
-    level_bins,
+    raise_to_multiple,
 )
 
 
@@ -120,7 +120,7 @@ def test_costs_balance_the_ranks(cut: dict[str, Any]) -> None:
     by_costs = build_schedule(lengths, ids, **shape, **cut, costs=costs)
     check(by_costs, lengths, ids, ranks=8)
     assert spread(loads(by_costs, costs)) < 1.01 < 1.1 < spread(loads(by_tokens, costs))
-    for rank in by_costs.steps[0].ranks:  # the heaviest first: ranks meet in micro-batches of the same number
+    for rank in by_costs.steps[0].ranks:  # heaviest first, so that ranks run similar micro-batches together
         in_order = [sum(costs[p] for p in members) for members in rank]
         assert in_order == sorted(in_order, reverse=True)
 
@@ -156,7 +156,7 @@ def test_without_costs_the_assignment_is_by_tokens() -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[list[int], list[int], list[bool], dict[str, Any]]:
-    """Lengths, rollout ids, trainable flags, and how to schedule them."""
+    """Draw lengths, rollout ids, trainable flags and schedule options."""
     count = draw(st.integers(0, 40))
     lengths = draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
     rollout_ids = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
@@ -247,9 +247,9 @@ def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens:
     bins = first_fit_bins(positions, lengths, max_tokens)
     assert bins == plain_first_fit(lengths, max_tokens)
     expected = plain_even(bins, lengths, ranks)
-    even_out(bins, lengths, ranks)
+    raise_to_multiple(bins, lengths, ranks)
     assert bins == expected
-    assert level_bins(positions, lengths, len(bins)) == plain_level(lengths, len(bins))
+    assert balance_bins(positions, lengths, len(bins)) == plain_level(lengths, len(bins))
     assert assign_to_ranks(bins, lengths, ranks) == plain_ranks(bins, lengths, ranks)
 
 
@@ -258,17 +258,17 @@ def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
     lengths, prompts = [40] * 32, [10] * 32
     asked = {"rollout_ids": range(32), "num_ranks": 2, "global_batch_size": 32, "max_tokens": 320}
     apart = build_schedule(lengths, **asked).steps[0].ranks
-    kept = build_schedule(lengths, **asked, prompts=Prompts(groups, prompts)).steps[0].ranks
+    kept = build_schedule(lengths, **asked, prompts=PromptGroups(groups, prompts)).steps[0].ranks
     assert [[len(members) for members in rank] for rank in kept] == [[8, 8], [8, 8]]
     assert sorted(p for rank in kept for members in rank for p in members) == list(range(32))
     for rank in kept:
         for members in rank:
             assert len({groups[p] for p in members}) == 2
     assert any(len({groups[p] for p in members}) > 2 for rank in apart for members in rank)
-    large = Prompts([p // 16 for p in range(32)], prompts)
+    large = PromptGroups([p // 16 for p in range(32)], prompts)
     tight = build_schedule(lengths, **{**asked, "max_tokens": 480}, prompts=large)
-    assert tight == build_schedule(lengths, **{**asked, "max_tokens": 480})  # groups of 640 tokens fit into none
-    few = Prompts([0] * 32, prompts)
+    assert tight == build_schedule(lengths, **{**asked, "max_tokens": 480})  # groups of 640 tokens do not fit
+    few = PromptGroups([0] * 32, prompts)
     assert build_schedule(lengths, **asked, prompts=few) == build_schedule(
         lengths, **asked
     )  # one group, four micro-batches
@@ -276,15 +276,15 @@ def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
 
 @pytest.mark.parametrize(("prompt", "together"), [(2, False), (30, True)])
 def test_groups_stay_together_where_no_rank_is_waited_for_longer(prompt: int, together: bool) -> None:
-    lengths = [100, 100, 80, 80]  # whole groups have 200 and 160 tokens, and each of two ranks gets one of them
+    lengths = [100, 100, 80, 80]  # whole groups have 200 and 160 tokens, one for each rank
     groups = [0, 0, 1, 1]
     asked = {"rollout_ids": range(4), "num_ranks": 2, "global_batch_size": 4, "max_tokens": 400}
-    found = build_schedule(lengths, **asked, prompts=Prompts(groups, [prompt] * 4)).steps[0].ranks
+    found = build_schedule(lengths, **asked, prompts=PromptGroups(groups, [prompt] * 4)).steps[0].ranks
     chosen = sorted(sorted(members) for rank in found for members in rank)
     assert chosen == ([[0, 1], [2, 3]] if together else [[0, 2], [1, 3]])
 
 
 def test_a_prompt_is_computed_once_for_the_samples_of_its_group_in_a_micro_batch() -> None:
-    prompts = Prompts(groups=[0, 0, 1, 0], lengths=[5, 5, 3, 5])
+    prompts = PromptGroups(groups=[0, 0, 1, 0], lengths=[5, 5, 3, 5])
     assert prompts.computed([0, 1, 2, 3], [9, 8, 7, 6]) == 9 + (8 - 5) + 7 + (6 - 5)
     assert prompts.computed([], [9, 8, 7, 6]) == 0

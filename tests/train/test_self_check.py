@@ -1,4 +1,4 @@
-"""`--ci-test`: which numbers end a run, and which are let through."""
+"""Tests the checks of `--ci-test`: thresholds, gradient norms and exceptions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_another_reference_may_differ_from_the_start(tmp_path: Path) -> None:
     moved = [{**GOOD, "train/kl_loss": 2.0}]
     check_numbers(CONFIG.replace(load=str(tmp_path)), 0, moved)
     check_numbers(CONFIG.replace(load=str(tmp_path), ref_load="other"), 0, moved)
-    with pytest.raises(SelfCheckFailed, match="kl_loss"):  # the policy starts from its reference
+    with pytest.raises(SelfCheckFailed, match="kl_loss"):  # the policy also starts from --ref-load
         check_numbers(CONFIG.replace(ref_load="other"), 0, moved)
 
 
@@ -104,7 +104,7 @@ def test_an_old_policy_that_is_another_one_may_differ(changes: dict[str, Any]) -
 def test_weights_that_move_between_the_scoring_and_the_first_update_are_found(
     moved: float, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one update a rollout too, where a run without --ci-test makes no pass of its own."""
+    """Holds with one update per rollout, where a run without --ci-test has no separate scoring pass."""
     run = InProcess(config_for(model_folder("llama"), tmp_path, ci_test=True))
     score = Actor.score
 

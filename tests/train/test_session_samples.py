@@ -1,4 +1,4 @@
-"""What sessions become, in training: fan-outs of any size count once, and turns have their own rewards."""
+"""Tests samples of agent sessions in training: fan-out weights, turn rewards and routed experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.config import Config
-from slime.data.routed_experts import RoutedModel
+from slime.data.routed_experts import RouterDimensions
 from slime.data.sample import Sample
 from slime.data.validation import BadSample, Bounds, check_sample
 from slime.errors import UserError
@@ -26,7 +26,7 @@ def config(**changes: Any) -> Config:
 
 
 def branched(index: int, branches: int, reward: float | None) -> list[Sample]:
-    """A session of one turn and so many ways on from it."""
+    """Make the samples of a session with one common turn followed by `branches` branches."""
     talk = Talk()
     talk.turn(assistant("one"))
     for branch in range(branches):
@@ -52,7 +52,7 @@ def test_a_session_counts_once_however_many_samples_it_became() -> None:
 
 
 def rewarded(reward: float | None) -> tuple[Sample, list[int]]:
-    """A sample of three turns, of which the first and the last have rewards; and the last position of each."""
+    """Make a sample of three turns, the first and last with rewards; return it with the last position of each turn."""
     talk = Talk()
     turns = [talk.turn(assistant(text), user("go on")) for text in ("one", "two", "three")]
     talk.session.reward(turns[0].id, 0.5)
@@ -97,7 +97,7 @@ def test_the_turns_of_a_batch_that_is_carried_over_keep_their_rewards() -> None:
     with_turns, without = make_train_batch(own, [sample]), make_train_batch(own, [plain])
     assert with_turns.turn_rewards is not None
     expected = [with_turns.turn_rewards[0].tolist(), [0.0, 0.0]]
-    assert sum(expected[0]) == pytest.approx(-1.5 + 1.5)  # the turns' and, at the end, less their sum
+    assert sum(expected[0]) == pytest.approx(-1.5 + 1.5)  # turn rewards, minus their sum at the end
     for batch, columns in (
         (with_turns.followed_by(without), expected),
         (without.followed_by(with_turns), expected[::-1]),
@@ -140,13 +140,13 @@ def test_what_a_plugin_keeps_under_that_name_is_its_own(own: Any) -> None:
 
 
 def routed(tokens: list[int], start: int) -> np.ndarray:
-    """Rows as an engine gives them: of all tokens but the last, from `start` on."""
+    """Make rows like those of an engine: all tokens but the last, from `start` on."""
     rows = np.array([[[token % 7, 7]] for token in tokens[:-1]], dtype=np.uint8).reshape(-1, 1, 2)
     return rows[start:].reshape(-1)
 
 
 def test_branches_know_the_experts_of_all_their_turns() -> None:
-    """Also of those that are trained on in another sample; each turn brings what the ones before it did not."""
+    """Includes turns trained on in another sample; each turn adds only the rows that earlier turns lack."""
     talk = Talk()
 
     def turn(text: str, *new: Any) -> None:
@@ -166,7 +166,7 @@ def test_branches_know_the_experts_of_all_their_turns() -> None:
         turn(f"way {branch}", user(f"go {branch}"))
         turn("end", user("on"))
     args = SimpleNamespace(num_layers=1, moe_router_topk=2)
-    bounds = Bounds(routed=RoutedModel(num_layers=1, moe_layers=(0,), num_experts=8, topk=2))
+    bounds = Bounds(routed=RouterDimensions(num_layers=1, moe_layers=(0,), num_experts=8, topk=2))
     samples = talk.session.samples(base_sample(), 1.0, args=args)
     assert len(samples) == 2
     for one in samples:

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model, and when."""
+"""Tests the weights and gradients that each rank of a sharded model holds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
-from slime.train.backends.fsdp.builder import FSDPBuilder, shard_ranks
+from slime.train.backends.fsdp.builder import FSDPBuilder, build_sharded_topology
 from slime.train.backends.fsdp.packed_model import PolicyModel
-from slime.train.backends.fsdp.sharding import local_part, reduce_gradients, shard, whole
-from slime.train.backends.protocol import Outcome
+from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, set_gradient_sync, shard
+from slime.train.backends.protocol import LossOutcome
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from tests.peers import together
 from tests.train.in_process import config_for, one_rank
@@ -33,25 +33,25 @@ Folder = Callable[[str], Path]
 def make_backend(world: Ranks, folder: str, out: str, **flags: Any) -> Any:
     config = config_for(Path(folder), Path(out), **flags)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    return FSDPBuilder(config, world, compute_dtype=dtype, progress=Progress()).policy(config, Start())
+    return FSDPBuilder(config, world, compute_dtype=dtype, progress=RankProgress()).policy(config, InitialWeights())
 
 
 def make_micro_batches(world: Ranks, folder: str, out: str) -> list[MicroBatch]:
-    """Three samples for each of three micro-batches; other ones on each rank."""
+    """Make three micro-batches of three samples; the samples differ by rank."""
     batch = make_train_batch(config_for(Path(folder), Path(out)), flatten_samples(make_samples(3, 3, seed=world.rank)))
     share = StepShare(num_rollouts=9)
     return [make_micro_batch(batch, range(i, i + 3), share, 9, world.device) for i in (0, 3, 6)]
 
 
 def held_between(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> tuple[list[int], int]:
-    """Numbers that the gradients of this rank have before each micro-batch's backward; parameters of the model."""
+    """Return the gradient elements on this rank before each backward and after the last, and the parameter count."""
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size, **flags)
     parameters = list(backend.module.parameters())
     held = []
 
-    def objective(micro: MicroBatch, log_probs: Tensor, _entropy: Tensor) -> Outcome:
+    def objective(micro: MicroBatch, log_probs: Tensor, _entropy: Tensor) -> LossOutcome:
         held.append(sum(local_part(p.grad).numel() for p in parameters if p.grad is not None))
-        return Outcome(-(log_probs * micro.weights).sum())
+        return LossOutcome(-(log_probs * micro.weights).sum())
 
     backend.forward_backward(make_micro_batches(world, folder, out), objective)
     held.append(sum(local_part(p.grad).numel() for p in parameters))
@@ -75,7 +75,7 @@ def test_copies_of_the_model_add_up_their_gradients_once_a_step(model_folder: Fo
 
 
 class Routed(nn.Module):
-    """A layer of experts that are modules of their own, as models with code of their own have them."""
+    """An expert layer with one module per expert, as in models with custom code."""
 
     def __init__(self, mlp: nn.Module, choice: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Routed(nn.Module):
 
 
 def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
-    """Whether the gradients of the expert that only this rank used are those of this rank's tokens."""
+    """Return True if the expert used only by this rank has the gradients of this rank's tokens."""
     register_packed_attention()
     packed = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME))
     for layer in packed.model.model.layers:
@@ -97,12 +97,12 @@ def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
     (packed(micro.row)[0] * micro.weights).sum().backward()
     expected = {name: p.grad.clone() for name, p in packed.named_parameters() if own in name and p.grad is not None}
     packed.zero_grad()
-    mesh = shard_ranks(world, copy_size=world.size).mesh
-    shard(packed, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32), Progress())
+    mesh = build_sharded_topology(world, copy_size=world.size).mesh
+    shard(packed, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32), RankProgress())
     parameters = dict(packed.named_parameters())
-    reduce_gradients(packed, mesh, last=True)
+    set_gradient_sync(packed, mesh, last=True)
     (packed(micro.row)[0] * micro.weights).sum().backward()
-    found = {name: whole(parameter.grad) for name, parameter in parameters.items()}  # all ranks together
+    found = {name: gather_full_tensor(parameter.grad) for name, parameter in parameters.items()}  # a collective
     assert len(expected) == 3 * len(packed.model.model.layers)
     return all(torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6) for name, gradient in expected.items())
 
@@ -113,7 +113,7 @@ def test_an_expert_that_one_rank_used_gets_that_ranks_gradients(model_folder: Fo
 
 
 def who_is_who(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:
-    found = shard_ranks(world, copy_size=copy_size, context_size=context_size)
+    found = build_sharded_topology(world, copy_size=copy_size, context_size=context_size)
     topology, own = found.topology, torch.tensor([float(world.rank)])
     groups = {"data": topology.data, "context": topology.context, "model": topology.model}
     members = {name: [int(tensor) for tensor in ranks.gather(own)] for name, ranks in groups.items()}
@@ -129,12 +129,12 @@ def test_ranks_are_numbered_by_context_then_shard_then_copy(tmp_path: Path) -> N
     assert [found["data"] for found in ranks] == [[r % 2, r % 2 + 2, r % 2 + 4, r % 2 + 6] for r in range(8)]
     assert [found["copy"] for found in ranks] == [list(range(4))] * 4 + [list(range(4, 8))] * 4
     assert [len(found["model"]) for found in ranks] == [1] * 8
-    assert {found["total"] for found in ranks} == {0b1111}  # what two ranks have of the same samples counts once
+    assert {found["total"] for found in ranks} == {0b1111}  # ranks of one context count once
 
 
 def gathered_in_passes(world: Ranks, folder: str, out: str) -> dict[str, list[int]]:
-    """Of the policy's and the reference's parameters: all, those in its layers that were whole when one of them ran (at
-    most), those that were whole after the pass; and those of one layer."""
+    """Return parameter counts of policy and reference: total, maximum gathered while a layer runs, gathered after the
+    pass, and per layer."""
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size)
     backend.snapshot("ref")
     found = {}
@@ -155,7 +155,7 @@ def _whole_in(parameters: Iterable[Tensor]) -> int:
 
 
 def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, tmp_path: Path) -> None:
-    """Or the whole model, and each frozen one, stays beside its shards until the next pass."""
+    """Otherwise the full model, and each frozen one, stays in memory with its shards until the next pass."""
     for found in together(2, gathered_in_passes, str(model_folder("qwen3")), str(tmp_path), folder=tmp_path):
         for _, during, after, in_a_layer in found.values():
             assert 0 < during <= in_a_layer  # one layer at a time
@@ -164,6 +164,6 @@ def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, t
 
 def test_frozen_weights_that_a_rank_has_for_itself_are_never_copied(model_folder: Folder, tmp_path: Path) -> None:
     found = gathered_in_passes(one_rank(), str(model_folder("qwen3")), str(tmp_path))
-    assert found["policy"][2] == 0  # what is trained was gathered in the compute dtype, and is given back
+    assert found["policy"][2] == 0  # trained weights are gathered in the compute dtype and freed
     count, _, whole_after, _ = found["ref"]
     assert whole_after == count

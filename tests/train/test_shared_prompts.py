@@ -1,4 +1,4 @@
-"""`--share-prompts`: each token of a common prompt goes through the layers once, and every number stays what it was."""
+"""Tests `--share-prompts`: tokens of a shared prompt are computed once and the results do not change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config.checks import check_flags_fit
+from slime.config.checks import check_contradictions
 from slime.config.parallelism import shares_prompts
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.backend import recompute_layers
-from slime.train.backends.fsdp.shared_prompt_ops import spread, take_first
+from slime.train.backends.fsdp.shared_prompt_ops import expand_to_row, select_first_copies
 from slime.train.samples.micro_batch import Routing
 from slime.train.samples.packing import PackedRow, common_beginnings, pack
 from tests.train.in_process import InProcess, config_for
@@ -33,7 +33,7 @@ WHOLE_SEQUENCES = {"qwen3_next", "qwen3_5", "llama_dynamic", "phi3_longrope", "g
 
 
 def sequences() -> list[np.ndarray]:
-    """Three samples of a prompt, two of another that begins as that one does, one of a third."""
+    """Make three samples of one prompt, two of a prefix of it, and one of another prompt."""
     rng = np.random.default_rng(4)
     long, short = rng.integers(0, 128, 9), rng.integers(0, 128, 3)
     prompts = [long, long, long[:7], long, long[:7], short]
@@ -57,8 +57,8 @@ def test_a_row_says_which_tokens_are_copies() -> None:
     assert [copies[0] for copies in again] == shared.first.tolist()
     assert sorted(copy for copies in again for copy in copies) == list(range(72))
     assert all(shared.place[copy] == i for i, copies in enumerate(again) for copy in copies)
-    assert again[0] == [0, 13, 25, 37, 52]  # the first token of the long prompt, and of the one that is its beginning
-    assert torch.equal(tokens, make_row(share=False, multiple=8).tokens[0])  # what others see of the row
+    assert again[0] == [0, 13, 25, 37, 52]  # the first token of the long prompt and of its prefix
+    assert torch.equal(tokens, make_row(share=False, multiple=8).tokens[0])  # the row keeps all tokens
 
 
 def test_few_copies_are_not_worth_it() -> None:
@@ -67,7 +67,7 @@ def test_few_copies_are_not_worth_it() -> None:
     long = [np.concatenate([prompt, rng.integers(0, 128, 30)]) for _ in range(2)]
     assert pack(long, [30, 30], share_prompts=True).shared is None  # 4 of 68
     assert pack([long[0][:9], long[1][:9]], [5, 5], share_prompts=True).shared is not None  # 4 of 18
-    assert pack([long[0], long[0]], [30, 29], share_prompts=True).shared is not None  # one sequence twice
+    assert pack([long[0], long[0]], [30, 29], share_prompts=True).shared is not None  # the same sequence twice
 
 
 @settings(deadline=None)
@@ -84,7 +84,7 @@ def test_a_sequence_borrows_from_the_earlier_one_that_is_most_like_it(lists: lis
 
 
 def test_a_conversation_that_forked_is_computed_once_until_then() -> None:
-    """Two samples of it, of which one has more of the other's turns in its response than in its prompt."""
+    """The shared turns are mostly response tokens in one sample and prompt tokens in the other."""
     rng = np.random.default_rng(0)
     turns = rng.integers(0, 128, 12)
     forks = [np.concatenate([turns[:10], [1, 2, 3]]), np.concatenate([turns, [4, 5]])]
@@ -137,9 +137,9 @@ def test_losses_that_read_logits_have_those_of_the_whole_row() -> None:
 
 
 def test_given_routing_is_followed_for_every_copy() -> None:
-    """Engines may have sent the copies of a prompt to other experts: then each is computed."""
+    """Engines may route copies of a prompt to different experts, so each copy is computed."""
     policy = packed_policy("qwen3_moe")
-    policy.repeat_routing()
+    policy.enable_routing_replay()
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
     policy(make_row(share=True), routing=Routing())
@@ -150,14 +150,14 @@ def test_gradients_of_copies_are_added_up() -> None:
     shared = make_row(share=True).shared
     assert shared is not None
     computed = torch.randn(33, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: spread(x, shared).sin(), computed.float(), eps=1e-2, atol=1e-2)
+    assert torch.autograd.gradcheck(lambda x: expand_to_row(x, shared).sin(), computed.float(), eps=1e-2, atol=1e-2)
     grad = torch.randn(65, 3, 2)
-    spread(computed.float(), shared).backward(grad)
+    expand_to_row(computed.float(), shared).backward(grad)
     assert computed.grad is not None
     wanted = torch.stack([grad[shared.place == i].sum(0) for i in range(33)])
     torch.testing.assert_close(computed.grad.float(), wanted)
     whole = torch.randn(65, 4, requires_grad=True)
-    take_first(whole, shared).sum().backward()
+    select_first_copies(whole, shared).sum().backward()
     assert whole.grad is not None
     assert whole.grad.sum(1).nonzero()[:, 0].tolist() == shared.first.tolist()
 
@@ -241,7 +241,10 @@ def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], P
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "cannot be combined with --context-parallel-size 2"),
+        (
+            {"context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            "cannot be combined with --context-parallel-size 2",
+        ),
         ({"use_routing_replay": True}, "cannot be combined with routing replay"),
     ],
 )
@@ -250,4 +253,4 @@ def test_flags_that_exclude_it(
 ) -> None:
     config = config_for(model_folder("qwen3_moe"), tmp_path, share_prompts=True, **flags)
     with pytest.raises(UserError, match=f"--share-prompts {reason}.*drop one"):
-        check_flags_fit(config.replace(prompt_data="any.jsonl"))
+        check_contradictions(config.replace(prompt_data="any.jsonl"))

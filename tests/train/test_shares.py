@@ -1,4 +1,4 @@
-"""Shares on their way to the ranks: the same numbers by both ways, no copies in the driver, nothing left behind."""
+"""Tests the transfer of shares to ranks: shared memory and channels agree, no driver copies, files are removed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.cluster.garbage_collection import collector_paused, old_objects_left_alone
+from slime.cluster.garbage_collection import gc_frozen, gc_paused
 from slime.cluster.memory.arena import SharedArena
 from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import TrainBatch, make_train_batch
-from slime.train.samples.dp_shards import HandOver, Share, open_share, rank_shares
+from slime.train.samples.dp_shards import ShardTransfer, Share, open_share, rank_shares
 from tests.small_disk import small_disk
 
 
 def make_samples(lengths: list[int]) -> list[Sample]:
-    """Finished samples: of one turn, of several, one of which nothing is trained on, one of a list."""
+    """Make finished samples: single-turn, multi-turn, one removed from training, and one with a list as mask."""
     rng = np.random.default_rng(0)
     samples = []
     for index, length in enumerate(lengths):
@@ -68,7 +68,7 @@ def through_channel(message: Any) -> Any:
 
 
 def assert_identical(one: Any, other: Any) -> None:
-    """Equal in values, types, dtypes and bits."""
+    """Assert equal values, types, dtypes and bits."""
     assert type(one) is type(other)
     if isinstance(one, np.ndarray):
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
@@ -94,7 +94,7 @@ def test_a_share_is_the_same_through_memory_and_over_a_channel(
     for sample in [] if finished == "not kept" else samples[:: 1 if finished == "kept" else 2]:
         sample.keep_with(arena.keep)
     shares = shares_of(samples, ranks=3)
-    with HandOver(arena).given(shares, [True] * 3) as given:
+    with ShardTransfer(arena).given(shares, [True] * 3) as given:
         opened = [open_share(through_channel(data)) for data in given]
         assert all(data.keys() == {*share, "places"} for data, share in zip(given, shares, strict=True))
     arena.close()
@@ -115,13 +115,13 @@ def test_what_was_kept_when_samples_finished_is_not_written_again(tmp_path: Path
     samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
     for sample in samples:
         sample.keep_with(arena.keep)
-    with HandOver(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
+    with ShardTransfer(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
         assert {Path(path).name for data in given for path in data["places"]["paths"].values()} == {"kept-0"}
     arena.close()
 
 
 def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> None:
-    """As filters and hooks of users may, which see lists."""
+    """User filters and hooks may modify samples after that."""
     samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
     for sample in samples:
         sample.keep_with(arena.keep)
@@ -129,7 +129,7 @@ def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> 
     samples[1].loss_mask = [0] * (samples[1].response_length - 1) + [1]
     samples[2].rollout_log_probs[0] = -0.5
     samples[3].append_response_tokens(tokens=[7], log_probs=[-0.25])
-    with HandOver(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
+    with ShardTransfer(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
         batches = [TrainBatch.from_message(open_share(data)["batch"]) for data in given]
     found = {
         index: (batch.tokens[i], batch.loss_masks[i], batch.rollout_log_probs[i])
@@ -140,7 +140,7 @@ def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> 
     assert (found[1][1].sum(), found[1][1][-1]) == (1, 1)
     assert found[2][2][0] == -0.5
     assert (found[3][0][-1], found[3][1][-1], found[3][2][-1]) == (7, 1, -0.25)
-    for index in range(7):  # nothing of the last one is trained on
+    for index in range(7):  # the last sample is not trained on
         np.testing.assert_array_equal(found[index][0], samples[index].tokens)
         np.testing.assert_array_equal(found[index][1], samples[index].loss_mask)
         np.testing.assert_array_equal(found[index][2], samples[index].rollout_log_probs)
@@ -151,7 +151,7 @@ def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
     sample = Sample(index=9, tokens=[1, 2], reward=1.0)
     sample.append_response_tokens(tokens=np.zeros(100_000, np.int32), log_probs=np.zeros(100_000, np.float32))
     (share,) = shares_of([sample, make_samples([5])[0]], ranks=1)
-    with HandOver(SharedArena(tmp_path)).given([share], [True]) as (data,):
+    with ShardTransfer(SharedArena(tmp_path)).given([share], [True]) as (data,):
         assert sum(map(os.path.getsize, data["places"]["paths"].values())) < 8 * 100_000 + 5_000
         batch = TrainBatch.from_message(open_share(data)["batch"])
     masks = dict(zip(batch.sample_indices, batch.loss_masks, strict=True))
@@ -160,7 +160,7 @@ def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
 
 def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_share(tmp_path: Path) -> None:
     one, other = shares_of(make_samples([500] * 8), ranks=2)
-    with HandOver(SharedArena(tmp_path)).given([one, one, other, other], [True, True, True, False]) as given:
+    with ShardTransfer(SharedArena(tmp_path)).given([one, one, other, other], [True, True, True, False]) as given:
         assert given[0] is given[1] is not given[2]
         assert given[3] is other
         (folder,) = tmp_path.iterdir()
@@ -170,7 +170,7 @@ def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_sha
 
 def test_nothing_is_written_for_ranks_elsewhere(tmp_path: Path) -> None:
     shares = shares_of(make_samples([500] * 8), ranks=2)
-    with HandOver(SharedArena(tmp_path)).given(shares, [False, False]) as given:
+    with ShardTransfer(SharedArena(tmp_path)).given(shares, [False, False]) as given:
         assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
         assert list(tmp_path.iterdir()) == []
 
@@ -179,7 +179,7 @@ def test_files_are_removed_when_a_call_fails(tmp_path: Path) -> None:
     shares = shares_of(make_samples([500] * 8), ranks=2)
 
     def call() -> None:
-        with HandOver(SharedArena(tmp_path)).given(shares, [True, True]):
+        with ShardTransfer(SharedArena(tmp_path)).given(shares, [True, True]):
             assert list(tmp_path.iterdir()) != []
             raise RuntimeError("a rank died")
 
@@ -194,19 +194,19 @@ def test_the_driver_never_holds_the_batch_twice(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         shares = shares_of(samples, ranks=4)
-        with HandOver(SharedArena(tmp_path)).given(shares, [True] * 4):
+        with ShardTransfer(SharedArena(tmp_path)).given(shares, [True] * 4):
             pass
         for share in shares:
             through = threading.Thread(target=_sent_to_nobody, args=(share,))
             through.start()
             through.join()
-        assert tracemalloc.get_traced_memory()[1] < size / 4  # a scan holds a megabyte
+        assert tracemalloc.get_traced_memory()[1] < size / 4  # a scan uses one megabyte
     finally:
         tracemalloc.stop()
 
 
 def _sent_to_nobody(share: Share) -> None:
-    """Over a channel whose other end throws away what it reads."""
+    """Send the share over a channel whose other end discards the data."""
     here, theirs = channel_pair()
 
     def drain() -> None:
@@ -227,7 +227,7 @@ def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
 ) -> None:
     shares = shares_of(make_samples([9000] * 8), ranks=2)
     with small_disk(tmp_path / "full", size="256k") as disk, caplog.at_level(logging.WARNING):
-        hand_over = HandOver(SharedArena(disk))
+        hand_over = ShardTransfer(SharedArena(disk))
         for _ in range(2):
             with hand_over.given(shares, [True, True]) as given:
                 assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
@@ -239,14 +239,14 @@ def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
 def test_room_that_is_gone_half_way_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when somebody else fills the same memory between the look and the writing."""
+    """For example, another process fills the memory between the free-space check and the write."""
     shares = shares_of(make_samples([9000] * 8), ranks=2)
     plenty = type("Usage", (), {"free": 2**40})
     monkeypatch.setattr("slime.cluster.memory.arena.shutil.disk_usage", lambda _: plenty)
     with (
         small_disk(tmp_path / "full", size="256k") as disk,
         caplog.at_level(logging.WARNING),
-        HandOver(SharedArena(disk)).given(shares, [True, True]) as given,
+        ShardTransfer(SharedArena(disk)).given(shares, [True, True]) as given,
     ):
         assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
         assert list(disk.iterdir()) == []
@@ -257,7 +257,7 @@ def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplo
     shares = shares_of(make_samples([50] * 8), ranks=2)
     arena = SharedArena(tmp_path / "missing")
     arena.clean()
-    hand_over = HandOver(arena)
+    hand_over = ShardTransfer(arena)
     with caplog.at_level(logging.WARNING), hand_over.given(shares, [True, True]) as given:
         assert given == shares
     assert "missing cannot be written" in caplog.text
@@ -265,15 +265,15 @@ def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplo
 
 def test_the_collector_is_on_again_whatever_happens() -> None:
     assert gc.isenabled()
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), collector_paused():
+    with pytest.raises(ZeroDivisionError), gc_paused():
         raise ZeroDivisionError
     assert gc.isenabled()
     gc.disable()
     try:
-        with collector_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled(), "who had switched it off wants it off"
     finally:
@@ -295,7 +295,7 @@ def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_af
     old, new = Node(), Node()
     old.itself, new.itself = old, new  # type: ignore[attr-defined]
     gone = [weakref.ref(old), weakref.ref(new)]
-    with old_objects_left_alone():
+    with gc_frozen():
         del old, new
         young = Node()
         young.itself = young  # type: ignore[attr-defined]
@@ -303,7 +303,7 @@ def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_af
         del young
         gc.collect()
         assert [ref() is None for ref in gone] == [False, False, True]
-        with old_objects_left_alone():  # inside another run
+        with gc_frozen():  # nested run
             pass
         assert gc.get_freeze_count()
     assert not gc.get_freeze_count()
@@ -320,7 +320,7 @@ def test_who_had_frozen_objects_of_his_own_keeps_them_frozen_and_those_of_a_run_
         old = Node()
         old.itself = old  # type: ignore[attr-defined]
         gone = weakref.ref(old)
-        with old_objects_left_alone():
+        with gc_frozen():
             del old
             gc.collect()
             assert gone() is not None

@@ -1,4 +1,4 @@
-"""A trainer that sleeps: its memory is given back, and it goes on as if it had never slept."""
+"""Tests trainer sleep: memory is freed, and training continues unchanged after wake-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.train import offload
-from slime.train.offload import Sleeper
+from slime.train.offload import TrainerOffload
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -18,7 +18,7 @@ Folder = Callable[[str], Path]
 
 
 def storages_of(run: InProcess) -> list[torch.UntypedStorage]:
-    """Of everything that the trainer's models keep."""
+    """Return the storages of all resident tensors of the trainer's models."""
     found = []
     for model in (run.trainer.actor, run.trainer.critic):
         if model is not None:
@@ -26,9 +26,9 @@ def storages_of(run: InProcess) -> list[torch.UntypedStorage]:
     return found
 
 
-def sleeper_of(run: InProcess) -> Sleeper:
+def sleeper_of(run: InProcess) -> TrainerOffload:
     models = [one.backend for one in (run.trainer.actor, run.trainer.critic) if one is not None]
-    sleeper = run.trainer.sleeper = Sleeper(models, torch.device("cpu"), smallest=0)
+    sleeper = run.trainer.sleeper = TrainerOffload(models, torch.device("cpu"), smallest=0)
     return sleeper
 
 
@@ -74,7 +74,7 @@ def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
     copied.clear()
     sleeper.wake()
     assert sum(copied) == held["weights"] + held["frozen ref"]
-    sleeper.bring_rest()
+    sleeper.load_rest()
     assert sum(copied) == sum(held.values()), "the optimizer's state comes when it is asked for"
     taken.clear()
     copied.clear()

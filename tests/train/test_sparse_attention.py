@@ -1,4 +1,4 @@
-"""Sparse attention in blocks of queries is that of the whole matrix of scores."""
+"""Tests that sparse attention in query blocks matches the full score matrix."""
 
 from __future__ import annotations
 

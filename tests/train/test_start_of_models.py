@@ -1,4 +1,4 @@
-"""The weights that actor and reference have when a run begins, by what its flags name."""
+"""Tests the initial weights of actor and reference for the load flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "micro_batch_size": 3}
 
 @pytest.fixture(scope="module")
 def other(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other weights of the same model."""
+    """A folder of the same model with other weights."""
     folder = tmp_path_factory.mktemp("other")
     build_model("qwen3", seed=5).save_pretrained(folder)
     return folder
@@ -52,7 +52,7 @@ def test_actor_and_reference_start_from_the_reference_folder_and_a_resumed_run_k
     actor, reference = start(resumed)
     assert (resumed.start, same(actor, trained), same(reference, theirs)) == (1, True, True)
 
-    # the checkpoint of a run as the reference of another, which begins at 0 with a fresh optimizer
+    # a checkpoint as --ref-load of another run, which starts at 0 with a new optimizer
     second = InProcess(config_for(model, tmp_path, **KL, ref_load=saved))
     assert (second.start, [same(found, trained) for found in start(second)]) == (0, [True, True])
     assert not list(second.trainer.actor.backend.state_parts(["optim"]))

@@ -1,4 +1,4 @@
-"""Moments in the host's memory and in bfloat16; whole models in the host's memory."""
+"""Tests Adam moments in host memory and in bfloat16, and models in host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from slime.train.backends.fsdp import optimizer as streamed_adam
-from slime.train.backends.fsdp.optimizer import DECAYED, MOMENTS, StreamedAdam, rounded
+from slime.train.backends.fsdp.optimizer import DECAY_KEY, MOMENTS, StreamedAdam, rounded
 from tests.tiny_models import make_model_folder
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -75,7 +75,7 @@ def test_moments_in_bfloat16_stay_close_and_a_resumed_run_goes_on_the_same(folde
 def adam(parameter: torch.nn.Parameter, **changes: Any) -> StreamedAdam:
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "on_host": False}
     options |= {"dtypes": (torch.bfloat16, torch.bfloat16)} | changes
-    return StreamedAdam([{"params": [parameter], "weight_decay": 0.01, DECAYED: True}], **options)
+    return StreamedAdam([{"params": [parameter], "weight_decay": 0.01, DECAY_KEY: True}], **options)
 
 
 def test_changes_too_small_for_bfloat16_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_changes_too_small_for_bfloat16_add_up(monkeypatch: pytest.MonkeyPatch) 
     expected = 9 * (1 - 0.999**600)
     assert second_moment().item() == pytest.approx(expected, rel=0.01)
     monkeypatch.setattr(streamed_adam, "rounded", lambda values, first, salt: values.to(torch.bfloat16))
-    assert second_moment().item() < 0.8 * expected  # to the nearest, it stops where a step is less than half a place
+    assert second_moment().item() < 0.8 * expected  # round-to-nearest stalls when a step is below half a unit
 
 
 def test_rounding_is_fair_and_depends_on_the_place_alone() -> None:

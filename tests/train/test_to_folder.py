@@ -1,4 +1,4 @@
-"""A checkpoint becomes the model folder that the trainer itself would have saved."""
+"""Tests that `slime convert` turns a checkpoint into the model folder that the trainer saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.cli import main
-from slime.models.safetensors_io import weights_of
+from slime.models.safetensors_io import open_weights
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -21,7 +21,7 @@ Folder = Callable[[str], Path]
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def saved(request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint in `ckpt` and the trainer's own model folder in `expected`; experts are fused inside."""
+    """A checkpoint in `ckpt` (with fused experts) and the model folder that the trainer saved in `expected`."""
     folder = tmp_path_factory.mktemp("saved")
     run = InProcess(config_for(model_folder(request.param), folder, save=str(folder / "ckpt")))
     run.train(0, make_samples(3, 3))
@@ -31,11 +31,11 @@ def saved(request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory
 
 
 def test_the_weights_are_those_the_trainer_saves(saved: Path, tmp_path: Path) -> None:
-    expected = dict(weights_of(saved / "expected"))
+    expected = dict(open_weights(saved / "expected"))
     for number, source in enumerate((saved / "ckpt", saved / "ckpt" / "iter_0000000")):
         out = tmp_path / str(number)
         assert main(["convert", str(source), str(out), "--dtype", "float32"]) == 0
-        found = dict(weights_of(out))
+        found = dict(open_weights(out))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert (out / "config.json").read_text() == (saved / "expected" / "config.json").read_text()
@@ -65,16 +65,16 @@ def test_a_model_folder_that_moved_is_asked_for(
 
 
 def test_what_was_not_trained_is_copied_when_asked(saved: Path, tmp_path: Path) -> None:
-    """Layers for multi-token prediction, say: transformers does not load them."""
+    """For example layers for multi-token prediction, which transformers does not load."""
     meta = json.loads((saved / "ckpt" / "iter_0000000" / "meta.json").read_text())
     folder = tmp_path / "with-more"
     shutil.copytree(meta["hf_checkpoint"], folder)
     save_file({"model.layers.2.eh_proj.weight": torch.ones(3)}, folder / "model-mtp.safetensors")
     words = ["convert", str(saved / "ckpt"), str(tmp_path / "out"), "--hf-checkpoint", str(folder)]
     assert main(words) == 0
-    assert "model.layers.2.eh_proj.weight" not in weights_of(tmp_path / "out")
+    assert "model.layers.2.eh_proj.weight" not in open_weights(tmp_path / "out")
     assert main([*words, "--add-missing", "--force"]) == 0
-    assert torch.equal(weights_of(tmp_path / "out")["model.layers.2.eh_proj.weight"], torch.ones(3).bfloat16())
+    assert torch.equal(open_weights(tmp_path / "out")["model.layers.2.eh_proj.weight"], torch.ones(3).bfloat16())
 
 
 def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What goes into an update: the temperature, the rate, the samples that teach something, and numbers that are none."""
+"""Tests training updates: temperature, rates, recomputed losses, untrainable samples and non-finite steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.train.backends.protocol import Totals
+from slime.train.backends.protocol import StepTotals
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares
@@ -35,7 +35,7 @@ def test_supervised_training_knows_no_rollout_temperature(model_folder: Folder, 
 
 
 def test_steps_of_the_critic_alone_use_nothing_of_the_policys_schedule(model_folder: Folder, tmp_path: Path) -> None:
-    """Four of six rollouts update the policy: two of warm-up, then down to the floor over the other two."""
+    """Four of six rollouts update the policy: two of warm-up, then two of decay to the minimum rate."""
     flags: dict[str, Any] = {
         "advantage_estimator": "ppo", "num_critic_only_steps": 2, "num_rollout": 6, "lr": 1e-3, "lr_warmup_iters": 2,
         "lr_decay_style": "linear", "min_lr": 2e-4, "save": str(tmp_path / "c"), "load": str(tmp_path / "c"),
@@ -82,7 +82,7 @@ def test_a_critics_step_that_is_not_finite_is_skipped_and_training_goes_on(
 ) -> None:
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
     groups = make_samples(3, 3)
-    groups[1][0].reward = 1e30  # its square is not in float32
+    groups[1][0].reward = 1e30  # its square overflows float32
     before = {name: tensor.clone() for name, tensor in run.trainer.critic.backend.full_parameters()}
     answer = run.train(3, groups)
     assert answer["metrics"][0]["train/critic-skipped_steps"] == 1.0
@@ -97,12 +97,12 @@ def test_a_critics_step_that_is_not_finite_is_skipped_and_training_goes_on(
 
 
 def step_with_norm_of_rank(ranks: Ranks, norms: list[float]) -> str:
-    """A step on one of several ranks, whose parts of the model have gradients of these norms."""
+    """Run a step on one of several ranks, with the gradient norm of each rank given."""
     done: list[str] = []
     alone = Ranks(0, 1, ranks.device)
     backend = SimpleNamespace(
         topology=Topology(ranks, ranks, alone, alone),
-        forward_backward=lambda *_, **__: Totals({"loss": torch.tensor(0.5)}),
+        forward_backward=lambda *_, **__: StepTotals({"loss": torch.tensor(0.5)}),
         clip_gradients=lambda: torch.tensor(norms[ranks.rank]),
         drop_gradients=lambda: done.append("dropped"),
         update=lambda _: done.append("updated"),

@@ -1,4 +1,4 @@
-"""Tiny real models in real folders, and samples made by hand."""
+"""Builds tiny models and random samples for the training tests."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ WINDOWED_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES, sliding_window=6, num_local_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2
     ),
 }
-"""Whose windows only a mask says."""
+"""Models that define their sliding windows only in the attention mask."""
 SPARSE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **{**SIZES, **LATENT, "num_hidden_layers": 3},
@@ -127,7 +127,7 @@ SPARSE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         indexer_types=["full", "shared", "full"],
     ),
 }
-"""Whose attention ranks cannot share."""
+"""Models with sparse attention, which context parallelism does not support."""
 
 
 def build_model(kind: str, seed: int = 0) -> Any:
@@ -137,7 +137,7 @@ def build_model(kind: str, seed: int = 0) -> Any:
 
 
 def make_samples(num_groups: int, per_group: int, *, seed: int = 0, with_log_probs: bool = True) -> list[list[Sample]]:
-    """Groups of samples with random tokens, uneven lengths, partly masked responses and random rewards."""
+    """Make groups of samples with random tokens, uneven lengths, partly masked responses and random rewards."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:

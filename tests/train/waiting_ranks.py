@@ -1,4 +1,4 @@
-"""Ranks of which one is stopped: what is to happen when the others wait for it."""
+"""Helpers for tests in which one rank is stopped and the others block on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from slime.cluster.watchdog.registry import board
+from slime.cluster.watchdog.registry import wait_registry
 from slime.train.trainer_group import TrainerGroup
 from tests.e2e.runs import wait_until
 
 
 def when_rank_0_waits(group: TrainerGroup, act: Callable[[], None]) -> threading.Thread:
-    """Do something when rank 0 has done what it can of a training step without the others."""
+    """Run `act` in a thread when rank 0 is about to block on the other ranks in a training step."""
 
     def work() -> None:
         assert wait_until(lambda: group.processes.doing == "preparing the samples", 240)
-        time.sleep(1.0)  # from there to the collective there is nothing to see
+        time.sleep(1.0)  # no progress is reported between here and the collective
         act()
 
     thread = threading.Thread(target=work)
@@ -25,6 +25,6 @@ def when_rank_0_waits(group: TrainerGroup, act: Callable[[], None]) -> threading
 
 
 def run_out_of_time() -> None:
-    """The deadline of the training step that is under way is now."""
-    [wait] = [wait for wait in board.waits() if wait.why == "to finish train"]
+    """Set the deadline of the running training step to now."""
+    [wait] = [wait for wait in wait_registry.waits() if wait.why == "to finish train"]
     wait.deadline = time.monotonic()

@@ -16,7 +16,7 @@ from slime.cluster.watchdog import BackgroundDied, background, raise_failures, w
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.event_loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
-from slime.rollout.inflight import cancelled
+from slime.rollout.inflight import cancel_and_wait
 
 
 def fall() -> None:
@@ -59,7 +59,7 @@ def test_tasks_that_failed_before_they_were_cancelled_are_seen() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
         tasks = [asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(60, []))]
         await asyncio.wait(tasks[:1])
-        await cancelled(tasks)
+        await cancel_and_wait(tasks)
         assert [task.done() for task in tasks] == [True, True]
 
     asyncio.run(end_all())

@@ -24,8 +24,8 @@ from slime.cluster.watchdog import (
     waiting,
 )
 from slime.cluster.watchdog import registry as board_module
-from slime.cluster.watchdog.registry import board, name_of
-from slime.cluster.watchdog.timeouts import Reports, reports
+from slime.cluster.watchdog.registry import name_of, wait_registry
+from slime.cluster.watchdog.timeouts import GraphReports, reports
 from slime.errors import RunFailed
 
 
@@ -62,7 +62,7 @@ def in_thread(name: str, whom: str, why: str, **deadline: object) -> Iterator[No
 
 
 def test_an_empty_board_says_so() -> None:
-    assert board.waits() == []
+    assert wait_registry.waits() == []
     assert graph_lines(describe()) == ["  no waits"]
 
 
@@ -76,7 +76,7 @@ def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
         "  driver waits for rollout 3 to finish: N s, no deadline of its own",
         "    rollout 3 waits for engine-99 to answer /generate: N s of 30 s (--engine-request-timeout)",
     ]
-    assert board.waits() == []
+    assert wait_registry.waits() == []
 
 
 def test_the_stacks_show_where_threads_stand() -> None:
@@ -113,7 +113,7 @@ def test_waits_that_differ_only_in_numbers_are_folded_below_the_one_who_waits_fo
     ]
     stack = text.split("task of sample 0, waiting for engine http://x:\n")[1]
     assert re.match(r"  tests/waits/test_graph\.py:\d+ in sample\n  .*tasks\.py:\d+ in sleep\n", stack)
-    assert board.waits() == []
+    assert wait_registry.waits() == []
 
 
 def test_a_circle_is_written_once_and_called_one() -> None:
@@ -201,7 +201,9 @@ def test_wait_for_returns_raises_and_cancels() -> None:
         assert await wait_for(asyncio.sleep(0, 5), "x", "y", timeout_s=120.0) == 5
         with pytest.raises(ValueError, match="its own"):
             await wait_for(failing(), "x", "y", timeout_s=120.0)
-        with pytest.raises(WaitTimeout, match=r"^main waited [\d.]+ s for the tool to answer \(--t\)\nwait-for graph") as caught:
+        with pytest.raises(
+            WaitTimeout, match=r"^main waited [\d.]+ s for the tool to answer \(--t\)\nwait-for graph"
+        ) as caught:
             await wait_for(forever(), "the tool", "to answer", who="main", timeout_s=0.05, flag="--t")
         assert re.search(r"task of main, waiting for the tool:\n  .*test_graph.py:\d+ in forever", str(caught.value))
         assert ended == ["cancelled"]
@@ -213,7 +215,7 @@ def test_wait_for_returns_raises_and_cancels() -> None:
         assert ended == ["cancelled", "cancelled"]
 
     asyncio.run(main())
-    assert board.waits() == []
+    assert wait_registry.waits() == []
 
 
 def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +241,7 @@ def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.M
 def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh = Reports()
+    fresh = GraphReports()
     monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", fresh)
 
     async def sample(number: int) -> str:
@@ -266,7 +268,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
 def test_logging_a_graph_twice_in_a_minute_does_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", Reports())
+    monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", GraphReports())
 
     async def main() -> None:
         with waiting("x", "y", timeout_s=0.0) as wait:

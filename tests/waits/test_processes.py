@@ -13,7 +13,7 @@ import pytest
 
 from slime.cluster.process import ChildProcess
 from slime.cluster.watchdog import describe, state_of, waiting
-from slime.cluster.watchdog.stacks import registry
+from slime.cluster.watchdog.stacks import process_registry
 from tests.e2e.runs import wait_until
 from tests.patience import with_more_time
 
@@ -129,7 +129,7 @@ def test_dead_and_stopped_ones(hanging: Callable[..., ChildProcess]) -> None:
     assert state_of("worker-0") == "worker-0 is gone"
     process.stop()
     assert state_of("worker-0") is None
-    assert registry.named_in("worker-0") == []
+    assert process_registry.named_in("worker-0") == []
 
 
 def test_the_guard_is_not_taken_for_its_child(hanging: Callable[..., ChildProcess]) -> None:

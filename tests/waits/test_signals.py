@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slime.cluster.watchdog import ending_signals, watch_signals
-from slime.driver.inputs import leave_closed_terminal, terminated_like_interrupt
+from slime.driver.inputs import redirect_closed_terminal, signals_as_interrupts
 
 WAITER = """\
 import logging, signal, sys, threading, time
@@ -162,7 +162,7 @@ def test_a_signal_to_end_interrupts_the_run_and_a_closed_terminal_is_named(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), terminated_like_interrupt():
+    with pytest.raises(KeyboardInterrupt), signals_as_interrupts():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
     assert ["SIGHUP (the terminal was closed)" in text for text in caplog.messages] == [True] * (
@@ -173,7 +173,7 @@ def test_a_signal_to_end_interrupts_the_run_and_a_closed_terminal_is_named(
 def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminated_like_interrupt():
+        with signals_as_interrupts():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.SIGHUP not in ending_signals()
     finally:
@@ -187,7 +187,7 @@ def test_what_is_printed_to_a_closed_terminal_goes_nowhere() -> None:
     try:
         with pytest.raises(OSError, match="Input/output error"):
             os.write(terminal, b"x")
-        leave_closed_terminal((terminal, pipe))
+        redirect_closed_terminal((terminal, pipe))
         assert os.write(terminal, b"x") == 1
         os.write(pipe, b"kept")
         assert os.read(read, 4) == b"kept"

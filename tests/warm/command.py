@@ -1,8 +1,8 @@
-"""Which commands can be run by a process that has slime imported already, and what Python would do with them.
+"""Recognizes the commands that a process with slime already imported can run.
 
-Those are the ones that import torch or transformers: drivers, examples, engines, trainers and the endpoints of agents,
-alone or behind the guard that watches over them. Everything else, above all `python -c`, is started as ever, so that tests of what is imported when still see an
-interpreter that has imported nothing, and limits of memory count what a process really has.
+These commands import torch or transformers: drivers, examples, engines, trainers and agent servers, alone or behind the
+reaper that guards them. All others, above all `python -c`, start normally: tests of imports need an interpreter that
+has imported nothing, and memory limits must count what a process really uses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SCRIPTS |= {str(path) for path in (ROOT / "examples").glob("*/run.py")}
 
 @dataclass(frozen=True)
 class Program:
-    """A module or a script with its arguments; `guard` holds the words for the guard in front of it."""
+    """A module or a script with its arguments. `guard` holds the arguments of the reaper in front of it."""
 
     name: str
     arguments: tuple[str, ...]
     is_script: bool = False
-    here: str = "first"  # where the working folder (of a script: its own) is on the search path, or "last"
+    here: str = "first"  # or "last": place of the working folder (scripts: own folder) on the search path
     guard: tuple[str, ...] = ()
 
     @property
@@ -36,7 +36,7 @@ class Program:
 
 
 def warm_program(argv: Sequence[str]) -> Program | None:
-    """What `argv` runs if a warm process can run it."""
+    """Returns the program that `argv` runs, or None if a warm process cannot run it."""
     match [str(word) for word in argv]:
         case [sys.executable, "-I", "-S", guard, fd, pid, "--", *guarded] if guard == GUARD:
             inner = warm_program(guarded)

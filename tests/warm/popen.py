@@ -1,8 +1,8 @@
-"""`subprocess.Popen` that has slime's programs forked by a starter instead of started from nothing.
+"""`subprocess.Popen` that forks slime's programs from a warm starter process.
 
-Importing torch and transformers is most of what a short run costs. The starter (starter.py) has imported them and
-forks; what comes out is a child of the caller with its own pid, descriptors, environment, signals and command line, and
-everything else of `Popen` (pipes, waiting, killing) is the original. `SLIME_TEST_COLD=1` starts everything as ever.
+Importing torch and transformers takes most of the time of a short run. The starter (starter.py) has imported them and
+forks. The fork is a child of the caller with its own pid, descriptors, environment, signals and command line. The rest
+of `Popen` (pipes, waiting, killing) is unchanged. `SLIME_TEST_COLD=1` disables warm starts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from tests.warm.command import ROOT, warm_program
 
 COLD = "SLIME_TEST_COLD"
-_ROOM = 16 * 1024  # for the command line and the environment of what is forked, where other processes see them
+_ROOM = 16 * 1024  # bytes for the command line and environment of a fork in /proc
 _cold_popen = subprocess.Popen
 _parameters = inspect.signature(_cold_popen._execute_child)  # type: ignore[attr-defined]
 
 
 class Starter:
-    """The caller's end of the socket to its starter; made when it is first needed."""
+    """The caller's end of the socket to its starter, which is launched on first use."""
 
     def __init__(self, end: socket.socket | None = None) -> None:
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 def _can_be_forked(asked: dict[str, Any]) -> bool:
     plain = not asked["shell"] and asked["preexec_fn"] is None and asked["close_fds"] and asked["process_group"] == -1
     return (
-        sys.platform == "linux"  # the starter makes its forks children of the caller, which other systems cannot
+        sys.platform == "linux"  # other systems cannot make a fork the child of the caller
         and plain
         and all(asked[name] is None for name in ("executable", "gid", "gids", "uid"))
         and not isinstance(asked["args"], str | bytes | os.PathLike)
@@ -98,7 +98,7 @@ def _search_path() -> str:
 
 
 def install(starter: Starter | None) -> None:
-    """From now on this process starts slime's programs warm, where the system can."""
+    """Makes this process start slime's programs warm, if the system supports it."""
     if sys.platform == "linux" and os.uname().machine in ("x86_64", "aarch64"):
         WarmPopen.starter = starter
         subprocess.Popen = WarmPopen  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """`python -m tests.warm.starter FD ROOM`: imports what slime's programs import, then forks one for each request.
 
-A request comes from the parent over the socket FD; the fork is made a child of that parent (CLONE_PARENT), so that it
-waits for it, and guards see their driver, as after `fork` and `exec`. The starter has one thread and touches no device.
-When the parent is gone the socket ends, and so does the starter.
+The parent sends requests over the socket FD. A fork becomes a child of that parent (CLONE_PARENT), so that the parent
+can wait for it and reapers see their driver, as after `fork` and `exec`. The starter has one thread and uses no device.
+It exits when the parent closes the socket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
-"""What slime's programs import at their start or on the way, as far as it costs much."""
+"""Slow imports of slime's programs."""
 
 
 def serve(sock: socket.socket) -> NoReturn:
@@ -55,13 +55,13 @@ def serve(sock: socket.socket) -> NoReturn:
             become(request, fds, is_child)
         for fd in (*fds, is_child):
             os.close(fd)
-        os.read(done, 1)  # ends when the fork has become what was asked for, as `Popen` waits for `exec`
+        os.read(done, 1)  # returns once the fork is set up, as `Popen` waits for `exec`
         os.close(done)
         sock.sendall(pid.to_bytes(8, "little"))
 
 
 def fork_sibling() -> int:
-    """`os.fork`, but the new process is a child of our parent."""
+    """Forks like `os.fork`, but the new process is a child of our parent."""
     tid = _address_of_tid()
     flags = _CLONE_PARENT | _CHILD_CLEARTID | _CHILD_SETTID | signal.SIGCHLD
     last = (0, tid) if os.uname().machine == "aarch64" else (tid, 0)  # the order of tls and child_tid
@@ -77,7 +77,7 @@ def fork_sibling() -> int:
 
 
 def _address_of_tid() -> int:
-    """Where the C library keeps the id of this thread, which a fork has to replace."""
+    """Returns the address where the C library keeps the id of this thread, which a fork must replace."""
     _libc.pthread_self.restype = ctypes.c_ulong
     start, own = _libc.pthread_self(), threading.get_native_id()
     words = (ctypes.c_int * 512).from_address(start)
@@ -85,7 +85,7 @@ def _address_of_tid() -> int:
 
 
 def become(request: dict[str, Any], fds: list[int], is_child: int) -> NoReturn:
-    """In the fork: take over descriptors, folder, environment and signals, and run the program."""
+    """In the fork: sets descriptors, folder, environment and signals, then runs the program."""
     last = fcntl.fcntl(is_child, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
     take_over_fds(fds, request["fds"])
     if request["new_session"]:
@@ -111,7 +111,7 @@ def take_over_fds(fds: list[int], targets: list[int]) -> None:
 
 
 def run_guard(program: Program, argv: list[str]) -> NoReturn:
-    """The guard's own code; what it would execute after its fork is run in that fork instead."""
+    """Runs the code of the reaper. The program that it would execute after its fork runs in that fork instead."""
     from slime.cluster import reaper
 
     def execvp(file: str, words: list[str]) -> NoReturn:
@@ -137,7 +137,7 @@ def close_on_exec() -> None:
 
 
 def run_like_python(program: Program) -> NoReturn:
-    """What `python -m` and `python script.py` do, down to the exit code."""
+    """Runs a program as `python -m` and `python script.py` do, including the exit code."""
     reset_signals()
     open_standard_files()
     gc.enable()
@@ -149,7 +149,7 @@ def run_like_python(program: Program) -> NoReturn:
         if program.is_script:
             runpy.run_path(program.name, run_name="__main__")
         else:
-            for name in (program.name, f"{program.name}.__main__"):  # or runpy warns that they are there already
+            for name in (program.name, f"{program.name}.__main__"):  # otherwise runpy warns that they are loaded
                 sys.modules.pop(name, None)
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -162,7 +162,7 @@ def run_like_python(program: Program) -> NoReturn:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:  # noqa: BLE001  what the interpreter itself would report
+    except BaseException:  # noqa: BLE001  as the interpreter reports it
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def run_like_python(program: Program) -> NoReturn:
 
 
 def starter_of_this_process() -> Starter:
-    """A starter for what this process is going to start, forked while it has one thread."""
+    """Forks a starter for the children of this process, while it has only one thread."""
     ours, theirs = socket.socketpair()
     if os.fork():
         theirs.close()
@@ -220,7 +220,7 @@ def open_standard_files() -> None:
 
 
 def show(argv: list[str], env: dict[str, str]) -> None:
-    """Let /proc tell this command line and environment, as of a process that was executed with them."""
+    """Makes /proc show this command line and environment, as for a process executed with them."""
     with open("/proc/self/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
     arg_start, arg_end, env_start, env_end = (int(field) for field in fields[45:49])

@@ -1,4 +1,4 @@
-"""A process that was forked warm is what a started one would be: whose child, which words, environment, folder, pipes."""
+"""A warm process equals a normally started one: parent, command line, environment, folder and descriptors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_warm_process_is_what_a_started_one_would_be(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [*WORKER, str(read_fd)]  # it waits for a message of its driver
+    command = [*WORKER, str(read_fd)]  # it waits for a message from its driver
     environment = {**os.environ, "SLIME_WARM_TEST": "here"}
     with subprocess.Popen(
         command, pass_fds=[read_fd], env=environment, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE
@@ -71,7 +71,7 @@ def test_which_commands_are_warm() -> None:
     assert warm_program([python, "-c", "import slime"]) is None
     assert warm_program([python, "-m", "pytest"]) is None
     assert warm_program(["/usr/bin/python3", TRAIN]) is None
-    assert warm_program([python, "-m", "slime.rollout.rewards.math_worker"]) is None  # its memory is limited
+    assert warm_program([python, "-m", "slime.rollout.rewards.math_worker"]) is None  # it has a memory limit
     engine = ["slime.engine.embedded", "--port", "0"]
     assert warm_program([python, "-m", *engine]) == Program(engine[0], ("--port", "0"))
     assert warm_program([python, "-P", LAUNCHER, *engine]) == Program(engine[0], ("--port", "0"), here="last")

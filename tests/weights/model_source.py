@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.models.delta.apply import tensor_checksums
-from slime.models.loading import as_in_folder
+from slime.models.loading import split_fused_weights
 from slime.train.backends.fsdp.hf_export import HfExport
-from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
-from slime.train.timers import Progress
-from slime.train.weight_export.delta import DeltaExporter, Published
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
+from slime.train.timers import RankProgress
+from slime.train.weight_export.delta import DeltaExporter, PublishedWeights
 from slime.train.weight_export.files import export_weights
 
 BUFFER_SIZE = 2**16
@@ -26,11 +26,15 @@ class OneRank:
     """The backend interface that exporting needs, for a model that is not sharded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.progress = Progress()
+        self.progress = RankProgress()
         self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=torch.device("cpu"))
         parameters = dict(model.named_parameters())
         self._export = HfExport(
-            parameters, partial(as_in_folder, model), rank=0, world_size=1, value=lambda name: parameters[name].detach()
+            parameters,
+            partial(split_fused_weights, model),
+            rank=0,
+            world_size=1,
+            value=lambda name: parameters[name].detach(),
         )
 
     def hf_plan(
@@ -44,7 +48,7 @@ class OneRank:
         max_bytes: int,
         *,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,
+        earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
         return self._export.buckets(dtype, max_bytes, owners)
 
@@ -59,7 +63,7 @@ class ModelSource:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.backend: Any = OneRank(self.model)
         self.dtype = dtype
-        self.published = Published()
+        self.published = PublishedWeights()
         self.encoding, self.checksum = encoding, checksum
         self.exports: list[str] = []
 

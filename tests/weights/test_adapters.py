@@ -17,7 +17,7 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import UserError
 from slime.models.delta.apply import tensor_checksums
-from slime.models.peft_adapter import AdapterFacts, merged, tensor_names, write_adapter
+from slime.models.peft_adapter import AdapterConfig, merge_lora, tensor_names, write_adapter
 from slime.weights import choose_transport, make_publisher
 from slime.weights.transport import largest_adapter_bytes
 from tests.tiny_models import make_model_folder
@@ -45,7 +45,7 @@ class AdapterSource:
 
     def __init__(self, folder: Path) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.facts = AdapterFacts(4, 6.0, torch.float32)
+        self.facts = AdapterConfig(4, 6.0, torch.float32)
         self.modules = [name for name, module in self.model.named_modules() if name.endswith(("q_proj", "down_proj"))]
         self.tensors: dict[str, torch.Tensor] = {}
         self._group: dist.ProcessGroup | None = None
@@ -63,7 +63,7 @@ class AdapterSource:
         for module in self.modules:
             a, b = (self.tensors[name] for name in tensor_names(module))
             weight = f"{module}.weight"
-            weights[weight] = merged(weights[weight], a, b, scale=self.facts.scale, dtype=torch.float32)
+            weights[weight] = merge_lora(weights[weight], a, b, scale=self.facts.scale, dtype=torch.float32)
         return weights
 
     def weight_checksums(self) -> dict[str, str]:

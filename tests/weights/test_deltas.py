@@ -20,8 +20,8 @@ from slime.config import Config
 from slime.errors import UserError
 from slime.models.delta import apply as apply_module
 from slime.models.delta.apply import (
-    HalfApplied,
-    WrongResult,
+    ChecksumMismatch,
+    PartiallyApplied,
     _apply_on_host,
     apply_on_device,
     bytes_of,
@@ -30,14 +30,14 @@ from slime.models.delta.apply import (
 from slime.models.delta.blob import (
     BadBlob,
     Blob,
-    Changes,
+    TensorDiff,
     changed_positions,
     checksum_function,
     encode,
     sum64_of_tensors,
 )
 from slime.models.delta.folder import BadDelta, DeltaIndex, DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.train.weight_export.delta import Published
+from slime.train.weight_export.delta import PublishedWeights
 from slime.weights.transport import with_delta_checksum
 
 ENCODINGS = ("xor", "overwrite", "sparse")
@@ -52,22 +52,22 @@ def versions(size: int, share: float = 0.02, seed: int = 0) -> tuple[np.ndarray,
 
 def test_an_xor_blob_is_new_xor_old_in_one_zstd_frame() -> None:
     old, new = np.array([1, 2, 3, 250], np.uint8), np.array([1, 7, 3, 5], np.uint8)
-    assert zstandard.decompress(encode(Changes.between(old, new), "xor").data) == bytes([0, 5, 0, 255])
+    assert zstandard.decompress(encode(TensorDiff.between(old, new), "xor").data) == bytes([0, 5, 0, 255])
 
 
 def test_an_overwrite_blob_is_a_count_positions_and_values() -> None:
     old, new = np.zeros(300, np.uint8), np.zeros(300, np.uint8)
     new[[2, 299]] = [9, 8]
     expected = struct.pack("<III", 2, 2, 299) + bytes([9, 8])
-    assert zstandard.decompress(encode(Changes.between(old, new), "overwrite").data) == expected
+    assert zstandard.decompress(encode(TensorDiff.between(old, new), "overwrite").data) == expected
 
 
 def test_a_sparse_blob_is_a_count_changes_and_distances() -> None:
     old, new = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
     new[[0, 254, 509, 999]] = [9, 8, 7, 6]
     expected = struct.pack("<Q", 4) + bytes([9, 8, 7, 6]) + bytes([0, 254, 255, 0, 255, 235])
-    assert zstandard.decompress(encode(Changes.between(old, new), "sparse").data) == expected
-    assert len(zstandard.decompress(encode(Changes.between(old, old), "sparse").data)) == 8
+    assert zstandard.decompress(encode(TensorDiff.between(old, new), "sparse").data) == expected
+    assert len(zstandard.decompress(encode(TensorDiff.between(old, old), "sparse").data)) == 8
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -75,7 +75,7 @@ def test_a_sparse_blob_is_a_count_changes_and_distances() -> None:
 def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: int) -> None:
     old, new = versions(size, share=0.3)
     target = old.copy()
-    undo = encode(Changes.between(old, new), encoding).apply(target)
+    undo = encode(TensorDiff.between(old, new), encoding).apply(target)
     assert target.tobytes() == new.tobytes()
     undo.apply(target)
     assert target.tobytes() == old.tobytes()
@@ -84,7 +84,7 @@ def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: i
 def test_few_changes_make_small_blobs() -> None:
     old, new = versions(1_000_000, share=0.01)
     for encoding in ENCODINGS:
-        assert len(encode(Changes.between(old, new), encoding).data) < 0.05 * len(new)
+        assert len(encode(TensorDiff.between(old, new), encoding).data) < 0.05 * len(new)
 
 
 @pytest.mark.parametrize("size", [0, 5, 64, 1003])
@@ -263,7 +263,7 @@ def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encodi
         "part": fused.T[1:3],
         "odd": torch.arange(13, dtype=torch.uint8),
     }
-    published = Published()
+    published = PublishedWeights()
     published.keep(targets)
     before = {name: tensor.clone() for name, tensor in targets.items()}
     trained = {name: tensor.clone() for name, tensor in targets.items()}
@@ -286,7 +286,7 @@ def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encodi
         targets[name].copy_(tensor)
     targets["odd"][0] ^= 1
     damaged = {name: tensor.clone() for name, tensor in targets.items()}
-    with pytest.raises(WrongResult, match="odd has checksum"):
+    with pytest.raises(ChecksumMismatch, match="odd has checksum"):
         apply_on_device(targets, entries, index)
     assert all(torch.equal(targets[name], damaged[name]) for name in targets), "what does not fit is undone"
 
@@ -300,7 +300,7 @@ def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
     targets = {name: torch.arange(24.0).view(4, 6).T for name in ("a", "b", "c")}  # not contiguous: written by copying
     before = {name: tensor.clone() for name, tensor in targets.items()}
     trained = {name: tensor + 1 for name, tensor in targets.items()}
-    blobs = {n: encode(Changes.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in targets}
+    blobs = {n: encode(TensorDiff.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in targets}
     write_part(tmp_path / "rank", blobs, tensor_checksums(trained.items()))
     part = DeltaPart(path=str(tmp_path / "rank"), names=list(blobs))
     join_parts(tmp_path, [part], version=1, base_version=0, encoding="xor", checksum="xxh3-128")
@@ -327,7 +327,7 @@ def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
     if fails == "checksum":
         monkeypatch.setattr(apply_module, "tensor_checksums", out_of_memory)
         monkeypatch.setattr(apply_module, "checksum_function", lambda kind: out_of_memory)
-    expected = HalfApplied if fails == "every_write_after" else torch.OutOfMemoryError
+    expected = PartiallyApplied if fails == "every_write_after" else torch.OutOfMemoryError
     with pytest.raises(expected, match="on purpose"):
         apply(targets, list(delta_entries(tmp_path, index)), index)
     if fails != "every_write_after":
@@ -335,7 +335,7 @@ def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
 
 
 def test_what_was_published_follows_what_is_taken() -> None:
-    published, generator = Published(), torch.Generator().manual_seed(5)
+    published, generator = PublishedWeights(), torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(size, generator=generator).bfloat16() for name, size in (("a", 700), ("b", 3))}
     published.keep(tensors)
     assert dict(published.changes(tensors)) == {}

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from slime.cluster.local import LocalCluster
-from slime.cluster.node import Node, Placement, Slot
+from slime.cluster.node import Node, Slot, SlotPlacement
 from slime.config import Config, derive
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
-from slime.weights.broadcast import BroadcastPublisher, meet_on_this_machine
+from slime.weights.broadcast import BroadcastPublisher, local_store_address
 from slime.weights.transport import check_weights_folder
 from tests.cluster.nodes import FarNode
 from tests.other_node import OtherNode, listening
@@ -43,7 +43,7 @@ class Cluster(LocalCluster):
 
     hidden = ""
 
-    def strangers_to(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
+    def nodes_without(self, folder: str, nodes: Sequence[Node] | None = None) -> list[str]:
         return ["n2"] if folder == self.hidden else []
 
 
@@ -67,8 +67,8 @@ def test_engines_here_and_elsewhere_meet_where_all_of_them_reach_the_trainer(
     monkeypatch.setattr("slime.weights.broadcast.own_address", seen.__getitem__)
     monkeypatch.setattr("slime.weights.broadcast.free_port", lambda host: 5)
     urls = [here, elsewhere] if first == 0 else [elsewhere, here]
-    assert meet_on_this_machine(urls) == ("192.0.2.1", 5)
-    assert meet_on_this_machine([here]) == ("127.0.0.1", 5)
+    assert local_store_address(urls) == ("192.0.2.1", 5)
+    assert local_store_address([here]) == ("127.0.0.1", 5)
 
 
 def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> None:
@@ -78,7 +78,7 @@ def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> No
     with listening() as listener:
         far = [FarNode("127.0.0.2"), FarNode("127.0.0.3")]
         near = Asked("trainers", listener)
-        placement = Placement((Slot(near),), tuple(Slot(node) for node in far))
+        placement = SlotPlacement((Slot(near),), tuple(Slot(node) for node in far))
         fleet = EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=folder, slots=placement.rollout, key=KEY)
         with fleet, TrainerGroup(config, device="cpu", run_dir=tmp_path, placement=placement) as trainers:
             trainers.start()

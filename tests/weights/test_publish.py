@@ -16,7 +16,7 @@ from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
 from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
 from slime.weights.ipc import SharedMemoryPublisher
-from slime.weights.publisher import Settings
+from slime.weights.publisher import PublisherSettings
 from slime.weights.shm_files import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
 
@@ -215,7 +215,7 @@ def test_flags_that_contradict_one_another(flags: dict[str, Any], device: str, s
 @pytest.mark.parametrize(("mode", "flushes"), [("abort", True), ("in_place", False), ("retract", False)])
 def test_requests_that_are_kept_are_not_flushed(publisher: Any, engines: Any, mode: Any, flushes: bool) -> None:
     made = publisher[1]
-    made._settings = Settings(pause_mode=mode)
+    made._settings = PublisherSettings(pause_mode=mode)
     made.publish(1)
     pause, update = engines[0].bodies[:2]
     assert pause == {"mode": mode}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.cluster.memory.regions import HostRegion, aligned
+from slime.cluster.memory.regions import HostRegion, align_up
 from slime.config import Config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
@@ -136,7 +136,11 @@ UNOPENABLE = {
     ("device", "reason", "has_region"),
     [
         (UNOPENABLE, "this engine computes on cpu", True),
-        ({"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"}, "the trainer cannot share memory: cuIpcGetMemHandle", False),
+        (
+            {"refused": "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED"},
+            "the trainer cannot share memory: cuIpcGetMemHandle",
+            False,
+        ),
     ],
 )
 def test_what_engines_cannot_open_goes_the_next_way(
@@ -181,12 +185,12 @@ class InParts(Trainer):
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         parts = [list(tensors)[first::3] for first in range(3)]
         if number == 1:
-            sizes = [sum(aligned(tensors[name].nbytes) for name in part) for part in parts]
+            sizes = [sum(align_up(tensors[name].nbytes) for name in part) for part in parts]
             self.region = HostRegion.create(Path(region), max(sizes))
         begin = 0
         for name in parts[number - 1]:
             self.region.data[begin:][: tensors[name].nbytes].copy_(tensors[name].view(-1).view(torch.uint8))
-            begin += aligned(tensors[name].nbytes)
+            begin += align_up(tensors[name].nbytes)
         told = [
             [{"name": name, "dtype": "float32", "shape": list(tensors[name].shape)} for name in one] for one in parts
         ]

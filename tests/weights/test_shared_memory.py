@@ -13,7 +13,7 @@ from slime.cluster.memory.regions import HostRegion
 from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.weights.ipc import HostMemory, SharedMemory
 from slime.engine.embedded.weights.parameter_views import FolderViews
-from slime.engine.embedded.weights.process_groups import Announced
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.train.weight_export.ipc import SharedWeights
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import OneRank
@@ -30,11 +30,11 @@ def model_of(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def announced(answer: dict[str, Any]) -> Announced:
+def announced(answer: dict[str, Any]) -> AnnouncedBucket:
     (bucket,) = answer["buckets"]
     dtypes = [getattr(torch, one["dtype"]) for one in bucket]
     shapes = [tuple(one["shape"]) for one in bucket]
-    return Announced("", [one["name"] for one in bucket], dtypes, shapes, 1, 1)
+    return AnnouncedBucket("", [one["name"] for one in bucket], dtypes, shapes, 1, 1)
 
 
 def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:

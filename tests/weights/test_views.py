@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime.engine.embedded.weights.parameter_views import FolderViews, NoLayout, _regular, folder_layout
+from slime.engine.embedded.weights.parameter_views import FolderViews, NoLayout, _find_part, folder_layout
 from tests.train.tiny_training import CONFIGS, SIZES, build_model
 
 
@@ -47,7 +47,7 @@ def test_writing_to_an_expert_changes_only_that_expert() -> None:
 def test_a_tensor_that_is_no_regular_part_is_refused() -> None:
     shuffled = torch.arange(6)[torch.tensor([0, 2, 1, 3, 4, 5])].view(2, 3)
     with pytest.raises(NoLayout, match="w is not a regular part of source"):
-        _regular("w", shuffled, "source", torch.arange(6))
+        _find_part("w", shuffled, "source", torch.arange(6))
 
 
 class Elements(TorchDispatchMode):

@@ -26,16 +26,16 @@ from slime.agent.harness.packages import (
     HostProgram,
     Outcome,
     Package,
-    provide,
+    provide_program,
 )
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
-from slime.agent.sandbox.protocol import ReachingSandbox
+from slime.agent.sandbox.protocol import ExtendedSandbox
 from slime.errors import UserError
 
 READ_BYTES = 262144
 """Bytes at the end of a program's output that are searched for its result."""
 VERSION_TIMEOUT_S = 60
-AGENT = "agent"
+AGENT_USER = "agent"
 """The user that runs agents; several agents refuse to run as root."""
 
 
@@ -86,7 +86,7 @@ class BaseHarness:
         self.retries = retries
         self._extra_args = tuple(extra_args)
         self._extra_env = dict(extra_env or {})
-        self._places: WeakKeyDictionary[Sandbox, _Place] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[Sandbox, _AgentFolder] = WeakKeyDictionary()
         self._versions: dict[tuple[str, ...], str] = {}
 
     def arguments(self, ctx: HarnessContext, prompt: str) -> list[str]:
@@ -119,18 +119,18 @@ class BaseHarness:
         """Install the program in the sandbox; raises `CliMissing`."""
         if self.package is not None:
             place = await self._place(sb)
-            place.argv = await provide(sb, self.package, place.folder)
+            place.argv = await provide_program(sb, self.package, place.folder)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Write the program's configuration into its own home folder."""
         place = await self._place(sb)
         for path, text in self.files(ctx).items():
-            await sb.write_file(f"{place.home}/{path}", text, user=AGENT)
+            await sb.write_file(f"{place.home}/{path}", text, user=AGENT_USER)
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: int) -> int:
         """Run the program and return its exit code, or `EXIT_TIME_BUDGET_EXCEEDED` if it was killed after its time."""
         place = await self._place(sb)
-        await sb.write_file(f"{place.folder}/prompt", prompt, user=AGENT)
+        await sb.write_file(f"{place.folder}/prompt", prompt, user=AGENT_USER)
         environment = {**self.environment(ctx), **self._extra_env, **_extra_envs(self.package), "HOME": place.home}
         program = place.argv or ([self.package.program] if self.package else [])
         argv = [*program, *self.arguments(ctx, prompt), *self._extra_args, *_extra_args(self.package)]
@@ -139,9 +139,9 @@ class BaseHarness:
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
         start = f"exec {shlex.join(argv)} <{source} >{out} 2>{err}\n"
         script = f"{place.folder}/launch.sh"
-        await sb.write_file(script, f"cd {shlex.quote(ctx.workdir)} || exit 126\n{exports}{start}", user=AGENT)
+        await sb.write_file(script, f"cd {shlex.quote(ctx.workdir)} || exit 126\n{exports}{start}", user=AGENT_USER)
         command = f"sh {shlex.quote(script)}"
-        return await exec_and_wait(sb, cmd=command, time_budget_sec=time_budget_sec, tag=self.name, user=AGENT)
+        return await exec_and_wait(sb, cmd=command, time_budget_sec=time_budget_sec, tag=self.name, user=AGENT_USER)
 
     async def run(
         self,
@@ -165,17 +165,17 @@ class BaseHarness:
         version = await self.version(sb)
         await self.write_config(sb, ctx)
         folder = shlex.quote(ctx.workdir)
-        code, _, _ = await sb.exec(f"test -w {folder}", user=AGENT)
+        code, _, _ = await sb.exec(f"test -w {folder}", user=AGENT_USER)
         if code != 0:
-            await sb.exec(f"chown -R {AGENT} {folder}", user="root", timeout=INSTALL_TIMEOUT_S, check=True)
-        code, head, _ = await sb.exec(f"{_git(ctx.workdir)} rev-parse --verify -q HEAD", user=AGENT)
+            await sb.exec(f"chown -R {AGENT_USER} {folder}", user="root", timeout=INSTALL_TIMEOUT_S, check=True)
+        code, head, _ = await sb.exec(f"{_git(ctx.workdir)} rev-parse --verify -q HEAD", user=AGENT_USER)
         base = head.strip() if code == 0 else None
         began = time.monotonic()
         exit_code = await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
         wall_s = time.monotonic() - began
         place = await self._place(sb)
         diff, diff_truncated = await _diff(sb, ctx.workdir, base, f"{place.folder}/index")
-        stdout, stderr = await _end_of(sb, f"{place.folder}/stdout"), await _end_of(sb, f"{place.folder}/stderr")
+        stdout, stderr = await _file_tail(sb, f"{place.folder}/stdout"), await _file_tail(sb, f"{place.folder}/stderr")
         outcome: Outcome = "timeout"
         reason = f"not finished after {time_budget_sec} s"
         if exit_code != EXIT_TIME_BUDGET_EXCEEDED:
@@ -201,23 +201,23 @@ class BaseHarness:
         argv = tuple(place.argv or [self.package.program])
         if argv not in self._versions:
             command = f"HOME={shlex.quote(place.home)} {shlex.join(self.version_command(argv))} </dev/null"
-            code, out, _ = await sb.exec(command, user=AGENT, timeout=VERSION_TIMEOUT_S)
+            code, out, _ = await sb.exec(command, user=AGENT_USER, timeout=VERSION_TIMEOUT_S)
             number = next((word for word in out.split() if word[:1].isdigit() and "." in word), out.strip()[:40])
             self._versions[argv] = number if code == 0 else ""
         return self._versions[argv]
 
-    async def _place(self, sb: Sandbox) -> _Place:
+    async def _place(self, sb: Sandbox) -> _AgentFolder:
         """The folder of the agent program's own files in this sandbox; created under the agent user's home folder."""
         if sb not in self._places:
             await ensure_agent_user(sb)
             make = 'mkdir -p "$HOME/.slime-agent/home" && printf %s "$HOME"'
-            _, home, _ = await sb.exec(make, user=AGENT, check=True)
-            self._places[sb] = _Place(f"{home.strip()}/.slime-agent")
+            _, home, _ = await sb.exec(make, user=AGENT_USER, check=True)
+            self._places[sb] = _AgentFolder(f"{home.strip()}/.slime-agent")
         return self._places[sb]
 
 
 @dataclass
-class _Place:
+class _AgentFolder:
     """A folder in a sandbox for the program's home, prompt and output, and the program's command there."""
 
     folder: str
@@ -246,8 +246,8 @@ def _extra_envs(package: Package | None) -> dict[str, str]:
     return {str(name): str(value) for name, value in given.items()}
 
 
-async def _end_of(sb: Sandbox, path: str) -> str:
-    _, text, _ = await sb.exec(f"tail -c {READ_BYTES} {shlex.quote(path)}", user=AGENT)
+async def _file_tail(sb: Sandbox, path: str) -> str:
+    _, text, _ = await sb.exec(f"tail -c {READ_BYTES} {shlex.quote(path)}", user=AGENT_USER)
     return text
 
 
@@ -266,14 +266,14 @@ async def _diff(sb: Sandbox, workdir: str, base: str | None, index: str) -> tupl
         diff = f"diff --cached --binary --src-prefix=a/ --dst-prefix=b/ {base}"
         raw, is_cut = await _bytes_of(sb, f"{git} read-tree {base} && {git} add -A && {git} {diff}")
         parts = re.split(rb"(?m)^(?=diff --git )", raw)
-        odd = sorted({name for part in parts if not _is_utf8(part) for name in _names(part)})
+        odd = sorted({name for part in parts if not _is_utf8(part) for name in _changed_files(part)})
         if odd and len(raw) <= DIFF_BYTES:
             others = shlex.join([":/", *(f":(top,exclude,literal){name}" for name in odd)])
             theirs = shlex.join(f":(top,literal){name}" for name in odd)
             no_text = shlex.quote(f"{index}.attributes")
             binary = f"echo '* -diff' > {no_text} && {git} -c core.attributesFile={no_text} {diff}"
             raw, is_cut = await _bytes_of(sb, f"{git} {diff} -- {others} && {binary} -- {theirs}")
-    elif isinstance(sb, ReachingSandbox):
+    elif isinstance(sb, ExtendedSandbox):
         changes = await sb.diff()
         raw, is_cut = changes.patch.encode(errors="replace"), changes.truncated
     else:
@@ -288,13 +288,13 @@ async def _bytes_of(sb: Sandbox, command: str) -> tuple[bytes, bool]:
 
     The output is encoded in base64, because `exec` returns text only.
     """
-    code, text, _ = await sb.exec(f"{{ {command}; }} | head -c {DIFF_BYTES + 1} | base64", user=AGENT)
+    code, text, _ = await sb.exec(f"{{ {command}; }} | head -c {DIFF_BYTES + 1} | base64", user=AGENT_USER)
     whole = re.split(r"[^\w+/=\s]", text, maxsplit=1)[0]
     packed = "".join(whole.split())
     return base64.b64decode(packed[: len(packed) // 4 * 4]), code != 0 or len(whole) < len(text)
 
 
-def _names(part: bytes) -> list[str]:
+def _changed_files(part: bytes) -> list[str]:
     """The old and new name of the file that one part of a patch changes; names that are not UTF-8 are omitted."""
     lines = [line[4:].rstrip(b"\t") for line in part.split(b"\n") if line.startswith((b"--- ", b"+++ "))][:2]
     names = [
@@ -338,7 +338,7 @@ class CommandHarness(BaseHarness):
             "{workdir}": ctx.workdir,
             "{prompt}": prompt,
         }
-        return [_filled(item, values) for item in self.argv]
+        return [_fill_placeholders(item, values) for item in self.argv]
 
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
         return {
@@ -353,7 +353,7 @@ class CommandHarness(BaseHarness):
         }
 
 
-def _filled(item: str, values: Mapping[str, str]) -> str:
+def _fill_placeholders(item: str, values: Mapping[str, str]) -> str:
     """Replace all names in one pass, so that names inside a prompt stay as they are."""
     parts, rest = [], item
     while rest:

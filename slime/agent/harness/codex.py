@@ -15,7 +15,7 @@ NEVER = 1_000_000_000
 SMALL_PROMPT = (
     "You are a coding agent in a sandbox. Do the task with the tools, check your work, then say what you did.\n"
 )
-_ENDS = ("turn.failed", "error", "turn.completed")
+_END_EVENTS = ("turn.failed", "error", "turn.completed")
 
 
 class CodexHarness(BaseHarness):
@@ -76,7 +76,7 @@ class CodexHarness(BaseHarness):
                 event = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and event.get("type") in _ENDS:
+            if isinstance(event, dict) and event.get("type") in _END_EVENTS:
                 if exit_code == 0 and event["type"] == "turn.completed":
                     return "finished", "turn.completed"
                 return "failed", f"{event['type']}: {event.get('error') or event.get('message') or ''}"[:500]

@@ -192,7 +192,7 @@ def named_file(variable: str) -> Path | None:
     return path
 
 
-async def provide(sb: Sandbox, package: Package, folder: str) -> list[str]:
+async def provide_program(sb: Sandbox, package: Package, folder: str) -> list[str]:
     """Provide the program in the sandbox, copied to `folder` if needed; returns its command. Raises `CliMissing`."""
     tarball, named = package.tarball(), bool(os.environ.get(package.path_variable))
     if not named and tarball is not None:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from slime.agent.sandbox.host_sandbox import checked_devices, target_of
-from slime.agent.sandbox.inside.command_worker import Kept
+from slime.agent.sandbox.host_sandbox import check_devices, split_endpoint
+from slime.agent.sandbox.inside.command_worker import OutputCapture
 from slime.agent.sandbox.monitor_client import HERE, python_command, receive
 from slime.agent.sandbox.protocol import (
     MEMORY,
@@ -36,11 +36,13 @@ WORKDIR = "/workspace"
 _START_S = 300.0
 """Time limit of a start, in which an image may have to be pulled."""
 _CONTROL_S = 60.0
-_LET_GO_S = 5.0
-_FIRST = "mkdir -p /workspace; echo ready; exec cat"
+_DRAIN_TIMEOUT_S = 5.0
+_FIRST_PROCESS_SCRIPT = "mkdir -p /workspace; echo ready; exec cat"
 _KILLED = 137
-_OOM = "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null | grep '^oom_kill '"
-_END = (
+_OOM_COUNT_SCRIPT = (
+    "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null | grep '^oom_kill '"
+)
+_KILL_SCRIPT = (
     'for round in 1 2 3; do for process in /proc/[0-9]*; do grep -qs "SLIME_COMMAND=$1" "$process/environ" && '
     'kill -9 "${process#/proc/}" 2>/dev/null; done; done; true'
 )
@@ -74,7 +76,7 @@ class ContainerSandbox:
         self._program = program
         self._env = dict(env or {})
         self._visible = [os.path.realpath(path) for path in visible]
-        self._devices = checked_devices(devices)
+        self._devices = check_devices(devices)
         self._name = f"slime-sandbox-{secrets.token_hex(8)}"
         self._first: asyncio.subprocess.Process | None = None
         self._reaching = asyncio.Lock()
@@ -85,7 +87,7 @@ class ContainerSandbox:
     def sandbox_id(self) -> str:
         return self._name
 
-    def run_words(self) -> list[str]:
+    def create_command(self) -> list[str]:
         """Command line that creates the container."""
         limits = self.limits
         words = [
@@ -110,11 +112,11 @@ class ContainerSandbox:
             words += ["--device", path]
         for name, value in self._env.items():
             words += ["--env", f"{name}={value}"]
-        return [*words, "--entrypoint", "/bin/sh", self.image, "-c", _FIRST]
+        return [*words, "--entrypoint", "/bin/sh", self.image, "-c", _FIRST_PROCESS_SCRIPT]
 
     async def __aenter__(self) -> Self:
         self._first = await asyncio.create_subprocess_exec(
-            *self.run_words(),
+            *self.create_command(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -143,7 +145,7 @@ class ContainerSandbox:
             await self._control("kill", self._name)
             assert self._first.stdin is not None
             self._first.stdin.close()
-            await _drained(self._first)
+            await _wait_and_drain(self._first)
 
     async def exec(
         self,
@@ -191,7 +193,7 @@ class ContainerSandbox:
             await self._end(process, user, mark)
         code = await process.wait()
         if cause is None and code == _KILLED:
-            _, lines = await self._control("exec", self._name, "/bin/sh", "-c", _OOM)
+            _, lines = await self._control("exec", self._name, "/bin/sh", "-c", _OOM_COUNT_SCRIPT)
             counters = [line.split()[1] for line in lines.splitlines() if line.split()[1:2]]
             counts = [int(counter) for counter in counters if counter.isdigit()]
             before, self._killed_for_memory = self._killed_for_memory, max(counts, default=0)
@@ -203,14 +205,14 @@ class ContainerSandbox:
 
     async def _watched(
         self, process: asyncio.subprocess.Process, seconds: float, data: bytes | None
-    ) -> tuple[Kept, Kept, str | None]:
+    ) -> tuple[OutputCapture, OutputCapture, str | None]:
         """Capture a command's output until it ends or hits the output or time limit; return that limit, if any."""
-        out, err = Kept(self.limits.output_kb * 1024), Kept(self.limits.output_kb * 1024)
+        out, err = OutputCapture(self.limits.output_kb * 1024), OutputCapture(self.limits.output_kb * 1024)
         most, too_much = self.limits.output_mb << 20, asyncio.Event()
         assert process.stdout is not None
         assert process.stderr is not None
 
-        async def read(stream: asyncio.StreamReader, kept: Kept) -> None:
+        async def read(stream: asyncio.StreamReader, kept: OutputCapture) -> None:
             while chunk := await stream.read(1 << 16):
                 kept.add(chunk)
                 if out.total + err.total > most:
@@ -236,10 +238,10 @@ class ContainerSandbox:
 
     async def _end(self, process: asyncio.subprocess.Process, user: str, mark: str) -> None:
         """Kill all processes of a command."""
-        await self._control("exec", "--user", user, self._name, "/bin/sh", "-c", _END, "sh", mark)
+        await self._control("exec", "--user", user, self._name, "/bin/sh", "-c", _KILL_SCRIPT, "sh", mark)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await _drained(process)
+        await _wait_and_drain(process)
 
     async def _control(self, *words: str) -> tuple[int, str]:
         """Run a subcommand of the program; return its exit code and output."""
@@ -283,7 +285,7 @@ class ContainerSandbox:
 
     async def reach(self, endpoint: str) -> str:
         """Make an endpoint outside, a URL or the path of a unix socket, reachable inside; return its base URL there."""
-        target, path = target_of(endpoint)
+        target, path = split_endpoint(endpoint)
         async with self._reaching:
             if target not in self._port_forwards:
                 _, pid = await self._control("inspect", "--format", "{{.State.Pid}}", self._name)
@@ -314,10 +316,10 @@ class ContainerSandbox:
         return f"http://127.0.0.1:{self._port_forwards[target][2]}{path}"
 
 
-async def _drained(process: asyncio.subprocess.Process) -> None:
+async def _wait_and_drain(process: asyncio.subprocess.Process) -> None:
     """Wait for an ending process; stop reading its pipes after a while, as another process may keep them open."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LET_GO_S):
+        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
             for stream in (process.stdout, process.stderr):
                 while stream is not None and await stream.read(1 << 16):
                     pass

@@ -28,7 +28,7 @@ from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
 LONGEST_PAUSE_S = 32.0
-_FINAL = frozenset(
+_REQUEST_ERRORS = frozenset(
     {
         "AuthenticationException", "CommandExitException", "FileNotFoundException", "InvalidArgumentException",
         "NotEnoughSpaceException", "NotFoundException", "TemplateException", "TimeoutException",
@@ -40,12 +40,12 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 Value = TypeVar("Value")
 
 
-def setting(name: str, default: str) -> str:
+def read_setting(name: str, default: str) -> str:
     """Read an environment variable of upstream, under the prefix `SLIME_AGENT_` or the older `SWE_`."""
     return os.environ.get(f"SLIME_AGENT_{name}") or os.environ.get(f"SWE_{name}") or default
 
 
-def pause_s(attempt: int) -> float:
+def retry_pause_s(attempt: int) -> float:
     """Seconds before the next retry: random up to a limit that doubles, so that many callers do not retry at once."""
     return random.uniform(0.0, min(LONGEST_PAUSE_S, 2.0**attempt))
 
@@ -72,8 +72,8 @@ class E2BSandbox:
         self.template = template
         self.env = dict(env or {})
         self.metadata = dict(metadata or {})
-        self.retries = int(setting("SANDBOX_RPC_RETRIES", "6"))
-        self.pause: Callable[[int], float] = pause_s
+        self.retries = int(read_setting("SANDBOX_RPC_RETRIES", "6"))
+        self.pause: Callable[[int], float] = retry_pause_s
         try:
             self._package = importlib.import_module("e2b")
         except ImportError:
@@ -87,11 +87,11 @@ class E2BSandbox:
     async def __aenter__(self) -> Self:
         metadata = dict(self.metadata)
         if self.image is not None:
-            metadata[setting("SANDBOX_IMAGE_METADATA_KEY", "image")] = self.image
-        if size := setting("E2B_SANDBOX_SIZE", ""):
+            metadata[read_setting("SANDBOX_IMAGE_METADATA_KEY", "image")] = self.image
+        if size := read_setting("E2B_SANDBOX_SIZE", ""):
             metadata["size"] = size
         options: JsonObject = {
-            "timeout": int(setting("SANDBOX_LIFETIME_SEC", "3600")), "metadata": metadata, "envs": self.env
+            "timeout": int(read_setting("SANDBOX_LIFETIME_SEC", "3600")), "metadata": metadata, "envs": self.env
         }  # fmt: skip
         if self.template is not None:
             options["template"] = self.template
@@ -169,7 +169,7 @@ class E2BSandbox:
             try:
                 return await call()
             except Exception as error:  # from the package, its HTTP client or the socket; sorted by name below
-                if type(error).__name__ in _FINAL or isinstance(error, SandboxError):
+                if type(error).__name__ in _REQUEST_ERRORS or isinstance(error, SandboxError):
                     raise
                 if not retry or attempt >= self.retries:
                     tries = f" after {attempt + 1} tries" if attempt else ""

@@ -16,7 +16,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox.inside import cgroups
-from slime.agent.sandbox.monitor_client import Answer, Box, ForkServer
+from slime.agent.sandbox.monitor_client import ForkServer, MonitorClient, MonitorResponse
 from slime.agent.sandbox.protocol import (
     CPU_TIME,
     DISK,
@@ -36,8 +36,8 @@ from slime.agent.sandbox.protocol import (
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
-_OF_SIGNAL = {128 + signal.SIGXCPU: CPU_TIME, 128 + signal.SIGXFSZ: FILE_SIZE}
-_SAID = (
+_SIGNAL_CAUSES = {128 + signal.SIGXCPU: CPU_TIME, 128 + signal.SIGXFSZ: FILE_SIZE}
+_ERROR_TEXT_CAUSES = (
     ("File too large", FILE_SIZE),
     ("No space left on device", DISK),
     ("fork: retry: Resource temporarily unavailable", PROCESSES),
@@ -48,7 +48,7 @@ _SAID = (
 _TAIL = 4096
 
 
-def cause_of(
+def find_limit_cause(
     reply: JsonMapping,
     err: str,
     before: Mapping[str, int],
@@ -64,11 +64,11 @@ def cause_of(
             return limit
     if reply["code"] == 0:
         return None
-    if reply["code"] in _OF_SIGNAL:
-        return _OF_SIGNAL[reply["code"]]
+    if reply["code"] in _SIGNAL_CAUSES:
+        return _SIGNAL_CAUSES[reply["code"]]
     if reply["code"] == 128 + signal.SIGKILL and reply["cpu_s"] >= limits.cpu_seconds:
         return CPU_TIME
-    return next((cause for words, cause in _SAID if words in err[-_TAIL:] and cause not in held), None)
+    return next((cause for words, cause in _ERROR_TEXT_CAUSES if words in err[-_TAIL:] and cause not in held), None)
 
 
 _NVIDIA = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia[0-9]*", "nvidia-caps/nvidia-cap[0-9]*")
@@ -80,7 +80,7 @@ def nvidia_devices(folder: Path = Path("/dev")) -> list[str]:
     return sorted(str(path) for pattern in _NVIDIA for path in folder.glob(pattern))
 
 
-def checked_devices(devices: Sequence[str | Path]) -> tuple[str, ...]:
+def check_devices(devices: Sequence[str | Path]) -> tuple[str, ...]:
     """Normalize and check device paths; UserError unless each is a character device below /dev (disks are not)."""
     paths = sorted({os.path.normpath(path) for path in devices})
     for path in paths:
@@ -120,12 +120,12 @@ class MachineSandbox:
         self.limits = limits or SandboxLimits()
         self.files = files
         self.visible = tuple(os.path.realpath(path) for path in visible)
-        self.devices = checked_devices(devices)
+        self.devices = check_devices(devices)
         self.workdir = ""
         self.home = ""
         self._env = dict(env or {})
         self._id = f"{self.kind}-{secrets.token_hex(6)}"
-        self._box: Box | None = None
+        self._box: MonitorClient | None = None
         self._within: str | None = None
         self._placed: list[str] = []
         self._ports: dict[str, int] = {}
@@ -135,11 +135,11 @@ class MachineSandbox:
     def sandbox_id(self) -> str:
         return self._id
 
-    def _make_box(self) -> Box:
+    def _make_monitor(self) -> MonitorClient:
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
-        self._box = self._make_box()
+        self._box = self._make_monitor()
         try:
             await self._box.start()
         except BaseException:  # a cancelled start must leave no processes either
@@ -152,7 +152,7 @@ class MachineSandbox:
             await self._box.close()
 
     @property
-    def box(self) -> Box:
+    def box(self) -> MonitorClient:
         if self._box is None:
             raise SandboxError(f"sandbox {self._id} is not started: use `async with`")
         return self._box
@@ -192,7 +192,7 @@ class MachineSandbox:
                     else:
                         out = (await answer.data(reply["out"])).decode(errors="replace")
                         err = (await answer.data(reply["err"])).decode(errors="replace")
-                        cause = cause_of(reply, err, before, await self._events(), self.limits, self.held)
+                        cause = find_limit_cause(reply, err, before, await self._events(), self.limits, self.held)
                         outcome = Outcome(reply["code"], out, err, cause, reply["truncated"])
             except (EOFError, TimeoutError) as error:  # the worker was killed or stopped: kill the command's processes
                 if not self.box.alive:
@@ -229,12 +229,12 @@ class MachineSandbox:
             "grace_s": self.limits.grace_seconds,
             "output_kb": self.limits.output_kb,
             "output_mb": self.limits.output_mb,
-            "limits": self.limits.of_each_process(self.held),
+            "limits": self.limits.process_limits(self.held),
             "own_processes": self.own_processes,
         }
 
     async def _events(self) -> dict[str, int]:
-        return cgroups.events(self.box.told["folders"])
+        return cgroups.count_limit_events(self.box.told["folders"])
 
     async def write_file(self, path: str, content: str | bytes | Path, *, user: str = "root") -> None:
         """Write a file, creating its parent folders; a `Path` as content is a file of the host."""
@@ -246,7 +246,7 @@ class MachineSandbox:
             data = content if isinstance(content, bytes) else str(content).encode()
             source, writer = os.pipe()
             os.set_blocking(writer, False)
-            mode, sending = 0o644, asyncio.create_task(_pour(writer, data))
+            mode, sending = 0o644, asyncio.create_task(_write_all(writer, data))
         try:
             spec = {"do": "write", **self._place(path), "mode": mode}
             answer = await self.box.ask(spec, [source])
@@ -257,14 +257,14 @@ class MachineSandbox:
         finally:
             os.close(source)
         with answer:
-            await self._file_answer(answer, path, "write")
+            await self._file_response(answer, path, "write")
         if sending is not None:
             await sending
 
     async def read_bytes(self, path: str) -> bytes:
         """Read the bytes of a file."""
         with await self.box.ask({"do": "read", **self._place(path)}) as answer:
-            reply = await self._file_answer(answer, path, "read")
+            reply = await self._file_response(answer, path, "read")
             return await answer.data(reply["size"])
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
@@ -279,7 +279,7 @@ class MachineSandbox:
             path = self.home + path[1:]
         return {"path": path, "cwd": self.workdir, "within": self._within, "most": self.limits.file_mb << 20}
 
-    async def _file_answer(self, answer: Answer, path: str, what: str) -> JsonObject:
+    async def _file_response(self, answer: MonitorResponse, path: str, what: str) -> JsonObject:
         """Receive the response to a file request; an error becomes an exception."""
         try:
             reply, _ = await answer.message()
@@ -302,7 +302,7 @@ class MachineSandbox:
 
     async def reach(self, endpoint: str) -> str:
         """Make an endpoint outside, a URL or the path of a unix socket, reachable inside; return its base URL there."""
-        target, path = target_of(endpoint)
+        target, path = split_endpoint(endpoint)
         async with self._reaching:
             if target not in self._ports:
                 with await self.listen() as listener:
@@ -314,15 +314,15 @@ class MachineSandbox:
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> MachineProcess:
         """Start a program with pipes; it runs until it exits, is killed, or the sandbox ends."""
-        return await self._with_pipes(self._command(list(argv), env, None, cwd))
+        return await self._start_with_pipes(self._command(list(argv), env, None, cwd))
 
     async def popen_program(self, arguments: Sequence[str]) -> MachineProcess:
         """Start, with pipes, the program that this sandbox's fork server has compiled: no Python is started."""
         if self.server is None:
             raise SandboxError(f"sandbox {self._id} has no fork server, so it has no compiled program")
-        return await self._with_pipes({**self._command(["-c", *arguments], None, None, None), "program": True})
+        return await self._start_with_pipes({**self._command(["-c", *arguments], None, None, None), "program": True})
 
-    async def _with_pipes(self, spec: JsonMapping) -> MachineProcess:
+    async def _start_with_pipes(self, spec: JsonMapping) -> MachineProcess:
         """Send the request that starts a program, with three pipes as its streams."""
         pipes = [os.pipe() for _ in range(3)]
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
@@ -344,7 +344,7 @@ class MachineSandbox:
         with await self.box.ask(
             {"do": "changes", "folder": folder, "most": _PATCH_BYTES, "without": self._placed}
         ) as answer:
-            reply = await self._file_answer(answer, folder, "compare")
+            reply = await self._file_response(answer, folder, "compare")
             patch = (await answer.data(reply["patch"])).decode(errors="replace")
         return Changes(tuple((kind, path) for kind, path in reply["changes"]), patch, reply["truncated"])
 
@@ -352,7 +352,7 @@ class MachineSandbox:
 class MachineProcess:
     """A program in the sandbox with pipes of its own."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: MonitorResponse) -> None:
         self._answer = answer
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting = asyncio.create_task(self._wait_for_answer())
@@ -362,11 +362,11 @@ class MachineProcess:
         self.stderr: asyncio.StreamReader
 
     @classmethod
-    async def opened(cls, answer: Answer, stdin: int, stdout: int, stderr: int) -> MachineProcess:
+    async def opened(cls, answer: MonitorResponse, stdin: int, stdout: int, stderr: int) -> MachineProcess:
         """Open streams over our ends of the pipes of a program that was started."""
         self = cls(answer)
-        self.stdin = await _writer(stdin)
-        self.stdout, self.stderr = await _reader(stdout), await _reader(stderr)
+        self.stdin = await _open_writer(stdin)
+        self.stdout, self.stderr = await _open_reader(stdout), await _open_reader(stderr)
         return self
 
     async def _wait_for_answer(self) -> None:
@@ -392,7 +392,7 @@ class MachineProcess:
         self.stdin.close()
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
+async def _open_reader(descriptor: int) -> asyncio.StreamReader:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     await loop.connect_read_pipe(
@@ -401,16 +401,16 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-async def _writer(descriptor: int) -> asyncio.StreamWriter:
+async def _open_writer(descriptor: int) -> asyncio.StreamWriter:
     loop = asyncio.get_running_loop()
     protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(loop=loop), loop=loop)
     transport, _ = await loop.connect_write_pipe(lambda: protocol, os.fdopen(descriptor, "wb", 0))
     return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
-async def _pour(descriptor: int, data: bytes) -> None:
+async def _write_all(descriptor: int, data: bytes) -> None:
     """Write all the data to a pipe and close it; the reader may stop early."""
-    writer = await _writer(descriptor)
+    writer = await _open_writer(descriptor)
     with contextlib.suppress(ConnectionError):
         writer.write(data)
         await writer.drain()
@@ -419,7 +419,7 @@ async def _pour(descriptor: int, data: bytes) -> None:
         await writer.wait_closed()
 
 
-def target_of(endpoint: str) -> tuple[str, str]:
+def split_endpoint(endpoint: str) -> tuple[str, str]:
     """Split an endpoint into `host:port`, or the path of a unix socket, and the path of its URL."""
     if endpoint.startswith("/"):
         return endpoint, ""

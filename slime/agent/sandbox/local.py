@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.inside import fd_messages
-from slime.agent.sandbox.monitor_client import HERE, Box, ForkServer, python_command
+from slime.agent.sandbox.monitor_client import HERE, ForkServer, MonitorClient, python_command
 from slime.agent.sandbox.protocol import SandboxLimits, Snapshot
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -78,18 +78,18 @@ class LocalSandbox(MachineSandbox):
     @property
     def unenforced(self) -> tuple[str, ...]:
         """Limits that are enforced for each process only, not for all processes together."""
-        return tuple(limit for limit in self.limits.of_the_group() if limit not in self.held)
+        return tuple(limit for limit in self.limits.group_limits() if limit not in self.held)
 
     @property
     def filtered(self) -> bool:
         """True if the kernel filters the system calls of processes inside."""
         return self.box.filtered
 
-    def _make_box(self) -> Box:
+    def _make_monitor(self) -> MonitorClient:
         spec = jail_spec(self.limits, self.files, self.visible, self.via, self.devices)
         if self.files is not None and self.files.root:
             self._placed = [path.lstrip("/") for path in (*spec["jail"]["files"], *spec["jail"]["visible"])]
-        return Box(spec, self.sandbox_id, self.server)
+        return MonitorClient(spec, self.sandbox_id, self.server)
 
 
 def jail_spec(
@@ -97,7 +97,7 @@ def jail_spec(
 ) -> JsonObject:
     """Build the specification that the monitor sets the sandbox up from."""
     rootless = not _is_privileged()
-    uid = INNER_UID if rootless else throw_away_uid()
+    uid = INNER_UID if rootless else random_uid()
     whole = files is not None and files.root
     seen = [] if whole else [*interpreter_folders(), *([str(HERE / "inside")] if via == "bwrap" else [])]
     jail = {
@@ -111,7 +111,7 @@ def jail_spec(
         "devices": list(devices),
         "home": HOME,
         "workdir": WORKDIR,
-        "files": {**_FILES, **accounts(uid, files)},
+        "files": {**_FILES, **account_files(uid, files)},
         "bwrap": None,
         "bwrap_end": [],
     }
@@ -127,7 +127,7 @@ def jail_spec(
             "--",
             *python_command("main_inside", str(HERE)),
         ]
-    return {"jail": jail, "groups": limits.of_the_group(), "remove": None, "lower": None}
+    return {"jail": jail, "groups": limits.group_limits(), "remove": None, "lower": None}
 
 
 def _is_privileged() -> bool:
@@ -139,7 +139,7 @@ def _is_privileged() -> bool:
     return bool(effective >> _CAP_SYS_ADMIN & 1)
 
 
-def throw_away_uid() -> int:
+def random_uid() -> int:
     """Draw a random user id that no account has; the chance that another sandbox has it is one in a billion."""
     with open("/proc/self/uid_map") as lines:
         most = max(int(inner) + int(count) for inner, _, count in (line.split() for line in lines))
@@ -152,7 +152,7 @@ def interpreter_folders() -> list[str]:
     return [os.path.realpath(sys.base_prefix)] if os.path.realpath(sys.base_prefix) != "/usr" else []
 
 
-def accounts(uid: int, files: Snapshot | None) -> dict[str, str]:
+def account_files(uid: int, files: Snapshot | None) -> dict[str, str]:
     """The sandbox's own passwd and group files: those of the root file system, if any, plus the agent's entries."""
     known = {"passwd": "root:x:0:0:root:/root:/bin/sh\n", "group": "root:x:0:\n"}
     if files is not None and files.root:
@@ -169,8 +169,8 @@ def accounts(uid: int, files: Snapshot | None) -> dict[str, str]:
 def choose_via(via: str, *, root_file_system: bool = False) -> str:
     """Choose the program that enters the namespaces, `bwrap` or `unshare`; UserError where neither can."""
     if via == "auto":
-        via = "unshare" if root_file_system or refusal("bwrap") is not None else "bwrap"
-    why = refusal(via)
+        via = "unshare" if root_file_system or unavailable_reason("bwrap") is not None else "bwrap"
+    why = unavailable_reason(via)
     if why is not None:
         raise UserError(
             f"this machine has no local sandbox: {why}; allow namespaces (docs/sandboxes.md says how), use --sandbox "
@@ -183,7 +183,7 @@ def choose_via(via: str, *, root_file_system: bool = False) -> str:
 
 
 @functools.cache
-def refusal(via: str) -> str | None:
+def unavailable_reason(via: str) -> str | None:
     """Reason why this machine cannot create sandboxes this way, or None; found by one trial start and cached."""
     if not sys.platform.startswith("linux"):
         return f"namespaces need Linux, and this is {sys.platform}"
@@ -198,10 +198,10 @@ def refusal(via: str) -> str | None:
             return f"bubblewrap {text.split()[-1] if text else '?'} is older than 0.8"
     elif os.uname().machine not in ("x86_64", "aarch64"):
         return f"system call numbers for {os.uname().machine} are not known"
-    return _tried(jail_spec(SandboxLimits(disk_mb=1), None, (), via))
+    return _try_start(jail_spec(SandboxLimits(disk_mb=1), None, (), via))
 
 
-def _tried(spec: JsonMapping) -> str | None:
+def _try_start(spec: JsonMapping) -> str | None:
     """Start a monitor for the specification and end it; return its error, if any."""
     life, theirs = socket.socketpair()
     control, init_end = socket.socketpair()
@@ -222,12 +222,12 @@ def _tried(spec: JsonMapping) -> str | None:
         error = None
         for sock in (life, control):
             sock.settimeout(_PROBE_S)
-        with contextlib.suppress(fd_messages.Broken, OSError):
+        with contextlib.suppress(fd_messages.InvalidMessage, OSError):
             fd_messages.send(life, spec)
         for sock in (life, control):
             try:
                 received = fd_messages.receive(sock)
-            except (fd_messages.Broken, OSError):
+            except (fd_messages.InvalidMessage, OSError):
                 received = None
             if received is None:
                 error = error or "its first process exited before it was ready"

@@ -25,12 +25,12 @@ async def exec_and_wait(
     env: Mapping[str, str] | None = None,
     poll_interval_sec: float = POLL_S,
 ) -> int:
-    """Run a long command; return its exit code or EXIT_TIME_BUDGET_EXCEEDED. Its output is in `log_of(tag)`.
+    """Run a long command; return its exit code or EXIT_TIME_BUDGET_EXCEEDED. Its output is in `output_log_path(tag)`.
 
     In a sandbox of this machine it is one command. In other sandboxes a connection may not last that long: the command
     runs detached and writes its exit code to a file, which is polled every `poll_interval_sec`.
     """
-    log = log_of(tag)
+    log = output_log_path(tag)
     if isinstance(sb, MachineSandbox):
         target = log if sb.own_processes else shlex.quote(f"{sb.home}/{log.rpartition('/')[2]}")
         line = f"{{\n{cmd}\n}} > {target} 2>&1"
@@ -55,7 +55,7 @@ async def exec_and_wait(
         await asyncio.sleep(min(poll_interval_sec, left))
 
 
-def log_of(tag: str) -> str:
+def output_log_path(tag: str) -> str:
     """Path, in the sandbox, of the output of a long command."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", tag):
         raise ValueError(f"{tag!r} is not a valid tag: use letters, digits, dots, dashes and underscores")

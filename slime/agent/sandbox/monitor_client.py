@@ -24,13 +24,13 @@ from slime.storage.json_types import JsonMapping, JsonObject
 
 HERE = Path(__file__).resolve().parent
 _START_S = 60.0
-_CLEAN = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
-_BOOT = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import {entry}; {entry}()"
+_CLEAN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
+_BOOTSTRAP = "import sys; sys.path.insert(0, {folder!r}); from inside.{module} import {entry}; {entry}()"
 
 
 def python_command(entry: str, folder: str, module: str = "monitor", *, site: bool = False) -> list[str]:
     """Command line of a program of `inside`, isolated from the environment and, without `site`, from packages."""
-    code = _BOOT.format(folder=folder, module=module, entry=entry)
+    code = _BOOTSTRAP.format(folder=folder, module=module, entry=entry)
     return [os.path.realpath(sys.executable), "-I", *([] if site else ["-S"]), "-c", code]
 
 
@@ -62,7 +62,7 @@ class ForkServer:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
-                        env=_CLEAN,
+                        env=_CLEAN_ENVIRONMENT,
                         cwd="/",
                         start_new_session=True,
                     )
@@ -84,7 +84,7 @@ class ForkServer:
         self._requests = self._process = None
 
 
-class Box:
+class MonitorClient:
     """Lifecycle of one monitor, which `server` forks or which is started as a program of its own."""
 
     def __init__(self, spec: JsonMapping, name: str, server: ForkServer | None = None) -> None:
@@ -122,7 +122,7 @@ class Box:
         except TimeoutError:
             await self.close()
             raise SandboxError(f"sandbox {self.name} did not start within {_START_S:g} s") from None
-        except (OSError, fd_messages.Broken, EOFError):
+        except (OSError, fd_messages.InvalidMessage, EOFError):
             await self.close(keep_errors=True)
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
@@ -146,12 +146,12 @@ class Box:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            env=_CLEAN,
+            env=_CLEAN_ENVIRONMENT,
             cwd="/",
             start_new_session=True,
         )
 
-    async def ask(self, request: JsonMapping, descriptors: Sequence[int] = ()) -> Answer:
+    async def ask(self, request: JsonMapping, descriptors: Sequence[int] = ()) -> MonitorResponse:
         """Send a request to the init; the response is read from the returned object."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -162,7 +162,7 @@ class Box:
             raise
         finally:
             theirs.close()
-        return Answer(ours)
+        return MonitorResponse(ours)
 
     async def sweep(self, *, own_processes: bool) -> None:
         """Kill every process in the sandbox except its init."""
@@ -217,7 +217,7 @@ class Box:
             self._errors.close()
 
 
-class Answer:
+class MonitorResponse:
     """Response to one request, read from the request's own socket; closing it early cancels the request."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -227,7 +227,7 @@ class Answer:
         """Receive the response and its descriptors; EOFError if the worker was killed before it responded."""
         try:
             return await receive(self.sock)
-        except (OSError, fd_messages.Broken):
+        except (OSError, fd_messages.InvalidMessage):
             raise EOFError from None
 
     async def data(self, count: int) -> bytes:
@@ -244,7 +244,7 @@ class Answer:
     def close(self) -> None:
         self.sock.close()
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> MonitorResponse:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -253,13 +253,13 @@ class Answer:
 
 async def send(sock: socket.socket, message: JsonMapping, descriptors: Sequence[int] = ()) -> None:
     """Send a message on a non-blocking socket."""
-    length, body = fd_messages.packed(message)
+    length, body = fd_messages.encode_message(message)
     while True:
         try:
             socket.send_fds(sock, [length], list(descriptors))  # four bytes: all or nothing
             break
         except BlockingIOError:
-            await _ready(sock, write=True)
+            await _wait_for_socket(sock, write=True)
     await asyncio.get_running_loop().sock_sendall(sock, body)
 
 
@@ -268,26 +268,26 @@ async def receive(sock: socket.socket) -> tuple[JsonObject, list[int]]:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            header, descriptors, _, _ = socket.recv_fds(sock, 4, fd_messages.MOST_DESCRIPTORS)
+            header, descriptors, _, _ = socket.recv_fds(sock, 4, fd_messages.MAX_DESCRIPTORS)
             break
         except BlockingIOError:
-            await _ready(sock, write=False)
+            await _wait_for_socket(sock, write=False)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     if not header:
         raise EOFError
     body = bytearray()
     header += b"" if len(header) == 4 else await loop.sock_recv(sock, 4 - len(header))
-    size = fd_messages.length_of(header)
+    size = fd_messages.decode_length(header)
     while len(body) < size:
         part = await loop.sock_recv(sock, size - len(body))
         if not part:
             raise EOFError
         body += part
-    return fd_messages.unpacked(bytes(body)), descriptors
+    return fd_messages.decode_message(bytes(body)), descriptors
 
 
-async def _ready(sock: socket.socket, *, write: bool) -> None:
+async def _wait_for_socket(sock: socket.socket, *, write: bool) -> None:
     """Wait until a socket can be read or written."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()

@@ -45,7 +45,7 @@ class SandboxLimits:
             if value is not None and not value > 0:
                 raise UserError(f"the limit {name} of a sandbox must be more than 0, not {value}")
 
-    def of_each_process(self, held: frozenset[str]) -> dict[str, int]:
+    def process_limits(self, held: frozenset[str]) -> dict[str, int]:
         """Per-process limits by the kernel's names; `held` are the limits that a control group enforces."""
         limits = {
             "FSIZE": self.file_mb << 20,
@@ -58,7 +58,7 @@ class SandboxLimits:
             limits["DATA"] = self.memory_mb << 20
         return limits
 
-    def of_the_group(self) -> dict[str, float]:
+    def group_limits(self) -> dict[str, float]:
         """Limits to set on a control group."""
         limits: dict[str, float] = {"memory": self.memory_mb << 20, "processes": self.processes}
         return limits if self.cpus is None else {**limits, "cpus": self.cpus}
@@ -190,7 +190,7 @@ class Sandbox(Protocol):
 
 
 @runtime_checkable
-class ReachingSandbox(Sandbox, Protocol):
+class ExtendedSandbox(Sandbox, Protocol):
     """A sandbox with our additions to upstream's protocol."""
 
     workdir: str

@@ -23,12 +23,12 @@ from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.inside import files
 from slime.agent.sandbox.local import LocalSandbox
-from slime.agent.sandbox.monitor_client import Box, ForkServer
+from slime.agent.sandbox.monitor_client import ForkServer, MonitorClient
 from slime.agent.sandbox.protocol import SandboxLimits, Snapshot
 from slime.errors import UserError
 
 logger = logging.getLogger(__name__)
-WITHOUT_BOUNDARY = (
+NO_BOUNDARY_WARNING = (
     "--sandbox subprocess is not a security boundary: code from a model runs with the rights of this user and can read "
     "and change every file, process, secret and network that this user can; use it only for code that you trust"
 )
@@ -37,7 +37,7 @@ WITHOUT_BOUNDARY = (
 @functools.cache
 def warn_without_boundary() -> None:
     """Log once that such a sandbox is not a security boundary."""
-    logger.warning(WITHOUT_BOUNDARY)
+    logger.warning(NO_BOUNDARY_WARNING)
 
 
 class SubprocessSandbox(MachineSandbox):
@@ -54,7 +54,7 @@ class SubprocessSandbox(MachineSandbox):
     async def __aenter__(self) -> Self:
         if self.files is not None and self.files.root:
             raise UserError("a root file system as a snapshot needs the local sandbox: use a folder with subprocess")
-        folder = _new_folder()
+        folder = _make_temporary_folder()
         self._within = folder
         self.workdir, self.home = os.path.join(folder, "workspace"), os.path.join(folder, "home")
         self._env = {"TMPDIR": os.path.join(folder, "tmp"), **self._env}
@@ -75,17 +75,17 @@ class SubprocessSandbox(MachineSandbox):
         if self._within is not None:  # the monitor has removed it, unless it was killed
             await asyncio.to_thread(files.remove_tree, self._within)
 
-    def _make_box(self) -> Box:
+    def _make_monitor(self) -> MonitorClient:
         spec = {
             "jail": None,
-            "groups": self.limits.of_the_group(),
+            "groups": self.limits.group_limits(),
             "remove": self._within,
             "lower": None if self.files is None else str(self.files.path),
         }
-        return Box(spec, self.sandbox_id, self.server)
+        return MonitorClient(spec, self.sandbox_id, self.server)
 
 
-def _new_folder() -> str:
+def _make_temporary_folder() -> str:
     return os.path.realpath(tempfile.mkdtemp(prefix="slime-sandbox-"))
 
 

@@ -24,12 +24,18 @@ from aiohttp import web
 from slime.agent.server.app import AgentApp
 from slime.agent.server.control import ControlApp, Listeners
 from slime.agent.server.dialects import Kind, Problem
-from slime.agent.server.online_intake import Door
+from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.sessions import Sessions
-from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, ServerSettings
+from slime.agent.server.settings import AGENTS_SOCKET, CONTROL_SOCKET, LISTENERS_SOCKET, ServerSettings
 from slime.agent.session.template import ChatModel
 from slime.agent.session.turn_journal import TurnJournal
-from slime.cluster.http_server import ClientNoise, Connections, bound_file, bound_sockets, most_connections
+from slime.cluster.http_server import (
+    ClientLogLimit,
+    Connections,
+    bind_sockets,
+    bind_unix_socket,
+    most_connections,
+)
 from slime.cluster.watchdog import ending_signals
 from slime.data.chat_template import load_tokenizer, model_context_length
 from slime.engine.http.blocking import KEY_VARIABLE
@@ -62,15 +68,15 @@ async def serve(
     sessions = Sessions(model, pool, fault_tolerant=settings.fault_tolerant, version=settings.version, journal=journal)
     names = (*settings.names, Path(settings.model).name, settings.model, *DEFAULT_NAMES)
     folder = Path(settings.folder)
-    door = None if settings.live is None else Door(settings.live, sessions)
+    door = None if settings.live is None else LiveConversations(settings.live, sessions)
     connections = Connections(most_connections(_MOST_CONNECTIONS, descriptors_each=2))  # to the client and an engine
     agents = _runner(AgentApp(sessions, tokenizer, names, connections, door).app, auto_decompress=False)
-    listeners = Listeners(agents, connections, str(folder / LISTENERS), settings.secret)
+    listeners = Listeners(agents, connections, str(folder / LISTENERS_SOCKET), settings.secret)
     control = _runner(ControlApp(sessions, pool, listeners, settings.secret, door).app)
     try:
-        port = await _listen(agents, connections, settings, folder / AGENTS)
+        port = await _listen(agents, connections, settings, folder / AGENTS_SOCKET)
         await control.setup()
-        await web.UnixSite(control, str(folder / CONTROL)).start()
+        await web.UnixSite(control, str(folder / CONTROL_SOCKET)).start()
         await listeners.start()
         gc.collect()
         gc.freeze()  # loaded modules and tokenizer stay: exclude them from later collections
@@ -112,14 +118,14 @@ async def _listen(agents: web.AppRunner, connections: Connections, settings: Ser
     await agents.setup()
     assert agents.server is not None
     try:
-        bound = await bound_sockets(settings.host, settings.port)
+        bound = await bind_sockets(settings.host, settings.port)
     except OSError as error:
         raise UserError(
             f"the agent server cannot listen at {settings.host}:{settings.port} ({error.strerror}): choose another "
             "port with --agent-server-port, or another address with --host"
         ) from error
     port = int(bound[0].getsockname()[1])
-    file = bound_file(path)
+    file = bind_unix_socket(path)
     os.chmod(path, 0o666)  # for users of a sandbox that binds it; other users cannot enter the folder
     for listening in (*bound, file):
         connections.accept_on(listening, agents.server)
@@ -144,20 +150,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--log-level", default="info")
     options = parser.parse_args(argv)
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(ClientNoise())
+    handler.addFilter(ClientLogLimit())
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler]
     )
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(_for_a_run(options.channel) if options.channel is not None else _alone(options))
+        asyncio.run(_serve_run(options.channel) if options.channel is not None else _serve_standalone(options))
     except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-async def _for_a_run(descriptor: int) -> None:
+async def _serve_run(descriptor: int) -> None:
     """Serve a run: read one line with the settings, write one line with the addresses, end when the driver closes."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -177,7 +183,7 @@ async def _for_a_run(descriptor: int) -> None:
         writer.close()
 
 
-async def _alone(options: argparse.Namespace) -> None:
+async def _serve_standalone(options: argparse.Namespace) -> None:
     """Serve with settings from flags; prints a line with the addresses and the secret for the control socket."""
     if not options.model or not options.engine:
         raise UserError("python -m slime.agent.server needs --model DIR and at least one --engine URL")

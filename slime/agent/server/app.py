@@ -18,10 +18,10 @@ import orjson
 from aiohttp import web
 
 from slime.agent.server.dialects import (
-    DIALECTS,
     Asked,
+    DIALECTS,
     Dialect,
-    Finished,
+    FinishedTurn,
     Kind,
     Problem,
     StreamWriter,
@@ -32,13 +32,13 @@ from slime.agent.server.dialects import (
     models_body,
     refusal_problem,
 )
-from slime.agent.server.online_intake import Door
+from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal, TemplateRefused
 from slime.agent.session.sampler import token_bytes
 from slime.agent.session.session import Prompt
-from slime.agent.session.turn import TakenTurn
+from slime.agent.session.turn import RecordedTurn
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.http_server import Connections
 from slime.engine.http.codec import parse_json
@@ -64,7 +64,7 @@ async def answer_whole(
 ) -> web.StreamResponse:
     """Sample a turn and return its complete answer; raises `Problem`."""
     _, task = await held.begin(asked.request, None)
-    taken = await _turn_of(held, task)
+    taken = await _recorded_turn(held, task)
     return json_response(dialect.whole(asked, finished_turn(taken, asked, tokenizer)))
 
 
@@ -77,9 +77,9 @@ async def answer_stream(
     try:
         await stream.open(dialect, asked, prompt)
         try:
-            while not await _first_of(task, held.ended, timeout_s=KEEP_ALIVE_S):
+            while not await _wait_first(task, held.ended, timeout_s=KEEP_ALIVE_S):
                 await stream.keep_alive()
-            taken = await _turn_of(held, task)
+            taken = await _recorded_turn(held, task)
         except Problem as problem:
             await stream.send(stream.writer.problem(problem))
         else:
@@ -92,7 +92,7 @@ async def answer_stream(
     return stream.response
 
 
-async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+async def _wait_first(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
     """Wait until one of the futures is done; False after the timeout."""
     done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return bool(done)
@@ -132,10 +132,10 @@ class _Stream:
             await self.response.write(data)
 
 
-async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTurn:
+async def _recorded_turn(held: OpenSession, task: asyncio.Task[RecordedTurn]) -> RecordedTurn:
     """Wait until the turn is recorded and return it; raises `Problem` if it failed."""
     try:
-        await _first_of(task, held.ended)
+        await _wait_first(task, held.ended)
         if not task.done():
             task.cancel()
             raise held.ended.result().again()
@@ -158,7 +158,7 @@ async def _turn_of(held: OpenSession, task: asyncio.Task[TakenTurn]) -> TakenTur
         task.cancel()
 
 
-def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Finished:
+def finished_turn(taken: RecordedTurn, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> FinishedTurn:
     """The parts of a recorded turn that a dialect needs for its answer."""
     answer, output = taken.answer, taken.output
     completion = len(answer.ids)
@@ -175,7 +175,7 @@ def finished_turn(taken: TakenTurn, asked: Asked, tokenizer: PreTrainedTokenizer
         texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
         each = zip(texts, token_bytes(tokenizer, ids), answer.log_probs.tolist(), strict=True)
         log_probs = [TokenLogProb(*entry) for entry in each]
-    return Finished(taken.turn.id, output, taken.finish_reason, usage, log_probs)
+    return FinishedTurn(taken.turn.id, output, taken.finish_reason, usage, log_probs)
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -196,7 +196,7 @@ class AgentApp:
         tokenizer: PreTrainedTokenizerBase,
         names: Sequence[str],
         connections: Connections,
-        door: Door | None = None,
+        door: LiveConversations | None = None,
     ) -> None:
         self._sessions, self._tokenizer, self._names = sessions, tokenizer, tuple(names)
         self._connections, self._door = connections, door
@@ -223,7 +223,7 @@ class AgentApp:
                 room.move_to(held.intake)
                 return await self._answered(http, held, dialect, asked)
         except Problem as problem:
-            return _refused(dialect, problem)
+            return _problem_response(dialect, problem)
 
     def _understood(
         self, dialect: Dialect, path: str, body: bytes, headers: Mapping[str, str], context: int | None
@@ -267,7 +267,7 @@ class AgentApp:
         name = http.match_info["name"]
         if name not in self._names:
             dialect = dialect_of(http.path, http.headers)
-            return _refused(dialect, Problem(Kind.UNKNOWN_MODEL, f"the model {name!r} is not served here"))
+            return _problem_response(dialect, Problem(Kind.UNKNOWN_MODEL, f"the model {name!r} is not served here"))
         return json_response(model_body(name))
 
     async def _healthy(self, http: web.Request) -> web.Response:
@@ -275,9 +275,9 @@ class AgentApp:
 
     async def _no_path(self, http: web.Request) -> web.Response:
         problem = Problem(Kind.NO_PATH, f"{http.method} {http.path} is not served here")
-        return _refused(dialect_of(http.path, http.headers), problem)
+        return _problem_response(dialect_of(http.path, http.headers), problem)
 
 
-def _refused(dialect: Dialect, problem: Problem) -> web.Response:
+def _problem_response(dialect: Dialect, problem: Problem) -> web.Response:
     status, headers, body = dialect.problem(problem)
     return json_response(body, status, headers)

@@ -19,18 +19,18 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from slime.agent.server.dialects import Kind, Problem
-from slime.agent.server.online_intake import Door
+from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.sessions import Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.records import BadRecord, message_record
-from slime.cluster.http_checks import shows_key
+from slime.cluster.http_checks import carries_key
 from slime.cluster.http_server import Connections
 from slime.data.buffer.codec import Codec
 from slime.engine.http.pool import EnginePool
 from slime.storage.json_types import JsonObject
 
 _MOST_LINE = 4096
-_PATIENCE_S = 10.0
+_HANDOVER_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Listeners:
             connection, _ = await loop.sock_accept(listening)
             with connection:
                 try:
-                    connection.settimeout(_PATIENCE_S)
+                    connection.settimeout(_HANDOVER_TIMEOUT_S)
                     line, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, connection, _MOST_LINE, 1)
                     connection.setblocking(False)
                     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
@@ -90,17 +90,17 @@ class Listeners:
                             self._connections.accept_on(one, self._runner.server)
                             self._adopted.setdefault(key, []).append(one)
                         answer = b"ok"
-                    await asyncio.wait_for(loop.sock_sendall(connection, answer), _PATIENCE_S)
+                    await asyncio.wait_for(loop.sock_sendall(connection, answer), _HANDOVER_TIMEOUT_S)
                 except (OSError, TimeoutError) as error:
                     logger.warning("could not adopt a listening socket: %s", error)
 
 
-async def hand_over(path: str, secret: str, key: str, listener: socket.socket) -> None:
+async def send_listener(path: str, secret: str, key: str, listener: socket.socket) -> None:
     """Send a listening socket to the agent server behind `path`, which accepts on it until the session is closed."""
 
     def hand() -> bytes:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_PATIENCE_S)
+            connection.settimeout(_HANDOVER_TIMEOUT_S)
             connection.connect(path)
             socket.send_fds(connection, [json.dumps({"secret": secret, "key": key}).encode()], [listener.fileno()])
             return connection.recv(64)
@@ -112,14 +112,19 @@ async def hand_over(path: str, secret: str, key: str, listener: socket.socket) -
 
 MOST_BODY_BYTES = 1 << 30
 
-Call = Callable[[JsonObject], Awaitable[object]]
+ControlCall = Callable[[JsonObject], Awaitable[object]]
 
 
 class ControlApp:
     """The application behind `control.sock`: each path is one call with named arguments."""
 
     def __init__(
-        self, sessions: Sessions, pool: EnginePool, listeners: Listeners, secret: str, door: Door | None = None
+        self,
+        sessions: Sessions,
+        pool: EnginePool,
+        listeners: Listeners,
+        secret: str,
+        door: LiveConversations | None = None,
     ) -> None:
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
         calls = _run_calls(sessions, pool, listeners)
@@ -127,9 +132,9 @@ class ControlApp:
             calls |= _live_calls(door)
         codec = Codec()
 
-        def handler(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
+        def handler(call: ControlCall) -> Callable[[web.Request], Awaitable[web.Response]]:
             async def handle(http: web.Request) -> web.Response:
-                if not shows_key(http.headers, secret):
+                if not carries_key(http.headers, secret):
                     raise web.HTTPUnauthorized
                 try:
                     answer = await call(codec.unpack(await http.read()))
@@ -143,7 +148,7 @@ class ControlApp:
             self.app.router.add_post(f"/{name}", handler(call))
 
 
-def _run_calls(sessions: Sessions, pool: EnginePool, listeners: Listeners) -> dict[str, Call]:
+def _run_calls(sessions: Sessions, pool: EnginePool, listeners: Listeners) -> dict[str, ControlCall]:
     """The calls of every run: sessions, engines and the version of their weights."""
 
     async def open_session(body: JsonObject) -> object:
@@ -199,7 +204,7 @@ def _run_calls(sessions: Sessions, pool: EnginePool, listeners: Listeners) -> di
     }
 
 
-def _live_calls(door: Door) -> dict[str, Call]:
+def _live_calls(door: LiveConversations) -> dict[str, ControlCall]:
     """The calls of a live service."""
 
     async def take(body: JsonObject) -> object:

@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from slime.agent.server.control import hand_over
+from slime.agent.server.control import send_listener
 from slime.agent.server.dialects import Kind
-from slime.agent.server.settings import AGENTS, CONTROL, LISTENERS, Opening
+from slime.agent.server.settings import AGENTS_SOCKET, CONTROL_SOCKET, LISTENERS_SOCKET, Opening
 from slime.data.buffer.codec import Codec
 from slime.engine.http.blocking import authorization
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -29,11 +29,11 @@ class RemoteServer:
     def __init__(self, addresses: JsonMapping, secret: str) -> None:
         folder = Path(addresses["folder"])
         self.host, self.port, self.model = str(addresses["host"]), int(addresses["port"]), str(addresses["model"])
-        self.agents_socket = str(folder / AGENTS)
-        self._listeners, self._secret = str(folder / LISTENERS), secret
+        self.agents_socket = str(folder / AGENTS_SOCKET)
+        self._listeners, self._secret = str(folder / LISTENERS_SOCKET), secret
         self._codec = Codec()
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path=str(folder / CONTROL), limit=0),
+            connector=aiohttp.UnixConnector(path=str(folder / CONTROL_SOCKET), limit=0),
             headers=authorization(secret),
             timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
         )
@@ -92,7 +92,7 @@ class RemoteServer:
     async def accept_on(self, key: str, listener: socket.socket) -> None:
         """Have the endpoints accept on a listening socket too, until the session is closed."""
         try:
-            await hand_over(self._listeners, self._secret, key, listener)
+            await send_listener(self._listeners, self._secret, key, listener)
         except OSError as error:
             raise AgentServerFailed(f"the agent server did not take a socket: {error}") from error
 

@@ -52,7 +52,7 @@ class _Conversation:
     """The answer in flight is the last one."""
 
 
-class Door:
+class LiveConversations:
     """The open conversations of a live service, and the store of their exchanges."""
 
     def __init__(self, settings: LiveSettings, sessions: Sessions) -> None:
@@ -77,12 +77,12 @@ class Door:
 
     def intake(self, headers: Mapping[str, str]) -> Intake:
         """The limits for a request; its conversation need not be open yet. Raises `Problem`."""
-        found = self._open.get(_name_of(headers))
+        found = self._open.get(_conversation_name(headers))
         return self._entering if found is None else found.held.intake
 
     async def enter(self, headers: Mapping[str, str]) -> OpenSession:
         """The session of a request's conversation, which is opened if needed; raises `Problem`."""
-        name, consents = _name_of(headers), _flag_of(headers, CONSENT)
+        name, consents = _conversation_name(headers), _flag_header(headers, CONSENT)
         if not consents:
             await self._withdraw(name)
         if name not in self._open and len(self._open) >= self._settings.most_conversations:
@@ -96,7 +96,7 @@ class Door:
         found.consents &= consents
         found.last = asyncio.get_running_loop().time()
         self._open.move_to_end(name)
-        found.is_done = _flag_of(headers, DONE)
+        found.is_done = _flag_header(headers, DONE)
         if found.is_done:
             self._open.move_to_end(name, last=False)
         return found.held
@@ -219,7 +219,7 @@ class Door:
         return hashlib.blake2b(name.encode(errors="surrogateescape"), key=key, digest_size=16).hexdigest()
 
 
-def _name_of(headers: Mapping[str, str]) -> str:
+def _conversation_name(headers: Mapping[str, str]) -> str:
     name = headers.get(NAME, "").strip()
     if not name or len(name) > LONGEST_NAME:
         raise Problem(
@@ -231,7 +231,7 @@ def _name_of(headers: Mapping[str, str]) -> str:
     return name
 
 
-def _flag_of(headers: Mapping[str, str], name: str) -> bool:
+def _flag_header(headers: Mapping[str, str], name: str) -> bool:
     value = headers.get(name, "").strip().lower()
     if value not in (*_YES, *_NO):
         raise Problem(Kind.BAD_BODY, f"the header {name} must be yes or no, not {value!r:.40}", param=name)

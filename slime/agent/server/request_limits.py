@@ -74,9 +74,9 @@ class Intake:
         self._working = asyncio.Semaphore(1)
 
     @contextmanager
-    def request(self) -> Iterator[Room]:
+    def request(self) -> Iterator[RequestReservation]:
         """Reserve the resources of one request until it is answered; raises `Problem` if the session has too many."""
-        room = Room(self)
+        room = RequestReservation(self)
         try:
             yield room
         finally:
@@ -112,7 +112,7 @@ class Intake:
         return await asyncio.wrap_future(job)
 
 
-class Room:
+class RequestReservation:
     """The resources that one request has reserved."""
 
     def __init__(self, intake: Intake) -> None:
@@ -134,14 +134,14 @@ class Room:
         """Read the body, decompressed if needed; raises `Problem` if it is too large, slow or invalid."""
         intake, limits = self._intake, self._intake.limits
         if (http.content_length or 0) > limits.body_bytes:
-            raise _too_large(limits)
+            raise _body_too_large(limits)
         pieces = []
         try:
             async with asyncio.timeout(limits.body_s):
                 while piece := await http.content.readany():
                     self._take(len(piece))
                     if self.bytes > self._intake.limits.body_bytes:
-                        raise _too_large(self._intake.limits)
+                        raise _body_too_large(self._intake.limits)
                     pieces.append(piece)
         except TimeoutError as error:
             raise Problem(Kind.BAD_BODY, f"the body did not arrive within {limits.body_s:g} s") from error
@@ -150,7 +150,7 @@ class Room:
         body = b"".join(pieces)
         coding = http.headers.get("Content-Encoding", "identity").strip().lower()
         if coding not in ("", "identity") and not is_decompressed:
-            body = await intake.run(lambda: _decompressed(body, coding, limits), inline=False)
+            body = await intake.run(lambda: _decompress_body(body, coding, limits), inline=False)
             self._take(len(body))
         if len(body) > INLINE_BODY_BYTES and sum(map(body.count, _STRUCTURE)) > limits.values:
             raise Problem(Kind.TOO_LONG, f"the body has more than {limits.values} JSON values")
@@ -161,11 +161,11 @@ class Room:
         self.bytes += size
 
 
-def _too_large(limits: IntakeLimits) -> Problem:
+def _body_too_large(limits: IntakeLimits) -> Problem:
     return Problem(Kind.TOO_LONG, f"the body has more than {limits.body_bytes} bytes")
 
 
-def _decompressed(body: bytes, coding: str, limits: IntakeLimits) -> bytes:
+def _decompress_body(body: bytes, coding: str, limits: IntakeLimits) -> bytes:
     if coding not in ("gzip", "deflate"):
         raise Problem(Kind.BAD_BODY, f"Content-Encoding {coding!r:.40} is not read here: send gzip, deflate or none")
     try:
@@ -174,7 +174,7 @@ def _decompressed(body: bytes, coding: str, limits: IntakeLimits) -> bytes:
     except zlib.error as error:
         raise Problem(Kind.BAD_BODY, f"the body cannot be decompressed: {error}") from error
     if len(whole) > limits.body_bytes:
-        raise _too_large(limits)
+        raise _body_too_large(limits)
     if not reader.eof:
         raise Problem(Kind.BAD_BODY, "the body cannot be decompressed: it ends early")
     return whole

@@ -20,22 +20,22 @@ from slime.agent.server.request_limits import INLINE_CHARACTERS, WORKERS, Intake
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import Limits, SessionRefusal
 from slime.agent.session.sampler import EngineSampler
-from slime.agent.session.session import Outdated, Prompt, Rendered, Session
-from slime.agent.session.special_tokens import texts_in
+from slime.agent.session.session import Prompt, RenderedMessages, Session, StaleRendering
+from slime.agent.session.special_tokens import iter_texts
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
-from slime.agent.session.turn import OnEvent, ParserFactory, TakenTurn, take_prepared
+from slime.agent.session.turn import OnEvent, ParserFactory, RecordedTurn, take_prepared_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
-from slime.rollout.retry import Draws
+from slime.rollout.retry import RequestSeeds
 from slime.storage.json_types import JsonMapping
 
 T = TypeVar("T")
 
 MOST_TURNS = 4096
 """Limit for sessions without their own: a request is compared with every turn that it may continue."""
-REMEMBERED = 16384
+MAX_CLOSED_SESSIONS = 16384
 """Number of closed sessions whose clients get the reason; older ones count as unknown."""
 
 
@@ -64,22 +64,22 @@ class OpenSession:
         """The error of the last turn that could not be sampled."""
         self._params, self._sampler, self._parsers = params, sampler, parsers
         self.ended: asyncio.Future[Problem] = asyncio.get_running_loop().create_future()
-        self._answering: set[asyncio.Task[TakenTurn]] = set()
+        self._answering: set[asyncio.Task[RecordedTurn]] = set()
 
-    async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[TakenTurn]]:
+    async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[RecordedTurn]]:
         """Start to sample one more turn; cancelling the task abandons it. Raises `Problem`."""
         try:
-            prompt = await self._of_rendered(request, self.session.prepare)
+            prompt = await self._with_rendered(request, self.session.prepare)
         except SessionRefusal as refusal:
             raise refusal_problem(refusal) from refusal
         is_begun = False
 
         continuing = None if self.continued is None else self.continued(prompt)
 
-        async def take() -> TakenTurn:
+        async def take() -> RecordedTurn:
             nonlocal is_begun
             is_begun = True
-            taken = await take_prepared(
+            taken = await take_prepared_turn(
                 self.session, request, prompt, self._sampler, self._parsers, self._params, on_event
             )
             if continuing is not None:
@@ -88,7 +88,7 @@ class OpenSession:
                 await self.journaled(taken.turn)
             return taken
 
-        def done(task: asyncio.Task[TakenTurn]) -> None:
+        def done(task: asyncio.Task[RecordedTurn]) -> None:
             self._answering.discard(task)
             if not is_begun:  # cancelled before its first step
                 self.session.abandon(prompt)
@@ -100,9 +100,9 @@ class OpenSession:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """The number of tokens that the prompt of this request would have."""
-        return await self._of_rendered(request, self.session.count_tokens)
+        return await self._with_rendered(request, self.session.count_tokens)
 
-    async def _of_rendered(self, request: TurnRequest, use: Callable[[TurnRequest, Rendered | None], T]) -> T:
+    async def _with_rendered(self, request: TurnRequest, use: Callable[[TurnRequest, RenderedMessages | None], T]) -> T:
         """Call `use` with a request and its rendered text, which is tokenized in a thread if it is long."""
         while True:
             if self.ended.done():
@@ -110,7 +110,7 @@ class OpenSession:
             decision = self.session.place(request)
             rendered = None
             if decision.context is None:
-                characters = sum(map(len, texts_in(request.tools))) if decision.turn is None else 0
+                characters = sum(map(len, iter_texts(request.tools))) if decision.turn is None else 0
                 for message in decision.new:
                     characters += len(message.content) + len(message.reasoning or "")
                     characters += sum(len(call.arguments) for call in message.tool_calls)
@@ -118,7 +118,7 @@ class OpenSession:
                     rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
             try:
                 return use(request, rendered)
-            except Outdated:  # a turn was recorded during the rendering
+            except StaleRendering:  # a turn was recorded during the rendering
                 continue
 
     @property
@@ -196,7 +196,7 @@ class Sessions:
             record = {**opening.record, "key": opening.key, "closed": False}
             session = Session.from_record(record, template, limits=limits, strict=opening.strict)
         ticket = Ticket(Gate(asyncio.Semaphore(1)), masks=opening.masks) if opening.held else None
-        draws = Draws(opening.params.get("sampling_seed"), begun=len(session.tree.turns))
+        draws = RequestSeeds(opening.params.get("sampling_seed"), begun=len(session.tree.turns))
         sampler = EngineSampler(
             self._pool,
             self._model.tokenizer,
@@ -244,7 +244,7 @@ class Sessions:
         """End a session and keep only the reason; raises `KeyError` if no session has this key."""
         ending = self._open.pop(key)
         self._closed[key] = problem
-        if len(self._closed) > REMEMBERED:
+        if len(self._closed) > MAX_CLOSED_SESSIONS:
             self._closed.popitem(last=False)
         await ending.end(problem)
         return ending

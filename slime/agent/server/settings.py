@@ -35,7 +35,7 @@ class LiveSettings:
     most_conversations: int = 4096
 
 
-def kept_key(folder: Path) -> str:
+def load_or_create_key(folder: Path) -> str:
     """The key of the service: from an existing address file, so that clients keep it on resume, else a new key."""
     try:
         known = json.loads((folder / ADDRESS_FILE).read_text())["key"]
@@ -53,7 +53,7 @@ def write_address(folder: Path, url: str, key: str, model: str) -> None:
     temporary.replace(folder / ADDRESS_FILE)
 
 
-AGENTS, CONTROL, LISTENERS = "agents.sock", "control.sock", "listeners.sock"
+AGENTS_SOCKET, CONTROL_SOCKET, LISTENERS_SOCKET = "agents.sock", "control.sock", "listeners.sock"
 """Sockets in the folder of the agent server."""
 
 

@@ -22,7 +22,13 @@ from pathlib import Path
 from slime.agent.conversation import session_limits
 from slime.agent.interaction import FILE_NAME as LIVE_FILE
 from slime.agent.server.control_client import AgentServerFailed, RemoteServer
-from slime.agent.server.settings import LiveSettings, Opening, ServerSettings, kept_key, write_address
+from slime.agent.server.settings import (
+    LiveSettings,
+    Opening,
+    ServerSettings,
+    load_or_create_key,
+    write_address,
+)
 from slime.agent.session.turn_journal import FILE_NAME, Attempt, TurnJournal
 from slime.cluster.child_env import module_command
 from slime.cluster.process import ChildProcess
@@ -31,7 +37,7 @@ from slime.config.datasets import prompt_files
 from slime.data.buffer import run_identity
 from slime.data.chat_template import model_context_length
 from slime.errors import UserError
-from slime.models.parsers.formats import named_formats
+from slime.models.parsers.formats import formats_from_flags
 from slime.rollout.runtime import RolloutRuntime
 
 NAME = "agent-server"
@@ -48,7 +54,7 @@ class RunningServer:
         self._warned: set[str] = set()
         self._reader = reader
         self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._pass_on())]
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._run_queued())]
 
     def tell(self, call: Callable[[], Awaitable[None]]) -> None:
         """Queue a call; calls run one after the other, in order."""
@@ -80,7 +86,7 @@ class RunningServer:
         await asyncio.to_thread(self.child.wait, 1.0)
         logger.error("%s; its open sessions fail, and the next session restarts it", self.failure())
 
-    async def _pass_on(self) -> None:
+    async def _run_queued(self) -> None:
         while True:
             call = await self._news.get()
             try:
@@ -153,7 +159,7 @@ class AgentServer:
             child.start()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            remote = await self._made_ready(settings, child, reader, writer)
+            remote = await self._wait_until_ready(settings, child, reader, writer)
         except BaseException:
             writer.close()
             await asyncio.to_thread(child.stop)
@@ -171,7 +177,7 @@ class AgentServer:
             if is_new or url not in up:
                 self._engines_changed("up" if url in up else "down", url)
 
-    async def _made_ready(
+    async def _wait_until_ready(
         self,
         settings: ServerSettings,
         child: ChildProcess,
@@ -198,13 +204,13 @@ class AgentServer:
         config = self._config
         assert config.hf_checkpoint is not None, "a run with engines has a model"
         router, router_only, key = self._where
-        formats = named_formats(config.carried)
+        formats = formats_from_flags(config.carried)
         live = None
         if config.live_judge_path is not None:
             home, params = Path(config.output_dir or folder), self._state.sampling_params
             limits = session_limits(config, params, model_context_length(config.hf_checkpoint), None)
             live = LiveSettings(
-                key=kept_key(home),
+                key=load_or_create_key(home),
                 store=str((home / LIVE_FILE).absolute()),
                 params=dict(params),
                 limits=limits.to_dict(),

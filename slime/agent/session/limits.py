@@ -21,15 +21,15 @@ class SessionRefusal(Exception):
     """A session refuses a turn."""
 
 
-class Refused(SessionRefusal):
+class ContinuationRefused(SessionRefusal):
     """The history cannot be continued token by token, with this template or under `--strict-tokens`."""
 
 
-class TemplateRefused(Refused):
+class TemplateRefused(ContinuationRefused):
     """The chat template cannot render this conversation; the message is one sentence."""
 
 
-class Closed(SessionRefusal):
+class SessionClosed(SessionRefusal):
     """The session has ended."""
 
 
@@ -41,7 +41,7 @@ class LimitReached(SessionRefusal):
         self.kind = kind
 
 
-class PromptTooLong(LimitReached):
+class PromptExceedsContext(LimitReached):
     """The prompt has `tokens` tokens; with more than `maximum` there is no room for an answer."""
 
     def __init__(self, tokens: int, maximum: int) -> None:
@@ -84,7 +84,7 @@ class Limits:
         Raises `PromptTooLong` if the prompt leaves no room in the context.
         """
         if self.max_context is not None and prompt >= self.max_context:
-            raise PromptTooLong(prompt, self.max_context - 1)
+            raise PromptExceedsContext(prompt, self.max_context - 1)
         bounds = [
             asked,
             self.max_new_tokens,
@@ -95,7 +95,7 @@ class Limits:
 
 
 @dataclass
-class Counters:
+class SessionCounters:
     """Counters of one session, which can be summed over sessions.
 
     `sampled_tokens` include the tokens of abandoned turns, which are not trained on.
@@ -118,6 +118,6 @@ class Counters:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: JsonMapping) -> Counters:
+    def from_dict(cls, values: JsonMapping) -> SessionCounters:
         """Inverse of `to_dict`; a missing counter is 0."""
         return cls(**{field.name: int(values.get(field.name, 0)) for field in fields(cls)})

@@ -28,7 +28,7 @@ _LEAST_PARTS = 2
 """Messages in which any turn may be echoed: its text and its calls. A turn with several calls may have more."""
 
 
-class Outcome(Enum):
+class MatchOutcome(Enum):
     """Relation of a request to the turns of the session."""
 
     EXTENDED = "extended"
@@ -42,7 +42,7 @@ class Decision:
     `context` is the context of these messages if the tree has it already.
     """
 
-    outcome: Outcome
+    outcome: MatchOutcome
     turn: Turn | None
     new: tuple[Message, ...]
     context: Context | None
@@ -71,7 +71,7 @@ def decide(tree: Tree, request: TurnRequest) -> Decision:
         candidates = [root for root in candidates if same_tools(root.tools, request.tools)]
     known = next((context for context in candidates if _end_of(context, messages, at) == len(messages)), None)
     is_free = turn.is_free if turn is not None else not tree.roots
-    return Decision(Outcome.EXTENDED if is_free else Outcome.FORKED, turn, messages[at:], known)
+    return Decision(MatchOutcome.EXTENDED if is_free else MatchOutcome.FORKED, turn, messages[at:], known)
 
 
 def _end_of(context: Context, messages: Sequence[Message], at: int) -> int | None:
@@ -79,7 +79,7 @@ def _end_of(context: Context, messages: Sequence[Message], at: int) -> int | Non
     end = at + len(context.messages)
     if end > len(messages):
         return None
-    is_there = all(held.is_said_by(given) for held, given in zip(context.messages, messages[at:end], strict=True))
+    is_there = all(held.is_same_message(given) for held, given in zip(context.messages, messages[at:end], strict=True))
     return end if is_there else None
 
 
@@ -100,13 +100,13 @@ def _echoed(turns: Sequence[Turn], messages: Sequence[Message], at: int) -> list
                 tool_calls=tuple(call for part in parts for call in part.tool_calls),
                 reference=next((part.reference for part in parts if part.reference is not None), None),
             )
-        for turn in recognised(turns, echo):
+        for turn in match_echo(turns, echo):
             if turn.id not in found:
-                found[turn.id] = (turn, _with_other_parts(turn, messages, at, end))
+                found[turn.id] = (turn, _extend_echo(turn, messages, at, end))
     return list(found.values())
 
 
-def recognised(turns: Sequence[Turn], echo: Message) -> list[Turn]:
+def match_echo(turns: Sequence[Turn], echo: Message) -> list[Turn]:
     """Return the turns that `echo` may be an echo of, by the strongest evidence available."""
     if echo.reference is not None:
         by_reference = [turn for turn in turns if turn.id == echo.reference]
@@ -116,10 +116,10 @@ def recognised(turns: Sequence[Turn], echo: Message) -> list[Turn]:
     by_calls = [turn for turn in turns if not ids.isdisjoint(turn.held.call_ids)]
     if len(by_calls) == 1:
         return by_calls
-    return [turn for turn in by_calls or turns if turn.held.says_the_same(echo)]
+    return [turn for turn in by_calls or turns if turn.held.matches_content(echo)]
 
 
-def _with_other_parts(turn: Turn, messages: Sequence[Message], at: int, end: int) -> int:
+def _extend_echo(turn: Turn, messages: Sequence[Message], at: int, end: int) -> int:
     """Extend the echo `messages[at:end]` by later parts of the same turn and return its end.
 
     A client may send the text of a turn after its calls.

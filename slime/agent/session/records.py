@@ -24,7 +24,7 @@ import numpy as np
 
 from slime.agent.messages import Message, Role, ToolCall
 from slime.agent.session.limits import LimitKind
-from slime.agent.session.tree import Context, Held, Tree, Turn, path, placed, retokenised
+from slime.agent.session.tree import Context, Held, Tree, Turn, count_retokenised, path, token_ranges
 from slime.data.sample import Reward, Sample
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -167,7 +167,7 @@ _ROUTED = ("routed_experts", "routed_experts_start_len")
 
 
 @dataclass(frozen=True)
-class Finished:
+class SessionSamples:
     """The samples of a session, with the tokens counted while they were made."""
 
     samples: list[Sample]
@@ -181,7 +181,7 @@ def session_samples(
     reward: Reward | None,
     metadata: JsonMapping | None,
     args: argparse.Namespace | None = None,
-) -> Finished:
+) -> SessionSamples:
     """Make one sample per leaf, in the order in which the leaves were sampled; no samples without a turn.
 
     Without `reward` the reward is the sum of the turns' rewards, if any turn has one.
@@ -202,15 +202,15 @@ def session_samples(
         sample.metadata |= copy.deepcopy(dict(metadata or {}))
         seen.update(turn.id for turn in turns)
         trained_tokens += sample.effective_response_length
-        differing += retokenised(sample.token_array(), turns)
+        differing += count_retokenised(sample.token_array(), turns)
         samples.append(sample)
-    return Finished(samples, trained_tokens, differing)
+    return SessionSamples(samples, trained_tokens, differing)
 
 
 def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.Namespace | None) -> Sample:
     """Make the sample of one branch; the turns in `seen` are trained on in another sample."""
     leaf = turns[-1]
-    sample = _blank(base, turns[0].context)
+    sample = _empty_sample(base, turns[0].context)
     for turn in turns:
         if turn is not turns[0]:
             said = "\n".join(held.message.content for held in turn.context.messages)
@@ -219,10 +219,12 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.N
             )
         if turn.id in seen:
             routed = {name: turn.meta_info[name] for name in _ROUTED if name in turn.meta_info}
-            sample.append_response_tokens(args, tokens=turn.ids, trainable=False, meta_info=routed, text=_spoken(turn))
+            sample.append_response_tokens(
+                args, tokens=turn.ids, trainable=False, meta_info=routed, text=_turn_text(turn)
+            )
         else:
             sample.append_response_tokens(
-                args, tokens=turn.ids, log_probs=turn.log_probs, meta_info=turn.meta_info, text=_spoken(turn)
+                args, tokens=turn.ids, log_probs=turn.log_probs, meta_info=turn.meta_info, text=_turn_text(turn)
             )
     is_truncated = leaf.limited is not None or leaf.finish_reason == "length"
     sample.status = Sample.Status.TRUNCATED if is_truncated else Sample.Status.COMPLETED
@@ -236,7 +238,7 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.N
     prompt = len(turns[0].context.ids)
     rewards = [
         (start - prompt, stop - prompt, turn.reward)  # positions in the response
-        for turn, start, stop in placed(turns)
+        for turn, start, stop in token_ranges(turns)
         if turn.reward is not None and turn.id not in seen
     ]
     if rewards:
@@ -244,7 +246,7 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.N
     return sample
 
 
-def _blank(base: Sample, root: Context) -> Sample:
+def _empty_sample(base: Sample, root: Context) -> Sample:
     """Make a sample with `base`'s identity, the first prompt of a branch and no response."""
     sample = Sample(
         **{
@@ -274,7 +276,7 @@ def _blank(base: Sample, root: Context) -> Sample:
     return sample
 
 
-def _spoken(turn: Turn) -> str:
+def _turn_text(turn: Turn) -> str:
     """Return the text of a turn as it was sampled, else the text of its message."""
     if turn.text is not None:
         return turn.text

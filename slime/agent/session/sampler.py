@@ -22,13 +22,13 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import (
     GenerateResult,
     continued_params,
-    joined_answers,
-    note_first_routed,
-    note_first_version,
-    routing_wanted,
+    join_responses,
+    record_first_routed,
+    record_first_version,
+    routed_experts_fields,
 )
 from slime.rollout.gate import Ticket
-from slime.rollout.retry import MOST_RESUMES, AbortedTooOften, asked, asked_in_pieces
+from slime.rollout.retry import MAX_RESUMES, AbortedTooOften, request_completion, stream_completion
 from slime.storage.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ class EngineSampler:
         params = {**self._draws(params), "skip_special_tokens": False, "no_stop_trim": True}
         if on_text is not None:
             params["stream_interval"] = EACH_TOKEN
-        more = routing_wanted(known) if self._routing else {}
-        answer = _Growing(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
+        more = routed_experts_fields(known) if self._routing else {}
+        answer = _GrowingAnswer(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
         aborts = 0
         while not answer.is_full:
             masks = False
@@ -210,7 +210,7 @@ class EngineSampler:
                 break
             if self._ticket is None or self._ticket.gate.is_open:
                 aborts = 0 if len(part.id_array) else aborts + 1
-                if aborts == MOST_RESUMES:
+                if aborts == MAX_RESUMES:
                     raise AbortedTooOften.by_engine()
         return await answer.whole()
 
@@ -227,25 +227,25 @@ class EngineSampler:
             if self._at_engines:
                 await asyncio.sleep(ABORT_AGAIN_S)  # a request may not have reached its engine yet
 
-    async def _asked(self, answer: _Growing, affinity: str) -> GenerateResult:
+    async def _asked(self, answer: _GrowingAnswer, affinity: str) -> GenerateResult:
         version, rid = self._version(), uuid.uuid4().hex
         payload = {**answer.rest(), "rid": rid}
         self._at_engines.add(rid)
         try:
             if answer.on_text is None:
-                result = await asked(self._pool, payload, affinity, fault_tolerant=self._fault_tolerant)
+                result = await request_completion(self._pool, payload, affinity, fault_tolerant=self._fault_tolerant)
             else:
-                result = await asked_in_pieces(
-                    self._pool, payload, affinity, fault_tolerant=self._fault_tolerant, on_ids=answer.came
+                result = await stream_completion(
+                    self._pool, payload, affinity, fault_tolerant=self._fault_tolerant, on_ids=answer.on_tokens
                 )
         finally:
             self._at_engines.discard(rid)
-        note_first_version(result.meta_info, version)
-        note_first_routed(result.meta_info, payload)
+        record_first_version(result.meta_info, version)
+        record_first_routed(result.meta_info, payload)
         return result
 
 
-class _Growing:
+class _GrowingAnswer:
     """One growing answer, collected over all requests that it takes."""
 
     def __init__(
@@ -279,7 +279,7 @@ class _Growing:
         params = continued_params(self._params, self._sampled)
         return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **self._more}
 
-    async def came(self, ids: list[int]) -> None:
+    async def on_tokens(self, ids: list[int]) -> None:
         """Handle sampled ids and report their text."""
         assert self.on_text is not None
         piece = self._text.feed(ids)
@@ -304,7 +304,7 @@ class _Growing:
         finish = "length" if self.is_full else self._parts[-1].finish_type
         joined: JsonObject = {"meta_info": self._parts[0].meta_info}
         for part in self._parts[1:]:
-            joined = joined_answers(joined, {"meta_info": part.meta_info})
+            joined = join_responses(joined, {"meta_info": part.meta_info})
         meta_info = {name: value for name, value in joined["meta_info"].items() if name not in _PER_TOKEN}
         if meta_info["finish_reason"]["type"] != finish:
             meta_info["finish_reason"] = {"type": finish, "length": self._sampled}

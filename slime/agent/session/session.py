@@ -18,10 +18,16 @@ from typing import Protocol
 import numpy as np
 
 from slime.agent.messages import Message, TurnRequest
-from slime.agent.session.limits import Closed, Counters, LimitReached, Limits, Refused
-from slime.agent.session.matching import Decision, Outcome, decide
+from slime.agent.session.limits import (
+    ContinuationRefused,
+    LimitReached,
+    Limits,
+    SessionClosed,
+    SessionCounters,
+)
+from slime.agent.session.matching import Decision, MatchOutcome, decide
 from slime.agent.session.records import BadRecord, session_samples, tree_of, turn_record
-from slime.agent.session.tree import Context, Held, Tree, Turn, joined, path, retokenised
+from slime.agent.session.tree import Context, Held, Tree, Turn, concatenate_ids, count_retokenised, path
 from slime.data.sample import Reward, Sample
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -55,7 +61,7 @@ class Prompt:
     """The ids to send to an engine; the first `shared` of them were in the tree before."""
 
     ids: np.ndarray
-    outcome: Outcome
+    outcome: MatchOutcome
     node: Context
     """The context in the tree that the answer follows."""
     shared: int
@@ -66,7 +72,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedMessages:
     """The ids of the `new` last messages of a request after `turn`, rendered outside the session."""
 
     turn: Turn | None
@@ -74,7 +80,7 @@ class Rendered:
     ids: np.ndarray
 
 
-class Outdated(Exception):
+class StaleRendering(Exception):
     """The tree has grown since a request was rendered, and the request has another place in it now."""
 
 
@@ -101,7 +107,7 @@ class Session:
     limits: Limits = field(default_factory=Limits, kw_only=True)
     strict: bool = field(default=False, kw_only=True)
     tree: Tree = field(default_factory=Tree, init=False)
-    counters: Counters = field(default_factory=Counters, init=False)
+    counters: SessionCounters = field(default_factory=SessionCounters, init=False)
     is_closed: bool = field(default=False, init=False)
     _in_flight: int = field(default=0, init=False)
     _differing_in_prompts: int = field(default=0, init=False)
@@ -110,7 +116,7 @@ class Session:
         """Return the current place of the request in the tree, for `render`."""
         return decide(self.tree, request)
 
-    def render(self, decision: Decision, request: TurnRequest) -> Rendered:
+    def render(self, decision: Decision, request: TurnRequest) -> RenderedMessages:
         """Render the new messages to ids. It reads only immutable state, so another thread may call it."""
         template, last = self._template(), decision.turn
         if last is None:
@@ -121,47 +127,49 @@ class Session:
             ids = template.continuation(last.message, ended_with, decision.new, request.tools)
         kept = np.array(ids, dtype=np.int32)
         kept.flags.writeable = False
-        return Rendered(last, len(decision.new), kept)
+        return RenderedMessages(last, len(decision.new), kept)
 
-    def prepare(self, request: TurnRequest, rendered: Rendered | None = None) -> Prompt:
+    def prepare(self, request: TurnRequest, rendered: RenderedMessages | None = None) -> Prompt:
         """Return the prompt of one more turn; `record` or `abandon` must follow.
 
-        With `rendered` nothing is tokenized; raises `Outdated` if the request has another place in the tree now.
+        With `rendered` nothing is tokenized; raises `StaleRendering` if the request has another place in the tree now.
         """
         if self.is_closed:
-            raise Closed("this session has ended")
+            raise SessionClosed("this session has ended")
         decision = decide(self.tree, request)
         try:
             self.limits.check(self.counters.turns + self._in_flight, self.counters.sampled_tokens)
             template = self._template()
             if decision.turn is not None and template.refusal is not None:
-                raise Refused(f"this model's chat template cannot be continued turn by turn: {template.refusal}")
-            if self.strict and decision.outcome is Outcome.FORKED:
-                raise Refused(
+                raise ContinuationRefused(
+                    f"this model's chat template cannot be continued turn by turn: {template.refusal}"
+                )
+            if self.strict and decision.outcome is MatchOutcome.FORKED:
+                raise ContinuationRefused(
                     "--strict-tokens: this request does not continue the end of a branch of the session; the client "
                     "has edited, compacted or branched its history"
                 )
             context = decision.context or self._context(decision, request, rendered)
             history = path(decision.turn)
-            ids = joined(history, context)
+            ids = concatenate_ids(history, context)
             bound = self.limits.new_tokens(len(ids), self.counters.sampled_tokens, request.max_tokens)
         except LimitReached as reached:
             if decision.turn is not None and decision.turn.is_leaf:
                 decision.turn.limited = reached.kind
             raise
-        except Refused:
+        except ContinuationRefused:
             self.counters.refused += 1
             raise
         shared = len(ids) - (len(context.ids) if decision.context is None else 0)
         self.counters.prompt_tokens += len(ids)
         self.counters.shared_tokens += shared
-        self._differing_in_prompts += retokenised(ids, history)
+        self._differing_in_prompts += count_retokenised(ids, history)
         self.counters.retokenised_tokens = self._differing_in_prompts
         self.tree.begin(context)
         self._in_flight += 1
         return Prompt(ids, decision.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
 
-    def count_tokens(self, request: TurnRequest, rendered: Rendered | None = None) -> int:
+    def count_tokens(self, request: TurnRequest, rendered: RenderedMessages | None = None) -> int:
         """Return the number of tokens in the prompt of this request, without beginning or counting a turn."""
         decision = decide(self.tree, request)
         context = decision.context or self._context(decision, request, rendered)
@@ -236,7 +244,7 @@ class Session:
         try:
             session = cls(str(record["key"]), template, limits=limits or Limits(), strict=strict)
             session.tree = tree_of(record["turns"])
-            session.counters = Counters.from_dict(record["counters"])
+            session.counters = SessionCounters.from_dict(record["counters"])
             session.is_closed = bool(record["closed"])
             session._differing_in_prompts = int(record["differing"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -290,11 +298,11 @@ class Session:
             finished.samples[0].metadata["session"] = self.counters.to_dict()
         return finished.samples
 
-    def _context(self, decision: Decision, request: TurnRequest, rendered: Rendered | None) -> Context:
+    def _context(self, decision: Decision, request: TurnRequest, rendered: RenderedMessages | None) -> Context:
         if rendered is None:
             rendered = self.render(decision, request)
         elif rendered.turn is not decision.turn or rendered.new != len(decision.new):
-            raise Outdated
+            raise StaleRendering
         return Context(
             number=self.tree.next_context_number(),
             parent=decision.turn,
@@ -305,7 +313,9 @@ class Session:
 
     def _template(self) -> Template:
         if self.template is None:
-            raise Refused("this session was restored without a chat template: it can be finished, not continued")
+            raise ContinuationRefused(
+                "this session was restored without a chat template: it can be finished, not continued"
+            )
         return self.template
 
     def _ended(self, prompt: Prompt) -> None:

@@ -28,7 +28,7 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>|</?(think\w*|tool_\w+)>")
 """Matches added tokens that count as control tokens even if they are not marked special and not in the template."""
 
 
-class SpecialText:
+class SpecialTokenEncoder:
     """The control tokens of a tokenizer under a template, and an encoder that does not create them from text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -41,7 +41,7 @@ class SpecialText:
             and (token.special or token.content in template or _LOOKS_LIKE_CONTROL.fullmatch(token.content))
         }
         """The control tokens. Added tokens for ordinary text (Gemma's `<table>`, runs of blanks) are not among them."""
-        self.pattern = any_of(self.ids)
+        self.pattern = longest_match_pattern(self.ids)
         self._singles = [token for token in self.ids if len(token) == 1]
         self._cuts = {token: _inner_border(tokenizer, token) for token in self.ids}
         self._reserved = "\0".join((template, *self.ids))
@@ -54,7 +54,7 @@ class SpecialText:
 
         The first mark is the sentinel, the others are placeholders for the control tokens of one character.
         """
-        text = "\0".join(texts_in(values))
+        text = "\0".join(iter_texts(values))
         if not self.pattern.search(text):
             return None
         taken = text + self._reserved
@@ -136,7 +136,7 @@ class SpecialText:
         return list(inner.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
-def any_of(words: Iterable[str]) -> re.Pattern[str]:
+def longest_match_pattern(words: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that matches the longest of these words, in time independent of their number."""
     trie: Trie = {}
     for word in words:
@@ -147,17 +147,17 @@ def any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile(_alternatives(trie) if trie else "(?!)")
 
 
-def texts_in(value: object) -> Iterator[str]:
+def iter_texts(value: object) -> Iterator[str]:
     """Yield every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from texts_in(key)
-            yield from texts_in(item)
+            yield from iter_texts(key)
+            yield from iter_texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from texts_in(item)
+            yield from iter_texts(item)
 
 
 def _alternatives(node: Trie) -> str:

@@ -25,28 +25,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.session.limits import PromptTooLong
-from slime.agent.session.special_tokens import SpecialText, any_of, texts_in
+from slime.agent.session.limits import PromptExceedsContext
+from slime.agent.session.special_tokens import SpecialTokenEncoder, iter_texts, longest_match_pattern
 from slime.agent.session.template_probe import (
     ADDITIONS,
     NO_TEMPLATE,
-    Ending,
     Probe,
     Renderer,
-    Shape,
     TemplateRefused,
-    Way,
-    asked,
-    completed,
+    TemplateShape,
+    TurnEnding,
+    TurnEndStyle,
+    assistant_message,
+    complete_tool,
     find_ending,
     in_order,
-    said,
     template_source,
     tool,
+    user_message,
 )
 from slime.agent.session.turn import ParserFactory
 from slime.models.parsers.events import OutputParser
-from slime.models.parsers.formats import TOOL_CALL_PARSERS, Formats, formats_of, make_parser
+from slime.models.parsers.formats import TOOL_CALL_PARSERS, Formats, detect_formats, make_parser
 from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an opened think block."""
 _OPENED = re.compile(r"(<think(ing)?>|<seed:think>|\[THINK\]|◁think▷|<\|channel>thought)\s*$")
 _STAND_IN_TOOL = tool("look")
-_NEEDED = {
+_REQUIRED_PROPERTY = {
     "tool": "tools",
     "tools": "tools",
     "system": "system_anywhere",
@@ -69,7 +69,7 @@ _NEEDED = {
 
 
 @dataclass(frozen=True)
-class _Delta:
+class _Continuation:
     """The text after a turn: `cut` is the token that ends the turn, if the template writes one, and `rest` follows."""
 
     cut: str
@@ -83,11 +83,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, kwargs: Mapping[str, object] = {}) -> None:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, kwargs)
-        self._special = SpecialText(tokenizer, self._renderer.source)
+        self._special = SpecialTokenEncoder(tokenizer, self._renderer.source)
         self._mark = f"Turn{secrets.token_hex(8)}"
         self._tools_in_turns = True
-        self.shape = Shape()
-        self.ending = Ending(Way.BARE)
+        self.shape = TemplateShape()
+        self.ending = TurnEnding(TurnEndStyle.BARE)
         self._cuts = self._cut_pattern()
         self.refusal: str | None = self._probed()
         self._opening_ids = {self._special.ids[token] for token in self.ending.openings}
@@ -128,26 +128,28 @@ class ChatTemplate:
         tail = [int(id_) for id_ in prompt_ids[-_TAIL:]]
         return _OPENED.search(self._tokenizer.decode(tail, skip_special_tokens=False)) is not None
 
-    def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]) -> _Delta:
-        made = last.tool_calls if self.ending.way is not Way.BARE else ()
+    def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]) -> _Continuation:
+        made = last.tool_calls if self.ending.way is not TurnEndStyle.BARE else ()
         calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
         content = "" if calls and self.shape.calls else self._mark  # some templates render it after the results
         shown = tools if self._tools_in_turns or not tools else [_STAND_IN_TOOL]
-        text, marks = self._rendered([asked("?"), said(content, *calls), *new], shown)
+        text, marks = self._rendered([user_message("?"), assistant_message(content, *calls), *new], shown)
         at = text.rfind(self._mark)
         if at < 0:
             raise TemplateRefused("the model's chat template does not render the text of assistant messages")
         at += len(self._mark)
-        if self.ending.way is Way.BARE:
-            return _Delta("", text[at:], marks)
+        if self.ending.way is TurnEndStyle.BARE:
+            return _Continuation("", text[at:], marks)
         if (found := self._cuts.search(text, at)) is None:
             raise TemplateRefused("the model's chat template does not end an assistant turn with a token")
-        return _Delta(found["turn"] or found["call"], text[found.end() :], marks)
+        return _Continuation(found["turn"] or found["call"], text[found.end() :], marks)
 
     def _cut_pattern(self) -> re.Pattern[str]:
         """Compile a pattern for the token that ends a turn, also after a call's end and other control tokens."""
         ends_turn, ends_call = (
-            any_of(token for token in self.ending.cuts if (token in self.ending.call_ends) is of_call).pattern
+            longest_match_pattern(
+                token for token in self.ending.cuts if (token in self.ending.call_ends) is of_call
+            ).pattern
             for of_call in (False, True)
         )
         between = rf"(?:{self._special.pattern.pattern}|\s)*?"
@@ -161,14 +163,14 @@ class ChatTemplate:
         try:
             return self._render(self.shape, messages, tools)
         except TemplateRefused as refused:
-            complete = [completed(tool) for tool in tools]
+            complete = [complete_tool(tool) for tool in tools]
             for shape in (self.shape, self.shape.strictest()):
                 with contextlib.suppress(TemplateRefused):
                     return self._render(shape, messages, complete)
             raise refused
 
     def _render(
-        self, shape: Shape, messages: Sequence[Message], tools: Sequence[JsonMapping]
+        self, shape: TemplateShape, messages: Sequence[Message], tools: Sequence[JsonMapping]
     ) -> tuple[str, str | None]:
         shaped = shape.of(messages)
         marks = self._special.marks_for([shaped, tools])
@@ -185,7 +187,7 @@ class ChatTemplate:
         except TemplateRefused as refused:
             return f"{refused}: its turns cannot be continued"
         self._cuts = self._cut_pattern()
-        for kind, field in _NEEDED.items():  # switch a property off if exactly that makes the addition work
+        for kind, field in _REQUIRED_PROPERTY.items():  # switch a property off if exactly that makes the addition work
             probed = self.shape
             if not self.continues(kind):
                 self.shape = replace(probed, **{field: False})
@@ -231,7 +233,7 @@ class ChatModel:
         """The text of the template for a request, by whether the request offers tools."""
         self.formats = {
             offers: Formats(named.tool or found.tool, named.reasoning or found.reasoning)
-            for offers, found in ((offers, formats_of(source)) for offers, source in self.sources.items())
+            for offers, found in ((offers, detect_formats(source)) for offers, source in self.sources.items())
         }
         """The formats of an answer, by whether its request offers tools."""
         self.warning: str | None = None
@@ -256,11 +258,11 @@ class ChatModel:
         separately, which adds a few tokens at each border (`_BORDER_TOKENS`).
         """
         if len(request.messages) > context:
-            raise PromptTooLong(len(request.messages), context - 1)
+            raise PromptExceedsContext(len(request.messages), context - 1)
         texts = [text for message in request.messages for text in (message.content, message.reasoning or "")]
         texts += [call.arguments for message in request.messages for call in message.tool_calls]
         if _renders_tools(self.sources[True]):
-            texts.append("\n".join(texts_in(request.tools)))
+            texts.append("\n".join(iter_texts(request.tools)))
         characters = sum(map(len, texts))
         if characters <= _CHARACTERS_PER_TOKEN * context:
             return
@@ -271,7 +273,7 @@ class ChatModel:
                 tokens += max(0, self._token_count(piece) - _BORDER_TOKENS)
                 seen += len(piece)
                 if tokens > context:
-                    raise PromptTooLong(round(tokens * characters / seen), context - 1)
+                    raise PromptExceedsContext(round(tokens * characters / seen), context - 1)
 
     def _token_count(self, text: str) -> int:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -285,7 +287,7 @@ class ChatModel:
         if request.tool_choice == "none" or not offers_tools:
             formats = dataclasses.replace(formats, tool=None)  # text that looks like a call stays text
         elif formats.tool is None and self.warning is None:
-            self.warning = _why_calls_stay_text(self.sources[True])
+            self.warning = _tool_call_warning(self.sources[True])
             logger.warning("%s", self.warning)
         in_reasoning = template.starts_in_reasoning(prompt_ids)
         return make_parser(formats, tools=request.tools, starts_in_reasoning=in_reasoning)
@@ -295,7 +297,7 @@ def _renders_tools(source: str) -> bool:
     return re.search(r"\btools\b", re.sub(r"{#.*?#}", "", source, flags=re.DOTALL)) is not None
 
 
-def _why_calls_stay_text(source: str) -> str:
+def _tool_call_warning(source: str) -> str:
     flag = f"--sglang-tool-call-parser ({', '.join(TOOL_CALL_PARSERS)})"
     if not _renders_tools(source):
         return (

@@ -23,7 +23,7 @@ import jinja2
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.session.limits import TemplateRefused
-from slime.agent.session.special_tokens import SpecialText
+from slime.agent.session.special_tokens import SpecialTokenEncoder
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -35,7 +35,7 @@ _NINE = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True)
-class Shape:
+class TemplateShape:
     """The forms of messages that a template renders; by default all of them."""
 
     parts: bool = False
@@ -59,7 +59,7 @@ class Shape:
     """Tool results have their own role."""
     user_after_tool: bool = True
 
-    def strictest(self) -> Shape:
+    def strictest(self) -> TemplateShape:
         """Return the most restrictive shape, for conversations that the template refuses unexpectedly."""
         return replace(
             self,
@@ -162,7 +162,7 @@ class Shape:
         return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
-def completed(tool: JsonMapping) -> JsonObject:
+def complete_tool(tool: JsonMapping) -> JsonObject:
     """Return a tool with the fields that some templates require."""
     nothing = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": {**nothing, **(tool.get("function") or {})}}
@@ -178,8 +178,8 @@ def _arguments(call: ToolCall) -> JsonObject:
 
 
 NO_TEMPLATE = "the model's tokenizer has no chat template: add chat_template.jinja to its folder"
-_OURS = ("conversation", "messages", "tools", "chat_template", "return_dict", "continue_final_message")
-_SET_HERE = ("add_generation_prompt", "tokenize")
+_RESERVED_KWARGS = ("conversation", "messages", "tools", "chat_template", "return_dict", "continue_final_message")
+_OVERRIDDEN_KWARGS = ("add_generation_prompt", "tokenize")
 _RAISED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -187,11 +187,11 @@ class Renderer:
     """Renders messages with the tokenizer's chat template and the run's template arguments."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: JsonMapping) -> None:
-        taken = [name for name in kwargs if name in _OURS]
+        taken = [name for name in kwargs if name in _RESERVED_KWARGS]
         if taken:
             raise UserError(f"--apply-chat-template-kwargs: {taken[0]} is not for the template: remove it")
         self._tokenizer = tokenizer
-        self._kwargs = {name: value for name, value in kwargs.items() if name not in _SET_HERE}
+        self._kwargs = {name: value for name, value in kwargs.items() if name not in _OVERRIDDEN_KWARGS}
         template = tokenizer.chat_template
         self.source: str = "\n".join(template.values()) if isinstance(template, dict) else template or ""
         """The text of the template, or of all its named templates; empty if the tokenizer has no template."""
@@ -228,7 +228,7 @@ A, B, C, D = "Qanary", "Bzebra", "Cyclamen", "Dromedar"
 _LONG_ID = "call_0f8e4a1c2b3d4e5f60718293"
 _MORE_ENDS = ("<|eom_id|>",)
 """Tokens that end a turn, but that templates write for built-in tools only."""
-Conversation = tuple[Message, ...]
+ProbeMessages = tuple[Message, ...]
 
 
 def tool(name: str) -> JsonObject:
@@ -237,12 +237,12 @@ def tool(name: str) -> JsonObject:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
-def said(text: str = "", *calls: ToolCall, reasoning: str | None = None) -> Message:
+def assistant_message(text: str = "", *calls: ToolCall, reasoning: str | None = None) -> Message:
     """Make an assistant message."""
     return Message("assistant", text, reasoning, calls)
 
 
-def asked(text: str) -> Message:
+def user_message(text: str) -> Message:
     return Message("user", text)
 
 
@@ -266,13 +266,13 @@ def in_order(text: str, words: Iterable[str]) -> bool:
 
 PARALLEL = (call(B), call(C, "abc123XYW"))
 RESULTS = (result(C), result(D, "abc123XYW"))
-ADDITIONS: dict[str, tuple[Message, Conversation, tuple[str, ...]]] = {
-    "tool": (said("", call(B)), (result(C),), (C,)),
-    "tools": (said("", *PARALLEL), RESULTS, (C, D)),
-    "user": (said(B), (asked(C),), (C,)),
-    "system": (said(B), (system(C), asked(D)), (C, D)),
-    "tool, user": (said("", call(B)), (result(C), asked(D)), (C, D)),
-    "assistant, user": (said(B), (said(C), asked(D)), (C, D)),
+ADDITIONS: dict[str, tuple[Message, ProbeMessages, tuple[str, ...]]] = {
+    "tool": (assistant_message("", call(B)), (result(C),), (C,)),
+    "tools": (assistant_message("", *PARALLEL), RESULTS, (C, D)),
+    "user": (assistant_message(B), (user_message(C),), (C,)),
+    "system": (assistant_message(B), (system(C), user_message(D)), (C, D)),
+    "tool, user": (assistant_message("", call(B)), (result(C), user_message(D)), (C, D)),
+    "assistant, user": (assistant_message(B), (assistant_message(C), user_message(D)), (C, D)),
 }
 """Kinds of additions to a turn: the turn, the messages that a client adds, and the words in these messages."""
 
@@ -282,36 +282,44 @@ class Probe:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self.shape = Shape()
+        self.shape = TemplateShape()
 
-    def settle(self) -> Shape:
+    def settle(self) -> TemplateShape:
         """Return the least restrictive shape with which every word is rendered in its place."""
-        if not self._shown((asked(A),), (A,)):
+        if not self._shown((user_message(A),), (A,)):
             self.shape = replace(self.shape, parts=True)
-        self._unless("system_first", ((system(A), asked(B)), (A, B)))
-        self._unless("users_in_row", ((asked(A), asked(B)), (A, B)))
-        self._unless("assistants_in_row", ((asked(A), said(B), said(C), asked(D)), (A, B, C, D)))
-        self._unless("assistant_first", ((said(A), asked(B)), (A, B)))
+        self._unless("system_first", ((system(A), user_message(B)), (A, B)))
+        self._unless("users_in_row", ((user_message(A), user_message(B)), (A, B)))
+        self._unless(
+            "assistants_in_row",
+            ((user_message(A), assistant_message(B), assistant_message(C), user_message(D)), (A, B, C, D)),
+        )
+        self._unless("assistant_first", ((assistant_message(A), user_message(B)), (A, B)))
         self._settle_calls()
         if self.shape.calls:
             self._unless("any_call_id", *self._answered(call(B, _LONG_ID)))
-            self._unless("parallel_calls", ((asked(A), said("", *PARALLEL)), (A, B, C)))
-            if not self._shown((asked(A), said("", *PARALLEL)), (A, B, C)):
+            self._unless("parallel_calls", ((user_message(A), assistant_message("", *PARALLEL)), (A, B, C)))
+            if not self._shown((user_message(A), assistant_message("", *PARALLEL)), (A, B, C)):
                 self.shape = replace(self.shape, calls=False)
-            self._unless("calls_with_text", ((asked(A), said(B, call(C))), (A, C)))
-            self._unless("calls_with_text_and_reasoning", ((asked(A), said(B, call(C), reasoning=D)), (A, C)))
-        one, two = (asked(A), said("", call(B))), (asked(A), said("", *PARALLEL))
+            self._unless("calls_with_text", ((user_message(A), assistant_message(B, call(C))), (A, C)))
+            self._unless(
+                "calls_with_text_and_reasoning", ((user_message(A), assistant_message(B, call(C), reasoning=D)), (A, C))
+            )
+        one, two = (
+            (user_message(A), assistant_message("", call(B))),
+            (user_message(A), assistant_message("", *PARALLEL)),
+        )
         self._unless("tools", ((*one, result(C)), (A, C)), ((*two, *RESULTS), (A, D)))
-        self._unless("user_after_tool", ((*one, result(C), asked(D)), (A, C, D)))
+        self._unless("user_after_tool", ((*one, result(C), user_message(D)), (A, C, D)))
         self._unless(
             "system_anywhere",
-            ((asked(A), said(B), asked(C), system(D)), (A, B, C, D)),
-            ((asked(A), said(B), system(C), asked(D)), (A, B, C, D)),
+            ((user_message(A), assistant_message(B), user_message(C), system(D)), (A, B, C, D)),
+            ((user_message(A), assistant_message(B), system(C), user_message(D)), (A, B, C, D)),
             ((*one, result(C), system(D)), (A, C, D)),
         )
         return self.shape
 
-    def _unless(self, field: str, *trials: tuple[Conversation, tuple[str, ...]]) -> None:
+    def _unless(self, field: str, *trials: tuple[ProbeMessages, tuple[str, ...]]) -> None:
         """Switch a property of the shape off unless all trials succeed."""
         if not all(self._shown(*trial) for trial in trials):
             self.shape = replace(self.shape, **{field: False})
@@ -325,14 +333,14 @@ class Probe:
                     return
         self.shape = replace(self.shape, calls=False, mapped_arguments=True, empty_is_none=False)
 
-    def _answered(self, made: ToolCall) -> Iterator[tuple[Conversation, tuple[str, ...]]]:
-        alone = (asked(A), said("", made))
+    def _answered(self, made: ToolCall) -> Iterator[tuple[ProbeMessages, tuple[str, ...]]]:
+        alone = (user_message(A), assistant_message("", made))
         if self.shape.tools and self._shown((*alone, result(C, made.id)), (A, B, C)):
             yield (*alone, result(C, made.id)), (A, B, C)
         else:
             yield alone, (A, B)
 
-    def _shown(self, messages: Conversation, words: Sequence[str], unlike: tuple[str, ...] = ()) -> bool:
+    def _shown(self, messages: ProbeMessages, words: Sequence[str], unlike: tuple[str, ...] = ()) -> bool:
         try:
             text = self._renderer.text(self.shape.of(messages))
         except TemplateRefused:
@@ -340,7 +348,7 @@ class Probe:
         return in_order(text, words) and not any(odd in text for odd in unlike)
 
 
-class Way(Enum):
+class TurnEndStyle(Enum):
     """The ways in which a template marks the end of an assistant turn."""
 
     CLOSED = "a token closes it"
@@ -349,46 +357,54 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Ending:
+class TurnEnding:
     """The tokens at the end of a turn: a continuation begins after one of `cuts`, and `stops` can be sampled.
 
     A cut in `openings` begins the next message and cannot be replaced by another token; any other cut closes any turn.
     A token in `call_ends` closes a call, and is a cut if the template writes no other cut after it.
     """
 
-    way: Way
+    way: TurnEndStyle
     cuts: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     call_ends: tuple[str, ...] = ()
 
 
-def find_ending(renderer: Renderer, shape: Shape, special: SpecialText, eos: str | None) -> Ending:
+def find_ending(renderer: Renderer, shape: TemplateShape, special: SpecialTokenEncoder, eos: str | None) -> TurnEnding:
     """Find the tokens that end turns; raises `TemplateRefused` if the template does not render assistant messages."""
-    seen = _Seen(renderer, shape, special)
-    alone, answered = seen.after((said(B),), ask=False), seen.after((said(B), asked(C)))
-    if alone and seen.first_closing(alone, answered, eos) != seen.opening_a_question():
+    seen = _ControlTokenFinder(renderer, shape, special)
+    alone, answered = (
+        seen.after((assistant_message(B),), ask=False),
+        seen.after((assistant_message(B), user_message(C))),
+    )
+    if alone and seen.first_closing(alone, answered, eos) != seen.user_opening_token():
         return seen.closed(alone, answered, eos)
     if answered:
         seen.has_next = bool(alone)
-        ends = seen.openings((said(B), asked(C)), (said("", call(B)), result(C)))
-        others = seen.openings((said("", call(B)), asked(C)), (said(B), system(C)), (said(B), said(C)), (said(B),))
+        ends = seen.openings((assistant_message(B), user_message(C)), (assistant_message("", call(B)), result(C)))
+        others = seen.openings(
+            (assistant_message("", call(B)), user_message(C)),
+            (assistant_message(B), system(C)),
+            (assistant_message(B), assistant_message(C)),
+            (assistant_message(B),),
+        )
         cuts = _distinct([*ends, *others])
-        return Ending(Way.OPENED, cuts, _distinct(ends), openings=cuts)
-    return Ending(Way.BARE)
+        return TurnEnding(TurnEndStyle.OPENED, cuts, _distinct(ends), openings=cuts)
+    return TurnEnding(TurnEndStyle.BARE)
 
 
-class _Seen:
+class _ControlTokenFinder:
     """Finds the control tokens that a template writes around the words of a conversation."""
 
-    def __init__(self, renderer: Renderer, shape: Shape, special: SpecialText) -> None:
+    def __init__(self, renderer: Renderer, shape: TemplateShape, special: SpecialTokenEncoder) -> None:
         self._renderer = renderer
         self._shape = shape
         self._special = special
         self.has_next = False
         """Whether the template writes the token that opens a user message after the last turn too."""
 
-    def closed(self, alone: list[str], answered: list[str], eos: str | None) -> Ending:
+    def closed(self, alone: list[str], answered: list[str], eos: str | None) -> TurnEnding:
         """Return the ending of a template that closes turns with a token.
 
         The token may be another one in the history, and a third one after a call.
@@ -396,16 +412,18 @@ class _Seen:
         first = self.first_closing(alone, answered, eos)
         known = [first, *([] if first in answered else answered[:1])]
         try:
-            tokens = self.after((said("", call(B)),), ask=False)
+            tokens = self.after((assistant_message("", call(B)),), ask=False)
         except TemplateRefused:
             tokens = []
         # The last token after a call, if a call ends with another token than other turns.
         after_call = [] if set(tokens) & set(known) else tokens[-1:]
         more = [token for token in _MORE_ENDS if token in self._special.ids and token in self._renderer.source]
-        between_calls = self._between((asked(A), said("", *PARALLEL)), B, C)
-        between_results = self._between((asked(A), said("", *PARALLEL), *RESULTS), RESULTS[0].content, D)
-        return Ending(
-            Way.CLOSED,
+        between_calls = self._between((user_message(A), assistant_message("", *PARALLEL)), B, C)
+        between_results = self._between(
+            (user_message(A), assistant_message("", *PARALLEL), *RESULTS), RESULTS[0].content, D
+        )
+        return TurnEnding(
+            TurnEndStyle.CLOSED,
             cuts=_distinct([*known, *after_call, *more]),
             stops=_distinct([first, *(token for token in after_call if token not in between_calls), *more]),
             openings=tuple(token for token in after_call if token in between_results),
@@ -417,19 +435,19 @@ class _Seen:
         both = [one for one, other in zip(alone, answered, strict=False) if one == other]
         return eos if eos is not None and eos in both else alone[0]
 
-    def opening_a_question(self) -> str | None:
+    def user_opening_token(self) -> str | None:
         """Return the token that opens a user message."""
-        before = self._tokens(self._text((asked(A),)).partition(A)[0])
+        before = self._tokens(self._text((user_message(A),)).partition(A)[0])
         return before[-1] if before else None
 
-    def after(self, messages: Conversation, *, ask: bool = True) -> list[str]:
+    def after(self, messages: ProbeMessages, *, ask: bool = True) -> list[str]:
         """Return the tokens between the word B of an assistant turn and the word C of what follows."""
-        _, found, rest = self._text((asked(A), *messages), ask=ask).rpartition(B)
+        _, found, rest = self._text((user_message(A), *messages), ask=ask).rpartition(B)
         if not found:
             raise TemplateRefused("the model's chat template does not render the text of assistant messages")
         return self._tokens(rest.partition(C)[0])
 
-    def openings(self, *conversations: Conversation) -> list[str]:
+    def openings(self, *conversations: ProbeMessages) -> list[str]:
         """Return the first token after the first message of each conversation."""
         found = []
         for turn, *following in conversations:
@@ -441,7 +459,7 @@ class _Seen:
             found += whole[inside : inside + 1]
         return found
 
-    def _between(self, messages: Conversation, word: str, other: str) -> list[str]:
+    def _between(self, messages: ProbeMessages, word: str, other: str) -> list[str]:
         if not self._shape.parallel_calls:
             return []
         try:
@@ -450,7 +468,7 @@ class _Seen:
             return []
         return self._tokens(text.rpartition(other)[0].rpartition(word)[2])
 
-    def _text(self, messages: Conversation, *, ask: bool = True) -> str:
+    def _text(self, messages: ProbeMessages, *, ask: bool = True) -> str:
         return self._renderer.text(self._shape.of(messages), ask=ask)
 
     def _tokens(self, text: str) -> list[str]:

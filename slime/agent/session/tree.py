@@ -30,27 +30,27 @@ class Held:
     def __init__(self, message: Message) -> None:
         self.message = message
 
-    def is_said_by(self, given: Message) -> bool:
+    def is_same_message(self, given: Message) -> bool:
         """Return whether `given` is this message; equal messages are compared without normalisation."""
         mine = self.message
         if mine.role != given.role or mine.tool_call_id != given.tool_call_id:
             return False
         if mine.role == "assistant":
-            return self.says_the_same(given)
+            return self.matches_content(given)
         return mine.content == given.content or self._text == tidy(given.content)
 
-    def says_the_same(self, echo: Message) -> bool:
+    def matches_content(self, echo: Message) -> bool:
         """Return whether an assistant message has the same text and calls, and the same reasoning if `echo` has any."""
         mine = self.message
         if not self.says(echo.content):
             return False
-        if echo.reasoning and mine.reasoning != echo.reasoning and self._thoughts != words(echo.reasoning):
+        if echo.reasoning and mine.reasoning != echo.reasoning and self._thoughts != collapse_spaces(echo.reasoning):
             return False
         return mine.tool_calls == echo.tool_calls or self._calls == _comparable(echo.tool_calls)
 
     def says(self, text: str) -> bool:
         """Return whether `text` has the same words as this message."""
-        return self.message.content == text or self._words == words(text)
+        return self.message.content == text or self._words == collapse_spaces(text)
 
     @cached_property
     def call_ids(self) -> frozenset[str]:
@@ -62,11 +62,11 @@ class Held:
 
     @cached_property
     def _words(self) -> str:
-        return words(self.message.content)
+        return collapse_spaces(self.message.content)
 
     @cached_property
     def _thoughts(self) -> str:
-        return words(self.message.reasoning or "")
+        return collapse_spaces(self.message.reasoning or "")
 
     @cached_property
     def _calls(self) -> list[tuple[str, str]]:
@@ -78,7 +78,7 @@ def tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.split("\n")).strip()
 
 
-def words(text: str) -> str:
+def collapse_spaces(text: str) -> str:
     """Replace each run of white space by one blank, and strip the text."""
     return " ".join(text.split())
 
@@ -90,7 +90,7 @@ def _comparable(calls: Iterable[ToolCall]) -> list[tuple[str, str]]:
         try:
             arguments = json.dumps(json.loads(call.arguments or "{}"), sort_keys=True)
         except (ValueError, RecursionError):
-            arguments = words(call.arguments)
+            arguments = collapse_spaces(call.arguments)
         comparable.append((call.name, arguments))
     return sorted(comparable)
 
@@ -204,7 +204,7 @@ def path(turn: Turn | None) -> list[Turn]:
     return found
 
 
-def joined(turns: list[Turn], context: Context | None = None) -> np.ndarray:
+def concatenate_ids(turns: list[Turn], context: Context | None = None) -> np.ndarray:
     """Concatenate the ids of a path, and of a context after it, into one read-only array."""
     pieces = [piece for turn in turns for piece in (turn.context.ids, turn.ids)]
     if context is not None:
@@ -214,7 +214,7 @@ def joined(turns: list[Turn], context: Context | None = None) -> np.ndarray:
     return ids
 
 
-def placed(turns: list[Turn]) -> Iterator[tuple[Turn, int, int]]:
+def token_ranges(turns: list[Turn]) -> Iterator[tuple[Turn, int, int]]:
     """Yield each turn of a path with the range of its tokens, counted from the first token of the path."""
     position = 0
     for turn in turns:
@@ -223,11 +223,11 @@ def placed(turns: list[Turn]) -> Iterator[tuple[Turn, int, int]]:
         yield turn, start, position
 
 
-def retokenised(ids: np.ndarray, turns: list[Turn]) -> int:
+def count_retokenised(ids: np.ndarray, turns: list[Turn]) -> int:
     """Count the sampled tokens of a path that differ in `ids` from the tokens that the sampler delivered."""
     count = 0
     ids = ids.astype(np.int32, copy=False)
-    for turn, start, stop in placed(turns):
+    for turn, start, stop in token_ranges(turns):
         own = ids[start:stop]
         if own.tobytes() != turn.delivered:
             delivered = np.frombuffer(turn.delivered, dtype=np.int32)

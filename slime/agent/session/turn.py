@@ -15,7 +15,7 @@ from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.session.sampler import SampledAnswer, Sampler
 from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
-from slime.models.parsers.events import Event, Output, OutputParser, gathered
+from slime.models.parsers.events import Event, OutputParser, ParsedOutput, gathered
 from slime.rollout.outcomes import GivenUp
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -23,7 +23,7 @@ OnEvent = Callable[[Event], Awaitable[None]]
 ParserFactory = Callable[[TurnRequest, np.ndarray], OutputParser]
 """Makes the parser for the answer to a request whose prompt has these ids."""
 
-CLIENTS_CHOICE = frozenset({"stop", "json_schema", "regex", "ebnf", "structural_tag"})
+CLIENT_PARAMS = frozenset({"stop", "json_schema", "regex", "ebnf", "structural_tag"})
 """Sampling parameters that a client may set if the trainer does not: stop texts and the output format.
 
 Parameters that change the token probabilities are not among them.
@@ -31,12 +31,12 @@ Parameters that change the token probabilities are not among them.
 
 
 @dataclass(frozen=True)
-class TakenTurn:
+class RecordedTurn:
     """A recorded turn, with everything that the answer to the client is built from."""
 
     turn: Turn
     prompt: Prompt
-    output: Output
+    output: ParsedOutput
     answer: SampledAnswer
     finish_reason: str
 
@@ -51,11 +51,11 @@ async def take_turn(
 ) -> Turn:
     """Prepare, sample and record one more turn of `session`; raises what `Session.prepare` and the sampler raise."""
     prompt = session.prepare(request)
-    taken = await take_prepared(session, request, prompt, sampler, parser_factory, params, on_event)
+    taken = await take_prepared_turn(session, request, prompt, sampler, parser_factory, params, on_event)
     return taken.turn
 
 
-async def take_prepared(
+async def take_prepared_turn(
     session: Session,
     request: TurnRequest,
     prompt: Prompt,
@@ -63,15 +63,15 @@ async def take_prepared(
     parser_factory: ParserFactory,
     params: JsonMapping,
     on_event: OnEvent | None = None,
-) -> TakenTurn:
+) -> RecordedTurn:
     """Sample and record a turn that was prepared; it is recorded under the prompt's `turn_id`.
 
     The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them.
     """
     parser = parser_factory(request, prompt.ids)
     stop = None if params.get("stop") is not None else request.params.get("stop")
-    reading = _Reading(parser, (stop,) if isinstance(stop, str) else tuple(stop or ()), on_event)
-    on_text = None if on_event is None else reading.came
+    reading = _AnswerReader(parser, (stop,) if isinstance(stop, str) else tuple(stop or ()), on_event)
+    on_text = None if on_event is None else reading.on_tokens
     try:
         asked = turn_params(params, request, prompt, session)
         known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the engine never computed the last token of a turn
@@ -82,7 +82,7 @@ async def take_prepared(
         if answer.finish_reason == "abort":
             raise GivenUp("the rollout was given up while this turn was sampled")
         turn = reading.turn(answer, prompt.turn_id)
-        return TakenTurn(session.record(prompt, turn), prompt, reading.output, answer, turn.finish_reason)
+        return RecordedTurn(session.record(prompt, turn), prompt, reading.output, answer, turn.finish_reason)
     except BaseException:
         session.abandon(prompt, reading.unfinished(prompt.turn_id))
         raise
@@ -93,7 +93,7 @@ def turn_params(params: JsonMapping, request: TurnRequest, prompt: Prompt, sessi
     merged = {
         name: value
         for name, value in request.params.items()
-        if name in CLIENTS_CHOICE and params.get(name) is None and value is not None
+        if name in CLIENT_PARAMS and params.get(name) is None and value is not None
     }
     merged = {**params, **merged}
     bounds = [bound for bound in (params.get("max_new_tokens"), prompt.max_new_tokens) if bound is not None]
@@ -106,7 +106,7 @@ def turn_params(params: JsonMapping, request: TurnRequest, prompt: Prompt, sessi
     return merged
 
 
-class _Reading:
+class _AnswerReader:
     """Parses an answer while it is sampled: text in, events out."""
 
     def __init__(self, parser: OutputParser, stops: Sequence[str], on_event: OnEvent | None) -> None:
@@ -121,10 +121,10 @@ class _Reading:
         self._told = 0
 
     @property
-    def output(self) -> Output:
+    def output(self) -> ParsedOutput:
         return gathered(self._events)
 
-    async def came(self, text: str, ids: list[int]) -> None:
+    async def on_tokens(self, text: str, ids: list[int]) -> None:
         """Handle a sampled piece of the answer and report the new events."""
         self._ids += ids
         self.take(text)
@@ -157,7 +157,7 @@ class _Reading:
         """Return the whole answer in the form that is recorded."""
         output = self.output
         finish = "tool_calls" if output.calls and answer.finish_reason == "stop" else answer.finish_reason
-        message = message_of(output, reference)
+        message = message_from_output(output, reference)
         text, ill_formed = "".join(self._texts), output.ill_formed
         return SampledTurn(
             answer.ids, answer.log_probs, finish, answer.meta_info, message, text=text, ill_formed=ill_formed
@@ -168,7 +168,7 @@ class _Reading:
         if not self._ids:
             return None
         ids = np.array(self._ids, dtype=np.int32)
-        message = message_of(self.output, reference)
+        message = message_from_output(self.output, reference)
         return SampledTurn(ids, np.zeros(len(ids), dtype=np.float32), "abort", {}, message)
 
     def _feed(self, text: str) -> None:
@@ -183,7 +183,7 @@ class _Reading:
                 await self._on_event(event)
 
 
-def message_of(output: Output, reference: str | None) -> Message:
+def message_from_output(output: ParsedOutput, reference: str | None) -> Message:
     """Return a parsed answer as the message that the client will echo."""
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.calls)
     return Message("assistant", output.text, output.reasoning, calls, reference=reference)

@@ -20,7 +20,15 @@ from slime.agent.messages import Message, ToolCall, messages_of
 from slime.agent.session.limits import LimitReached
 from slime.agent.tools.functions import FunctionTool, sample_here
 from slime.agent.tools.interpreter import PythonInterpreter
-from slime.agent.tools.tool import Tool, ToolCounts, ToolFailure, ToolOutcome, ToolProvider, ToolResult, bounded
+from slime.agent.tools.tool import (
+    Tool,
+    ToolCounts,
+    ToolFailure,
+    ToolOutcome,
+    ToolProvider,
+    ToolResult,
+    shorten_text,
+)
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.runtime import runtime_for
@@ -133,13 +141,13 @@ class ToolBox:
             if not isinstance(arguments, dict):
                 reason = f"the arguments of {call.name} are not a JSON object"
                 raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, reason)
-            text, cut = bounded(await self._called(tool, arguments), limit)
+            text, cut = shorten_text(await self._call_tool(tool, arguments), limit)
             return ToolResult(call, ToolOutcome.OK, text, time.monotonic() - began, cut)
         except ToolFailure as failure:
-            text, cut = bounded(failure.text, limit)
+            text, cut = shorten_text(failure.text, limit)
             return ToolResult(call, failure.outcome, f"Error: {text}", time.monotonic() - began, cut)
 
-    async def _called(self, tool: Tool, arguments: JsonObject) -> str:
+    async def _call_tool(self, tool: Tool, arguments: JsonObject) -> str:
         """Run a tool under its concurrency limit and timeout; any failure becomes a `ToolFailure`."""
         at_once = self._at_once.setdefault(tool.name, asyncio.Semaphore(tool.limits.concurrency))
         token = sample_here.set(self._sample)

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from slime.agent.tools.schemas import Schema, function_schema, misfit
+from slime.agent.tools.schemas import Schema, find_mismatch, function_schema
 from slime.agent.tools.tool import Tool, ToolFailure, ToolLimits, ToolOutcome
 from slime.data.json_samples import to_json
 from slime.errors import UserError
@@ -61,7 +61,7 @@ class FunctionTool:
         """Do nothing: a function tool starts nothing."""
 
     async def call(self, arguments: JsonObject) -> str:
-        reason = misfit(arguments, self.schema["function"]["parameters"])
+        reason = find_mismatch(arguments, self.schema["function"]["parameters"])
         if reason is not None:
             raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, reason)
         given = {**arguments, SAMPLE: sample_here.get()} if self._wants_sample else arguments

@@ -26,7 +26,7 @@ from typing import Protocol
 from slime.agent.sandbox import SandboxError, SandboxLimits, make_sandbox
 from slime.agent.sandbox.host_sandbox import MachineProcess, MachineSandbox
 from slime.agent.sandbox.monitor_client import ForkServer
-from slime.agent.tools.schemas import misfit
+from slime.agent.tools.schemas import find_mismatch
 from slime.agent.tools.tool import Tool, ToolFailure, ToolLimits, ToolOutcome
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 2.0
 KINDS = ("auto", "local", "subprocess", "none")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-_OF_A_USER = 1 << 16
+_USER_PROCESS_LIMIT = 1 << 16
 """Process limit without isolation, where the processes of a sandbox count with all others of the user."""
 
 
-class Process(Protocol):
+class InterpreterProcess(Protocol):
     """A running interpreter program with its two pipes."""
 
     stdin: asyncio.StreamWriter
@@ -63,7 +63,7 @@ class Process(Protocol):
 class ProcessStarter(Protocol):
     """Starts the program with arguments, in a new environment each time."""
 
-    async def __call__(self, arguments: Sequence[str]) -> Process: ...
+    async def __call__(self, arguments: Sequence[str]) -> InterpreterProcess: ...
 
     async def aclose(self) -> None:
         """Release the resources that it keeps for further starts."""
@@ -89,7 +89,7 @@ class SandboxStarter:
         is_open = self.kind in ("subprocess", "none")
         limits = SandboxLimits(
             memory_mb=self._memory_mb,
-            processes=_OF_A_USER if is_open else 64,
+            processes=_USER_PROCESS_LIMIT if is_open else 64,
             disk_mb=256,
             file_mb=256,
             cpu_seconds=1 << 30,
@@ -99,7 +99,7 @@ class SandboxStarter:
         assert isinstance(sandbox, MachineSandbox)
         return sandbox
 
-    async def __call__(self, arguments: Sequence[str]) -> Process:
+    async def __call__(self, arguments: Sequence[str]) -> InterpreterProcess:
         sandbox = self._made()
         await sandbox.__aenter__()
         try:
@@ -107,13 +107,13 @@ class SandboxStarter:
         except BaseException:
             await sandbox.__aexit__(None, None, None)
             raise
-        return _Sandboxed(sandbox, process)
+        return _SandboxedProcess(sandbox, process)
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._server.close)
 
 
-class _Sandboxed:
+class _SandboxedProcess:
     def __init__(self, sandbox: MachineSandbox, process: MachineProcess) -> None:
         self._sandbox, self._process = sandbox, process
         self.stdin, self.stdout = process.stdin, process.stdout
@@ -200,7 +200,7 @@ class PythonInterpreter:
         """Open an interpreter that has run nothing yet; its process is taken from the pool by the first call."""
         if self._follows is not None:
             self._follows.check()
-        attempt = _Attempt(self, self._pool)
+        attempt = _AttemptInterpreter(self, self._pool)
         try:
             yield (attempt,)
         finally:
@@ -212,7 +212,7 @@ class PythonInterpreter:
         await self._start.aclose()
 
 
-class _Attempt:
+class _AttemptInterpreter:
     """The interpreter of one attempt. Its calls run one after the other, even those of one turn."""
 
     def __init__(self, provider: PythonInterpreter, pool: _Pool) -> None:
@@ -221,12 +221,12 @@ class _Attempt:
         self.limits = ToolLimits(patience, provider.limits.concurrency, provider.limits.max_result_chars)
         self._timeout_s, self._max_output = provider.limits.timeout_s, provider.max_output_chars
         self._pool = pool
-        self._worker: _Worker | None = None
+        self._worker: _WorkerClient | None = None
         self._lost = False
         self._turn = asyncio.Lock()
 
     async def call(self, arguments: JsonObject) -> str:
-        reason = misfit(arguments, self.schema["function"]["parameters"])
+        reason = find_mismatch(arguments, self.schema["function"]["parameters"])
         if reason is not None:
             raise ToolFailure(ToolOutcome.BAD_ARGUMENTS, reason)
         async with self._turn:
@@ -245,28 +245,29 @@ class _Attempt:
             async with asyncio.timeout(self._timeout_s + GRACE_S):
                 answer = await self._worker.ask(request)
         except TimeoutError:
-            await self._lose()
+            await self._discard_worker()
             raise ToolFailure(ToolOutcome.TIMEOUT, self._late("and the interpreter was killed")) from None
-        except _Gone as gone:
-            await self._lose()
+        except _ProcessDied as gone:
+            await self._discard_worker()
             raise ToolFailure(ToolOutcome.CRASHED, f"the interpreter died during the call{gone}") from None
         except asyncio.CancelledError:
-            await self._lose()
+            await self._discard_worker()
             raise
         outcome = ToolOutcome(answer["outcome"])
         output: str = answer["output"]
         if outcome is ToolOutcome.OK:
             return output.removesuffix("\n")
-        failure = {
-            ToolOutcome.TIMEOUT: self._late("and was interrupted"),
-            ToolOutcome.TOO_MUCH_OUTPUT: f"the code printed more than {self._max_output} characters",
-        }.get(outcome, answer["error"])
+        failure: str = answer["error"]
+        if outcome is ToolOutcome.TIMEOUT:
+            failure = self._late("and was interrupted")
+        elif outcome is ToolOutcome.TOO_MUCH_OUTPUT:
+            failure = f"the code printed more than {self._max_output} characters"
         raise ToolFailure(outcome, f"{output.removesuffix(chr(10))}\n{failure}" if output else failure)
 
     def _late(self, what: str) -> str:
         return f"the code took longer than {self._timeout_s:g} s {what}"
 
-    async def _lose(self) -> None:
+    async def _discard_worker(self) -> None:
         self._lost = True
         await self.aclose()
 
@@ -282,14 +283,14 @@ class _Attempt:
             self._pool.give_back(worker)
 
 
-class _Gone(Exception):
+class _ProcessDied(Exception):
     """The process closed its pipe, or its answer is invalid."""
 
 
-class _Worker:
+class _WorkerClient:
     """Client of one interpreter process over its two pipes."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: InterpreterProcess) -> None:
         self._process = process
         self._held = bytearray()
 
@@ -303,7 +304,7 @@ class _Worker:
             pass
 
     async def ask(self, request: JsonObject) -> JsonObject:
-        """Send a request and return its answer; raises `_Gone` if the process dies."""
+        """Send a request and return its answer; raises `_ProcessDied` if the process dies."""
         nonce = secrets.token_hex(8)
         try:
             self._process.stdin.write(json.dumps(request | {"nonce": nonce}).encode() + b"\n")
@@ -312,7 +313,7 @@ class _Worker:
             raise await self._gone() from None
         answer = await self._line()
         if answer.get("nonce") != nonce:  # the code wrote into the pipe
-            raise _Gone(" (its answer does not match the request)")
+            raise _ProcessDied(" (its answer does not match the request)")
         return answer
 
     async def _line(self) -> JsonObject:
@@ -322,7 +323,7 @@ class _Worker:
                 raise await self._gone()
             self._held += piece
             if len(self._held) > LINE_LIMIT:
-                raise _Gone(f" (its answer is longer than {LINE_LIMIT} bytes)")
+                raise _ProcessDied(f" (its answer is longer than {LINE_LIMIT} bytes)")
         line, _, rest = bytes(self._held).partition(b"\n")
         self._held = bytearray(rest)
         try:
@@ -331,9 +332,9 @@ class _Worker:
             answer = None
         return answer if isinstance(answer, dict) else {}
 
-    async def _gone(self) -> _Gone:
+    async def _gone(self) -> _ProcessDied:
         code = await self._process.exit_code()
-        return _Gone("" if code is None else f" (exit code {code})")
+        return _ProcessDied("" if code is None else f" (exit code {code})")
 
     async def end(self) -> None:
         await self._process.kill()
@@ -344,12 +345,12 @@ class _Pool:
 
     def __init__(self, start: ProcessStarter, memory_mb: int, spare: int) -> None:
         self._start, self._memory_mb, self._spare = start, memory_mb, spare
-        self._ready: deque[_Worker] = deque()
+        self._ready: deque[_WorkerClient] = deque()
         self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._at_once = asyncio.Semaphore(STARTS_AT_ONCE)
 
-    async def take(self) -> _Worker:
+    async def take(self) -> _WorkerClient:
         """Return a process that is ready, or a new one, and start spare ones."""
         ready = None
         while self._ready and ready is None:
@@ -360,12 +361,12 @@ class _Pool:
                 self.give_back(worker)
         worker = ready or await self._make()
         for _ in range(self._spare - len(self._ready) - len(self._starting)):
-            _keep(self._starting, self._add())
+            _track_task(self._starting, self._add())
         return worker
 
-    def give_back(self, worker: _Worker) -> None:
+    def give_back(self, worker: _WorkerClient) -> None:
         """Kill the process of a finished attempt in the background."""
-        _keep(self._ending, worker.end())
+        _track_task(self._ending, worker.end())
 
     async def _add(self) -> None:
         try:
@@ -373,18 +374,18 @@ class _Pool:
         except (ToolFailure, UserError) as failure:  # the next call tries again and reports it
             logger.warning("cannot start a spare Python interpreter: %s", failure)
 
-    async def _make(self) -> _Worker:
-        process: Process | None = None
+    async def _make(self) -> _WorkerClient:
+        process: InterpreterProcess | None = None
         try:
             async with self._at_once:
                 process = await self._start([str(self._memory_mb)])
-                worker = _Worker(process)
+                worker = _WorkerClient(process)
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await worker.begin()
-        except (OSError, SandboxError, TimeoutError, _Gone) as error:
+        except (OSError, SandboxError, TimeoutError, _ProcessDied) as error:
             if process is not None:
                 await process.kill()
-            why = str(error) if isinstance(error, _Gone) else f": {error or type(error).__name__}"
+            why = str(error) if isinstance(error, _ProcessDied) else f": {error or type(error).__name__}"
             raise ToolFailure(ToolOutcome.CRASHED, f"no interpreter could be started{why}") from error
         except asyncio.CancelledError:
             if process is not None:
@@ -401,7 +402,7 @@ class _Pool:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[object, object, None]) -> None:
+def _track_task(tasks: set[asyncio.Task[None]], work: Coroutine[object, object, None]) -> None:
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -33,7 +33,7 @@ class OutOfTime(BaseException):
     """The alarm of a call fired."""
 
 
-class Output:
+class CapturedOutput:
     """Collects printed text up to a limit, with the interface of a text file."""
 
     encoding = "utf-8"
@@ -74,7 +74,7 @@ class Output:
         return "".join(self.pieces)
 
 
-class Worker:
+class CodeRunner:
     """Runs the code of one attempt and keeps its variables."""
 
     def __init__(self):
@@ -85,7 +85,7 @@ class Worker:
 
     def answer(self, request):
         """Run one piece of code and return its outcome, output and error."""
-        output = Output(request["max_output"])
+        output = CapturedOutput(request["max_output"])
         sys.stdout = sys.stderr = output
         limit_cpu(request["timeout_s"])
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
@@ -93,7 +93,7 @@ class Worker:
             outcome, error = self.run(request["code"])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            sys.stdout = sys.stderr = Output(0x7FFFFFFF)
+            sys.stdout = sys.stderr = CapturedOutput(0x7FFFFFFF)
         text = output.text()
         spilled = self.take_spilled(request["max_output"])
         if len(spilled) + len(text) > request["max_output"]:
@@ -117,7 +117,7 @@ class Worker:
         except MemoryError:
             return "error", "MemoryError: the memory of the interpreter is used up"
         except BaseException as error:  # noqa: BLE001 (any exception of the model's code is its result)
-            return "error", described(error)
+            return "error", format_error(error)
         return "ok", ""
 
     def execute(self, code):
@@ -138,7 +138,7 @@ class Worker:
         return text
 
 
-def described(error):
+def format_error(error):
     """Format an error as Python prints it, with the stack frames of the model's code only."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).strip()
@@ -207,7 +207,7 @@ def main():
         os.dup2(nothing, standard)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, out_of_time)
-    worker = Worker()
+    worker = CodeRunner()
     limit_memory(int(memory_mb))
     send(sink, {"ready": True})
     for request in requests(source):

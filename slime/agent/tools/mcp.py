@@ -59,7 +59,7 @@ class McpServer:
         self.name = name
         self.limits = ToolLimits(timeout_s, concurrency, max_result_chars)
         self._connect, self._wanted, self._prefix, self._per_attempt = connect, tools, prefix, per_attempt
-        self._shared: _Link | None = None
+        self._shared: _ServerLink | None = None
 
     @classmethod
     def stdio(
@@ -96,9 +96,9 @@ class McpServer:
     async def open(self) -> AsyncIterator[Sequence[Tool]]:
         """Open the server's tools; starts the server or connects to it if that has not happened yet."""
         if self._per_attempt:
-            link = _Link(self.name, self._connect)
+            link = _ServerLink(self.name, self._connect)
         elif self._shared is None:
-            link = self._shared = _Link(self.name, self._connect)
+            link = self._shared = _ServerLink(self.name, self._connect)
         else:
             link = self._shared
         try:
@@ -126,7 +126,7 @@ class McpServer:
 class _McpTool:
     """One tool of an MCP server."""
 
-    def __init__(self, link: _Link, listed: ListedTool, prefix: str, limits: ToolLimits) -> None:
+    def __init__(self, link: _ServerLink, listed: ListedTool, prefix: str, limits: ToolLimits) -> None:
         self.name: str = prefix + listed.name
         self.limits = limits
         self._link, self._remote_name = link, listed.name
@@ -137,7 +137,7 @@ class _McpTool:
         return await self._link.call(self._remote_name, arguments)
 
 
-class _Link:
+class _ServerLink:
     """A server and its current connection, which is replaced after a failure."""
 
     def __init__(self, name: str, connect: Connect) -> None:
@@ -162,7 +162,7 @@ class _Link:
             and current.done()
             and (current.cancelled() or current.exception() is not None or current.result().is_over)
         ):
-            self._part_with(current)
+            self._close_in_background(current)
             self._current = None
         if self._current is None:
             self._current = asyncio.create_task(_Connection.opened(self._name, self._connect))
@@ -195,10 +195,10 @@ class _Link:
         if current is not None:
             current.cancel()  # if it is still being opened
             await asyncio.wait({current})
-            self._part_with(current)
+            self._close_in_background(current)
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    def _part_with(self, opening: asyncio.Task[_Connection]) -> None:
+    def _close_in_background(self, opening: asyncio.Task[_Connection]) -> None:
         """Close a connection in the background, if it was opened."""
         if opening.cancelled() or opening.exception() is not None:
             return

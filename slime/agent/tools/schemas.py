@@ -124,10 +124,10 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(about).strip(), arguments
 
 
-def misfit(value: object, schema: JsonMapping, where: str = "arguments") -> str | None:
+def find_mismatch(value: object, schema: JsonMapping, where: str = "arguments") -> str | None:
     """Return the reason why a value does not match the schema, in one sentence; None if it matches."""
     if "anyOf" in schema:
-        reasons = [misfit(value, choice, where) for choice in schema["anyOf"]]
+        reasons = [find_mismatch(value, choice, where) for choice in schema["anyOf"]]
         if None in reasons:
             return None
         kinds = " or ".join(dict.fromkeys(_kind(choice) for choice in schema["anyOf"]))
@@ -140,14 +140,14 @@ def misfit(value: object, schema: JsonMapping, where: str = "arguments") -> str 
     if isinstance(kind, str) and not _is_a(value, kind):
         return f"{where} must be {_kind(schema)}, not {_shown(value)}"
     if isinstance(value, dict):
-        return _object_misfit(value, schema, where)
+        return _object_mismatch(value, schema, where)
     if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        found = (misfit(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value))
+        found = (find_mismatch(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value))
         return next((reason for reason in found if reason), None)
     return None
 
 
-def _object_misfit(value: JsonObject, schema: JsonMapping, where: str) -> str | None:
+def _object_mismatch(value: JsonObject, schema: JsonMapping, where: str) -> str | None:
     properties: JsonMapping = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in value:
@@ -156,12 +156,12 @@ def _object_misfit(value: JsonObject, schema: JsonMapping, where: str) -> str | 
     for name, item in value.items():
         inner = name if where == "arguments" else f"{where}.{name}"
         if name in properties:
-            reason = misfit(item, properties[name], inner)
+            reason = find_mismatch(item, properties[name], inner)
         elif others is False:
             known = ", ".join(properties) or "none"
             return f"there is no parameter {name!r}; there are: {known}"
         else:
-            reason = misfit(item, others, inner) if isinstance(others, Mapping) else None
+            reason = find_mismatch(item, others, inner) if isinstance(others, Mapping) else None
         if reason:
             return reason
     return None

@@ -140,7 +140,7 @@ class ToolCounts:
         )
 
 
-def bounded(text: str, limit: int) -> tuple[str, int]:
+def shorten_text(text: str, limit: int) -> tuple[str, int]:
     """Shorten a text to `limit` characters, its head and tail around a note; return it with the characters left out."""
     if len(text) <= limit:
         return text, 0

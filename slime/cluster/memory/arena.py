@@ -26,7 +26,7 @@ import numpy as np
 
 from slime.cluster.devices import cpu_cores
 from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, remove_stale
-from slime.cluster.rpc.messages import DamagedMessage, Piece, rest_of, some_at_a_time
+from slime.cluster.rpc.messages import DamagedMessage, Piece, batch_pieces, remaining_pieces
 
 SMALLEST = 32 * 2**20
 """Minimum size of a file in bytes, if there is room. Only its used part takes memory."""
@@ -36,18 +36,18 @@ RESERVE = 2
 """The arena uses at most 1/RESERVE of the available shared memory: weights in transit need some too."""
 _BITS = 40
 """The low bits of a place are the byte offset; the others are the file number."""
-_WRITTEN = 1 << 22
+_FIRST_TEMPORARY = 1 << 22
 """First number of the files that are written for one step; the number before it is "no file", for empty arrays."""
-_NOWHERE = _WRITTEN - 1
+_NO_ARENA_FILE = _FIRST_TEMPORARY - 1
 _ALIGNED = 64
 _GAP = bytes(_ALIGNED)
 
 
-class NoRoom(Exception):
+class SharedMemoryFull(Exception):
     """Raised when shared memory has no room; the message says why."""
 
 
-class _File:
+class _ArenaFile:
     """A file in shared memory that is filled from the start."""
 
     __slots__ = ("__weakref__", "address", "end", "fd", "mapped", "number", "size")
@@ -60,7 +60,7 @@ class _File:
         self.number, self.size, self.end = number, size, 0
 
 
-class _Kept:
+class _KeptBase:
     """The base object of a kept array: its place, and a reference that keeps the file alive.
 
     Views of the array have the array as their base, so an array with this base is the whole stored array.
@@ -68,8 +68,8 @@ class _Kept:
 
     __slots__ = ("__array_interface__", "file", "place")
 
-    def __init__(self, file: _File, begin: int, array: np.ndarray) -> None:
-        self.file, self.place = file, _place(file.number, begin)
+    def __init__(self, file: _ArenaFile, begin: int, array: np.ndarray) -> None:
+        self.file, self.place = file, _encode_place(file.number, begin)
         self.__array_interface__ = {
             "version": 3,
             "shape": array.shape,
@@ -95,7 +95,7 @@ class Places:
     def part(self, begin: int, end: int) -> PlacesMessage:
         """Return the places `begin` to `end` as a message."""
         own = self.places[begin:end]
-        numbers = set((own >> _BITS).tolist()) - {_NOWHERE}
+        numbers = set((own >> _BITS).tolist()) - {_NO_ARENA_FILE}
         return {"paths": {number: self.paths[number] for number in sorted(numbers)}, "places": own}
 
 
@@ -107,7 +107,7 @@ class SharedArena:
         self._lock = threading.Lock()
         self._staging: StagingFolder | None = None
         self._is_closed = False
-        self._open: _File | None = None
+        self._open: _ArenaFile | None = None
         self._made = 0
         self._alive: dict[int, tuple[Path, int]] = {}
 
@@ -116,35 +116,35 @@ class SharedArena:
         remove_stale(self.root)
 
     def keep(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copy arrays to shared memory and return the copies (after `close`: the arrays); raises `NoRoom`."""
+        """Copy arrays to shared memory and return the copies (after `close`: the arrays); raises `SharedMemoryFull`."""
         begins, needed = _layout([array.nbytes for array in arrays])
         with self._lock:
             if not needed or self._is_closed:
                 return list(arrays)
             try:
                 file = self._file_for(needed)
-                _write(file.fd, _with_gaps(arrays), file.end)
+                _write(file.fd, _padded_bytes(arrays), file.end)
             except OSError as error:
-                raise NoRoom(f"{self.root} cannot be written ({error})") from error
+                raise SharedMemoryFull(f"{self.root} cannot be written ({error})") from error
             begin = file.end
             file.end += needed
-        return [np.asarray(_Kept(file, begin + own, array)) for own, array in zip(begins, arrays, strict=True)]
+        return [np.asarray(_KeptBase(file, begin + own, array)) for own, array in zip(begins, arrays, strict=True)]
 
     @contextmanager
-    def lent(self, arrays: Sequence[np.ndarray]) -> Iterator[Places]:
+    def publish_arrays(self, arrays: Sequence[np.ndarray]) -> Iterator[Places]:
         """Make arrays readable by other processes while the body runs; yield their places.
 
-        Arrays that are not kept here are written first, by one thread per core. After a `NoRoom` no file is left.
+        Arrays that are not kept here are written first, by one thread per core. After a `SharedMemoryFull` no file is left.
         """
         bases = [array.base for array in arrays]
-        places = np.array([base.place if type(base) is _Kept else -1 for base in bases], np.int64)
+        places = np.array([base.place if type(base) is _KeptBase else -1 for base in bases], np.int64)
         strays = [place for place in np.flatnonzero(places < 0).tolist() if arrays[place].size]
         with ExitStack() as stack:
             paths = {number: str(self._alive[number][0]) for number in np.unique(places[places >= 0] >> _BITS).tolist()}
             if strays:
                 files, places[strays] = self._written(stack, [arrays[place] for place in strays])
                 paths |= files
-            places[places < 0] = _NOWHERE << _BITS
+            places[places < 0] = _NO_ARENA_FILE << _BITS
             yield Places(paths, places)
 
     def close(self) -> None:
@@ -155,21 +155,21 @@ class SharedArena:
             if self._staging is not None:
                 self._staging.close()
 
-    def _file_for(self, needed: int) -> _File:
+    def _file_for(self, needed: int) -> _ArenaFile:
         if self._open is None or self._open.end + needed > self._open.size:
             self._open = None  # this deletes the file if no array in it is referenced
             kept, free = sum(size for _, size in list(self._alive.values())), shutil.disk_usage(self.root).free
             allowed = (kept + free) // RESERVE
             if kept + needed > allowed:
-                raise NoRoom(f"{self.root} has {_gib(free)} free, and {_gib(kept)} are kept there already")
+                raise SharedMemoryFull(f"{self.root} has {_gib(free)} free, and {_gib(kept)} are kept there already")
             usual = max(min(SMALLEST, allowed // LIVE_FILES), kept // LIVE_FILES)
             size = max(needed, min(usual, allowed - kept))
             if self._staging is None:
                 self._staging = StagingFolder(self.root, "shares")
             path = self._staging.path / f"kept-{self._made}"
-            self._open = file = _File(path, self._made, size)
+            self._open = file = _ArenaFile(path, self._made, size)
             self._alive[self._made] = path, size
-            weakref.finalize(file, _forget, self._alive, self._made, file.fd).atexit = False
+            weakref.finalize(file, _delete_file, self._alive, self._made, file.fd).atexit = False
             self._made += 1
         return self._open
 
@@ -178,13 +178,13 @@ class SharedArena:
         try:
             staging = stack.enter_context(StagingFolder(self.root, "shares"))
         except OSError as error:
-            raise NoRoom(f"{self.root} cannot be written ({error})") from error
-        parts = _even_parts([array.nbytes for array in arrays], cpu_cores())
+            raise SharedMemoryFull(f"{self.root} cannot be written ({error})") from error
+        parts = _split_evenly([array.nbytes for array in arrays], cpu_cores())
         layouts = [_layout([arrays[place].nbytes for place in part]) for part in parts]
         needed, free = sum(size for _, size in layouts), shutil.disk_usage(self.root).free
         if needed > free:
-            raise NoRoom(f"{self.root} has {_gib(free)} free and {_gib(needed)} are needed")
-        paths = {_WRITTEN + number: staging.path / f"{number}" for number in range(len(parts))}
+            raise SharedMemoryFull(f"{self.root} has {_gib(free)} free and {_gib(needed)} are needed")
+        paths = {_FIRST_TEMPORARY + number: staging.path / f"{number}" for number in range(len(parts))}
         with ThreadPoolExecutor(len(parts), thread_name_prefix="share") as pool:
             writing = [
                 pool.submit(_write_file, path, [arrays[place] for place in part])
@@ -194,9 +194,9 @@ class SharedArena:
                 for one in writing:
                     one.result()
             except OSError as error:  # another process took the space
-                raise NoRoom(f"{self.root} has no room for {_gib(needed)} ({error})") from error
+                raise SharedMemoryFull(f"{self.root} has no room for {_gib(needed)} ({error})") from error
         placed = zip(paths, layouts, strict=True)
-        places = [_place(number, begin) for number, (begins, _) in placed for begin in begins]
+        places = [_encode_place(number, begin) for number, (begins, _) in placed for begin in begins]
         return {number: str(path) for number, path in paths.items()}, places
 
 
@@ -210,17 +210,17 @@ def read_places(message: PlacesMessage, sizes: Sequence[int]) -> list[np.ndarray
         if not len(own):
             continue
         first = int(begin[own].min()) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        mapped = _mapped(path, first, int((begin + size)[own].max()))
+        mapped = _map_file(path, first, int((begin + size)[own].max()))
         for place, at, count in zip(own.tolist(), (begin[own] - first).tolist(), size[own].tolist(), strict=True):
             found[place] = mapped[at : at + count]
     return found
 
 
-def _place(number: int, begin: int) -> int:
+def _encode_place(number: int, begin: int) -> int:
     return number << _BITS | begin
 
 
-def _mapped(path: str, begin: int, end: int) -> np.ndarray:
+def _map_file(path: str, begin: int, end: int) -> np.ndarray:
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < end:
@@ -230,7 +230,7 @@ def _mapped(path: str, begin: int, end: int) -> np.ndarray:
         raise DamagedMessage(f"{path} cannot be read: {error}") from error
 
 
-def _forget(alive: dict[int, tuple[Path, int]], number: int, fd: int) -> None:
+def _delete_file(alive: dict[int, tuple[Path, int]], number: int, fd: int) -> None:
     """Close and delete a file when no array in it is referenced."""
     os.close(fd)
     alive.pop(number)[0].unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return begins, end
 
 
-def _even_parts(sizes: Sequence[int], count: int) -> list[range]:
+def _split_evenly(sizes: Sequence[int], count: int) -> list[range]:
     """Split into at most `count` contiguous parts of about the same size."""
     ends = np.cumsum(sizes)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right").tolist()
@@ -254,12 +254,12 @@ def _write_file(path: Path, arrays: Sequence[np.ndarray]) -> None:
     """Write arrays to a new file; other threads can run while bytes are copied."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        _write(fd, _with_gaps(arrays), 0)
+        _write(fd, _padded_bytes(arrays), 0)
     finally:
         os.close(fd)
 
 
-def _with_gaps(arrays: Sequence[np.ndarray]) -> Iterator[Piece]:
+def _padded_bytes(arrays: Sequence[np.ndarray]) -> Iterator[Piece]:
     """Yield the bytes of arrays, each padded to the alignment of any number type."""
     for array in arrays:
         if array.nbytes:
@@ -269,11 +269,11 @@ def _with_gaps(arrays: Sequence[np.ndarray]) -> Iterator[Piece]:
 
 
 def _write(fd: int, pieces: Iterator[Piece], begin: int) -> None:
-    for some in some_at_a_time(pieces):
+    for some in batch_pieces(pieces):
         while some:
             written = os.pwritev(fd, some, begin)  # may write less than all: at most 2 GiB
             begin += written
-            some = rest_of(some, written)
+            some = remaining_pieces(some, written)
 
 
 def _gib(size: int) -> str:

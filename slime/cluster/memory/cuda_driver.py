@@ -2,7 +2,7 @@
 
 Also reads the used memory of GPUs through NVML, which counts all processes.
 
-Invariant: a call that the driver rejects raises `CudaRefused` with the driver's error name. Addresses and handles are
+Invariant: a call that the driver rejects raises `CudaDriverError` with the driver's error name. Addresses and handles are
 plain integers. The calling thread must have used the device through torch before.
 """
 
@@ -17,7 +17,7 @@ _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE_, CU_MEM_ALLOCAT
 _LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 
 
-class CudaRefused(RuntimeError):
+class CudaDriverError(RuntimeError):
     """Raised when the driver rejects a call, or there is no driver with that call."""
 
 
@@ -54,7 +54,7 @@ class CudaDriver:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as cause:
-            raise CudaRefused(f"there is no CUDA driver here: {cause}") from cause
+            raise CudaDriverError(f"there is no CUDA driver here: {cause}") from cause
         self._device = device
         self._prop = _AllocationProp(type=_PINNED, location=_Location(_DEVICE, device))
 
@@ -119,12 +119,12 @@ class CudaDriver:
     def _call(self, name: str, *arguments: object) -> None:
         function = getattr(self._library, name, None)
         if function is None:
-            raise CudaRefused(f"this CUDA driver has no {name}")
+            raise CudaDriverError(f"this CUDA driver has no {name}")
         status = function(*arguments)
         if status:
             error = ctypes.c_char_p()
             self._library.cuGetErrorName(status, byref(error))
-            raise CudaRefused(f"{name}: {(error.value or b'error %d' % status).decode()}")
+            raise CudaDriverError(f"{name}: {(error.value or b'error %d' % status).decode()}")
 
 
 class DeviceBytes:
@@ -140,11 +140,11 @@ class DeviceBytes:
         }
 
 
-class NoGpuMemory(RuntimeError):
+class NvmlError(RuntimeError):
     """Raised when NVML is missing or rejects a call."""
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
 
 
@@ -155,13 +155,13 @@ class GpuMemory:
         try:
             self._library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as cause:
-            raise NoGpuMemory(str(cause)) from cause
+            raise NvmlError(str(cause)) from cause
         self._call("nvmlInit_v2")
         self._handles = [self._handle(name) for name in self._names()]
 
     def used_bytes(self) -> int:
         """Return the used bytes of the GPU with the most memory in use, by all processes."""
-        found = _Memory()
+        found = _NvmlMemory()
         most = 0
         for handle in self._handles:
             self._call("nvmlDeviceGetMemoryInfo", handle, byref(found))
@@ -188,4 +188,4 @@ class GpuMemory:
         function = getattr(self._library, name, None)
         status = -1 if function is None else function(*arguments)
         if status:
-            raise NoGpuMemory(f"{name} gave {status}")
+            raise NvmlError(f"{name} gave {status}")

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from slime.cluster.devices import cpu_cores
-from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaDriverError, DeviceBytes
 
 _PIECE = 1 << 28
 _MOST_THREADS = 8
@@ -140,7 +140,7 @@ class MemoryDriver(Protocol):
     def release(self, handle: int) -> None: ...
 
 
-def aligned(size: int, multiple: int = ALIGNMENT) -> int:
+def align_up(size: int, multiple: int = ALIGNMENT) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -150,7 +150,7 @@ class AddressRange:
     def __init__(self, driver: MemoryDriver, size: int) -> None:
         self._driver = driver
         self._granularity = driver.granularity()
-        self._size = aligned(size, self._granularity)
+        self._size = align_up(size, self._granularity)
         self.first = driver.reserve(self._size)
         self.used_bytes = 0
         self._sizes: list[int] = []  # of the consecutive pieces of physical memory
@@ -174,18 +174,18 @@ class AddressRange:
         """Allocate memory for `size` more bytes in one piece."""
         missing = self.used_bytes + size - sum(self._sizes)
         if missing > 0:
-            piece = aligned(missing, self._granularity)
+            piece = align_up(missing, self._granularity)
             if sum(self._sizes) + piece > self._size:
-                raise CudaRefused(f"a region of {self._size} addresses has no room for {size} more bytes")
+                raise CudaDriverError(f"a region of {self._size} addresses has no room for {size} more bytes")
             self._back(piece, sum(self._sizes))
             self._sizes.append(piece)
 
     def take(self, size: int) -> int:
         """Allocate `size` bytes; return their address."""
         assert not self.is_released, "a released region cannot grow"
-        self.prepare(aligned(size))
+        self.prepare(align_up(size))
         address = self.first + self.used_bytes
-        self.used_bytes += aligned(size)
+        self.used_bytes += align_up(size)
         return address
 
     def release(self) -> None:
@@ -198,11 +198,11 @@ class AddressRange:
             self._driver.release(handle)
 
     def take_back(self) -> None:
-        """Restore physical memory at all addresses: all of it, or `CudaRefused` and none."""
+        """Restore physical memory at all addresses: all of it, or `CudaDriverError` and none."""
         try:
             while self.is_released:
                 self._back(self._sizes[len(self._handles)], self.backed_bytes)
-        except CudaRefused:
+        except CudaDriverError:
             self.release()
             raise
 
@@ -210,7 +210,7 @@ class AddressRange:
         handle = self._driver.create(size)
         try:
             self._driver.map(self.first + offset, size, handle)
-        except CudaRefused:
+        except CudaDriverError:
             self._driver.release(handle)
             raise
         self._handles.append(handle)

@@ -14,17 +14,17 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slime.cluster.local import child_of
-from slime.cluster.node import Command
+from slime.cluster.local import start_child
+from slime.cluster.node import ProcessCommand
 from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
-from slime.cluster.remote.files import Arrival, Inventory, code_inventory, inventory, node_cache
+from slime.cluster.remote.files import FolderTransfer, Inventory, code_inventory, inventory, node_cache
 from slime.cluster.rpc.connect import connect_to
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
-MOST_NEWS_BYTES = 4 * 2**20
-SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+MAX_LOG_CHUNK = 4 * 2**20
+RAY_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Variables that Ray sets in its workers, which would also apply to the processes started here."""
 
 OK = "ok"
@@ -36,12 +36,12 @@ class NodeAgent:
     """The agent process; one per node. The driver uses only `call`."""
 
     def __init__(self, working_folder: str) -> None:
-        _forget_what_ray_set()
+        _remove_ray_variables()
         if os.path.isdir(working_folder):
             os.chdir(working_folder)
         self._logs = Path(tempfile.mkdtemp(prefix="slime-node-"))
         self._processes: dict[int, ChildProcess] = {}
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[str, FolderTransfer] = {}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -74,20 +74,20 @@ class NodeAgent:
 
     def start(self, fields: JsonMapping, where: str | None, token: str | None) -> tuple[int, int]:
         """Start a process, with a channel to the driver at `where` if given; return its number here and its pid."""
-        command = Command(**fields)
+        command = ProcessCommand(**fields)
         with self._lock:
             number = self._next
             self._next += 1
         log = self._logs / f"{number}-{command.name}.log"
         if where is None or token is None:
-            process = child_of(command, log)
+            process = start_child(command, log)
         else:
             try:
                 channel = connect_to(where, token)
             except OSError as error:
                 raise UserError(f"the driver cannot be reached at {where.rpartition('/')[0]} ({error})") from error
             with channel:
-                process = child_of(command, log, fd=channel.fileno())
+                process = start_child(command, log, fd=channel.fileno())
         with self._lock:
             self._processes[number] = process
         return number, process.pid
@@ -100,8 +100,8 @@ class NodeAgent:
             code = process.poll()  # before the log is read, so that the last lines of a process are not missed
             with process.log_path.open("rb") as log:
                 log.seek(offset)
-                data = log.read(MOST_NEWS_BYTES)
-            found[number] = data, None if len(data) == MOST_NEWS_BYTES else code
+                data = log.read(MAX_LOG_CHUNK)
+            found[number] = data, None if len(data) == MAX_LOG_CHUNK else code
         return found
 
     def stop(self, number: int, grace_s: float) -> int | None:
@@ -130,7 +130,7 @@ class NodeAgent:
 
     def arrive(self, name: str, message: JsonObject) -> tuple[str, bool]:
         """Prepare to receive a folder of this inventory; return its path and True if it is there already."""
-        arrival = Arrival(node_cache(), name, Inventory.from_message(message))
+        arrival = FolderTransfer(node_cache(), name, Inventory.from_message(message))
         if not arrival.is_there:
             arrival.begin()
             self._arrivals[str(arrival.final)] = arrival
@@ -167,13 +167,13 @@ def _message(found: Inventory | None) -> JsonObject | None:
     return None if found is None else found.to_message()
 
 
-def _forget_what_ray_set() -> None:
+def _remove_ray_variables() -> None:
     """Remove the variables that Ray set after this process started: they are not the node's own environment."""
     try:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux: what Ray set stays
         return
     names = {os.fsdecode(pair.partition(b"=")[0]) for pair in pairs}
-    for name in SET_BY_RAY:
+    for name in RAY_VARIABLES:
         if name not in names:
             os.environ.pop(name, None)

@@ -88,7 +88,7 @@ def node_cache() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "slime" / "node")
 
 
-class Arrival:
+class FolderTransfer:
     """A folder that is being copied into a node's cache. Its inventory's key is its name, so it is copied only once."""
 
     def __init__(self, cache: Path, name: str, expected: Inventory) -> None:
@@ -149,16 +149,16 @@ def chunks(path: Path, expected: Inventory) -> Iterator[tuple[str, bytes]]:
                 yield name, data
 
 
-def bring(path: Path, call: AgentCall) -> str:
+def copy_to_node(path: Path, call: AgentCall) -> str:
     """Return the path of this file or folder on the node of `call`: the same path if it is the same there, else a
     copy."""
     ours = inventory(path)
     if ours is None:
         raise UserError(f"{path} is not there")
-    return _brought(path, ours, "inventory", call)
+    return _copy_if_missing(path, ours, "inventory", call)
 
 
-def bring_code(folder: Path, call: AgentCall) -> str:
+def copy_code_to_node(folder: Path, call: AgentCall) -> str:
     """Do the same for only the modules in a folder; processes started there from now on can import them."""
     ours = code_inventory(folder)
     if ours is None:
@@ -167,12 +167,12 @@ def bring_code(folder: Path, call: AgentCall) -> str:
         raise UserError(
             f"its Python files have {ours.size >> 20} MiB: put the run's functions into a folder of their own"
         )
-    there = _brought(folder, ours, "code_inventory", call)
+    there = _copy_if_missing(folder, ours, "code_inventory", call)
     call("search_also", [there])
     return there
 
 
-def _brought(path: Path, ours: Inventory, look: str, call: AgentCall) -> str:
+def _copy_if_missing(path: Path, ours: Inventory, look: str, call: AgentCall) -> str:
     theirs = call(look, str(path))
     if theirs is not None and Inventory.from_message(theirs) == ours:
         return str(path)

@@ -16,24 +16,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.cluster.node import Command, NodeLost
+from slime.cluster.node import NodeLost, ProcessCommand
 from slime.cluster.process import log_tail
 from slime.cluster.rpc.channel import Channel, ChannelTimeout
 from slime.cluster.rpc.connect import Listener
 from slime.cluster.watchdog import forget_process, know_process
 from slime.errors import RunFailed
 
-NEWS_EVERY_S = 0.5
+LOG_POLL_S = 0.5
 CONNECT_S = 30.0
 STATE_S = 2.0
-LAST_NEWS_S = 10.0
+LAST_LOG_WAIT_S = 10.0
 STOP_S = 60.0
 LOST_CODE = -int(signal.SIGKILL)
 
 logger = logging.getLogger(__name__)
 
 
-class NodeSilent(NodeLost):
+class NodeTimeout(NodeLost):
     """Raised when the node does not answer in time."""
 
 
@@ -43,7 +43,7 @@ class Agent(Protocol):
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
         """Call a method of the agent.
 
-        Raises the agent's `UserError` or `RunFailed`, `NodeLost` if the node is gone, and `NodeSilent` on a timeout.
+        Raises the agent's `UserError` or `RunFailed`, `NodeLost` if the node is gone, and `NodeTimeout` on a timeout.
         """
 
 
@@ -73,11 +73,11 @@ class RemoteNode:
     def is_lost(self) -> bool:
         return self._lost.is_set()
 
-    def start(self, command: Command, log_path: Path) -> RemoteProcess:
+    def start(self, command: ProcessCommand, log_path: Path) -> RemoteProcess:
         return self._start(command, log_path, None)
 
-    def start_connected(self, command: Command, log_path: Path) -> tuple[RemoteProcess, Channel]:
-        _, where = self._listener.words_for(command.name)
+    def start_connected(self, command: ProcessCommand, log_path: Path) -> tuple[RemoteProcess, Channel]:
+        _, where = self._listener.connect_arguments(command.name)
         process = self._start(command, log_path, where)
         try:
             return process, self._listener.wait_for(command.name, CONNECT_S)
@@ -103,13 +103,13 @@ class RemoteNode:
             raise NodeLost(f"the node {self.name} is gone")
         try:
             return self.agent.call(method, *args, timeout_s=timeout_s)
-        except NodeSilent:
+        except NodeTimeout:
             raise  # it may be busy: only the log polling decides
         except NodeLost as error:
-            self._is_gone(error)
+            self._mark_lost(error)
             raise
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         """Poll the node's logs without waiting for the next interval."""
         self._soon.set()
 
@@ -127,7 +127,7 @@ class RemoteNode:
             except (NodeLost, RunFailed) as error:
                 logger.info("%s", error)
 
-    def _start(self, command: Command, log_path: Path, where: str | None) -> RemoteProcess:
+    def _start(self, command: ProcessCommand, log_path: Path, where: str | None) -> RemoteProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.touch()
         fields = dataclasses.asdict(command)
@@ -142,7 +142,7 @@ class RemoteNode:
 
     def _follow(self) -> None:
         while not self._closed.is_set():
-            self._soon.wait(NEWS_EVERY_S)
+            self._soon.wait(LOG_POLL_S)
             self._soon.clear()
             with self._lock:
                 running = {number: one for number, one in self._processes.items() if one.poll() is None}
@@ -150,12 +150,12 @@ class RemoteNode:
             try:
                 news = self.call("news", {number: one.read for number, one in running.items()}) if running else {}
             except (NodeLost, RunFailed) as error:
-                self._is_gone(error)
+                self._mark_lost(error)
                 return
             for number, (data, code) in news.items():
                 running[number].heard(data, code)
 
-    def _is_gone(self, error: Exception) -> None:
+    def _mark_lost(self, error: Exception) -> None:
         if self._closed.is_set() or self._lost.is_set():
             return
         self._lost.set()
@@ -167,9 +167,9 @@ class RemoteNode:
 
 
 class RemoteProcess:
-    """One process of a node; a `slime.cluster.node.Process`."""
+    """One process of a node; a `slime.cluster.node.NodeProcess`."""
 
-    def __init__(self, node: RemoteNode, command: Command, number: int, pid: int, log_path: Path) -> None:
+    def __init__(self, node: RemoteNode, command: ProcessCommand, number: int, pid: int, log_path: Path) -> None:
         self.name = command.name
         self.log_path = log_path
         self.read = 0
@@ -202,12 +202,12 @@ class RemoteProcess:
         return self._code
 
     def terminate(self) -> None:
-        self._if_there(lambda: self._node.call("terminate", self._number))
+        self._unless_ended(lambda: self._node.call("terminate", self._number))
 
     def stop(self, grace_s: float = 5.0) -> int | None:
-        self._if_there(lambda: self._node.call("stop", self._number, grace_s, timeout_s=grace_s + STOP_S))
-        self._node.look_soon()
-        self.wait(LAST_NEWS_S)
+        self._unless_ended(lambda: self._node.call("stop", self._number, grace_s, timeout_s=grace_s + STOP_S))
+        self._node.poll_soon()
+        self.wait(LAST_LOG_WAIT_S)
         forget_process(self._known)
         return self._code
 
@@ -247,7 +247,7 @@ class RemoteProcess:
             self._code = code
             self._ended.set()
 
-    def _if_there(self, act: Callable[[], object]) -> None:
+    def _unless_ended(self, act: Callable[[], object]) -> None:
         if self._code is None:
             try:
                 act()

@@ -17,7 +17,7 @@ ENGINE = "engine"
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class NodeInfo:
     """A node of a cluster as reported by its scheduler; `is_here` marks the driver's own."""
 
     id: str
@@ -41,7 +41,7 @@ class Bundle:
 
 
 def make_bundles(
-    config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int
+    config: Config, device: str, nodes: Sequence[NodeInfo], *, trainers: int, rollout: int
 ) -> tuple[Bundle, ...]:
     """Return the bundles: training nodes first, then engines that do not share devices with them."""
     per_node = config.actor_num_gpus_per_node
@@ -55,16 +55,16 @@ def make_bundles(
     return tuple(bundles)
 
 
-def fit(bundles: Sequence[Bundle], nodes: Sequence[NodeFacts], device: str) -> tuple[NodeFacts, ...]:
+def fit(bundles: Sequence[Bundle], nodes: Sequence[NodeInfo], device: str) -> tuple[NodeInfo, ...]:
     """Choose a node for each bundle, placing the largest first; a `UserError` says what is missing where."""
     free = {node.id: node.devices(device) for node in nodes}
     taken: dict[str, list[Bundle]] = {node.id: [] for node in nodes}
-    found: dict[int, NodeFacts] = {}
+    found: dict[int, NodeInfo] = {}
     for place in sorted(range(len(bundles)), key=lambda place: -bundles[place].count):
         bundle = bundles[place]
         able = [node for node in nodes if free[node.id] >= bundle.count]
         if not able:
-            raise UserError(_missing(bundle, nodes, taken, device))
+            raise UserError(_format_missing(bundle, nodes, taken, device))
         node = min(able, key=lambda node: (not taken[node.id], free[node.id]))  # fill up before the next one
         free[node.id] -= bundle.count
         taken[node.id].append(bundle)
@@ -72,7 +72,7 @@ def fit(bundles: Sequence[Bundle], nodes: Sequence[NodeFacts], device: str) -> t
     return tuple(found[place] for place in range(len(bundles)))
 
 
-def _missing(bundle: Bundle, nodes: Sequence[NodeFacts], taken: dict[str, list[Bundle]], device: str) -> str:
+def _format_missing(bundle: Bundle, nodes: Sequence[NodeInfo], taken: dict[str, list[Bundle]], device: str) -> str:
     unit = "GPU" if device == "cuda" else "CPU"
     what = {TRAINER: "a training node", ENGINE: "an engine"}[bundle.role]
     flags = {
@@ -80,14 +80,14 @@ def _missing(bundle: Bundle, nodes: Sequence[NodeFacts], taken: dict[str, list[B
         ENGINE: "--rollout-num-gpus or --rollout-num-gpus-per-engine",
     }
     able = [node for node in nodes if node.devices(device)] or nodes
-    there = "; ".join(_use(node, taken[node.id], device, unit) for node in able) or "no node is alive"
+    there = "; ".join(_format_use(node, taken[node.id], device, unit) for node in able) or "no node is alive"
     return (
         f"{what} needs {bundle.count} {unit}{'s' if bundle.count > 1 else ''} on one node, but no node of the Ray "
         f"cluster has enough left: {there}: lower {flags[bundle.role]}, or add nodes"
     )
 
 
-def _use(node: NodeFacts, taken: Sequence[Bundle], device: str, unit: str) -> str:
+def _format_use(node: NodeInfo, taken: Sequence[Bundle], device: str, unit: str) -> str:
     used = sum(bundle.count for bundle in taken)
     roles = " and ".join(
         f"{sum(bundle.count for bundle in taken if bundle.role == role)} for {role}s"

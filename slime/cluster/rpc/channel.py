@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from slime.cluster.rpc.messages import DamagedMessage, Piece, pack, rest_of, some_at_a_time, unpack
+from slime.cluster.rpc.messages import DamagedMessage, Piece, batch_pieces, pack, remaining_pieces, unpack
 
 DEFAULT_MAX_BYTES = 64 * 2**30
 DEFAULT_SEND_TIMEOUT_S = 600.0
@@ -63,7 +63,7 @@ class Channel:
 
     def send(self, obj: object, timeout_s: float = DEFAULT_SEND_TIMEOUT_S) -> None:
         """Send one message. A timeout closes the channel, since the receiver may have part of the message."""
-        frame = _frame(obj, self._max_bytes)
+        frame = _encode_frame(obj, self._max_bytes)
         deadline = time.monotonic() + timeout_s
         with self._send_lock:
             self._send_frame(frame, deadline, timeout_s)
@@ -73,7 +73,7 @@ class Channel:
 
         For status messages that are useless later: it neither waits nor fails without a receiver.
         """
-        frame = _frame(obj, self._max_bytes)
+        frame = _encode_frame(obj, self._max_bytes)
         if not self._send_lock.acquire(blocking=False):
             return False
         try:
@@ -129,7 +129,7 @@ class Channel:
             rest = pieces
             while rest:
                 try:
-                    rest = rest_of(rest, self._sock.sendmsg(rest))
+                    rest = remaining_pieces(rest, self._sock.sendmsg(rest))
                 except BlockingIOError:
                     if not self._wait(select.POLLOUT, deadline):
                         self.close()
@@ -180,7 +180,7 @@ class Channel:
             view = view[count:]
 
 
-class Listening:
+class ChannelPoller:
     """Waits until one of several channels is readable; `without` removes a channel."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
@@ -205,7 +205,7 @@ def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket
     return Channel(ours, max_bytes=max_bytes), theirs
 
 
-def _frame(obj: object, max_bytes: int) -> Iterator[list[Piece]]:
+def _encode_frame(obj: object, max_bytes: int) -> Iterator[list[Piece]]:
     """Pack a message into lists of consecutive pieces; raises at once if it cannot be packed."""
     packed = pack(obj)
     sizes = [buffer.size for buffer in packed.buffers]
@@ -213,4 +213,4 @@ def _frame(obj: object, max_bytes: int) -> Iterator[list[Piece]]:
     if length > max_bytes:
         raise ValueError(f"a message of {length} bytes is larger than the channel allows ({max_bytes})")
     head = _LENGTH.pack(length) + _HEAD.pack(len(packed.body), len(sizes)) + b"".join(map(_LENGTH.pack, sizes))
-    return some_at_a_time(chain([head, packed.body], *(buffer.pieces() for buffer in packed.buffers)))
+    return batch_pieces(chain([head, packed.body], *(buffer.pieces() for buffer in packed.buffers)))

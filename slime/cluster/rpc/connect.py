@@ -24,7 +24,7 @@ from slime.errors import UserError
 FD_FLAG = "--fd"
 CONNECT_FLAG = "--connect"
 TOKEN_VARIABLE = "SLIME_RUN_TOKEN"
-GONE_AFTER_S = 120
+PEER_TIMEOUT_S = 120
 """A peer that acknowledges nothing for this time counts as gone."""
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
@@ -68,14 +68,14 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
     deadline = time.monotonic() + timeout_s
     sock = socket.create_connection((host, port), timeout=timeout_s)
     try:
-        theirs = _exactly(sock, _CHALLENGE_BYTES, deadline)
+        theirs = _receive_exactly(sock, _CHALLENGE_BYTES, deadline)
         ours = secrets.token_bytes(_CHALLENGE_BYTES)
         data = name.encode()
         if len(data) > _NAME_BYTES:
             raise ValueError(f"the name {name!r} of a process has more than {_NAME_BYTES} bytes")
         sock.sendall(_proof(token, b"client", theirs) + ours + data.ljust(_NAME_BYTES, b"\0"))
         try:
-            answer = _exactly(sock, _PROOF_BYTES, deadline)
+            answer = _receive_exactly(sock, _PROOF_BYTES, deadline)
         except (ChannelClosed, ConnectionError) as refused:
             raise ChannelClosed(
                 f"the run at {host}:{port} refused {name}: the token is another run's, or {name} is not expected"
@@ -89,7 +89,7 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
 
 
 @dataclass
-class _Stranger:
+class _PendingConnection:
     """A connection that is not authenticated yet."""
 
     sock: socket.socket
@@ -113,7 +113,7 @@ class Listener:
         self._came: dict[str, Channel] = {}
         self._expected: set[str] = set()
         self._changed = threading.Condition()
-        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
+        self._strangers: dict[socket.socket, _PendingConnection] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._waker, wakened = socket.socketpair()
@@ -122,7 +122,7 @@ class Listener:
         self._thread = threading.Thread(target=self._serve, args=(wakened,), name="cluster-listener", daemon=True)
         self._thread.start()
 
-    def words_for(self, name: str) -> Sequence[str]:
+    def connect_arguments(self, name: str) -> Sequence[str]:
         """Return the arguments with which a process connects here; expect its name from now on."""
         with self._changed:
             self._expected.add(name)
@@ -161,7 +161,7 @@ class Listener:
             for key, _ in self._selector.select(None if nearest is None else nearest - now):
                 if key.fileobj is self._socket:
                     self._accept()
-                elif isinstance(key.data, _Stranger):
+                elif isinstance(key.data, _PendingConnection):
                     self._hear(key.data)
         for pending in list(self._strangers.values()):
             self._disconnect(pending)
@@ -181,7 +181,7 @@ class Listener:
             most = len(self._strangers) - 1
         else:
             sock.setblocking(False)
-            pending = _Stranger(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
+            pending = _PendingConnection(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
             self._strangers[sock] = pending
             self._selector.register(sock, selectors.EVENT_READ, pending)
             try:
@@ -191,7 +191,7 @@ class Listener:
         while self._strangers and len(self._strangers) > most:
             self._disconnect(next(iter(self._strangers.values())))
 
-    def _hear(self, pending: _Stranger) -> None:
+    def _hear(self, pending: _PendingConnection) -> None:
         if pending.sock not in self._strangers:
             return  # disconnected since `select` returned
         try:
@@ -206,7 +206,7 @@ class Listener:
         except OSError:
             self._disconnect(pending)
 
-    def _admit(self, pending: _Stranger) -> None:
+    def _admit(self, pending: _PendingConnection) -> None:
         """Check the client's proof, answer with the driver's proof, and publish the channel."""
         proof, theirs = pending.said[:_PROOF_BYTES], pending.said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
         name = pending.said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
@@ -222,11 +222,11 @@ class Listener:
             self._came[name] = _channel(pending.sock)
             self._changed.notify_all()
 
-    def _forget(self, pending: _Stranger) -> None:
+    def _forget(self, pending: _PendingConnection) -> None:
         if self._strangers.pop(pending.sock, None) is not None:
             self._selector.unregister(pending.sock)
 
-    def _disconnect(self, pending: _Stranger) -> None:
+    def _disconnect(self, pending: _PendingConnection) -> None:
         self._forget(pending)
         pending.sock.close()
 
@@ -239,9 +239,9 @@ def _channel(sock: socket.socket) -> Channel:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every_s = GONE_AFTER_S // 4
+    every_s = PEER_TIMEOUT_S // 4
     options = {"TCP_KEEPIDLE": every_s, "TCP_KEEPINTVL": every_s, "TCP_KEEPCNT": 3}
-    for name, value in (options | {"TCP_USER_TIMEOUT": GONE_AFTER_S * 1000}).items():
+    for name, value in (options | {"TCP_USER_TIMEOUT": PEER_TIMEOUT_S * 1000}).items():
         if hasattr(socket, name):  # not all of them on macOS
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Channel(sock)
@@ -251,7 +251,7 @@ def _proof(token: str, side: bytes, challenge: bytes) -> bytes:
     return hmac.digest(token.encode(), side + challenge, "sha256")
 
 
-def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     """Read exactly `count` bytes; one deadline limits all reads together."""
     data = b""
     while len(data) < count:

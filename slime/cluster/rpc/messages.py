@@ -20,7 +20,7 @@ PIECES_AT_ONCE = 512
 """Pieces in one system call, which takes at most 1,024."""
 _EXT_INLINE_ARRAY = 1
 _EXT_BUFFER_ARRAY = 2
-_PLAIN = "?bBhHiIlLqQfd"
+_BUFFER_FORMATS = "?bBhHiIlLqQfd"
 
 Piece = bytes | memoryview
 
@@ -29,7 +29,7 @@ class DamagedMessage(Exception):
     """Raised when received bytes are not a complete message in this format."""
 
 
-class Joined:
+class ConcatenatedArrays:
     """Arrays that are sent as one concatenated array, without being copied together here.
 
     As in `np.concatenate`, the result has their common dtype, and shapes must agree except in the first dimension.
@@ -68,7 +68,7 @@ class Buffer:
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield contiguous memory for sockets and files; arrays that need a copy are copied one at a time."""
-        plain = self.dtype.char in _PLAIN and self.dtype.isnative
+        plain = self.dtype.char in _BUFFER_FORMATS and self.dtype.isnative
         for part in self.parts:
             if part.size:
                 whole = np.ascontiguousarray(part, dtype=self.dtype)
@@ -76,25 +76,25 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMessage:
     """A packed message: its body and its buffers."""
 
     body: bytes
     buffers: list[Buffer]
 
 
-def pack(obj: object) -> Packed:
+def pack(obj: object) -> PackedMessage:
     """Pack a message."""
     buffers: list[Buffer] = []
 
     def encode(value: object) -> object:
-        if isinstance(value, np.ndarray | Joined):
+        if isinstance(value, np.ndarray | ConcatenatedArrays):
             return _encode_array(value, buffers)
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} can't travel over a channel")
 
-    return Packed(msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass"), buffers)
+    return PackedMessage(msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass"), buffers)
 
 
 def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
@@ -114,14 +114,14 @@ def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
     )
 
 
-def some_at_a_time(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def batch_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Yield pieces in lists that one system call accepts."""
     left = iter(pieces)
     while some := list(islice(left, PIECES_AT_ONCE)):
         yield some
 
 
-def rest_of(pieces: Sequence[Piece], done: int) -> list[Piece]:
+def remaining_pieces(pieces: Sequence[Piece], done: int) -> list[Piece]:
     """Return the rest of consecutive pieces after their first `done` bytes."""
     for place, piece in enumerate(pieces):
         size = len(piece) if isinstance(piece, bytes) else piece.nbytes
@@ -131,15 +131,15 @@ def rest_of(pieces: Sequence[Piece], done: int) -> list[Piece]:
     return []
 
 
-def _encode_array(array: np.ndarray | Joined, buffers: list[Buffer]) -> msgpack.ExtType:
+def _encode_array(array: np.ndarray | ConcatenatedArrays, buffers: list[Buffer]) -> msgpack.ExtType:
     if array.dtype.hasobject or array.dtype.names is not None or array.dtype.subdtype is not None:
         raise TypeError(f"an array of dtype {array.dtype} can't travel over a channel: only plain numbers and strings")
     if array.nbytes <= OUT_OF_BAND_BYTES:
-        whole = array.whole() if isinstance(array, Joined) else array
+        whole = array.whole() if isinstance(array, ConcatenatedArrays) else array
         return _array_ext(_EXT_INLINE_ARRAY, array, whole.tobytes())
-    buffers.append(Buffer(array.parts if isinstance(array, Joined) else [array], array.dtype, array.nbytes))
+    buffers.append(Buffer(array.parts if isinstance(array, ConcatenatedArrays) else [array], array.dtype, array.nbytes))
     return _array_ext(_EXT_BUFFER_ARRAY, array, len(buffers) - 1)
 
 
-def _array_ext(code: int, array: np.ndarray | Joined, content: bytes | int) -> msgpack.ExtType:
+def _array_ext(code: int, array: np.ndarray | ConcatenatedArrays, content: bytes | int) -> msgpack.ExtType:
     return msgpack.ExtType(code, msgpack.packb([array.dtype.str, list(array.shape), content]))

@@ -57,7 +57,7 @@ class Background:
     def close(self) -> None:
         """Discard its failure: a past or later exception is not raised. Does not wait for a thread (see `join`)."""
         self._is_closed = True
-        _failed.pop(id(self), None)
+        _failed_backgrounds.pop(id(self), None)
 
     async def aclose(self) -> None:
         """Cancel the task, wait for its end and discard its failure."""
@@ -66,11 +66,11 @@ class Background:
             await asyncio.gather(self._task, return_exceptions=True)
         self.close()
 
-    def _died(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         self.error = error
         if self._is_closed:
             return
-        _failed[id(self)] = self
+        _failed_backgrounds[id(self)] = self
         if isinstance(error, RunFailed | UserError):  # an expected error, which the next wait raises
             logger.info("%s ended", self.name, exc_info=error)
         else:
@@ -81,7 +81,7 @@ class Background:
             with acting_as(self.name):
                 target()
         except BaseException as error:  # noqa: BLE001 - stored, and raised by the next wait
-            self._died(error)
+            self._record_failure(error)
 
     async def _await(self, coro: Coroutine[Any, Any, None]) -> None:
         try:
@@ -90,10 +90,10 @@ class Background:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - stored, and raised by the next wait
-            self._died(error)
+            self._record_failure(error)
 
 
-_failed: dict[int, Background] = {}
+_failed_backgrounds: dict[int, Background] = {}
 
 
 def background(name: str, target: Callable[[], None] | Coroutine[Any, Any, None]) -> Background:
@@ -109,5 +109,5 @@ def background(name: str, target: Callable[[], None] | Coroutine[Any, Any, None]
 
 def raise_failures() -> None:
     """Raise the error of a background that died, if any; waits for other things call this."""
-    for dead in list(_failed.copy().values()):
+    for dead in list(_failed_backgrounds.copy().values()):
         dead.check()

@@ -12,15 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime.cluster.watchdog.registry import Wait, board, in_brackets
-from slime.cluster.watchdog.stacks import registry, stacks_of, task_stack, thread_stacks
+from slime.cluster.watchdog.registry import Wait, format_flag, wait_registry
+from slime.cluster.watchdog.stacks import process_registry, stacks_of, task_stack, thread_stacks
 
 _INDENT = "  "
-NOBODY = "no waits"
+NO_WAITS = "no waits"
 
 
 @dataclass
-class Fold:
+class SimilarWaits:
     """Waits that differ only in numbers, such as 64 samples that wait for one engine."""
 
     waits: list[Wait] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Fold:
     def whom(self) -> list[str]:
         return [name.strip() for name in self.waits[0].whom.split(",")]
 
-    def is_part_of(self, other: Fold) -> bool:
+    def is_part_of(self, other: SimilarWaits) -> bool:
         """Return True if `other` waits for a name on whose behalf this one waits."""
         return any(name in self.names for name in other.whom)
 
@@ -50,14 +50,14 @@ class Fold:
         limit = ", no deadline of its own" if first.timeout_s is None else f" of {first.timeout_s:g} s"
         if first.renewed is not None:
             limit = f", without progress for {now - first.renewed:.1f} s{limit}"
-        return f"{who} for {first.whom} {first.why}: {took}{limit}{in_brackets(first)}"
+        return f"{who} for {first.whom} {first.why}: {took}{limit}{format_flag(first)}"
 
 
 def describe(waits: Sequence[Wait] | None = None) -> str:
     """Format the wait-for graph of `waits` (None: now) with the stacks of all in it; takes up to two seconds."""
-    now, folds = time.monotonic(), _folded(board.waits() if waits is None else waits)
-    processes = list({id(one): one for fold in folds for one in registry.named_in(fold.waits[0].whom)}.values())
-    lines = ["wait-for graph:", *(_graph(folds, now) or [_INDENT + NOBODY])]
+    now, folds = time.monotonic(), _fold_waits(wait_registry.waits() if waits is None else waits)
+    processes = list({id(one): one for fold in folds for one in process_registry.named_in(fold.waits[0].whom)}.values())
+    lines = ["wait-for graph:", *(_graph(folds, now) or [_INDENT + NO_WAITS])]
     tasks: dict[str, str] = {}
     for wait in (fold.longest for fold in folds):
         if wait.task is not None and (stack := task_stack(wait.task)):
@@ -67,22 +67,22 @@ def describe(waits: Sequence[Wait] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _folded(waits: Sequence[Wait]) -> list[Fold]:
-    folds: dict[tuple[object, ...], Fold] = {}
+def _fold_waits(waits: Sequence[Wait]) -> list[SimilarWaits]:
+    folds: dict[tuple[object, ...], SimilarWaits] = {}
     for wait in waits:
         path = tuple(re.sub(r"\d+", "#", name) for name in wait.path)
-        folds.setdefault((path, wait.whom, wait.why, wait.flag, wait.timeout_s), Fold()).add(wait)
+        folds.setdefault((path, wait.whom, wait.why, wait.flag, wait.timeout_s), SimilarWaits()).add(wait)
     return list(folds.values())
 
 
-def _graph(folds: list[Fold], now: float) -> list[str]:
+def _graph(folds: list[SimilarWaits], now: float) -> list[str]:
     """Write chains from waiters that no other waits for; the rest can only be cycles."""
     below = {id(fold): [other for other in folds if other is not fold and other.is_part_of(fold)] for fold in folds}
     inner = {id(other) for others in below.values() for other in others}
     lines: list[str] = []
     written: set[int] = set()
 
-    def write(fold: Fold, depth: int, above: tuple[int, ...]) -> None:
+    def write(fold: SimilarWaits, depth: int, above: tuple[int, ...]) -> None:
         if id(fold) in above:
             lines.append(_INDENT * depth + f"{fold.longest.who} waits for itself: this is a cycle")
             return
@@ -90,7 +90,7 @@ def _graph(folds: list[Fold], now: float) -> list[str]:
             return
         written.add(id(fold))
         lines.append(_INDENT * depth + fold.line(now))
-        lines.extend(_INDENT * (depth + 1) + one.state() for one in registry.named_in(fold.waits[0].whom))
+        lines.extend(_INDENT * (depth + 1) + one.state() for one in process_registry.named_in(fold.waits[0].whom))
         for other in below[id(fold)]:
             write(other, depth + 1, (*above, id(fold)))
 

@@ -48,7 +48,7 @@ class Wait:
         path = _acting.get()
         if who is not None:
             path = (*path, who)
-        self.path = path or (_own_name(self.task),)
+        self.path = path or (_default_waiter(self.task),)
         self.who = self.path[-1]
         self.whom = whom
         self.why = why
@@ -76,10 +76,10 @@ class Wait:
         """Format the wait as the first line of an error."""
         now = time.monotonic()
         idle = "" if self.renewed is None else f", the last {now - self.renewed:.3g} s without progress"
-        return f"{self.who} waited {now - self.began:.3g} s for {self.whom} {self.why}{idle}{in_brackets(self)}"
+        return f"{self.who} waited {now - self.began:.3g} s for {self.whom} {self.why}{idle}{format_flag(self)}"
 
 
-class Board:
+class WaitRegistry:
     """The waits of a process by number."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Board:
         return list(self._waits.copy().values())
 
 
-board = Board()
+wait_registry = WaitRegistry()
 
 
 @contextmanager
@@ -111,11 +111,11 @@ def waiting(
     A body that times out raises `expired(wait)`. `who` defaults to the name set by `acting_as`.
     """
     wait = Wait(who, whom, why, timeout_s, flag)
-    number = board.enter(wait)
+    number = wait_registry.enter(wait)
     try:
         yield wait
     finally:
-        board.leave(number)
+        wait_registry.leave(number)
 
 
 @contextmanager
@@ -140,12 +140,12 @@ def name_of(coro: AnyCoroutine) -> str:
     return coro.__qualname__ if isinstance(coro, CoroutineType) else type(coro).__qualname__
 
 
-def in_brackets(wait: Wait) -> str:
+def format_flag(wait: Wait) -> str:
     """Format the flag that sets a wait's deadline, as the end of a sentence."""
     return "" if wait.flag is None else f" ({wait.flag})"
 
 
-def _own_name(task: object) -> str:
+def _default_waiter(task: object) -> str:
     """Return the default name of a waiter: its task's, unless asyncio generated it, else its thread's."""
     if isinstance(task, asyncio.Task) and not task.get_name().startswith("Task-"):
         return task.get_name()

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 _FRAMES = 8
-_EVERYWHERE = ("_bootstrap", "_bootstrap_inner")
+_THREAD_ROOTS = ("_bootstrap", "_bootstrap_inner")
 """Functions at the root of every thread."""
 _HERE = os.path.dirname(__file__)
 _INSTALLED = tuple(
@@ -48,7 +48,7 @@ def thread_stacks() -> dict[str, str]:
         frames.reverse()
         has_own_code = any(not path.startswith((*_INSTALLED, _HERE, "<frozen")) for path, _, _ in frames)
         if has_own_code and frames[-1][0] != selectors.__file__:
-            found[f"thread {names.get(ident, ident)}", _text(frames)] += 1
+            found[f"thread {names.get(ident, ident)}", _format_frames(frames)] += 1
     stacks: dict[str, str] = {}
     for (name, text), count in found.items():
         key = name + (f" and {count - 1} more like it" if count > 1 else "")
@@ -65,13 +65,13 @@ def task_stack(task: asyncio.Future[Any]) -> str:
     frames = []
     coro: object = task.get_coro()
     while coro is not None:
-        frame, coro = _step(coro)
+        frame, coro = _frame_and_awaited(coro)
         if frame is not None:
             frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-    return _text(frames)
+    return _format_frames(frames)
 
 
-def _step(coro: object) -> tuple[FrameType | None, object]:
+def _frame_and_awaited(coro: object) -> tuple[FrameType | None, object]:
     """Return the frame of a coroutine or generator, and what it awaits."""
     for frame, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
         if hasattr(coro, frame):
@@ -79,8 +79,8 @@ def _step(coro: object) -> tuple[FrameType | None, object]:
     return None, None
 
 
-def _text(frames: list[tuple[str, int, str]]) -> str:
-    shown = [one for one in frames if not one[0].startswith(_HERE) and one[2] not in _EVERYWHERE][-_FRAMES:]
+def _format_frames(frames: list[tuple[str, int, str]]) -> str:
+    shown = [one for one in frames if not one[0].startswith(_HERE) and one[2] not in _THREAD_ROOTS][-_FRAMES:]
     return "\n".join(f"{os.sep.join(path.split(os.sep)[-3:])}:{line} in {name}" for path, line, name in shown)
 
 
@@ -101,10 +101,10 @@ _STATES = {
     "I": "idle",
 }
 _STOPPED = ("T", "t", "Z", "X", "D")
-_A_THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
+_THREAD_HEADER = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
 
 
-class Elsewhere(Protocol):
+class RemoteProcessReporter(Protocol):
     """A process on another machine, which its node is asked about."""
 
     def state(self) -> str: ...
@@ -127,7 +127,7 @@ class KnownProcess:
     also: tuple[str, ...] = ()
     dumps_stacks: bool = False
     last_word: Callable[[], str | None] = lambda: None
-    elsewhere: Elsewhere | None = None
+    elsewhere: RemoteProcessReporter | None = None
 
     def state(self) -> str:
         """Return one line: name, pid, state, the kernel call it sleeps in, and the last progress it reported."""
@@ -167,7 +167,7 @@ class ProcessRegistry:
         return [one for one in self._known.copy().values() if words & {one.name, *one.also}]
 
 
-registry = ProcessRegistry()
+process_registry = ProcessRegistry()
 
 
 def know_process(
@@ -178,7 +178,7 @@ def know_process(
     also: Sequence[str] = (),
     dumps_stacks: bool = False,
     last_word: Callable[[], str | None] = lambda: None,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: RemoteProcessReporter | None = None,
 ) -> KnownProcess:
     """Register a child process.
 
@@ -186,25 +186,25 @@ def know_process(
     reported.
     """
     process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks, last_word, elsewhere)
-    registry.know(process)
+    process_registry.know(process)
     return process
 
 
 def forget_process(process: KnownProcess) -> None:
     """Remove a child that was stopped on purpose. Idempotent."""
-    registry.forget(process)
+    process_registry.forget(process)
 
 
 def state_of(name: str) -> str | None:
     """Return the state of the process with this name or address in one line, or None if it is unknown."""
-    found = registry.named_in(name)
+    found = process_registry.named_in(name)
     return found[-1].state() if found else None
 
 
 def stacks_of(processes: Sequence[KnownProcess]) -> dict[str, str]:
     """Return the stacks of each process, or its state and the end of its log if it does not answer."""
     sizes = {one: _log_size(one.log_path) for one in processes}
-    asked = {one: sizes[one] for one in processes if _ask(one)}
+    asked = {one: sizes[one] for one in processes if _request_stacks(one)}
     answers = _await_answers(asked)
     found: dict[str, str] = {}
     for one in processes:
@@ -218,7 +218,7 @@ def stacks_of(processes: Sequence[KnownProcess]) -> dict[str, str]:
     return found
 
 
-def _ask(process: KnownProcess) -> bool:
+def _request_stacks(process: KnownProcess) -> bool:
     """Send SIGQUIT to a process that answers it; return True if it was sent."""
     if process.elsewhere is not None:
         return process.dumps_stacks and process.elsewhere.ask_for_stacks()
@@ -258,7 +258,7 @@ def _await_answers(asked: dict[KnownProcess, int]) -> dict[KnownProcess, str]:
 
 def _stacks_in(text: str) -> str:
     """Extract the stack dump from a piece of log; the main thread is last, so the last lines are kept."""
-    found = _A_THREAD.search(text)
+    found = _THREAD_HEADER.search(text)
     if found is None:
         return ""
     lines = text[found.start() :].rstrip().splitlines()

@@ -23,15 +23,15 @@ from types import FrameType
 from typing import TypeVar
 
 from slime.cluster.watchdog.graph import describe
-from slime.cluster.watchdog.registry import Wait, board, waiting
+from slime.cluster.watchdog.registry import Wait, wait_registry, waiting
 from slime.errors import RunFailed
 
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 2.0
 _REPORT_S = 30.0
-_NEW_ENOUGH_S = 5.0
-_BETWEEN_LOGGED_S = 60.0
+_RECENT_S = 5.0
+_LOG_INTERVAL_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +40,30 @@ class WaitTimeout(RunFailed):
     """Raised when a wait exceeds its deadline; the message ends with the wait-for graph."""
 
 
-class Reports:
+class GraphReports:
     """The last wait-for graph, or the one that is being made in its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._began = 0.0
         self._report: Future[str] | None = None
-        self._logged = -_BETWEEN_LOGGED_S
+        self._logged = -_LOG_INTERVAL_S
 
     def since(self, moment: float) -> Future[str]:
         """Return a graph begun after `moment`: the last one if it is recent enough, else a new one."""
         with self._lock:
-            if self._report is None or self._began < max(moment, time.monotonic() - _NEW_ENOUGH_S):
+            if self._report is None or self._began < max(moment, time.monotonic() - _RECENT_S):
                 self._began, self._report = time.monotonic(), Future()
                 self._report.set_running_or_notify_cancel()  # a cancelled waiter does not cancel it
-                work = (self._report, board.waits())
-                threading.Thread(target=_make, args=work, name="wait-report", daemon=True).start()
+                work = (self._report, wait_registry.waits())
+                threading.Thread(target=_make_report, args=work, name="wait-report", daemon=True).start()
             return self._report
 
     def log(self, reason: str, moment: float) -> Future[str] | None:
         """Log a graph with its reason; None if one was logged within the last minute."""
         with self._lock:
             now = time.monotonic()
-            if now - self._logged < _BETWEEN_LOGGED_S:
+            if now - self._logged < _LOG_INTERVAL_S:
                 return None
             self._logged = now
         report = self.since(moment)
@@ -71,10 +71,10 @@ class Reports:
         return report
 
 
-reports = Reports()
+reports = GraphReports()
 
 
-def _make(report: Future[str], waits: list[Wait]) -> None:
+def _make_report(report: Future[str], waits: list[Wait]) -> None:
     try:
         report.set_result(describe(waits))
     except BaseException as error:
@@ -124,9 +124,9 @@ async def wait_for(
                 graph = await asyncio.wrap_future(reports.since(wait.began))
                 error = WaitTimeout(f"{sentence}\n{graph}")
         except BaseException:
-            await _end(task)
+            await _cancel_task(task)
             raise
-        await _end(task)
+        await _cancel_task(task)
         raise error
 
 
@@ -140,7 +140,7 @@ async def log_graph(wait: Wait, reason: str) -> None:
         await asyncio.wrap_future(report)
 
 
-async def _end(task: asyncio.Future[T]) -> None:
+async def _cancel_task(task: asyncio.Future[T]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=CANCEL_GRACE_S)
@@ -148,7 +148,7 @@ async def _end(task: asyncio.Future[T]) -> None:
         task.exception()  # marks it as retrieved: no other code will
 
 
-_PATIENCE_S = 10.0
+_SIGNAL_GRACE_S = 10.0
 _STDERR = 2
 
 
@@ -156,7 +156,7 @@ class WaitsShown(RunFailed):
     """Raised when SIGQUIT ends the run, after the wait-for graph was printed."""
 
 
-class _Watcher:
+class _SignalWatcher:
     """Prints the graph for each signal number that the interpreter writes to its wake-up descriptor."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Watcher:
     def close(self) -> None:
         signal.set_wakeup_fd(self._before_fd)
         os.close(self._write_fd)
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_SIGNAL_GRACE_S)
         if not self._thread.is_alive():
             os.close(self._read_fd)
 
@@ -203,11 +203,11 @@ def watch_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watcher = _Watcher()
+    watcher = _SignalWatcher()
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        watcher.shown_before_end.wait(_PATIENCE_S)
+        watcher.shown_before_end.wait(_SIGNAL_GRACE_S)
         raise WaitsShown("the run was ended by SIGQUIT; what it waited for is above and in the driver's log")
 
     before = {

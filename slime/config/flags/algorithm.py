@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.algorithms.estimators import ESTIMATORS, POLICY_LOSSES, TOKEN, estimators_that
+from slime.algorithms.estimators import ESTIMATORS, POLICY_LOSSES, TOKEN, estimator_names
 from slime.config.fields import above, at_least, between, flag, minus_one_or_at_least
 
 
@@ -31,7 +31,7 @@ class AlgorithmFlags:
     eps_clip_c: float | None = flag(None, "dual clip: bound on the loss of negative advantages", check=above(1))
     kl_coef: float = flag(
         0.0,
-        f"weight of the KL to the reference in the rewards ({estimators_that(lambda one: one.kl_in_reward)})",
+        f"weight of the KL to the reference in the rewards ({estimator_names(lambda one: one.kl_in_reward)})",
         check=at_least(0),
     )
     use_kl_loss: bool = flag(False, "keep a frozen reference model and report (and weigh) the KL to it")
@@ -42,7 +42,7 @@ class AlgorithmFlags:
     use_unbiased_kl: bool = flag(False, "weigh the KL loss by the policy ratio, which makes its gradient unbiased")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     gamma: float = flag(
-        1.0, f"discount of later rewards ({estimators_that(lambda one: one.level == TOKEN)})", check=at_least(0)
+        1.0, f"discount of later rewards ({estimator_names(lambda one: one.level == TOKEN)})", check=at_least(0)
     )
     disable_grpo_std_normalization: bool = flag(False, "only subtract the group mean", derived="on with dr_grpo")
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.config.devices import cluster_complaint
+from slime.config.devices import check_planned_cluster
 from slime.config.fields import at_least, between, flag
 
 
@@ -62,7 +62,7 @@ class DebugFlags:
         "make the plan for another cluster: nodes, GPUs per node and GiB per GPU (8x8x80); neither weights nor prompts "
         "need to exist",
         metavar="NODESxGPUSxGIB",
-        check=cluster_complaint,
+        check=check_planned_cluster,
     )
     ci_test: bool = flag(
         False, "end the run if its log-probs are inconsistent: KL before any update, trainer against engine"

@@ -51,7 +51,7 @@ class Overlay:
         """Add or change values of the run; a name that a plugin has written keeps the plugin's value."""
         new = {name: value for name, value in facts.items() if not is_same(value, self.base.get(name, self))}
         self.base.update(new)
-        vars(self.args).update({name: unshared(new[name]) for name in new if name not in self._written})
+        vars(self.args).update({name: copy_containers(new[name]) for name in new if name not in self._written})
 
     def note_written(self, name: str, value: object) -> None:
         """Log, once per name of the run, that a plugin's value does not change the run."""
@@ -95,12 +95,12 @@ def run_mark(args: object) -> str | None:
     return getattr(args, "__dict__", {}).get(RUN_MARK)
 
 
-def unshared(value: object) -> object:
+def copy_containers(value: object) -> object:
     """Copy the lists and dicts in a value, so that writing into them does not change the original."""
     if isinstance(value, list):
-        return [unshared(item) for item in value]
+        return [copy_containers(item) for item in value]
     if isinstance(value, dict):
-        return {key: unshared(item) for key, item in value.items()}
+        return {key: copy_containers(item) for key, item in value.items()}
     return value
 
 

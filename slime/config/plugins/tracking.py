@@ -25,7 +25,7 @@ _warned: set[str] = set()
 
 
 @contextmanager
-def logged_to(record: Record) -> Iterator[None]:
+def forward_metrics_to(record: Record) -> Iterator[None]:
     """Send the metrics that plugins of this process log, from any thread, to `record` during the context."""
     _records.append(record)
     try:

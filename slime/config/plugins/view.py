@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.algorithms.estimators import NONZERO_STD_FILTER
-from slime.config.algorithm import has_critic, weighs_importance
+from slime.config.algorithm import has_critic, uses_importance_weights
 from slime.config.batch import data_parallel_size
 from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE
 from slime.config.config import FLAG_SPECS, Config
@@ -21,7 +21,7 @@ from slime.config.fields import coerce, flag_name
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
-from slime.config.megatron_model_flags import shape_of
+from slime.config.megatron_model_flags import read_model_shape
 from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
 from slime.config.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
 from slime.config.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
@@ -121,16 +121,16 @@ MEGATRON_DEFAULTS: JsonObject = {
 """Megatron's own defaults; flags that are not in this table are off, or None."""
 
 
-OF_CONFIG = "slime_config"
+CONFIG_ATTRIBUTE = "slime_config"
 """Attribute of a `parse_args` namespace with the config that it was built from."""
 
-_SHOWN_OTHERWISE = ("eval_prompt_data",)
+_DIFFERENT_IN_ARGS = ("eval_prompt_data",)
 """Flags whose value in `args` differs in form from the config's."""
 
 _TRAINERS = {"rank": 0, "local_rank": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 """Values that scripts cannot change; other dropout is refused."""
 
-_OF_FSDP = {
+_FSDP_SIZES = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
@@ -145,7 +145,7 @@ def plugin_args(config: Config) -> PluginArgs:
     return config.overlay.show(config, lambda: upstream_view(config))
 
 
-def tell_plugins(config: Config, **facts: object) -> None:
+def set_plugin_args(config: Config, **facts: object) -> None:
     """Set values of the plugins' `args` that are known only after the flags: a rank, an address."""
     plugin_args(config)
     config.overlay.tell(facts)
@@ -156,7 +156,7 @@ def with_own_overlay(config: Config) -> Config:
     return config.replace(overlay=Overlay())
 
 
-def changed_by(config: Config, args: object) -> Config:
+def config_with_changed_args(config: Config, args: object) -> Config:
     """Apply the flags that were changed in a copy of the config's `args`, after checking their types."""
     base, values = plugin_args(config)._overlay.base, vars(args)
     changes = {
@@ -170,7 +170,7 @@ def changed_by(config: Config, args: object) -> Config:
 def own_namespace(config: Config) -> argparse.Namespace:
     """Return the `args` for a custom driver, which may change them and pass them to `train` (see `as_config`)."""
     args = argparse.Namespace(**vars(plugin_args(config)))
-    setattr(args, OF_CONFIG, config)
+    setattr(args, CONFIG_ATTRIBUTE, config)
     return args
 
 
@@ -186,12 +186,12 @@ def as_config(args: Config | argparse.Namespace) -> Config:
     # class attributes also count: unit tests of users write a class instead of a namespace
     defaults = {name: value for name, value in public.items() if value is None or isinstance(value, PLAIN)}
     values: JsonObject = {**defaults, **vars(args)}
-    config = values.get(OF_CONFIG)
+    config = values.get(CONFIG_ATTRIBUTE)
     if config is not None:
-        config = changed_by(config, args)
+        config = config_with_changed_args(config, args)
         added = {name: value for name, value in values.items() if name not in config.overlay.base}
     else:
-        known = {name for name in FLAG_SPECS if values.get(name) is not None and name not in _SHOWN_OTHERWISE}
+        known = {name for name in FLAG_SPECS if values.get(name) is not None and name not in _DIFFERENT_IN_ARGS}
         flags: JsonObject = {name: _checked(name, values[name]) for name in known}
         config = Config(**flags)
         added = {name: value for name, value in values.items() if name not in FLAG_SPECS}
@@ -243,7 +243,7 @@ def _derived(config: Config) -> JsonObject:
         "rollout_num_engines": num_engines(config),
         "rollout_external": bool(config.rollout_external_engine_addrs),
         "use_critic": has_critic(config),
-        "use_tis": weighs_importance(config),
+        "use_tis": uses_importance_weights(config),
         "rollout_global_dataset": not config.disable_rollout_global_dataset,
         "rewards_normalization": not config.disable_rewards_normalization,
         "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,
@@ -257,7 +257,7 @@ def _derived(config: Config) -> JsonObject:
 
 def _parallel_sizes(config: Config, trainers: int) -> JsonObject:
     if not uses_megatron(config):
-        return {**_OF_FSDP, "data_parallel_size": trainers // config.context_parallel_size}
+        return {**_FSDP_SIZES, "data_parallel_size": trainers // config.context_parallel_size}
     num_layers = _model_facts(config).get("num_layers", 0)
     stages = virtual_stages(config, int(num_layers))
     return {
@@ -278,7 +278,7 @@ def num_engines(args: Config | argparse.Namespace) -> int:
 def _model_facts(config: Config) -> JsonObject:
     """Return the model's shape from its config.json; empty if there is none."""
     file = Path(config.hf_checkpoint or "") / "config.json"
-    return shape_of(file) if file.is_file() else {}
+    return read_model_shape(file) if file.is_file() else {}
 
 
 _BUILT_IN = (

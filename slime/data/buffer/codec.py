@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import zstandard
 
-from slime.data.columns import Packed
+from slime.data.columns import PackedArray
 from slime.errors import UserError
 
 ARRAY, SCALAR, NUMBERS, TUPLE, BIG_INT = 1, 2, 3, 4, 5
@@ -44,7 +44,7 @@ class Codec:
             self._local.compressor = zstandard.ZstdCompressor(level=1)
         return bytes(self._local.compressor.compress(content))
 
-    def told_apart(self, value: object, where: str) -> bytes:
+    def unique_bytes(self, value: object, where: str) -> bytes:
         """Return bytes unique to the value, faster than `pack`; `unpack` does not read them."""
         try:
             content: bytes = msgpack.packb(
@@ -74,7 +74,7 @@ def _plain(value: object, where: str) -> object:
         return value
     if type(value) is list:
         return _plain_list(value, where)
-    if type(value) is Packed:
+    if type(value) is PackedArray:
         code = _CODES[value.array.dtype.name]
         return msgpack.ExtType(NUMBERS, code + value.array.astype(_NUMBER_TYPES[code], copy=False).tobytes())
     if isinstance(value, dict):

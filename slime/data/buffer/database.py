@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from slime.data.buffer.retention import Content, content_of
+from slime.data.buffer.retention import JournalContents, classify_contents
 from slime.data.buffer.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
 from slime.data.source_state import fsync_file
 from slime.errors import UserError
@@ -95,7 +95,7 @@ class Database:
                     os.close(wal)
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
-    def begin_anew(self, *, keep_old: bool) -> Path | None:
+    def start_new_file(self, *, keep_old: bool) -> Path | None:
         """Replace the journal with an empty one; returns the new path of the old one if it is kept."""
         with self._lock, self._readable_errors():
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -162,17 +162,17 @@ class Database:
         remedy = "choose another --output-dir, or move the file away to start a new one"
         with open_read_only(self.path) as connection:
             found = dict(connection.execute("SELECT name, value FROM identity"))
-            content = content_of(connection)
+            content = classify_contents(connection)
         differing = [
             f"{name} ({found.get(name, 'none')} there, {self._identity.get(name, 'none')} here)"
             for name in sorted(found.keys() | self._identity.keys())
             if found.get(name) != self._identity.get(name)
         ]
-        if differing and content is Content.WORK:
+        if differing and content is JournalContents.WORK:
             raise UserError(
                 f"{self.path}: is the journal of another run, it differs in {'; '.join(differing)}: {remedy}"
             )
-        if differing and content is Content.PAST:
+        if differing and content is JournalContents.PAST:
             logger.warning("%s: the samples of another run are now in %s", self.path, self._set_aside())
         return not differing
 

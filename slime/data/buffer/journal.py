@@ -22,33 +22,33 @@ from pathlib import Path
 from slime.data.buffer.database import Database
 from slime.data.buffer.recovery import (
     Recovered,
-    give_up_useless,
-    has_content,
-    is_empty,
+    can_resume_at,
+    drop_untrainable_batches,
+    has_progress,
+    is_journal_empty,
+    mark_for_replay,
     name_of,
     read_groups,
     read_samples,
-    replay_from,
     unusable_rows,
-    usable_from,
 )
 from slime.data.buffer.retention import (
-    Content,
-    content_of,
+    JournalContents,
+    classify_contents,
     forget_evaluations_after,
     keep_evaluation,
+    prune_consumed,
     refer,
     release,
-    retire,
 )
-from slime.data.buffer.rows import Leaf, RowCodec, flattened, state_of, status_of
+from slime.data.buffer.rows import GroupLeaf, RowCodec, flatten_group, state_of, status_of
 from slime.data.buffer.schema import OPEN
-from slime.data.buffer.writer import Home, Writer
+from slime.data.buffer.writer import RowLocation, Writer
 from slime.data.json_samples import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.errors import UserError
-from slime.storage.group_commit import Change, Commits
+from slime.storage.group_commit import Change, CommitQueue
 from slime.storage.json_types import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Journal:
         self._rows = RowCodec(reward_key)
         self._eval_rows = RowCodec(eval_reward_key or reward_key)
         self._writer = self._new_writer()
-        self._commits = Commits(database)
+        self._commits = CommitQueue(database)
 
     @classmethod
     def open(
@@ -107,23 +107,23 @@ class Journal:
         """
         moved = None
         with self._database.reading() as connection:
-            usable, has_samples = usable_from(connection, start), has_content(connection)
-            had_work = not usable and content_of(connection) is Content.WORK
+            usable, has_samples = can_resume_at(connection, start), has_progress(connection)
+            had_work = not usable and classify_contents(connection) is JournalContents.WORK
         if not usable:
-            moved = self._database.begin_anew(keep_old=has_samples)
+            moved = self._database.start_new_file(keep_old=has_samples)
             self._writer = self._new_writer()
         with self._database.transaction() as connection:
             forget_evaluations_after(connection, start)
-            if is_empty(connection):
+            if is_journal_empty(connection):
                 _set_meta(connection, "horizon", str(start))
                 return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved, moved_work=had_work)
-            assigned = replay_from(connection, start)
+            assigned = mark_for_replay(connection, start)
             failed = unusable_rows(connection, self._rows)
             for row_id, sample in failed:
-                (leaf,) = self._rows.encoded([Leaf(sample, None)])
+                (leaf,) = self._rows.encoded([GroupLeaf(sample, None)])
                 self._writer.update(connection, row_id, leaf)
             unusable = [f"sample {sample.index} ({sample.failure})" for _, sample in failed]
-            batches = give_up_useless(connection, assigned) if unusable else assigned
+            batches = drop_untrainable_batches(connection, assigned) if unusable else assigned
             groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
             row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
             position = None if row is None else json.loads(row[0])
@@ -140,7 +140,7 @@ class Journal:
 
     def hand_out(self, groups: Sequence[Group], position: JsonObject | None) -> None:
         """Record that groups leave the data source, with its `position` after that; new groups get rows and ids."""
-        handed_out = [leaves for group in groups if (leaves := flattened(group))]
+        handed_out = [leaves for group in groups if (leaves := flatten_group(group))]
         for leaves in handed_out:
             if any(leaf.sample.journal_id is None for leaf in leaves):
                 self._rows.encoded(leaves)
@@ -183,7 +183,7 @@ class Journal:
             await self._commits.write(lambda: self._progressing(sample))
 
     def _producing(self, dispatched: Sample, produced: Sample | list[Sample]) -> Change | None:
-        leaves = [Leaf(leaf.sample, None, leaf.leaf) for leaf in flattened([produced])]
+        leaves = [GroupLeaf(leaf.sample, None, leaf.leaf) for leaf in flatten_group([produced])]
         if dispatched.journal_id is None or not leaves:
             return None
         for leaf in leaves:
@@ -208,7 +208,7 @@ class Journal:
     def _progressing(self, sample: Sample) -> Change | None:
         if sample.journal_id is None:
             return None
-        (leaf,) = self._rows.encoded([Leaf(sample, None)])
+        (leaf,) = self._rows.encoded([GroupLeaf(sample, None)])
 
         def change(connection: sqlite3.Connection) -> None:
             home = self._open_home(connection, sample)
@@ -271,7 +271,7 @@ class Journal:
             self._drop(connection, groups)
 
     def _drop(self, connection: sqlite3.Connection, groups: Sequence[Group]) -> None:
-        for leaves in map(flattened, groups):
+        for leaves in map(flatten_group, groups):
             homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
             self._writer.forget(home.row_id for home in homes if home is not None)
             connection.executemany(
@@ -335,10 +335,10 @@ class Journal:
         Buffered groups of the checkpoints of the rollouts `kept` are retained, so that a run can resume from them.
         """
         with self._database.transaction() as connection:
-            replay_from(connection, rollout_id + 1, forget_later=False)
+            mark_for_replay(connection, rollout_id + 1, forget_later=False)
             if not self._keep:
                 release(connection, kept)
-                retire(connection, rollout_id, self._keep_bytes)
+                prune_consumed(connection, rollout_id, self._keep_bytes)
                 connection.execute("DELETE FROM positions WHERE rollout_id < ?", (rollout_id,))
                 _set_meta(connection, "horizon", str(rollout_id + 1))
         self.sync()
@@ -372,25 +372,25 @@ class Journal:
         with self._database.reading() as connection:
             return Writer(connection, self._rows)
 
-    def _looked_at(self, groups: Sequence[Group]) -> list[list[Leaf]]:
-        return [self._look_at(leaves) for group in groups if (leaves := flattened(group))]
+    def _looked_at(self, groups: Sequence[Group]) -> list[list[GroupLeaf]]:
+        return [self._look_at(leaves) for group in groups if (leaves := flatten_group(group))]
 
-    def _look_at(self, leaves: list[Leaf]) -> list[Leaf]:
+    def _look_at(self, leaves: list[GroupLeaf]) -> list[GroupLeaf]:
         """Compute the content keys of leaves whose rows may be unchanged, and return the leaves."""
         for leaf in leaves:
             if self._writer.knows(leaf.sample):
                 leaf.content = self._rows.content(leaf.sample)
         return leaves
 
-    def _write(self, connection: sqlite3.Connection, groups: list[list[Leaf]]) -> list[tuple[int, list[int]]]:
+    def _write(self, connection: sqlite3.Connection, groups: list[list[GroupLeaf]]) -> list[tuple[int, list[int]]]:
         """Write groups outside of batches; their state follows from their samples."""
 
-        def state(leaves: list[Leaf]) -> str:
+        def state(leaves: list[GroupLeaf]) -> str:
             return state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
 
         return self._writer.write_groups(connection, groups, state, _is_free)
 
-    def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[Leaf]) -> bool:
+    def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[GroupLeaf]) -> bool:
         """Mark a recorded group as handed out; False if the journal does not have it as one group."""
         homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
         group_ids = {home.group_id if home is not None and _is_free(home) else None for home in homes}
@@ -399,16 +399,16 @@ class Journal:
         connection.execute("UPDATE groups SET state = 'pending' WHERE id = ?", tuple(group_ids))
         return True
 
-    def _open_home(self, connection: sqlite3.Connection, sample: Sample) -> Home | None:
+    def _open_home(self, connection: sqlite3.Connection, sample: Sample) -> RowLocation | None:
         home = self._writer.home(connection, sample)
         return home if home is not None and home.state in OPEN else None
 
 
-def _is_free(home: Home) -> bool:
+def _is_free(home: RowLocation) -> bool:
     return home.state in OPEN or home.state == "dropped"
 
 
-def _mark(groups: list[list[Leaf]], written: list[tuple[int, list[int]]]) -> None:
+def _mark(groups: list[list[GroupLeaf]], written: list[tuple[int, list[int]]]) -> None:
     """Set the samples' row ids and mark content keys as written; call it only after the commit."""
     for leaves, (_, ids) in zip(groups, written, strict=True):
         for leaf, row_id in zip(leaves, ids, strict=True):

@@ -85,7 +85,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class JournaledSample:
     """A sample with its state, or with the evaluation that it was sampled in."""
 
     sample: Sample
@@ -127,7 +127,7 @@ class Reader:
         source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
         return int(self._connection.execute(f"SELECT COUNT(*) {source} WHERE {condition}", values).fetchone()[0])
 
-    def samples(self, choice: Choice, limit: int | None = None) -> Iterator[Recorded]:
+    def samples(self, choice: Choice, limit: int | None = None) -> Iterator[JournaledSample]:
         """Iterate over the chosen samples in order."""
         if choice.evaluations and not self._has_evaluations:
             return
@@ -146,7 +146,7 @@ class Reader:
             sample = self._rows.sample_or_failure(row_id, columns, check=False)
             if choice.evaluations:
                 sample.journal_id = None  # it is an id of another table
-            yield Recorded(sample, reward=columns[COLUMNS.index("reward")], **where)
+            yield JournaledSample(sample, reward=columns[COLUMNS.index("reward")], **where)
 
     def some_prompts(self, *, evaluations: bool, most: int = 20) -> list[str]:
         """Return prompts of recent samples, from which shared template text is detected."""
@@ -185,7 +185,7 @@ _CONTEXT = 4
 """Tokens before a span that are decoded with it, because some tokenizers drop a space at the start of a text."""
 
 
-class Decoder:
+class TokenDecoder:
     """Decodes token ids, including special tokens, with a `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -213,18 +213,18 @@ class Decoder:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def load_decoder(folder: str) -> Decoder:
+def load_decoder(folder: str) -> TokenDecoder:
     """Load the decoder of a model folder; a `UserError` if its tokenizer cannot be used."""
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
         if backend is None:
             raise UserError(f"{folder}: its tokenizer is written in Python; tokens are shown with tokenizer.json only")
-        return Decoder(backend)
+        return TokenDecoder(backend)
     from tokenizers import Tokenizer
 
     try:
-        return Decoder(Tokenizer.from_file(str(file)))
+        return TokenDecoder(Tokenizer.from_file(str(file)))
     except Exception as error:  # the library raises no narrower class
         raise UserError(f"{file}: does not load ({error})") from error
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.data.buffer.rows import COLUMNS, UNUSABLE, Leaf, RowCodec, regrouped
+from slime.data.buffer.rows import COLUMNS, UNUSABLE, GroupLeaf, RowCodec, rebuild_groups
 from slime.data.buffer.schema import NOT_CONSUMED, OPEN
 from slime.data.readers import file_bytes, split_slice
 from slime.data.sample import Sample
@@ -51,7 +51,7 @@ class Recovered:
     """Errors of unusable rows, one sentence each; their samples have failed and are sampled again."""
 
 
-def is_empty(connection: sqlite3.Connection) -> bool:
+def is_journal_empty(connection: sqlite3.Connection) -> bool:
     """True if nothing was recorded for a restart."""
     recorded = (  # consumed groups without a row in rollouts are kept only for inspection
         f"SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}",
@@ -62,7 +62,7 @@ def is_empty(connection: sqlite3.Connection) -> bool:
     return not any(connection.execute(query).fetchone() for query in recorded)
 
 
-def has_content(connection: sqlite3.Connection) -> bool:
+def has_progress(connection: sqlite3.Connection) -> bool:
     """True if any sample has more than its prompt."""
     row = connection.execute(
         "SELECT EXISTS (SELECT 1 FROM samples WHERE status != 'pending' OR response_length > 0) "
@@ -71,7 +71,7 @@ def has_content(connection: sqlite3.Connection) -> bool:
     return bool(row.fetchone()[0])
 
 
-def usable_from(connection: sqlite3.Connection, start: int) -> bool:
+def can_resume_at(connection: sqlite3.Connection, start: int) -> bool:
     """True if the journal reached `start` and still has the data of `start` and later rollouts."""
     horizon_row = connection.execute("SELECT value FROM meta WHERE key = 'horizon'").fetchone()
     if horizon_row is None:
@@ -81,7 +81,7 @@ def usable_from(connection: sqlite3.Connection, start: int) -> bool:
     return horizon <= start <= max(horizon - 1, -1 if last is None else int(last)) + 1
 
 
-def replay_from(connection: sqlite3.Connection, start: int, *, forget_later: bool = True) -> list[int]:
+def mark_for_replay(connection: sqlite3.Connection, start: int, *, forget_later: bool = True) -> list[int]:
     """Mark batches before `start` as consumed; returns the ids of the others.
 
     With `forget_later` those are marked as assigned again.
@@ -112,7 +112,7 @@ def unusable_rows(connection: sqlite3.Connection, rows: RowCodec) -> list[tuple[
     return [(row_id, sample) for row_id, sample in looked_at if (sample.failure or "").startswith(UNUSABLE)]
 
 
-def give_up_useless(connection: sqlite3.Connection, batches: list[int]) -> list[int]:
+def drop_untrainable_batches(connection: sqlite3.Connection, batches: list[int]) -> list[int]:
     """Return the batches with anything to train on; the groups of the others are dropped."""
     useful = []
     for rollout_id in batches:
@@ -135,8 +135,8 @@ def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, valu
         f"WHERE {where} ORDER BY position, groups.id, member, leaf",
         values,
     )
-    return regrouped(
-        (group_id, Leaf(rows.sample_or_failure(row_id, values_of_row, check=False), member, leaf))
+    return rebuild_groups(
+        (group_id, GroupLeaf(rows.sample_or_failure(row_id, values_of_row, check=False), member, leaf))
         for group_id, row_id, member, leaf, *values_of_row in found
     )
 

@@ -27,7 +27,7 @@ VALUES (?, {", ".join("?" * len(COLUMNS))})"""
 _ROLLOUTS, _EVALUATIONS = "kept_bytes", "evaluation_bytes"
 
 
-class Content(Enum):
+class JournalContents(Enum):
     """The kinds of data in a journal, by the loss if it were deleted."""
 
     NOTHING = "nothing"
@@ -35,16 +35,16 @@ class Content(Enum):
     WORK = "samples that a restart needs"
 
 
-def content_of(connection: sqlite3.Connection) -> Content:
+def classify_contents(connection: sqlite3.Connection) -> JournalContents:
     """Classify the contents of a journal of any format."""
     if connection.execute(
         f"SELECT EXISTS (SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}) "
         "OR EXISTS (SELECT 1 FROM groups) AND EXISTS (SELECT 1 FROM rollouts)"
     ).fetchone()[0]:
-        return Content.WORK
+        return JournalContents.WORK
     tables = ("samples", "evaluated_samples") if has_evaluations(connection) else ("samples",)
     found = any(connection.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone()[0] for table in tables)
-    return Content.PAST if found else Content.NOTHING
+    return JournalContents.PAST if found else JournalContents.NOTHING
 
 
 def has_evaluations(connection: sqlite3.Connection) -> bool:
@@ -52,7 +52,7 @@ def has_evaluations(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone() is not None
 
 
-def retire(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
+def prune_consumed(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:
     """Remove dropped groups and groups consumed up to `rollout_id`, except the last rollouts within `bound` bytes."""
     dropped = connection.execute(f"SELECT id FROM groups WHERE state = 'dropped' AND NOT {_REFERRED}").fetchall()
     _remove_groups(connection, dropped)

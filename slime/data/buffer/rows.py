@@ -23,12 +23,12 @@ import numpy as np
 import xxhash
 
 from slime.data.buffer.codec import Codec
-from slime.data.columns import Packed, packed
+from slime.data.columns import PackedArray, packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.sample import COLUMNS as SAMPLE_COLUMNS
 from slime.data.sample import Reward, Sample
 from slime.data.source import Group
-from slime.data.validation import BadSample, check_sample, mend
+from slime.data.validation import BadSample, check_sample, reset_invalid_fields
 from slime.storage.json_types import JsonMapping
 
 _COLUMNS = tuple((name, name.encode()) for name in SAMPLE_COLUMNS)
@@ -42,14 +42,14 @@ _DEFAULTS = vars(Sample())
 
 
 @dataclass(slots=True)
-class Content:
+class ContentKey:
     """The key of a row's content, and whether that content is in the file yet."""
 
     key: bytes
     is_in_file: bool = False
 
 
-def content_of(sample: Sample, codec: Codec) -> Content:
+def content_key_of(sample: Sample, codec: Codec) -> ContentKey:
     """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
     fields = dict(vars(sample))
     fields["journal_id"] = None
@@ -60,7 +60,7 @@ def content_of(sample: Sample, codec: Codec) -> Content:
     parts: list[bytes] = []
     for name, in_bytes in _COLUMNS:
         value = fields.get(name)
-        column = value if type(value) is Packed else packed(value, narrow=name == "loss_mask")
+        column = value if type(value) is PackedArray else packed(value, narrow=name == "loss_mask")
         if column is None:  # absent, or not a column of numbers
             continue
         if column.digest is None:
@@ -75,11 +75,11 @@ def content_of(sample: Sample, codec: Codec) -> Content:
     if type(experts) is np.ndarray and not experts.dtype.hasobject:
         fields["rollout_routed_experts"] = [str(experts.dtype), list(experts.shape)]
         parts.append(_digest(experts))
-    small = codec.told_apart(fields, f"sample {sample.index}")
-    return Content(xxhash.xxh3_128_digest(b"".join([small, *parts])))
+    small = codec.unique_bytes(fields, f"sample {sample.index}")
+    return ContentKey(xxhash.xxh3_128_digest(b"".join([small, *parts])))
 
 
-def kept_fields(sample: Sample) -> dict[str, object]:
+def nondefault_fields(sample: Sample) -> dict[str, object]:
     """Return the non-default fields of a sample, and extra attributes set by plugins."""
     fields: dict[str, object] = {}
     for name, value in dict(vars(sample)).items():
@@ -122,7 +122,7 @@ _INT64 = 2**63
 
 
 @dataclass
-class Leaf:
+class GroupLeaf:
     """One sample of a group with its place in the group and, once encoded, its columns."""
 
     sample: Sample
@@ -131,7 +131,7 @@ class Leaf:
     leaf: int | None = None
     """The index in the fan-out of one dispatched sample; None without a fan-out."""
     columns: tuple[object, ...] = ()
-    content: Content | None = None
+    content: ContentKey | None = None
     """The content key of the columns; None if changes are not tracked."""
 
 
@@ -142,19 +142,19 @@ class RowCodec:
         self._codec = Codec()
         self._reward_key = reward_key
 
-    def encoded(self, leaves: list[Leaf]) -> list[Leaf]:
+    def encoded(self, leaves: list[GroupLeaf]) -> list[GroupLeaf]:
         """Fill in the columns of the leaves and return them."""
         for leaf in leaves:
             leaf.columns = self.columns(leaf.sample)
         return leaves
 
-    def content(self, sample: Sample) -> Content:
+    def content(self, sample: Sample) -> ContentKey:
         """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
-        return content_of(sample, self._codec)
+        return content_key_of(sample, self._codec)
 
     def columns(self, sample: Sample) -> tuple[object, ...]:
         """Return the values of `COLUMNS`; a `UserError` names a value that the journal cannot store."""
-        rest = kept_fields(sample)
+        rest = nondefault_fields(sample)
         status = status_of(sample)
         if status == GENERATED:
             rest["status"] = sample.status.value
@@ -230,7 +230,7 @@ class RowCodec:
 def _failure(row_id: int, columns: Sequence[object], found: Sample, error: Exception) -> Sample:
     """Build the failed sample of an unusable row: its prompt, to be sampled again, and the error."""
     index, _, _, _, _, prompt, _, _ = columns
-    mend(found)
+    reset_invalid_fields(found)
     return Sample(
         index=index if isinstance(index, int) else None,
         group_index=found.group_index,
@@ -249,22 +249,22 @@ def _failure(row_id: int, columns: Sequence[object], found: Sample, error: Excep
     )
 
 
-def flattened(group: Group | Sample) -> list[Leaf]:
+def flatten_group(group: Group | Sample) -> list[GroupLeaf]:
     """Return the samples of a group with their places; a `TypeError` if it is not a group."""
     if isinstance(group, Sample):
-        return [Leaf(group, None)]
+        return [GroupLeaf(group, None)]
     if not isinstance(group, list):
         raise TypeError(f"a group is a list of Sample, or of lists of them, not a {type(group).__name__}")
     leaves = []
     for number, member in enumerate(group):
         if isinstance(member, Sample):
-            leaves.append(Leaf(member, number))
+            leaves.append(GroupLeaf(member, number))
         else:
-            leaves += [Leaf(sample, number, place) for place, sample in enumerate(_samples(member))]
+            leaves += [GroupLeaf(sample, number, place) for place, sample in enumerate(_samples(member))]
     return leaves
 
 
-def regrouped(leaves: Iterable[tuple[int, Leaf]]) -> list[Group]:
+def rebuild_groups(leaves: Iterable[tuple[int, GroupLeaf]]) -> list[Group]:
     """Invert `flattened`: rebuild groups from leaves in order, each with the id of its group."""
     groups: dict[int, Any] = {}
     members: dict[tuple[int, int], list[Sample]] = {}

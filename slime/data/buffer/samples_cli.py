@@ -30,8 +30,8 @@ from rich.table import Table
 from slime.data.buffer.reader import (
     SORTS,
     Choice,
-    Decoder,
-    Recorded,
+    JournaledSample,
+    TokenDecoder,
     journal_path,
     load_decoder,
     model_of_run,
@@ -39,8 +39,8 @@ from slime.data.buffer.reader import (
 )
 from slime.data.buffer.rows import GENERATED
 from slime.data.buffer.schema import STATES
-from slime.data.buffer.show_sample import print_conversation
-from slime.data.json_samples import prompt_text, to_json, value_text, visible
+from slime.data.buffer.show_sample import print_sample
+from slime.data.json_samples import format_prompt, format_value, to_json, visible
 from slime.data.sample import Sample
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonObject
@@ -52,17 +52,17 @@ _LEAST_TEXT = 8
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of the table: its heading in the wide and the narrow layout, and its cells."""
 
     name: str
     short: str
-    cell: Callable[[Recorded], str]
+    cell: Callable[[JournaledSample], str]
     right: bool = False
     needs_room: bool = False
 
 
-def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
+def samples_table(shown: Sequence[JournaledSample], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
     """Build a table of samples of at most `width` characters; text that `prompts` share is cut from prompts."""
     columns = _columns(shown, evaluations)
     before, after = shared_ends(prompts)
@@ -71,7 +71,7 @@ def listing(shown: Sequence[Recorded], prompts: Sequence[str], width: int, *, ev
         prompt = record.sample.prompt
         messages = prompt if isinstance(prompt, list) else []
         asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
-        text = value_text(asked[-1].get("content")) if asked else prompt_text(prompt)
+        text = format_value(asked[-1].get("content")) if asked else format_prompt(prompt)
         texts.append((_line(core(text, before, after)), _line(record.sample.response)))
     wanted = [max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True)]
     wide = width - _width(columns, shown, gap=2, short=False) - 2 >= min(_ROOMY, sum(wanted))
@@ -128,32 +128,32 @@ def _common_start(texts: Sequence[str]) -> str:
     return first[: next(unlike, min(len(first), len(last)))]
 
 
-def _columns(shown: Sequence[Recorded], evaluations: bool) -> list[Column]:
+def _columns(shown: Sequence[JournaledSample], evaluations: bool) -> list[TableColumn]:
     if evaluations:
-        place = [Column("step", "step", lambda r: _number(r.step), right=True)]
-        place.append(Column("dataset", "dataset", lambda r: _line(r.dataset or "")))
+        place = [TableColumn("step", "step", lambda r: _number(r.step), right=True)]
+        place.append(TableColumn("dataset", "dataset", lambda r: _line(r.dataset or "")))
     else:
         place = [
-            Column("group", "group", lambda r: _number(r.sample.group_index), right=True, needs_room=True),
-            Column("state", "state", lambda r: r.state or "", needs_room=True),
-            Column("rollout", "roll", lambda r: _number(r.rollout_id), right=True),
+            TableColumn("group", "group", lambda r: _number(r.sample.group_index), right=True, needs_room=True),
+            TableColumn("state", "state", lambda r: r.state or "", needs_room=True),
+            TableColumn("rollout", "roll", lambda r: _number(r.rollout_id), right=True),
         ]
         if any(record.sample.task for record in shown):
-            place.append(Column("task", "task", lambda r: _line(str(r.sample.task or ""))))
+            place.append(TableColumn("task", "task", lambda r: _line(str(r.sample.task or ""))))
     columns = [
-        Column("index", "#", lambda r: _number(r.sample.index), right=True),
+        TableColumn("index", "#", lambda r: _number(r.sample.index), right=True),
         *place,
-        Column("status", "status", lambda r: r.sample.status.value),
-        Column("reward", "reward", lambda r: "" if r.reward is None else f"{r.reward:.4g}", right=True),
-        Column("tokens", "tok", lambda r: _number(r.sample.response_length), right=True),
-        Column("weights", "ver", lambda r: _line(versions(r.sample.weight_versions))),
+        TableColumn("status", "status", lambda r: r.sample.status.value),
+        TableColumn("reward", "reward", lambda r: "" if r.reward is None else f"{r.reward:.4g}", right=True),
+        TableColumn("tokens", "tok", lambda r: _number(r.sample.response_length), right=True),
+        TableColumn("weights", "ver", lambda r: _line(versions(r.sample.weight_versions))),
     ]
     if any(record.sample.label is not None for record in shown):
-        columns.append(Column("label", "label", lambda r: _line(value_text(r.sample.label))))
+        columns.append(TableColumn("label", "label", lambda r: _line(format_value(r.sample.label))))
     return columns
 
 
-def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, short: bool) -> int:
+def _width(columns: Sequence[TableColumn], shown: Sequence[JournaledSample], *, gap: int, short: bool) -> int:
     """Return the width of all columns except prompt and response, with the gaps after them."""
     total = 0
     for column in columns:
@@ -163,7 +163,7 @@ def _width(columns: Sequence[Column], shown: Sequence[Recorded], *, gap: int, sh
     return total
 
 
-def _most(column: Column, *, short: bool) -> int | None:
+def _most(column: TableColumn, *, short: bool) -> int | None:
     """Return the maximum width of a column; None: no limit."""
     if column.name not in ("label", "dataset", "task"):
         return None
@@ -186,9 +186,9 @@ _TEXTS = ("response", "status", "failure", "session_id", "state", "dataset")
 _FLOATS = ("non_generation_time",)
 
 
-def export(path: Path, found: Iterable[Recorded]) -> int:
+def export(path: Path, found: Iterable[JournaledSample]) -> int:
     """Write samples to a new .jsonl or .parquet file; returns their number."""
-    writers: dict[str, Callable[[Path, Iterable[Recorded]], int]] = {".jsonl": _jsonl, ".parquet": _parquet}
+    writers: dict[str, Callable[[Path, Iterable[JournaledSample]], int]] = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
         raise UserError(f"--export {path}: name a file that ends in .jsonl or .parquet")
     if path.exists():
@@ -204,7 +204,7 @@ def export(path: Path, found: Iterable[Recorded]) -> int:
     return count
 
 
-def _jsonl(path: Path, found: Iterable[Recorded]) -> int:
+def _jsonl(path: Path, found: Iterable[JournaledSample]) -> int:
     count = 0
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for record in found:
@@ -213,7 +213,7 @@ def _jsonl(path: Path, found: Iterable[Recorded]) -> int:
     return count
 
 
-def _parquet(path: Path, found: Iterable[Recorded]) -> int:
+def _parquet(path: Path, found: Iterable[JournaledSample]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -253,7 +253,7 @@ def _parquet(path: Path, found: Iterable[Recorded]) -> int:
     return count
 
 
-def _fields(record: Recorded) -> JsonObject:
+def _fields(record: JournaledSample) -> JsonObject:
     """Return the place and all fields of a sample as JSON values."""
     sample = {
         key: to_json(_without_bytes(value), f"sample {record.sample.index}, {key}")
@@ -262,7 +262,7 @@ def _fields(record: Recorded) -> JsonObject:
     return {**_place(record), **sample}
 
 
-def _place(record: Recorded) -> JsonObject:
+def _place(record: JournaledSample) -> JsonObject:
     """Return the place of a sample; `batch` is the rollout it is assigned to, `rollout_id` a field of the sample."""
     if record.dataset is not None:
         return {"step": record.step, "dataset": record.dataset}
@@ -302,10 +302,10 @@ def samples_command(words: Sequence[str], console: Console | None = None) -> int
         if options.full or options.sample_whole is not None:
             decoder = _decoder(console, options.run, options.tokenizer) if shown else None
             for record in shown:
-                print_conversation(console, record, decoder)
+                print_sample(console, record, decoder)
         elif shown:
             prompts = reader.some_prompts(evaluations=choice.evaluations)
-            console.print(listing(shown, prompts, console.width, evaluations=choice.evaluations))
+            console.print(samples_table(shown, prompts, console.width, evaluations=choice.evaluations))
         if choice.evaluations:
             found = []
             for name, steps in reader.evaluations():
@@ -386,7 +386,7 @@ def _choice(options: argparse.Namespace) -> Choice:
     )
 
 
-def _decoder(console: Console, run: str, tokenizer: str | None) -> Decoder | None:
+def _decoder(console: Console, run: str, tokenizer: str | None) -> TokenDecoder | None:
     """Load the given decoder, or that of the run; prints a note and returns None if the latter is missing."""
     if tokenizer is not None:
         return load_decoder(tokenizer)

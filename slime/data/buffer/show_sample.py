@@ -14,8 +14,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from slime.data.buffer.reader import Decoder, Recorded
-from slime.data.json_samples import prompt_text, value_text, visible
+from slime.data.buffer.reader import JournaledSample, TokenDecoder
+from slime.data.json_samples import format_prompt, format_value, visible
 from slime.data.sample import Sample
 
 TRAINED, MASKED, OBSERVED = "trained on", "masked", "observation"
@@ -23,7 +23,7 @@ TRAINED, MASKED, OBSERVED = "trained on", "masked", "observation"
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """The tokens `start` to `stop` of a sample, counted from the start of the prompt, and their kind."""
 
     kind: str
@@ -34,7 +34,7 @@ class Span:
         return self.stop - self.start
 
 
-def response_spans(sample: Sample) -> list[Span]:
+def response_spans(sample: Sample) -> list[TokenSpan]:
     """Split a response into spans of one kind; empty if its loss mask has a different length."""
     length = sample.response_length
     mask = [1] * length if sample.loss_mask is None else sample.loss_mask
@@ -46,11 +46,11 @@ def response_spans(sample: Sample) -> list[Span]:
         TRAINED if trained else OBSERVED if version is None else MASKED
         for trained, version in zip(mask, known, strict=True)
     )
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     start = len(sample.tokens) - length
     for kind, members in groupby(kinds):
         stop = start + sum(1 for _ in members)
-        spans.append(Span(kind, start, stop))
+        spans.append(TokenSpan(kind, start, stop))
         start = stop
     return spans
 
@@ -61,7 +61,7 @@ _MEANING = {MASKED: "sampled, but not trained on", OBSERVED: "not sampled by the
 _MOST_METADATA = 500
 
 
-def print_conversation(console: Console, record: Recorded, decoder: Decoder | None) -> None:
+def print_sample(console: Console, record: JournaledSample, decoder: TokenDecoder | None) -> None:
     """Print a sample; without a decoder its stored texts, without marks."""
     sample = record.sample
     spans = response_spans(sample)
@@ -71,7 +71,7 @@ def print_conversation(console: Console, record: Recorded, decoder: Decoder | No
         if value:
             _say(console, name, Text(visible(value)))
     if decoder is None or not sample.tokens or not (spans or not sample.response_length):
-        _say(console, "prompt", Text(visible(prompt_text(sample.prompt))))
+        _say(console, "prompt", Text(visible(format_prompt(sample.prompt))))
         _say(console, "response", Text(visible(sample.response)))
         return
     marked = [kind for kind in (OBSERVED, MASKED) if any(span.kind == kind for span in spans)]
@@ -85,12 +85,12 @@ def print_conversation(console: Console, record: Recorded, decoder: Decoder | No
                 legend.append(f"⟦{kind}: …⟧")
             legend.append(f" ({_MEANING[kind]})")
         _say(console, "marks", legend)
-    prompt = Span(TRAINED, 0, sample.prompt_length)
+    prompt = TokenSpan(TRAINED, 0, sample.prompt_length)
     _say(console, "prompt", _marked(sample, [prompt], decoder, coloured))
     _say(console, "response", _marked(sample, spans, decoder, coloured))
 
 
-def _title(record: Recorded) -> str:
+def _title(record: JournaledSample) -> str:
     sample = record.sample
     if record.dataset is not None:
         place = f"sample {sample.index} of {record.dataset}: evaluation at step {record.step}"
@@ -100,9 +100,9 @@ def _title(record: Recorded) -> str:
     return f"{place}, {sample.status.value}"
 
 
-def _facts(record: Recorded, spans: Sequence[Span]) -> dict[str, str]:
+def _facts(record: JournaledSample, spans: Sequence[TokenSpan]) -> dict[str, str]:
     sample = record.sample
-    metadata = value_text(sample.metadata) if sample.metadata else ""
+    metadata = format_value(sample.metadata) if sample.metadata else ""
     counted = ", ".join(f"{len(span)} {span.kind}" for span in spans)
     weights = ", ".join(
         f"version {version} ({count} tokens)" for version, count in sample.version_spans if version is not None
@@ -110,7 +110,7 @@ def _facts(record: Recorded, spans: Sequence[Span]) -> dict[str, str]:
     return {
         "reward": "" if sample.reward is None else str(sample.reward),
         "task": str(sample.task or ""),
-        "label": value_text(sample.label),
+        "label": format_value(sample.label),
         "tokens": f"{max(0, sample.prompt_length)} of the prompt, {sample.response_length} of the response",
         "spans": counted if any(span.kind != TRAINED for span in spans) else "",
         "weights": weights,
@@ -120,7 +120,7 @@ def _facts(record: Recorded, spans: Sequence[Span]) -> dict[str, str]:
     }
 
 
-def _marked(sample: Sample, spans: Sequence[Span], decoder: Decoder, coloured: bool) -> Text:
+def _marked(sample: Sample, spans: Sequence[TokenSpan], decoder: TokenDecoder, coloured: bool) -> Text:
     text = Text()
     for span in spans:
         style = _STYLES.get(span.kind)

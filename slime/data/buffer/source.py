@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from slime.data.buffer.database import open_read_only
 from slime.data.buffer.journal import Journal
 from slime.data.buffer.recovery import name_of, read_samples, run_identity
-from slime.data.buffer.rows import RowCodec, flattened
+from slime.data.buffer.rows import RowCodec, flatten_group
 from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
 from slime.data.source import Group, RolloutDataSource, RolloutDataSourceWithBuffer, observes
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class JournaledGroups:
-    """Looks up the buffered samples of a data source in its journal (`slime.data.source_state.Records`)."""
+class JournalSampleLookup:
+    """Looks up the buffered samples of a data source in its journal (`slime.data.source_state.SampleRecords`)."""
 
     def __init__(self, journal: Journal, load: str | None) -> None:
         """`load` is the folder of the checkpoint that the run resumes from."""
@@ -103,9 +103,9 @@ class JournaledSource:
         """Groups of an earlier process, kept here because the source does not take groups back."""
         self._dropped: list[Group] = []
         """Dropped groups that the source has not observed yet; until then the journal lists them as finished."""
-        self._groups: JournaledGroups | None = None
+        self._groups: JournalSampleLookup | None = None
         if isinstance(source, RolloutDataSourceWithBuffer):
-            self._groups = source.records = JournaledGroups(journal, source.args.load)
+            self._groups = source.records = JournalSampleLookup(journal, source.args.load)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["source"], name)
@@ -164,7 +164,7 @@ class JournaledSource:
         """Return the recorded batch of a rollout; a source restored to an earlier position observes it again."""
         with self._lock:
             found = self.journal.batch(rollout_id)
-            if found is not None and isinstance(self.source, UserSource) and self.source.stands_before(rollout_id):
+            if found is not None and isinstance(self.source, UserSource) and self.source.has_not_observed(rollout_id):
                 self.source.observe_samples(rollout_id, found[0])
             return found
 
@@ -243,5 +243,5 @@ def _buffered(source: object) -> list[Group]:
 
 def _samples(groups: list[Group]) -> Iterator[Sample]:
     for group in groups:
-        for leaf in flattened(group):
+        for leaf in flatten_group(group):
             yield leaf.sample

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from slime.data.buffer.rows import COLUMNS, Content, Leaf, RowCodec
+from slime.data.buffer.rows import COLUMNS, ContentKey, GroupLeaf, RowCodec
 from slime.data.sample import Sample
 
 _NAMES = ("id", "group_id", "member", "leaf", *COLUMNS)
@@ -30,7 +30,7 @@ _AT_ONCE = 500
 """Number of rows in one query."""
 
 
-class Home(NamedTuple):
+class RowLocation(NamedTuple):
     """The location of a sample's row in the journal."""
 
     row_id: int
@@ -51,7 +51,7 @@ class _Row:
 
     row_id: int
     group_id: int
-    leaf: Leaf
+    leaf: GroupLeaf
 
 
 class Writer:
@@ -59,18 +59,18 @@ class Writer:
 
     def __init__(self, connection: sqlite3.Connection, rows: RowCodec) -> None:
         self._rows = rows
-        self._contents: dict[int, Content] = {}
+        self._contents: dict[int, ContentKey] = {}
         """Content keys by row id, of samples that ended and are not in a batch yet."""
         last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence"))
         self._last_group = int(last.get("groups", 0))
         self._last_sample = int(last.get("samples", 0))
 
-    def home(self, connection: sqlite3.Connection, sample: Sample) -> Home | None:
+    def home(self, connection: sqlite3.Connection, sample: Sample) -> RowLocation | None:
         """Find the row of `sample`; None if it is not in the journal."""
         if sample.journal_id is None:
             return None
         row = connection.execute(f"{_HOMES} = ?", (sample.journal_id,)).fetchone()
-        return None if row is None else Home(*row)
+        return None if row is None else RowLocation(*row)
 
     def knows(self, sample: Sample) -> bool:
         """True if the content key of the sample's row is tracked."""
@@ -81,7 +81,7 @@ class Writer:
         for row_id in row_ids:
             self._contents.pop(row_id, None)
 
-    def new_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> tuple[int, list[int]]:
+    def new_group(self, connection: sqlite3.Connection, leaves: list[GroupLeaf], state: str) -> tuple[int, list[int]]:
         """Insert a group; returns its id and the ids of its samples."""
         group_id = self._insert_group(connection, leaves, state)
         ids = [self._next_sample() for _ in leaves]
@@ -91,9 +91,9 @@ class Writer:
     def write_groups(
         self,
         connection: sqlite3.Connection,
-        groups: list[list[Leaf]],
-        state: Callable[[list[Leaf]], str],
-        reusable: Callable[[Home], bool],
+        groups: list[list[GroupLeaf]],
+        state: Callable[[list[GroupLeaf]], str],
+        reusable: Callable[[RowLocation], bool],
     ) -> list[tuple[int, list[int]]]:
         """Write the state of groups and changed content; returns each group's id with the ids of its samples.
 
@@ -139,7 +139,7 @@ class Writer:
         connection.executemany("DELETE FROM groups WHERE id = ?", [(group_id,) for group_id in touched - claimed])
         return written
 
-    def write_member(self, connection: sqlite3.Connection, home: Home, leaves: list[Leaf]) -> list[int]:
+    def write_member(self, connection: sqlite3.Connection, home: RowLocation, leaves: list[GroupLeaf]) -> list[int]:
         """Replace the rows of one dispatched sample with its results; returns the row ids.
 
         The first result gets the row id of the dispatched sample, so that copies made before the dispatch stay valid.
@@ -159,24 +159,24 @@ class Writer:
         self._put(connection, _rows_of(home.group_id, leaves, ids))
         return ids
 
-    def update(self, connection: sqlite3.Connection, row_id: int, leaf: Leaf) -> None:
+    def update(self, connection: sqlite3.Connection, row_id: int, leaf: GroupLeaf) -> None:
         """Write new content into one row."""
         self._contents.pop(row_id, None)
         connection.execute(_UPDATE, (*leaf.columns, row_id))
 
     def _homes(
-        self, connection: sqlite3.Connection, samples: Sequence[Sample], reusable: Callable[[Home], bool]
-    ) -> list[Home | None]:
+        self, connection: sqlite3.Connection, samples: Sequence[Sample], reusable: Callable[[RowLocation], bool]
+    ) -> list[RowLocation | None]:
         """Find the `reusable` rows of many samples."""
         wanted = [sample.journal_id for sample in samples if sample.journal_id is not None]
-        found: dict[int | None, Home] = {}
+        found: dict[int | None, RowLocation] = {}
         for begin in range(0, len(wanted), _AT_ONCE):
             some = wanted[begin : begin + _AT_ONCE]
             query = f"{_HOMES} IN ({', '.join('?' * len(some))})"
-            found |= {row[0]: home for row in connection.execute(query, some) if reusable(home := Home(*row))}
+            found |= {row[0]: home for row in connection.execute(query, some) if reusable(home := RowLocation(*row))}
         return [found.get(sample.journal_id) for sample in samples]
 
-    def _insert_group(self, connection: sqlite3.Connection, leaves: list[Leaf], state: str) -> int:
+    def _insert_group(self, connection: sqlite3.Connection, leaves: list[GroupLeaf], state: str) -> int:
         self._last_group += 1
         index = leaves[0].sample.group_index if leaves else None
         connection.execute(
@@ -206,5 +206,5 @@ class Writer:
         self.forget(row_id for (row_id,) in gone)
 
 
-def _rows_of(group_id: int, leaves: list[Leaf], ids: list[int]) -> list[_Row]:
+def _rows_of(group_id: int, leaves: list[GroupLeaf], ids: list[int]) -> list[_Row]:
     return [_Row(row_id, group_id, leaf) for row_id, leaf in zip(ids, leaves, strict=True)]

@@ -17,7 +17,7 @@ from slime.config.datasets import (
     TrainDataset,
     eval_datasets,
     prompt_files,
-    reading_flags,
+    prompt_reading_values,
     reads_prompts,
     train_datasets,
 )
@@ -30,7 +30,14 @@ from slime.config.flags.rollout import (
     known_rm_type,
 )
 from slime.data.chat_template import is_conversation, preview_template
-from slime.data.prompt_rows import USUAL_KEY, Located, PrototypeBuilder, count_rows, read_first_rows, takes_any_prompt
+from slime.data.prompt_rows import (
+    USUAL_PROMPT_KEY,
+    LocatedRow,
+    PrototypeBuilder,
+    count_rows,
+    read_first_rows,
+    takes_any_prompt,
+)
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -73,7 +80,7 @@ class PromptFile:
 
 def check_data(config: Config, *, reward_given: bool) -> None:
     """Raise a `UserError` for the first of the checked rows that the run could not use."""
-    for file in _files(config, reward_given):
+    for file in _iter_prompt_files(config, reward_given):
         if file.is_key_chosen:
             logger.warning("%s: prompts are read from %r (no --input-key is given)", file.path, file.builder.input_key)
         for located in read_first_rows(file.path, columns=file.builder.columns):
@@ -84,23 +91,23 @@ def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
     """Return the rows of the plan about the data; the rows of the files are counted."""
     rows: list[tuple[str, str]] = []
     total = 0
-    for file in _files(config, reward_given=True):
+    for file in _iter_prompt_files(config, reward_given=True):
         count = count_rows(file.path)
         if file.name is not None:
             rows.append((f"eval {file.name}", f"{count} in {file.path}"))
             continue
         total += count
         column = f" (column {file.builder.input_key})" if file.is_key_chosen else ""
-        rows.append(("prompts", f"{count} in {file.path}{column}, {file.share or _epoch_in_words(config, count)}"))
+        rows.append(("prompts", f"{count} in {file.path}{column}, {file.share or _epoch_text(config, count)}"))
         first = file.builder.build(read_first_rows(file.path, columns=file.builder.columns, most_rows=1)[0])
-        rows.append(("first prompt", _shown(_prompt_text(config, first, file.templated))))
-        rows.append(("its label", "none" if first.label is None else _shown(first.label)))
+        rows.append(("first prompt", _shorten_json(_prompt_text(config, first, file.templated))))
+        rows.append(("its label", "none" if first.label is None else _shorten_json(first.label)))
     if total and config.prompt_config is not None:
-        rows.insert(0, ("all prompts", f"{total}, {_epoch_in_words(config, total)}"))
+        rows.insert(0, ("all prompts", f"{total}, {_epoch_text(config, total)}"))
     return tuple(rows)
 
 
-def _epoch_in_words(config: Config, prompts: int) -> str:
+def _epoch_text(config: Config, prompts: int) -> str:
     steps = steps_per_epoch(config, prompts)
     return f"an epoch is {steps} rollout step{'s' * (steps > 1)} of {config.rollout_batch_size}"
 
@@ -116,12 +123,12 @@ def training_prompts(config: Config) -> int | None:
     return sum(map(count_rows, files)) if files and reads_prompts(config) else None
 
 
-def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
+def _iter_prompt_files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
     by_plugin = bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
     by_function = reward_given or config.custom_rm_path is not None
     if reads_prompts(config):
         if config.prompt_data is not None:
-            whole = TrainDataset("", config.prompt_data, **reading_flags(config))
+            whole = TrainDataset("", config.prompt_data, **prompt_reading_values(config))
             yield _train_file(config, whole, by_function, by_plugin)
         mixed = train_datasets(config)
         for one in mixed:
@@ -143,7 +150,7 @@ def _files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
             rewardless=config.use_opd and config.rm_type is None and not own,
             taught=config.use_opd,
             metadata=_metadata(dataset),
-            is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
+            is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_PROMPT_KEY,
         )
 
 
@@ -164,7 +171,7 @@ def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plu
         rewardless=(config.use_opd and config.rm_type is None and not own) or config.num_rollout == 0,
         taught=config.use_opd,
         metadata=_metadata(dataset),
-        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_KEY,
+        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_PROMPT_KEY,
     )
 
 
@@ -190,7 +197,7 @@ def _metadata(dataset: TrainDataset | EvalDataset) -> JsonObject:
     return {**typed, **dataset.metadata_overrides}
 
 
-def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
+def _check_row(file: PromptFile, located: LocatedRow, sample: Sample) -> None:
     """Raise a `UserError` unless the row has what its reward function or its supervised loss needs.
 
     Supervised training needs a label, or an assistant's turn in the conversation.
@@ -231,7 +238,7 @@ def _check_row(file: PromptFile, located: Located, sample: Sample) -> None:
     )
 
 
-def _likely_label(located: Located, flag: str) -> str:
+def _likely_label(located: LocatedRow, flag: str) -> str:
     likely = next((name for name in _LABEL_NAMES if name in located.row), None)
     return "" if likely is None else f": did you mean {flag} {likely}?"
 
@@ -249,7 +256,7 @@ def _prompt_text(config: Config, sample: Sample, templated: bool) -> object:
     return messages if rendered is None else rendered
 
 
-def _shown(value: object) -> str:
+def _shorten_json(value: object) -> str:
     """Format a value as JSON on one line; a long one is shortened to its beginning and its end."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if len(text) <= _SHOWN_CHARACTERS:

@@ -22,7 +22,7 @@ _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class MemoryDemand:
     """Memory that a run needs: by the name of its processes, their number and the estimate of each."""
 
     processes: Mapping[str, tuple[int, MemoryEstimate]]
@@ -44,11 +44,11 @@ class Taken:
         return max((sum(memory.on_host.values()) for _, memory in self.processes.values()), default=0)
 
 
-Estimate = Callable[[Config], Taken]
+Estimate = Callable[[Config], MemoryDemand]
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The available memory, and the function that estimates a run."""
 
     estimate: Estimate
@@ -63,8 +63,8 @@ class Room:
     def in_words(self, config: Config) -> str:
         """Format the memory that a run needs, as the end of a sentence."""
         taken = self.estimate(config)
-        host = f" and {in_gib(taken.on_host())} of the host's memory for each trainer" if taken.on_host() else ""
-        return f"it is {in_gib(taken.needed(config, self.device))}{host}"
+        host = f" and {format_gib(taken.on_host())} of the host's memory for each trainer" if taken.on_host() else ""
+        return f"it is {format_gib(taken.needed(config, self.device))}{host}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,39 +75,39 @@ class Remedy:
     changes: JsonObject
 
 
-def fit_notes(config: Config, room: Room) -> list[str]:
+def fit_notes(config: Config, room: MemoryBudget) -> list[str]:
     """Return a sentence for a run that does not fit, with a remedy; nothing for a run that fits."""
     if not room.lacking(config):
         return []
     taken = room.estimate(config)
     needed = taken.needed(config, room.device)
-    remedy = _remedy_in_words(config, room)
+    remedy = _describe_remedy(config, room)
     if needed > room.available:
         unit = "each GPU" if room.device == "cuda" else "all processes"
         return [
-            f"the estimate of {in_gib(needed)} for {unit} is {in_gib(needed - room.available)} more than the "
-            f"{in_gib(room.available)} there are: {remedy}"
+            f"the estimate of {format_gib(needed)} for {unit} is {format_gib(needed - room.available)} more than the "
+            f"{format_gib(room.available)} there are: {remedy}"
         ]
     share = next((name for name in ("sglang_mem_fraction_static",) if name in config.carried), "engine_mem_fraction")
     value = config.carried.get(share, config.engine_mem_fraction)
     return [
-        f"an engine lacks {in_gib(taken.engines_lack)} for its weights and one sample of {longest_sample(config)} "
+        f"an engine lacks {format_gib(taken.engines_lack)} for its weights and one sample of {longest_sample(config)} "
         f"tokens: --{share.replace('_', '-')} {value} is too small; {remedy}"
     ]
 
 
-def _remedy_in_words(config: Config, room: Room) -> str:
+def _describe_remedy(config: Config, room: MemoryBudget) -> str:
     """Describe flags, GPUs or both with which the run fits, else what the user can still do."""
-    chosen = _chosen(config, room)
-    with_all = _with(config, chosen)
-    ways = [] if room.lacking(with_all) else [f"with {_flags(chosen)} {room.in_words(with_all)}"]
+    chosen = _choose_remedies(config, room)
+    with_all = _apply_remedies(config, chosen)
+    ways = [] if room.lacking(with_all) else [f"with {_join_flags(chosen)} {room.in_words(with_all)}"]
     if room.device == "cuda" and (gpus := _more_gpus(config, room)) is not None:
         ways.append(gpus)
     if ways:
         return "; or ".join(ways)
     if room.device == "cuda" and (gpus := _more_gpus(with_all, room)) is not None:
-        return gpus.replace("with ", f"with {_flags(chosen)} ", 1) if chosen else gpus
-    still = f"with {_flags(chosen)} {room.in_words(with_all)}; " if chosen else ""
+        return gpus.replace("with ", f"with {_join_flags(chosen)} ", 1) if chosen else gpus
+    still = f"with {_join_flags(chosen)} {room.in_words(with_all)}; " if chosen else ""
     if room.device != "cuda":
         return f"{still}use a machine with more memory, or fewer processes"
     if uses_megatron(config):
@@ -118,29 +118,29 @@ def _remedy_in_words(config: Config, room: Room) -> str:
     return f"{still}cut the model (--train-backend megatron; slime models NAME --layout), or train a smaller one"
 
 
-def _flags(remedies: list[Remedy]) -> str:
+def _join_flags(remedies: list[Remedy]) -> str:
     return " ".join(remedy.flags for remedy in remedies)
 
 
-def _chosen(config: Config, room: Room) -> list[Remedy]:
+def _choose_remedies(config: Config, room: MemoryBudget) -> list[Remedy]:
     """Choose the first remedies that help, until the run fits; then drop those that turn out to be unnecessary."""
     chosen: list[Remedy] = []
     lacking = room.lacking(config)
     for remedy in _remedies(config, room.device):
         with_it = [one for one in chosen if one.changes.keys() != remedy.changes.keys()] + [remedy]
-        less = room.lacking(_with(config, with_it))
+        less = room.lacking(_apply_remedies(config, with_it))
         if less < lacking:
             chosen, lacking = with_it, less
         if not lacking:
             break
     for remedy in reversed(list(chosen)) if not lacking else ():  # the most expensive first
         fewer = [one for one in chosen if one is not remedy]
-        if not room.lacking(_with(config, fewer)):
+        if not room.lacking(_apply_remedies(config, fewer)):
             chosen = fewer
     return chosen
 
 
-def _more_gpus(config: Config, room: Room) -> str | None:
+def _more_gpus(config: Config, room: MemoryBudget) -> str | None:
     """Find the smallest larger number of GPUs on which the run fits unchanged: of one machine, then of several."""
     nodes, gpus = config.actor_num_nodes, config.actor_num_gpus_per_node
     clusters: list[tuple[int, int]] = []
@@ -157,7 +157,7 @@ def _more_gpus(config: Config, room: Room) -> str | None:
     return None
 
 
-def _with(config: Config, remedies: list[Remedy]) -> Config:
+def _apply_remedies(config: Config, remedies: list[Remedy]) -> Config:
     for remedy in remedies:
         config = config.replace(**remedy.changes)
     return config
@@ -197,6 +197,6 @@ def _remedies(config: Config, device: str) -> list[Remedy]:
     return found
 
 
-def in_gib(size: int) -> str:
+def format_gib(size: int) -> str:
     """Format bytes as GiB, or as MiB below 0.1 GiB."""
     return f"{size / _GIB:.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.1f} MiB"

@@ -21,10 +21,10 @@ from pathlib import Path
 from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
-from slime.config.async_mode import versions_behind
+from slime.config.async_mode import max_versions_behind
 from slime.config.batch import data_parallel_size, num_trainers
 from slime.config.critic import critic_flags
-from slime.config.initial_weights import find_reference, find_start
+from slime.config.initial_weights import find_initial_weights, find_reference_weights
 from slime.config.megatron_model_flags import read_model_config
 from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
 from slime.driver.plan.memory import (
@@ -41,7 +41,7 @@ from slime.storage.json_types import JsonMapping, JsonObject
 Fields = JsonMapping
 """Configuration of a model in Megatron's names, as its family gives it."""
 
-_DIVIDED: tuple[tuple[str, str, str], ...] = (
+_DIVISIBLE_COUNTS: tuple[tuple[str, str, str], ...] = (
     ("num_attention_heads", "attention heads", "tensor_model_parallel_size"),
     ("ffn_hidden_size", "columns of the feed-forward layers", "tensor_model_parallel_size"),
     ("moe_shared_expert_intermediate_size", "columns of the shared experts", "tensor_model_parallel_size"),
@@ -59,7 +59,7 @@ def check_layout(config: Config, *, device: str) -> None:
     for role, folder in _folders(config):
         flags = critic_flags(config) if role == "critic" else config
         fields = family_fields(folder)
-        for sentence in _misfits(flags, fields, folder):
+        for sentence in _layout_errors(flags, fields, folder):
             raise UserError(sentence)
         stage_layers(flags, fields["num_layers"])
     if config.moe_token_dispatcher_type == "flex" and device != "cuda":
@@ -78,25 +78,25 @@ def family_fields(folder: str | Path) -> JsonObject:
 
 
 def _folders(config: Config) -> Iterator[tuple[str, str]]:
-    yield "policy", str(find_start(config).hf_folder or config.hf_checkpoint)
+    yield "policy", str(find_initial_weights(config).hf_folder or config.hf_checkpoint)
     if needs_reference(config):
-        yield "reference", str(find_reference(config).hf_folder or config.hf_checkpoint)
+        yield "reference", str(find_reference_weights(config).hf_folder or config.hf_checkpoint)
     if has_critic(config):
         yield "critic", critic_flags(config).hf_checkpoint
     if config.use_opd and config.opd_type == "trainer" and config.opd_teacher_load is not None:
         yield "teacher", config.opd_teacher_load
 
 
-def _misfits(config: Config, fields: Fields, model: str) -> Iterator[str]:
-    for name, what, size_name in _DIVIDED:
+def _layout_errors(config: Config, fields: Fields, model: str) -> Iterator[str]:
+    for name, what, size_name in _DIVISIBLE_COUNTS:
         count, size = fields.get(name), getattr(config, size_name)
         frequency = fields.get("moe_layer_freq")
         all_sparse = fields.get("num_moe_experts") is not None and isinstance(frequency, list) and all(frequency)
         if name == "ffn_hidden_size" and all_sparse:
             continue
         if count is not None and count % size:
-            yield _remainder(size_name, size, count, what, model)
-    yield from _attention(config, fields, model)
+            yield _division_error(size_name, size, count, what, model)
+    yield from _attention_errors(config, fields, model)
     experts, expert_tensor = fields.get("num_moe_experts"), expert_tensor_size(config)
     if experts is None:
         if (size := config.expert_model_parallel_size) > 1:
@@ -109,7 +109,7 @@ def _misfits(config: Config, fields: Fields, model: str) -> Iterator[str]:
         )
     width = fields.get("moe_ffn_hidden_size")
     if width is not None and width % expert_tensor:
-        yield _remainder("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)
+        yield _division_error("expert_tensor_parallel_size", expert_tensor, width, "columns of an expert", model)
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         yield (
             f"--tensor-model-parallel-size {config.tensor_model_parallel_size} with the experts of {model} needs "
@@ -117,7 +117,7 @@ def _misfits(config: Config, fields: Fields, model: str) -> Iterator[str]:
         )
 
 
-def _remainder(name: str, size: int, count: int, what: str, model: str) -> str:
+def _division_error(name: str, size: int, count: int, what: str, model: str) -> str:
     fitting = ", ".join(str(one) for one in range(1, min(count, 64) + 1) if count % one == 0)
     flag = "--" + name.replace("_", "-")
     return (
@@ -126,7 +126,7 @@ def _remainder(name: str, size: int, count: int, what: str, model: str) -> str:
     )
 
 
-def _attention(config: Config, fields: Fields, model: str) -> Iterator[str]:
+def _attention_errors(config: Config, fields: Fields, model: str) -> Iterator[str]:
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
     groups = fields.get("num_query_groups")
     if groups is not None and groups % tensor and tensor % groups:
@@ -155,7 +155,7 @@ def stage_layers(config: Config, num_layers: int) -> list[int]:
     """Return the number of layers of each process of the pipeline; raise a `UserError` if they cannot be split so."""
     pipeline = config.pipeline_model_parallel_size
     if (text := config.pipeline_model_parallel_layout) is not None:
-        stages = layers_as_written(text)
+        stages = parse_pipeline_layout(text)
         if len(stages) % pipeline:
             raise UserError(
                 f"--pipeline-model-parallel-layout {text} has {len(stages)} stages, which "
@@ -203,7 +203,7 @@ def stage_layers(config: Config, num_layers: int) -> list[int]:
     return layers
 
 
-def layers_as_written(text: str) -> list[int]:
+def parse_pipeline_layout(text: str) -> list[int]:
     """Count the decoder layers of each stage of a layout in Megatron's notation, such as `Et*3|(tt|)*2tL`."""
     plain = text.replace(" ", "").replace(",", "")
     while (found := re.sub(r"\(([^()]*)\)\*(\d+)", lambda group: group[1] * int(group[2]), plain)) != plain:
@@ -217,7 +217,7 @@ def layers_as_written(text: str) -> list[int]:
     return [stage.count("t") for stage in plain.split("|")]
 
 
-def layout_in_words(config: Config, fields: Fields) -> list[tuple[str, str]]:
+def layout_rows(config: Config, fields: Fields) -> list[tuple[str, str]]:
     """Return the rows of the plan that describe how the trainers shard the model."""
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context, data = config.context_parallel_size, data_parallel_size(config)
@@ -241,7 +241,7 @@ def layout_in_words(config: Config, fields: Fields) -> list[tuple[str, str]]:
     return rows
 
 
-def planned_trainer(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
+def estimate_trainer(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
     """Estimate one training process of the chosen backend; with FSDP `trainers` share a copy of the model."""
     if not uses_megatron(config):
         return trainer_memory(config, shape, device=device, trainers=trainers)
@@ -259,7 +259,7 @@ def megatron_memory(config: Config, shape: ModelShape, fields: Fields, *, device
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class PipelineStageWeights:
     """Elements of the weights of one process of the pipeline."""
 
     dense: int
@@ -272,7 +272,7 @@ class Stage:
         return self.dense + self.experts
 
 
-def local_weights(config: Config, shape: ModelShape, fields: Fields, rank: int) -> Stage:
+def count_stage_weights(config: Config, shape: ModelShape, fields: Fields, rank: int) -> PipelineStageWeights:
     """Count the weights that process `rank` of the pipeline holds; small replicated tensors count as sharded.
 
     With --pipeline-model-parallel-layout the layers of a process count as adjacent, beginning where its share begins.
@@ -306,7 +306,7 @@ def local_weights(config: Config, shape: ModelShape, fields: Fields, rank: int) 
     own_head = last and not (first and shape.tied_embeddings)
     dense += vocabulary * (int(first) + int(own_head))
     shared = expert_tensor_size(config) * config.expert_model_parallel_size
-    return Stage(-(-dense // tensor), -(-with_experts * expert // shared))
+    return PipelineStageWeights(-(-dense // tensor), -(-with_experts * expert // shared))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +357,7 @@ class _Step:
 
     def parts(self, config: Config, rank: int, device: str) -> dict[str, int]:
         """Return the bytes by purpose of process `rank` of the pipeline, in the backward of any step but the first."""
-        weights = local_weights(config, self.shape, self.fields, rank)
+        weights = count_stage_weights(config, self.shape, self.fields, rank)
         each = _MOMENTS + (_MASTER if self.compute < _MASTER else 0)  # a float32 weight is its own master
         state = each * weights.total
         if config.use_distributed_optimizer:
@@ -375,7 +375,7 @@ class _Step:
             if config.ref_update_decay:
                 parts["average of the reference"] = _MASTER * weights.total
         if config.keep_old_actor:
-            behind = versions_behind(config)
+            behind = max_versions_behind(config)
             parts["old policy"] = frozen * (1 + (behind + 1 if behind and device != "cuda" else 0))
         if config.use_opd and config.opd_type == "trainer":
             parts["teacher (if it is as large)"] = frozen

@@ -11,7 +11,7 @@ import dataclasses
 from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
-from slime.config.async_mode import versions_behind
+from slime.config.async_mode import max_versions_behind
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.config.lora import reference_is_base, uses_lora
 from slime.models.lora import adapter_shapes, choose_targets, linears_of
@@ -30,7 +30,7 @@ STREAMED_ELEMENTS = 1 << 24
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 _MASTER = 4  # bytes: master weights and gradients are float32
 _CPU_KV_LIMIT = 2 * 2**30
-_SFT_GUESS = 1024
+_SFT_DEFAULT_LENGTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MemoryEstimate:
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
     """Estimate one training process at the peak of an optimizer step, except the first of the run."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
-    always = _at_rest(config, step, device)
+    always = _resident_bytes(config, step, device)
     names = ["Adam moments"] if config.optimizer_cpu_offload else []
     names = list(always) if config.fsdp_cpu_offload else names
     on_host = {name: always.pop(name) for name in names} if step.on_gpu else {}
@@ -77,7 +77,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     return MemoryEstimate(parts, peak, {name: size for name, size in on_host.items() if size})
 
 
-def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
+def _resident_bytes(config: Config, step: _Step, device: str) -> dict[str, int]:
     """Return the bytes by purpose that a rank holds between two steps."""
     frozen = step.compute * step.shard(step.total)
     moments = sum(_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
@@ -95,7 +95,7 @@ def _at_rest(config: Config, step: _Step, device: str) -> dict[str, int]:
         if config.ref_update_decay:
             parts["average of the reference"] = _MASTER * step.shard(step.total)
     if config.keep_old_actor:
-        behind = versions_behind(config)
+        behind = max_versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions are kept in host memory
         one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is an adapter
         parts["old policy"] = one * (1 + on_host)
@@ -332,7 +332,7 @@ def longest_sample(config: Config) -> int:
         return config.rollout_max_context_len
     sampled = None if config.loss_type == "sft_loss" else DEFAULT_RESPONSE_LEN
     bounds = [config.rollout_max_prompt_len, config.rollout_max_response_len or sampled]
-    return sum(bound for bound in bounds if bound is not None) or _SFT_GUESS
+    return sum(bound for bound in bounds if bound is not None) or _SFT_DEFAULT_LENGTH
 
 
 def available_memory() -> int | None:

@@ -12,24 +12,30 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.algorithms.estimators import estimators_that
+from slime.algorithms.estimators import estimator_names
 from slime.cluster.devices import choose_dtype, resolve_rollout_dtype, slow_dtype_note
-from slime.cluster.remote.placement import NodeFacts
+from slime.cluster.remote.placement import NodeInfo
 from slime.config import Config
-from slime.config.algorithm import compares_siblings, cut_sampling, has_critic, needs_reference, serves_teacher
-from slime.config.batch import copy_size, num_trainers
+from slime.config.algorithm import (
+    biased_sampling_flags,
+    has_critic,
+    needs_reference,
+    serves_teacher,
+    uses_group_baseline,
+)
+from slime.config.batch import model_replica_size, num_trainers
 from slime.config.datasets import all_datasets, evaluates, train_datasets
 from slime.config.devices import PlannedCluster, nvidia_gpu_memory
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, ONE_STEP, SFT_ROLLOUT_FUNCTION, compares_with_label
-from slime.config.ignored_flags import flag_list, flags_without_effect, unused_by_layers
-from slime.config.initial_weights import reference_in_words, start_in_words, start_notes
+from slime.config.ignored_flags import flag_list, flags_unused_by_layers, flags_without_effect
+from slime.config.initial_weights import describe_initial_weights, describe_reference, initial_weight_notes
 from slime.config.lora import uses_lora
 from slime.config.megatron_model_flags import read_model_config
 from slime.config.parallelism import uses_megatron
-from slime.config.parser import flags_of_custom_file, near_flags_of_custom_file
+from slime.config.parser import custom_file_flags, misspelled_custom_file_keys
 from slime.driver.plan.data import check_data, data_rows
-from slime.driver.plan.fit import Room, Taken, fit_notes, in_gib
-from slime.driver.plan.megatron import check_layout, family_fields, layout_in_words, planned_trainer
+from slime.driver.plan.fit import MemoryBudget, MemoryDemand, fit_notes, format_gib
+from slime.driver.plan.megatron import check_layout, estimate_trainer, family_fields, layout_rows
 from slime.driver.plan.memory import (
     MemoryEstimate,
     available_memory,
@@ -41,7 +47,7 @@ from slime.driver.plan.schedule import batch_rows, check_one_machine, length_row
 from slime.engine.fleet.backend import EMBEDDED, EXTERNAL, SGLANG_SERVER, choose_backend
 from slime.engine.fleet.engines import check_engines, count_engines, refuse_quantised
 from slime.engine.fleet.external import ExternalEngines
-from slime.engine.http.blocking import why_unreachable
+from slime.engine.http.blocking import connection_problem
 from slime.engine.launch import EMBEDDED_PARSERS
 from slime.errors import UserError
 from slime.models.shape import ModelShape, check_context_parallel
@@ -95,7 +101,7 @@ def make_plan(
     *,
     device: str,
     gpu_count: int,
-    nodes: Sequence[NodeFacts] = (),
+    nodes: Sequence[NodeInfo] = (),
     reward_given: bool = False,
 ) -> Plan:
     """Make the plan of a resolved config on a machine with `gpu_count` GPUs, or on the nodes of a cluster.
@@ -123,11 +129,11 @@ def make_plan(
         transport, transport_reason = choose_transport(
             config, device, "sglang" if backend == SGLANG_SERVER else "embedded", nodes=on_nodes.elsewhere
         )
-    available = _available(config, device)
+    available = _find_available_memory(config, device)
     training, rollout = precisions(config, device, shape.num_parameters)
     precision = training if training == rollout else f"{training}, engines {rollout}"
     processes = _processes(config, shape, device, trainers, engines, available, backend)
-    room = _room(shape, device, trainers > 0, engines, available, backend)
+    room = _memory_budget(shape, device, trainers > 0, engines, available, backend)
     steps = optimizer_steps(config)
     data = data_rows(config) if config.dry_run else ()
     sections = (
@@ -151,15 +157,15 @@ def make_plan(
     dtypes = (("--dtype", config.dtype), ("--rollout-dtype", config.rollout_dtype))
     notes = (
         [note for flag, dtype in dtypes if (note := slow_dtype_note(flag, dtype, device)) is not None]
-        + _notes(config, backend)
-        + unused_by_layers(config, device)
+        + _config_notes(config, backend)
+        + flags_unused_by_layers(config, device)
         + ([] if room is None else fit_notes(config, room))
     )
     lacks = None if room is None else room.lacking(config)
     return Plan(device, gpus_needed, processes, backend, transport, steps, lacks, sections, tuple(notes))
 
 
-def _available(config: Config, device: str) -> int | None:
+def _find_available_memory(config: Config, device: str) -> int | None:
     if config.plan_cluster is not None:
         return PlannedCluster.parse(config.plan_cluster).gpu_memory
     return nvidia_gpu_memory() if device == "cuda" else available_memory()
@@ -189,7 +195,7 @@ def _check_service(config: Config) -> None:
     teaches = config.use_opd and config.opd_type == "engine" and config.opd_teacher_load is None
     if config.rm_url is None or config.debug_train_only or not (rewards or teaches):
         return
-    reason = why_unreachable(config.rm_url, timeout_s=_SERVICE_TIMEOUT_S)
+    reason = connection_problem(config.rm_url, timeout_s=_SERVICE_TIMEOUT_S)
     if reason is not None:
         raise UserError(
             f"--rm-url {config.rm_url} cannot be reached ({reason}): start the service, or correct the address"
@@ -234,7 +240,7 @@ def _check_layout(config: Config, device: str) -> tuple[tuple[str, str], ...]:
     """Check that the trainers can shard every model that they run; return the rows about Megatron's layout."""
     if uses_megatron(config):
         check_layout(config, device=device)
-        return tuple(layout_in_words(config, family_fields(config.hf_checkpoint)))
+        return tuple(layout_rows(config, family_fields(config.hf_checkpoint)))
     teaches = config.use_opd and config.opd_type == "trainer"
     folders = [
         config.hf_checkpoint,
@@ -263,20 +269,22 @@ def _processes(
         if config.rollout_external_engine_addrs:
             processes.append(ProcessPlan("engine", engines, "the addresses given", None))
         else:
-            processes.append(ProcessPlan("engine", engines, _where(device, first, config.rollout_num_gpus), memory))
+            processes.append(
+                ProcessPlan("engine", engines, _device_range(device, first, config.rollout_num_gpus), memory)
+            )
         if serves_teacher(config) and config.opd_teacher_load is not None:
             teacher = ModelShape.from_folder(config.opd_teacher_load)
             memory = engine_memory(config, teacher, dtype=dtype, device=device, available=available, sglang=sglang)
-            processes.append(ProcessPlan("teacher", 1, _where(device, first, 1), memory))
+            processes.append(ProcessPlan("teacher", 1, _device_range(device, first, 1), memory))
     if trainers:
-        sharing = copy_size(config)
-        memory = planned_trainer(config, shape, device=device, trainers=sharing)
+        sharing = model_replica_size(config)
+        memory = estimate_trainer(config, shape, device=device, trainers=sharing)
         copies = f", {trainers // sharing} copies of the model" if sharing < trainers else ""
-        processes.append(ProcessPlan("trainer", trainers, f"{_where(device, 0, trainers)}{copies}", memory))
+        processes.append(ProcessPlan("trainer", trainers, f"{_device_range(device, 0, trainers)}{copies}", memory))
     return tuple(processes)
 
 
-def _where(device: str, first: int, count: int) -> str:
+def _device_range(device: str, first: int, count: int) -> str:
     if device != "cuda":
         return "cpu"
     return f"GPU {first}" if count == 1 else f"GPUs {first}-{first + count - 1}"
@@ -287,9 +295,9 @@ def _model_rows(config: Config, shape: ModelShape) -> tuple[tuple[str, str], ...
     size = "size unknown" if count is None else f"{_short_number(count)} parameters"
     rows = [("folder", config.hf_checkpoint), ("kind", f"{shape.model_type}, {size}")]
     if not config.debug_rollout_only:
-        rows.append(("starts from", start_in_words(config)))
+        rows.append(("starts from", describe_initial_weights(config)))
         if needs_reference(config):
-            rows.append(("reference", reference_in_words(config)))
+            rows.append(("reference", describe_reference(config)))
     if shape.num_layers and shape.hidden_size:
         experts = f", {shape.num_experts} experts" if shape.num_experts else ""
         rows.append(
@@ -317,30 +325,30 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
     rows = []
     for process in processes:
         if process.memory is not None:
-            parts = ", ".join(f"{name} {in_gib(size)}" for name, size in process.memory.parts.items())
+            parts = ", ".join(f"{name} {format_gib(size)}" for name, size in process.memory.parts.items())
             peak = f" (most at: {process.memory.peak})" if process.memory.peak else ""
-            rows.append((f"each {process.name}", f"{in_gib(process.memory.total)}: {parts}{peak}"))
+            rows.append((f"each {process.name}", f"{format_gib(process.memory.total)}: {parts}{peak}"))
             if process.memory.on_host:
-                host = ", ".join(f"{name} {in_gib(size)}" for name, size in process.memory.on_host.items())
+                host = ", ".join(f"{name} {format_gib(size)}" for name, size in process.memory.on_host.items())
                 rows.append(("", f"and in the host's memory: {host}"))
     what = "each GPU has" if device == "cuda" else "available"
-    rows.append((what, "unknown" if available is None else in_gib(available)))
+    rows.append((what, "unknown" if available is None else format_gib(available)))
     return tuple(rows)
 
 
-def _room(
+def _memory_budget(
     shape: ModelShape, device: str, trains: bool, engines: int, available: int | None, backend: str
-) -> Room | None:
+) -> MemoryBudget | None:
     """Make the memory budget that the run and its variants are compared with; None if the memory is unknown."""
     if available is None:
         return None
 
-    def estimate(config: Config) -> Taken:
+    def estimate(config: Config) -> MemoryDemand:
         trainers = num_trainers(config) if trains else 0
         processes = _processes(config, shape, device, trainers, engines, available, backend)
-        return Taken({one.name: (one.count, one.memory) for one in processes if one.memory is not None})
+        return MemoryDemand({one.name: (one.count, one.memory) for one in processes if one.memory is not None})
 
-    return Room(estimate, available, device)
+    return MemoryBudget(estimate, available, device)
 
 
 def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
@@ -358,8 +366,8 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def _notes(config: Config, backend: str) -> list[str]:
-    notes = [*start_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
+def _config_notes(config: Config, backend: str) -> list[str]:
+    notes = [*initial_weight_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
     if config.sandbox == "subprocess":
         notes.append(
             "--sandbox subprocess isolates nothing: code that a model writes runs with the rights of this user, and "
@@ -397,12 +405,12 @@ def _notes(config: Config, backend: str) -> list[str]:
             else "the trained model is not kept"
         )
         notes.append(f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR resumes it")
-    if compares_siblings(config) and config.n_samples_per_prompt == 1:
+    if uses_group_baseline(config) and config.n_samples_per_prompt == 1:
         unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
         notes.append(
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
             f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that does not "
-            f"compare siblings ({estimators_that(lambda one: not one.group_relative)})"
+            f"compare siblings ({estimator_names(lambda one: not one.group_relative)})"
         )
     notes += _objective_notes(config)
     notes += flags_without_effect(config)
@@ -441,7 +449,7 @@ def _objective_notes(config: Config) -> list[str]:
             f"--rm-type {rm_type} compares with a label and there is no --label-key: responses without a label get no "
             "reward, so that only the teacher of --use-opd teaches; name the column with --label-key, or drop --rm-type"
         )
-    if (cut := cut_sampling(config)) is not None:
+    if (cut := biased_sampling_flags(config)) is not None:
         notes.append(
             f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their "
             "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
@@ -466,9 +474,9 @@ def _custom_file_notes(config: Config) -> list[str]:
     path = config.carried.get("custom_config_path")
     if path is None or not Path(path).expanduser().is_file():
         return []
-    given = ", ".join(f"{flag} {value}" for flag, value in flags_of_custom_file(path).items())
+    given = ", ".join(f"{flag} {value}" for flag, value in custom_file_flags(path).items())
     notes = [f"--custom-config-path {path} sets {given}, overriding the command line"] if given else []
-    for key, flag in near_flags_of_custom_file(path).items():
+    for key, flag in misspelled_custom_file_keys(path).items():
         notes.append(f"{key} in {path} is not a flag, so only plugins see it: did you mean {flag}?")
     return notes
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.cluster.factory import RAY, Machines, cluster_kind, find_machines
-from slime.cluster.remote.placement import ENGINE, TRAINER, NodeFacts, fit, make_bundles
+from slime.cluster.remote.placement import ENGINE, TRAINER, NodeInfo, fit, make_bundles
 from slime.config import Config
-from slime.config.async_mode import loop_in_words
+from slime.config.async_mode import describe_loop
 from slime.config.batch import model_parallel_size, tokens_per_row
 from slime.config.datasets import eval_datasets, evaluates
 from slime.config.devices import PlannedCluster, nvidia_gpu_count
@@ -77,7 +77,7 @@ def length_rows(config: Config, steps: int | None, *, generates: bool) -> tuple[
     dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
     kept = f", moments{where} in {' and '.join(dict.fromkeys(dtypes))}" if where or dtypes != ("fp32", "fp32") else ""
     adam = f"AdamW, {'without memory' if config.use_stateless_adam else betas}{kept}, weight decay {decay}, {clipping}"
-    rows = [("run", length), ("loop", loop_in_words(config)), ("learning rate", rate), ("optimizer", adam)]
+    rows = [("run", length), ("loop", describe_loop(config)), ("learning rate", rate), ("optimizer", adam)]
     if config.eval_interval is not None and evaluates(config) and generates:
         names = ", ".join(dataset.name for dataset in eval_datasets(config))
         before = "" if config.skip_eval_before_train else "before training and "
@@ -110,7 +110,7 @@ class PlannedNodes:
     """Names of those nodes that are not the driver's machine."""
 
 
-def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, trainers: int, rollout: int) -> PlannedNodes:
+def plan_nodes(config: Config, device: str, nodes: Sequence[NodeInfo], *, trainers: int, rollout: int) -> PlannedNodes:
     """Predict the placement of trainers and engines; Ray decides it when the run starts."""
     if not nodes:
         if config.plan_cluster is None:
@@ -133,7 +133,7 @@ def plan_nodes(config: Config, device: str, nodes: Sequence[NodeFacts], *, train
     return PlannedNodes(tuple(rows), tuple(node.name for node in dict.fromkeys(places) if not node.is_here))
 
 
-def check_one_machine(config: Config, device: str, nodes: Sequence[NodeFacts]) -> None:
+def check_one_machine(config: Config, device: str, nodes: Sequence[NodeInfo]) -> None:
     """Raise a `UserError` for several training nodes of GPUs without a cluster."""
     if device == "cuda" and config.actor_num_nodes > 1 and not nodes and config.plan_cluster is None:
         raise UserError(

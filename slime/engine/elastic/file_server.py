@@ -16,16 +16,16 @@ import aiohttp
 import xxhash
 from aiohttp import web
 
-from slime.cluster.http_checks import shows_key
+from slime.cluster.http_checks import carries_key
 from slime.engine.http.blocking import authorization
 from slime.errors import RunFailed
 
-FILES = "/files/{shelf}/{name:.+}"
+FILES_ROUTE = "/files/{shelf}/{name:.+}"
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFile:
     """A file in a listing: its name relative to the folder, its size, and its checksum if one was computed."""
 
     name: str
@@ -33,7 +33,7 @@ class Listed:
     checksum: str | None = None
 
     @classmethod
-    def from_json(cls, value: Sequence[object]) -> Listed:
+    def from_json(cls, value: Sequence[object]) -> ListedFile:
         """Parse an entry of a message; the name must stay inside the folder."""
         name, size, checksum = value
         path = Path(str(name))
@@ -45,23 +45,23 @@ class Listed:
         return [self.name, self.size, self.checksum]
 
 
-def listed(folder: Path, *, checksums: bool) -> list[Listed]:
+def list_folder_files(folder: Path, *, checksums: bool) -> list[ListedFile]:
     """List every file of a folder, except hidden ones."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     inside = [(path, path.relative_to(folder)) for path in files]
     return [
-        Listed(str(name), path.stat().st_size, _checksum(path) if checksums else None)
+        ListedFile(str(name), path.stat().st_size, _checksum(path) if checksums else None)
         for path, name in inside
         if not any(part.startswith(".") for part in name.parts)
     ]
 
 
-def digest(files: Sequence[Listed]) -> str:
+def digest(files: Sequence[ListedFile]) -> str:
     """Hash of a listing, which names a folder with exactly these files."""
     return xxhash.xxh3_128(repr([one.to_json() for one in files]).encode()).hexdigest()
 
 
-class Shelves:
+class FileShares:
     """Folders that can be fetched now, and the tickets of the clients."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Shelves:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Serve one file."""
-        if not any(shows_key(request.headers, ticket) for ticket in self._tickets):
+        if not any(carries_key(request.headers, ticket) for ticket in self._tickets):
             raise web.HTTPUnauthorized
         folder, name = self._folders.get(request.match_info["shelf"]), Path(request.match_info["name"])
         if folder is None or name.is_absolute() or any(part.startswith(".") for part in name.parts):
@@ -98,7 +98,7 @@ class FetchFailed(RunFailed):
     """A folder could not be fetched completely."""
 
 
-async def fetch(url: str, ticket: str, shelf: str, files: Sequence[Listed], folder: Path) -> None:
+async def fetch(url: str, ticket: str, shelf: str, files: Sequence[ListedFile], folder: Path) -> None:
     """Fetch the listed files into `folder`, which is created by a rename after the last file."""
     unfinished = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
@@ -119,7 +119,7 @@ def _put_in_place(unfinished: Path, folder: Path) -> None:
         unfinished.rename(folder)
 
 
-async def _fetch_file(session: aiohttp.ClientSession, url: str, one: Listed, target: Path) -> None:
+async def _fetch_file(session: aiohttp.ClientSession, url: str, one: ListedFile, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     size, summed = 0, xxhash.xxh3_128()
     async with session.get(url) as response:

@@ -13,14 +13,14 @@ from pathlib import Path
 from slime.engine.elastic.handshake import (
     ADDRESS_FILE,
     TOKEN_FILE,
+    JoinRefused,
     Message,
-    Refused,
+    connect_to_run,
     read_token,
-    received,
+    receive_message,
     split_address,
-    visiting,
 )
-from slime.engine.fleet.status import Load, ask_load
+from slime.engine.fleet.status import EngineLoad, request_load
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
@@ -32,7 +32,7 @@ _COLUMNS = ("name", "address", "state", "version", "running", "queued", "age")
 
 
 @dataclass(frozen=True)
-class Row:
+class FleetRow:
     """Table row of one engine; unknown values are None."""
 
     name: str
@@ -49,13 +49,13 @@ async def fleet_rows(
 ) -> list[JsonObject]:
     """Rows of all engines of the pool, queried in parallel; `away` has the engines without requests, with reasons."""
 
-    async def row(client: EngineClient) -> Row:
+    async def row(client: EngineClient) -> FleetRow:
         url = client.base_url
         state = away.get(url) or pool.state_of(url)
-        version, load = await asyncio.gather(_version(client), asyncio.to_thread(ask_load, url, client.api_key))
-        running, queued = (load.running, load.queued) if isinstance(load, Load) else (None, None)
+        version, load = await asyncio.gather(_version(client), asyncio.to_thread(request_load, url, client.api_key))
+        running, queued = (load.running, load.queued) if isinstance(load, EngineLoad) else (None, None)
         age = time.time() - since.get(url, time.time())
-        return Row(names.get(url, url), url.removeprefix("http://"), state, version, running, queued, age)
+        return FleetRow(names.get(url, url), url.removeprefix("http://"), state, version, running, queued, age)
 
     return [asdict(one) for one in await asyncio.gather(*(row(client) for client in pool.clients))]
 
@@ -92,31 +92,31 @@ def fleet_command(words: Sequence[str]) -> int:
         split_address(address, "slime fleet")
         token = read_token(given.join_token_file)
     if given.drain is not None:
-        asyncio.run(_asked(address, token, {"wants": "drain", "name": given.drain}, "asked"))
+        asyncio.run(_send_fleet_request(address, token, {"wants": "drain", "name": given.drain}, "asked"))
         print(f"{given.drain} drains and leaves the run")
         return 0
-    rows = asyncio.run(_asked(address, token, {"wants": "list"}, "fleet"))["engines"]
+    rows = asyncio.run(_send_fleet_request(address, token, {"wants": "list"}, "fleet"))["engines"]
     print("\n".join(json.dumps(row) for row in rows) if given.json else table(rows))
     return 0
 
 
-async def _asked(address: str, token: str, request: Message, kind: str) -> Message:
+async def _send_fleet_request(address: str, token: str, request: Message, kind: str) -> Message:
     """Send a request to a run and return its response, which must be of this kind."""
-    async with visiting(address, token, **request) as ws:
-        message = await received(ws)
+    async with connect_to_run(address, token, **request) as ws:
+        message = await receive_message(ws)
     if message.get("kind") != kind:
-        raise Refused(str(message.get("why", f"the run answered {message.get('kind')}")))
+        raise JoinRefused(str(message.get("why", f"the run answered {message.get('kind')}")))
     return message
 
 
 def table(rows: Sequence[JsonMapping]) -> str:
     """Format rows as a table with a header line and one line per engine."""
-    cells = [list(_COLUMNS)] + [[_cell(name, row.get(name)) for name in _COLUMNS] for row in rows]
+    cells = [list(_COLUMNS)] + [[_format_cell(name, row.get(name)) for name in _COLUMNS] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
-def _cell(name: str, value: str | float | None) -> str:
+def _format_cell(name: str, value: str | float | None) -> str:
     if value is None:
         return "-"
     if name != "age":

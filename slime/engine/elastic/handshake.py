@@ -29,9 +29,9 @@ ADDRESS_FILE, TOKEN_FILE = "fleet.json", "fleet.token"
 """Files in the run folder: the address where engines join, and the token that they need."""
 PATH = "/fleet"
 HEARTBEAT_S = 15.0
-MOST_MESSAGE_BYTES = 1 << 22
+MAX_WEBSOCKET_MESSAGE_BYTES = 1 << 22
 _HANDSHAKE_S = 10.0
-_NO_TOKEN = re.compile(r"\s")
+_WHITESPACE = re.compile(r"\s")
 
 Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 Message = JsonObject
@@ -41,7 +41,7 @@ class Disconnected(RunFailed):
     """The connection to the other side is closed, or the other side sent an invalid message."""
 
 
-class Refused(UserError):
+class JoinRefused(UserError):
     """The run refused a request; the text says why."""
 
 
@@ -55,7 +55,7 @@ def read_token(file: str | None) -> str:
         where = f"--join-token-file {file}"
     else:
         token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), f"the environment variable {TOKEN_VARIABLE}"
-    if not token or _NO_TOKEN.search(token):
+    if not token or _WHITESPACE.search(token):
         raise UserError(
             f"{where} has no token: give the run's token, from the file fleet.token in its folder, with "
             f"--join-token-file or in {TOKEN_VARIABLE}"
@@ -79,7 +79,7 @@ def fleet_token(run_dir: Path) -> str:
     return token
 
 
-def key_of_joined(token: str) -> str:
+def joined_engine_key(token: str) -> str:
     """API key of joined engines, derived from the token."""
     return hmac.digest(token.encode(), b"key of joined engines", "sha256").hex()
 
@@ -92,19 +92,19 @@ def split_address(address: str, flag: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def url_of(host: str, port: int) -> str:
+def url_for_address(host: str, port: int) -> str:
     """Base URL of a server at a host and port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def admitted(ws: web.WebSocketResponse, token: str) -> Message | None:
+async def accept_peer(ws: web.WebSocketResponse, token: str) -> Message | None:
     """Run side of the handshake: return the first message of a peer that knows the token; refuse others and return
     None."""
     challenge = secrets.token_hex(32)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             await ws.send_json({"kind": "challenge", "challenge": challenge, "protocol": PROTOCOL})
-            hello = await received(ws)
+            hello = await receive_message(ws)
             theirs, proof = str(hello.get("challenge", "")), str(hello.get("proof", ""))
             if not hmac.compare_digest(proof.encode(), _proof(token, "guest", challenge).encode()):
                 await ws.send_json({"kind": "refused", "why": "token"})
@@ -116,22 +116,22 @@ async def admitted(ws: web.WebSocketResponse, token: str) -> Message | None:
 
 
 @asynccontextmanager
-async def visiting(address: str, token: str, **wants: object) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+async def connect_to_run(address: str, token: str, **wants: object) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     """Client side: an authenticated WebSocket to the run at `HOST:PORT`."""
     host, port = split_address(address, "--join")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_HANDSHAKE_S)) as session:
         try:
             ws = await session.ws_connect(
-                url_of(host, port) + PATH, heartbeat=HEARTBEAT_S, max_msg_size=MOST_MESSAGE_BYTES
+                url_for_address(host, port) + PATH, heartbeat=HEARTBEAT_S, max_msg_size=MAX_WEBSOCKET_MESSAGE_BYTES
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NobodyThere(address, str(error) or type(error).__name__) from error
+            raise RunUnreachable(address, str(error) or type(error).__name__) from error
         async with ws:
-            await _introduced(ws, address, token, wants)
+            await _authenticate(ws, address, token, wants)
             yield ws
 
 
-class NobodyThere(UserError):
+class RunUnreachable(UserError):
     """No run answers at an address."""
 
     def __init__(self, address: str, why: str) -> None:
@@ -141,32 +141,32 @@ class NobodyThere(UserError):
         )
 
 
-async def _introduced(ws: aiohttp.ClientWebSocketResponse, address: str, token: str, wants: Message) -> None:
+async def _authenticate(ws: aiohttp.ClientWebSocketResponse, address: str, token: str, wants: Message) -> None:
     """Client side of the handshake: prove the token to the run, and verify the run's proof."""
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
-            theirs = await received(ws)
+            theirs = await receive_message(ws)
             if theirs.get("protocol") != PROTOCOL:
-                raise Refused(
+                raise JoinRefused(
                     f"the run at {address} has another version of slime with an incompatible protocol: install the "
                     "run's version here"
                 )
             ours = secrets.token_hex(32)
             proof = _proof(token, "guest", str(theirs.get("challenge", "")))
             await ws.send_json({**wants, "kind": "hello", "challenge": ours, "proof": proof})
-            answer = await received(ws)
+            answer = await receive_message(ws)
     except (TimeoutError, Disconnected, ConnectionError) as error:
-        raise NobodyThere(address, str(error) or "it does not answer as a run does") from error
+        raise RunUnreachable(address, str(error) or "it does not answer as a run does") from error
     if answer.get("kind") == "refused":
-        raise Refused(
+        raise JoinRefused(
             f"the run at {address} has another token: give the one from the file fleet.token in its folder, with "
             f"--join-token-file or in {TOKEN_VARIABLE}"
         )
     if not hmac.compare_digest(str(answer.get("proof", "")).encode(), _proof(token, "run", ours).encode()):
-        raise Refused(f"the server at {address} does not know this token: give the address of the right run")
+        raise JoinRefused(f"the server at {address} does not know this token: give the address of the right run")
 
 
-async def received(ws: Socket) -> Message:
+async def receive_message(ws: Socket) -> Message:
     """Receive the next message; raises `Disconnected` if the connection is closed or the message is invalid."""
     message = await ws.receive()
     if message.type is not aiohttp.WSMsgType.TEXT:

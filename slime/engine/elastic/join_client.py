@@ -24,26 +24,26 @@ from slime.cluster.rpc.connect import TOKEN_VARIABLE
 from slime.cluster.watchdog import ending_signals
 from slime.config import Config
 from slime.config.parser import parse_flags
-from slime.engine.elastic.file_server import FetchFailed, Listed, digest, fetch
+from slime.engine.elastic.file_server import FetchFailed, ListedFile, digest, fetch
 from slime.engine.elastic.handshake import (
     Disconnected,
+    JoinRefused,
     Message,
-    NobodyThere,
-    Refused,
-    key_of_joined,
+    RunUnreachable,
+    connect_to_run,
+    joined_engine_key,
     read_token,
-    received,
+    receive_message,
     split_address,
-    url_of,
-    visiting,
+    url_for_address,
 )
 from slime.engine.fleet.processes import EngineFleet
-from slime.engine.http.blocking import NoAnswer, ask
+from slime.engine.http.blocking import NoResponse, ask
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
 
 DEFAULT_PATIENCE_S = 600.0
-_AGAIN_S = 2.0
+_RECONNECT_S = 2.0
 _CHECK_S = 0.5
 _LEAVE_S = 90.0
 _LOOPBACK = Config.__dataclass_fields__["host"].default
@@ -88,9 +88,9 @@ class Joiner:
         self, address: str, token: str, config: Config, folder: str | None, run_dir: Path, *, patience_s: float
     ) -> None:
         self.address, self.token, self._config = address, token, config
-        self._door = url_of(*split_address(address, "--join"))
+        self._door = url_for_address(*split_address(address, "--join"))
         self._folder, self._run_dir, self._patience_s = folder, run_dir, patience_s
-        self._key = key_of_joined(token)
+        self._key = joined_engine_key(token)
         self.stop = asyncio.Event()
         self._facts: Message = {}
 
@@ -99,7 +99,7 @@ class Joiner:
         loop = asyncio.get_running_loop()
         for number in ending_signals():
             loop.add_signal_handler(number, self.stop.set)
-        terms = await self.first_terms()
+        terms = await self.fetch_terms()
         config = self._config
         each = config.rollout_num_gpus_per_engine
         gpus = config.rollout_num_gpus or each
@@ -119,7 +119,7 @@ class Joiner:
         fleet = EngineFleet(
             config, device=device, run_dir=self._run_dir, model_path=config.hf_checkpoint, key=self._key
         )
-        _say(f"starting {fleet.size} {fleet.backend} engine(s) on {device}, logs in {self._run_dir / 'logs'}")
+        _print_line(f"starting {fleet.size} {fleet.backend} engine(s) on {device}, logs in {self._run_dir / 'logs'}")
         try:
             starting = asyncio.ensure_future(asyncio.to_thread(fleet.start))
             stopping = asyncio.ensure_future(self.stop.wait())
@@ -137,20 +137,20 @@ class Joiner:
 
     # before the engines start
 
-    async def first_terms(self) -> Message:
+    async def fetch_terms(self) -> Message:
         """Request the run's terms, check the model folder against them, and fetch it if none was given."""
-        async with visiting(self.address, self.token, wants="terms") as ws:
-            terms = await _expected(ws, "terms")
+        async with connect_to_run(self.address, self.token, wants="terms") as ws:
+            terms = await _receive_kind(ws, "terms")
             if terms.get("trust_remote_code") and not self._config.trust_remote_code:
                 raise UserError("the run's model has custom code: add --trust-remote-code if you trust it")
             if self._folder is None:
                 await ws.send_json({"kind": "model"})
-                files = [Listed.from_json(one) for one in (await _expected(ws, "model"))["files"]]
+                files = [ListedFile.from_json(one) for one in (await _receive_kind(ws, "model"))["files"]]
                 ticket = terms["ticket"]
                 folder = Path.home() / ".cache" / "slime" / "models" / digest(files)
                 if not folder.is_dir():
                     size = sum(one.size for one in files)
-                    _say(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
+                    _print_line(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
                     await fetch(self._door, ticket, "model", files, folder)
                 self._folder = str(folder)
         model = read_config_json(self._folder)
@@ -191,10 +191,10 @@ class Joiner:
         loop, life, since = asyncio.get_running_loop(), None, None
         while not self.stop.is_set():
             try:
-                session = Session(self, url, life)
-                if await session.worked(self.stop):
+                session = JoinSession(self, url, life)
+                if await session.run_until_left(self.stop):
                     return
-            except (NobodyThere, Disconnected, ConnectionError) as error:
+            except (RunUnreachable, Disconnected, ConnectionError) as error:
                 life = session.life
                 since = loop.time() if since is None or session.was_in else since
                 if loop.time() - since > self._patience_s:
@@ -202,18 +202,18 @@ class Joiner:
                         f"--join-patience: the run at {self.address} did not come back within {self._patience_s:g} s: "
                         f"{error}"
                     ) from error
-                _say(f"{url} waits for the run at {self.address}: {error}")
+                _print_line(f"{url} waits for the run at {self.address}: {error}")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.stop.wait(), _AGAIN_S)
+                    await asyncio.wait_for(self.stop.wait(), _RECONNECT_S)
 
     def request(self, url: str, life: str | None, terms: Message) -> Message:
         """Request of an engine to join, with the version of its weights if the run (`life`) sent them."""
         reachable_url = url
         if self._config.host in _WILDCARDS:  # on all interfaces: the run uses the one that routes to it
-            reachable_url = url_of(own_address(self._door), int(url.rpartition(":")[2]))
+            reachable_url = url_for_address(own_address(self._door), int(url.rpartition(":")[2]))
         version: int | None = None
         if life is not None:
-            with contextlib.suppress(NoAnswer, KeyError, TypeError, ValueError):
+            with contextlib.suppress(NoResponse, KeyError, TypeError, ValueError):
                 _, answer = ask("GET", f"{url}/get_weight_version", timeout_s=10.0, api_key=self._key)
                 version = int(answer["weight_version"])
         marker: str | None = None  # the content of this file proves that this machine sees the run's folder of weights
@@ -226,7 +226,7 @@ class Joiner:
 
     async def fetched(self, message: Message) -> str:
         """Fetch weights from the run; returns their folder."""
-        files = [Listed.from_json(one) for one in message["files"]]
+        files = [ListedFile.from_json(one) for one in message["files"]]
         folder = (self._run_dir / "weights" / str(message["id"])).absolute()
         await fetch(self._door, message["ticket"], str(message["id"]), files, folder)
         return str(folder)
@@ -238,7 +238,7 @@ class Joiner:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class Session:
+class JoinSession:
     """One connection of an engine to the run, from joining to leaving."""
 
     def __init__(self, joiner: Joiner, url: str, life: str | None) -> None:
@@ -246,18 +246,18 @@ class Session:
         self.was_in = False
         self._fetching: set[asyncio.Task[None]] = set()
 
-    async def worked(self, stop: asyncio.Event) -> bool:
+    async def run_until_left(self, stop: asyncio.Event) -> bool:
         """Join the run and process its messages; returns true if the engine has left or the run is over."""
         joiner = self._joiner
-        async with visiting(joiner.address, joiner.token, wants="terms") as ws:
-            terms = await _expected(ws, "terms")
+        async with connect_to_run(joiner.address, joiner.token, wants="terms") as ws:
+            terms = await _receive_kind(ws, "terms")
         request = await asyncio.to_thread(joiner.request, self._url, self.life, terms)
-        async with visiting(joiner.address, joiner.token, **request) as ws:
+        async with connect_to_run(joiner.address, joiner.token, **request) as ws:
             leaving = asyncio.ensure_future(self._leave_when(stop, ws))
             try:
                 return await self._hear(ws)
             except TimeoutError:
-                _say(f"{self._url}: the run did not release the engine in time; leaving anyway")
+                _print_line(f"{self._url}: the run did not release the engine in time; leaving anyway")
                 return True
             finally:
                 for task in (leaving, *self._fetching):
@@ -266,19 +266,19 @@ class Session:
 
     async def _leave_when(self, stop: asyncio.Event, ws: aiohttp.ClientWebSocketResponse) -> None:
         await stop.wait()
-        _say(f"{self._url}: draining")
+        _print_line(f"{self._url}: draining")
         await ws.send_json({"kind": "leave"})
         await asyncio.sleep(_LEAVE_S)
-        _say(f"{self._url}: the run did not release the engine within {_LEAVE_S:g} s; leaving anyway")
+        _print_line(f"{self._url}: the run did not release the engine within {_LEAVE_S:g} s; leaving anyway")
         await ws.close()
 
     async def _hear(self, ws: aiohttp.ClientWebSocketResponse) -> bool:
         while True:
-            message = await received(ws)
+            message = await receive_message(ws)
             kind = message.get("kind")
             if kind == "joined":
                 self.was_in, self.life = True, message.get("life")
-                _say(f"joined the run at {self._joiner.address} as {message.get('name')} ({self._url})")
+                _print_line(f"joined the run at {self._joiner.address} as {message.get('name')} ({self._url})")
             elif kind == "fetch":
                 self._fetching.add(asyncio.ensure_future(self._fetch(ws, message)))
             elif kind == "forget":
@@ -286,10 +286,10 @@ class Session:
             elif kind == "drain":
                 self._joiner.stop.set()
             elif kind in ("left", "goodbye"):
-                _say(f"{self._url} has left the run" + (", which is over" if kind == "goodbye" else ""))
+                _print_line(f"{self._url} has left the run" + (", which is over" if kind == "goodbye" else ""))
                 return True
             elif kind == "refused":
-                raise Refused(str(message.get("why")))
+                raise JoinRefused(str(message.get("why")))
             elif kind == "dismissed":
                 raise RunFailed(f"the run removed the engine at {self._url}: {message.get('why')}")
             elif kind == "away":
@@ -305,14 +305,14 @@ class Session:
             await ws.send_json({"kind": "fetched", "id": number, "folder": folder})
 
 
-async def _expected(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Message:
-    message = await received(ws)
+async def _receive_kind(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Message:
+    message = await receive_message(ws)
     if message.get("kind") == "refused":
-        raise Refused(str(message.get("why")))
+        raise JoinRefused(str(message.get("why")))
     if message.get("kind") != kind:
         raise Disconnected(f"the run answered {message.get('kind')} instead of {kind}")
     return message
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, flush=True)

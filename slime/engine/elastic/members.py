@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import named
 from slime.config import Config
-from slime.engine.elastic.handshake import Message, Refused
-from slime.engine.fleet.external import EngineKind, probe, without_missing
-from slime.engine.fleet.supervisor import EngineRetired, RunAsync, Supervisor, Watch
+from slime.engine.elastic.handshake import JoinRefused, Message
+from slime.engine.fleet.external import EngineKind, drop_unsupported, probe
+from slime.engine.fleet.supervisor import EngineRetired, HealthCheckSettings, PoolLoopRunner, Supervisor
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineUnreachable
 from slime.engine.http.pool import EnginePool
@@ -35,7 +35,7 @@ _PROBE_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-class Guest(Protocol):
+class JoinedEngineSession(Protocol):
     """Interface of a joined engine's session; safe to call from any thread or event loop."""
 
     async def fetch(self, folder: Path) -> str:
@@ -49,7 +49,7 @@ class Guest(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class JoinRequest:
     """Request of an engine to join. `version` is the version of its weights if this run (`life`) sent them."""
 
     url: str
@@ -61,7 +61,7 @@ class Request:
     version: int | None
 
     @classmethod
-    def from_message(cls, message: Message, *, life: str, proof: str) -> Request:
+    def from_message(cls, message: Message, *, life: str, proof: str) -> JoinRequest:
         """Validate and parse a message; raises a `UserError` if it is invalid."""
         try:
             url, facts = str(message["url"]), message["facts"]
@@ -75,16 +75,16 @@ class Request:
                 int(message["gpus"]), message.get("marker") == proof, version if is_ours else None,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
-            raise Refused(f"invalid request to join: {type(error).__name__}: {error}") from error
+            raise JoinRefused(f"invalid request to join: {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)
-class Joined:
+class JoinedEngine:
     """An engine that has joined; `gone` is the reason why it was removed."""
 
     name: str
-    request: Request
-    guest: Guest
+    request: JoinRequest
+    guest: JoinedEngineSession
     since: float = field(default_factory=time.time)
     gone: str | None = None
     has_left: bool = False
@@ -101,8 +101,8 @@ class JoinedEngines:
         device: str,
         kind: EngineKind,
         pool: EnginePool,
-        run_async: RunAsync,
-        watch: Watch,
+        run_async: PoolLoopRunner,
+        watch: HealthCheckSettings,
         refresh: Callable[[str], bool] | None,
         key: str,
     ) -> None:
@@ -115,7 +115,7 @@ class JoinedEngines:
         self._run_async = run_async
         self._key = key
         self.life = secrets.token_hex(8)
-        self._members: dict[str, Joined] = {}
+        self._members: dict[str, JoinedEngine] = {}
         self._names = 0
         self.supervisor = Supervisor(
             self, pool, run_async, watch, refresh=refresh, may_be_empty=True, restarts_any=False
@@ -149,22 +149,24 @@ class JoinedEngines:
 
     # joining and leaving
 
-    def join(self, request: Request, guest: Guest) -> Joined:
+    def join(self, request: JoinRequest, guest: JoinedEngineSession) -> JoinedEngine:
         """Add an engine; returns once it has the current weights or waits for the next update."""
         self._check(request)
         with self.supervisor.undisturbed():
             if request.url in self._members:
                 self._retire(request.url, "it has joined again")
             self._names += 1
-            member = Joined(f"joined-{self._names}", request, guest)
+            member = JoinedEngine(f"joined-{self._names}", request, guest)
             self._members[request.url] = member
             logger.warning("%s at %s joins", member.name, request.url)
             self.supervisor.welcome(request.url, self._key)
         if self._members.get(request.url) is not member:
-            raise Refused(f"{request.url} could not load this run's weights: {member.gone or 'see the log of the run'}")
+            raise JoinRefused(
+                f"{request.url} could not load this run's weights: {member.gone or 'see the log of the run'}"
+            )
         return member
 
-    def leave(self, member: Joined) -> None:
+    def leave(self, member: JoinedEngine) -> None:
         """Drain and remove an engine: its requests are continued on other engines with all tokens sampled so far."""
         url = member.request.url
         if self._members.get(url) is member:
@@ -173,7 +175,7 @@ class JoinedEngines:
                 logger.warning("%s left with requests in flight: they restart on other engines", member.name)
             self.lost(member, "it left")
 
-    def lost(self, member: Joined, reason: str) -> None:
+    def lost(self, member: JoinedEngine, reason: str) -> None:
         """Remove an engine that has left or is disconnected. Idempotent."""
         url = member.request.url
         member.has_left = True
@@ -188,7 +190,7 @@ class JoinedEngines:
             if self._members.get(url) is member:
                 self._retire(url, member.gone)
 
-    def blame(self, url: str, reason: str) -> bool:
+    def report_failure(self, url: str, reason: str) -> bool:
         """Return true if the failed engine is a joined one, which is then removed at the next health check."""
         member = self._members.get(url)
         if member is None:
@@ -196,10 +198,10 @@ class JoinedEngines:
         member.gone = member.gone or reason
         return True
 
-    def find(self, name: str) -> Joined | None:
+    def find(self, name: str) -> JoinedEngine | None:
         return next((member for member in list(self._members.values()) if member.name == name), None)
 
-    def members(self) -> list[Joined]:
+    def members(self) -> list[JoinedEngine]:
         return list(self._members.values())
 
     def version_of(self, url: str) -> int | None:
@@ -208,7 +210,7 @@ class JoinedEngines:
         if member is None or member.request.version is None:
             return None
         version = member.request.version
-        member.request = Request(**{**vars(member.request), "version": None})
+        member.request = JoinRequest(**{**vars(member.request), "version": None})
         return version
 
     async def deliver(self, client: EngineClient, folder: Path) -> Path | None:
@@ -219,7 +221,7 @@ class JoinedEngines:
         try:
             return Path(await member.guest.fetch(folder))
         except RunFailed as error:
-            self.blame(client.base_url, str(error))
+            self.report_failure(client.base_url, str(error))
             raise EngineUnreachable(client.base_url, "fetching weights", str(error), accepted=True) from error
 
     async def forget(self, client: EngineClient, folder: Path) -> None:
@@ -232,13 +234,13 @@ class JoinedEngines:
         self._drop(self._members[url], reason)
         self.supervisor.retire(url, reason)
 
-    def _drop(self, member: Joined, reason: str) -> None:
+    def _drop(self, member: JoinedEngine, reason: str) -> None:
         member.gone = member.gone or reason
         del self._members[member.request.url]
 
     # admission
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: JoinRequest) -> None:
         """Raise a `UserError` if the run cannot use the engine."""
         url = request.url
         for name, theirs, ours in (
@@ -248,27 +250,27 @@ class JoinedEngines:
             ("number of GPUs", request.gpus, self._config.rollout_num_gpus_per_engine),
         ):
             if theirs != ours:
-                raise Refused(f"the engine at {url} has {name} {theirs}, and the engines of this run have {ours}")
+                raise JoinRefused(f"the engine at {url} has {name} {theirs}, and the engines of this run have {ours}")
         # if all other engines are on loopback, the process group for weight updates is on loopback, too
         own = [one for one in self._pool.urls if one not in self._members]
         is_here = [is_loopback(urlsplit(one).hostname or "") for one in (url, *own)]
         if self._config.update_weight_transport == "nccl" and not is_here[0] and all(is_here[1:]):
-            raise Refused(
+            raise JoinRefused(
                 f"the engine at {url} cannot reach the group by which this run sends weights, which is on loopback: "
                 "start the run without --update-weight-transport nccl"
             )
         try:
             found = probe(url, timeout_s=_PROBE_S, api_key=self._key)
         except (RunFailed, UserError) as error:
-            raise Refused(f"the run cannot use the engine at {url}: {error}") from error
+            raise JoinRefused(f"the run cannot use the engine at {url}: {error}") from error
         if found.kind != self._kind:
-            raise Refused(f"{found} runs at {url}, but this run has {self._kind} engines: use --rollout-backend")
+            raise JoinRefused(f"{found} runs at {url}, but this run has {self._kind} engines: use --rollout-backend")
         try:
-            changed, sentences = without_missing(self._config, [found])
+            changed, sentences = drop_unsupported(self._config, [found])
         except (RunFailed, UserError) as error:
-            raise Refused(f"the run cannot use the engine at {url}: {error}") from error
+            raise JoinRefused(f"the run cannot use the engine at {url}: {error}") from error
         if changed != self._config:
-            raise Refused(f"the run cannot use the engine at {url}: {sentences[0]}")
+            raise JoinRefused(f"the run cannot use the engine at {url}: {sentences[0]}")
 
 
 def _vocab_size(config: JsonMapping) -> object:

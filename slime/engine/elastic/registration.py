@@ -22,40 +22,40 @@ from aiohttp import web
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.ports import host_address
 from slime.cluster.watchdog import background
-from slime.engine.elastic.file_server import FILES, Shelves, listed
+from slime.engine.elastic.file_server import FILES_ROUTE, FileShares, list_folder_files
 from slime.engine.elastic.handshake import (
     ADDRESS_FILE,
     HEARTBEAT_S,
-    MOST_MESSAGE_BYTES,
+    MAX_WEBSOCKET_MESSAGE_BYTES,
     PATH,
     TOKEN_FILE,
     Disconnected,
+    JoinRefused,
     Message,
-    Refused,
-    admitted,
+    accept_peer,
     fleet_token,
-    received,
+    receive_message,
     split_address,
-    url_of,
+    url_for_address,
 )
-from slime.engine.elastic.members import Joined, JoinedEngines, Request
+from slime.engine.elastic.members import JoinedEngine, JoinedEngines, JoinRequest
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
 FLAG = "--fleet-address"
-MODEL_SHELF = "model"
+MODEL_SHARE = "model"
 MARKER_FILE = "fleet.marker"
 """An engine that can read this file shares the folder of weights."""
 _START_S = 30.0
 _FETCH_S = 3600.0
-_MOST_GUESTS = 1024
+_MAX_SESSIONS = 1024
 
 logger = logging.getLogger(__name__)
 
 
-def open_door(
+def start_registration(
     address: str,
     run_dir: Path,
     joined: JoinedEngines,
@@ -63,17 +63,17 @@ def open_door(
     model: str | None,
     staged_in: Path | None,
     rows: Callable[[], list[JsonObject]],
-) -> Door:
+) -> RegistrationServer:
     """Start the registration server at `--fleet-address`; the run folder has its address while it runs."""
     assert model is not None, "a run with engines has a model"
     host, port = split_address(f":{address}" if ":" not in address else address, FLAG)
     marker = (staged_in or run_dir).absolute() / MARKER_FILE
-    return Door(
+    return RegistrationServer(
         host, port, fleet_token(run_dir), joined=joined, model=Path(model), marker=marker, run_dir=run_dir, rows=rows
     )
 
 
-class Door:
+class RegistrationServer:
     """Accepts engines that join a run; listens at `address` from the constructor on. `rows` lists the engines."""
 
     def __init__(
@@ -92,13 +92,13 @@ class Door:
         self._joined, self._model, self._rows = joined, model, rows
         self._marker, self._proof = marker, secrets.token_hex(16)
         marker.write_text(self._proof)
-        self.shelves = Shelves()
-        self._sessions: dict[web.WebSocketResponse, _Session] = {}
+        self.shelves = FileShares()
+        self._sessions: dict[web.WebSocketResponse, _EngineSession] = {}
         self._listing: asyncio.Task[list[list[object]]] | None = None
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started: concurrent.futures.Future[tuple[str, int]] = concurrent.futures.Future()
-        self._waiters = ThreadPoolExecutor(_MOST_GUESTS, "fleet-guest")
+        self._waiters = ThreadPoolExecutor(_MAX_SESSIONS, "fleet-guest")
         self._said_goodbye = False
         self._thread = background("fleet-door", self._run)
         try:
@@ -110,7 +110,9 @@ class Door:
                 f"--fleet-address {host}:{port}: cannot listen at this address ({error.strerror or error}): choose "
                 "another one"
             ) from error
-        self.address = url_of(host_address() if host in ("0.0.0.0", "::") else host, port).removeprefix("http://")
+        self.address = url_for_address(host_address() if host in ("0.0.0.0", "::") else host, port).removeprefix(
+            "http://"
+        )
         self._address_file = run_dir / ADDRESS_FILE
         self._address_file.write_text(json.dumps({"address": self.address}) + "\n")
         self.invitation = f"slime serve --join {self.address} --join-token-file {run_dir.absolute() / TOKEN_FILE}"
@@ -126,7 +128,7 @@ class Door:
         self._marker.unlink(missing_ok=True)
         self._address_file.unlink(missing_ok=True)
 
-    def across(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def run_in_server_loop(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine in the server's event loop, from any other thread."""
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
@@ -137,18 +139,18 @@ class Door:
             self._waiters.shutdown(wait=False)
             self._loop.close()
 
-    def without_waiting(self, coro: Coroutine[Any, Any, None]) -> None:
+    def run_in_background(self, coro: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the server's event loop without waiting for it; does nothing once the server is closed."""
         if self._loop.is_closed():
             coro.close()
         else:
-            self.across(coro)
+            self.run_in_server_loop(coro)
 
     async def _serve(self) -> None:
         app = web.Application(middlewares=[no_foreign_pages])
-        app.router.add_get(PATH, self._knock)
-        app.router.add_get(FILES, self.shelves.serve)
-        self.shelves.put(MODEL_SHELF, self._model)
+        app.router.add_get(PATH, self._handle_connection)
+        app.router.add_get(FILES_ROUTE, self.shelves.serve)
+        self.shelves.put(MODEL_SHARE, self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -163,23 +165,23 @@ class Door:
             await session.end("goodbye" if self._said_goodbye else "away", "the run is over")
         await runner.cleanup()
 
-    async def _knock(self, request: web.Request) -> web.StreamResponse:
-        ws = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MOST_MESSAGE_BYTES)
+    async def _handle_connection(self, request: web.Request) -> web.StreamResponse:
+        ws = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_WEBSOCKET_MESSAGE_BYTES)
         await ws.prepare(request)
-        hello = await admitted(ws, self._token)
+        hello = await accept_peer(ws, self._token)
         if hello is None:
             logger.warning("fleet: refused a connection from %s without the token of this run", request.remote)
         else:
             try:
-                await self._heard(ws, hello)
+                await self._handle_request(ws, hello)
             except (Disconnected, ConnectionError):
                 pass  # the client has disconnected
             except UserError as error:
-                await _say(ws, {"kind": "refused", "why": str(error)})
+                await _send_if_open(ws, {"kind": "refused", "why": str(error)})
         await ws.close()
         return ws
 
-    async def _heard(self, ws: web.WebSocketResponse, hello: Message) -> None:
+    async def _handle_request(self, ws: web.WebSocketResponse, hello: Message) -> None:
         """Process the request in the first message of a client."""
         wants = hello.get("wants")
         if wants == "list":
@@ -191,14 +193,14 @@ class Door:
             member = self._joined.find(name)
             session = next((one for one in self._sessions.values() if one.member is member), None)
             if member is None or session is None:
-                raise Refused(f"no engine called {name} has joined this run: slime fleet lists them")
-            await _say(session.ws, {"kind": "drain"})
+                raise JoinRefused(f"no engine called {name} has joined this run: slime fleet lists them")
+            await _send_if_open(session.ws, {"kind": "drain"})
             await ws.send_json({"kind": "asked"})
         elif wants == "join":
-            request = Request.from_message(hello, life=self._joined.life, proof=self._proof)
-            await self._host(_Session(self, ws), request)
+            request = JoinRequest.from_message(hello, life=self._joined.life, proof=self._proof)
+            await self._host(_EngineSession(self, ws), request)
         else:
-            raise Refused(f"this run does not know the request {wants!r}: install the run's version of slime")
+            raise JoinRefused(f"this run does not know the request {wants!r}: install the run's version of slime")
 
     async def _give_terms(self, ws: web.WebSocketResponse) -> None:
         """Send the requirements for engines, and the listing of the model folder for engines without the model."""
@@ -206,21 +208,25 @@ class Door:
         self.shelves.admit(ticket)
         try:
             await ws.send_json({"kind": "terms", "ticket": ticket, "marker": str(self._marker), **self._joined.terms()})
-            while (await received(ws)).get("kind") == "model":
+            while (await receive_message(ws)).get("kind") == "model":
                 if self._listing is None:  # computed once, with checksums, and shared by all engines
                     self._listing = asyncio.ensure_future(
-                        asyncio.to_thread(lambda: [one.to_json() for one in listed(self._model, checksums=True)])
+                        asyncio.to_thread(
+                            lambda: [one.to_json() for one in list_folder_files(self._model, checksums=True)]
+                        )
                     )
                 await ws.send_json({"kind": "model", "files": await asyncio.shield(self._listing)})
         finally:
             self.shelves.dismiss(ticket)
 
-    async def _host(self, session: _Session, request: Request) -> None:
+    async def _host(self, session: _EngineSession, request: JoinRequest) -> None:
         """Serve a joined engine until it leaves or disconnects."""
         self._sessions[session.ws] = session
         self.shelves.admit(session.ticket)
         joining = asyncio.ensure_future(self._blocking(self._joined.join, request, session))
-        listening = asyncio.ensure_future(session.listened())  # already now: joining may include fetching weights
+        listening = asyncio.ensure_future(
+            session.process_messages()
+        )  # already now: joining may include fetching weights
         try:
             await asyncio.wait((joining, listening), return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
@@ -228,14 +234,14 @@ class Door:
                 await session.ws.send_json({"kind": "joined", "name": session.member.name, "life": self._joined.life})
             await listening
             await self._blocking(self._joined.leave, await joining)
-            await _say(session.ws, {"kind": "left"})
+            await _send_if_open(session.ws, {"kind": "left"})
         finally:
             listening.cancel()
             del self._sessions[session.ws]
             self.shelves.dismiss(session.ticket)
-            await asyncio.shield(self._see_off(session, joining))
+            await asyncio.shield(self._remove_engine(session, joining))
 
-    async def _see_off(self, session: _Session, joining: asyncio.Future[Joined]) -> None:
+    async def _remove_engine(self, session: _EngineSession, joining: asyncio.Future[JoinedEngine]) -> None:
         """Remove the engine after its session has ended for any reason."""
         session.is_over("its connection broke")
         try:
@@ -250,21 +256,21 @@ class Door:
         return await self._loop.run_in_executor(self._waiters, function, *args)
 
 
-class _Session:
+class _EngineSession:
     """Connection of one joined engine, in the form that `members` uses."""
 
     _numbers = itertools.count(1)
 
-    def __init__(self, door: Door, ws: web.WebSocketResponse) -> None:
+    def __init__(self, door: RegistrationServer, ws: web.WebSocketResponse) -> None:
         self._door, self.ws = door, ws
         self.ticket = secrets.token_urlsafe(24)
-        self.member: Joined | None = None
+        self.member: JoinedEngine | None = None
         self._fetching: dict[int, asyncio.Future[str]] = {}
 
-    async def listened(self) -> None:
+    async def process_messages(self) -> None:
         """Process the engine's messages until it leaves."""
         while True:
-            message = await received(self.ws)
+            message = await receive_message(self.ws)
             kind = message.get("kind")
             if kind == "leave":
                 return
@@ -283,20 +289,24 @@ class _Session:
         self._fetching.clear()
 
     async def end(self, kind: str, why: str) -> None:
-        await _say(self.ws, {"kind": kind, "why": why})
+        await _send_if_open(self.ws, {"kind": kind, "why": why})
         await self.ws.close()
 
     # interface for other threads
 
     async def fetch(self, folder: Path) -> str:
-        files = await asyncio.to_thread(listed, folder, checksums=False)
-        return await asyncio.wrap_future(self._door.across(self._fetch(folder, [one.to_json() for one in files])))
+        files = await asyncio.to_thread(list_folder_files, folder, checksums=False)
+        return await asyncio.wrap_future(
+            self._door.run_in_server_loop(self._fetch(folder, [one.to_json() for one in files]))
+        )
 
     async def forget(self, folder: str) -> None:
-        await asyncio.wrap_future(self._door.across(_say(self.ws, {"kind": "forget", "folder": folder})))
+        await asyncio.wrap_future(
+            self._door.run_in_server_loop(_send_if_open(self.ws, {"kind": "forget", "folder": folder}))
+        )
 
     def dismiss(self, why: str) -> None:
-        self._door.without_waiting(self.end("dismissed", why))
+        self._door.run_in_background(self.end("dismissed", why))
 
     async def _fetch(self, folder: Path, files: list[list[object]]) -> str:
         number = next(self._numbers)
@@ -304,7 +314,7 @@ class _Session:
         self._door.shelves.put(str(number), folder)
         try:
             async with asyncio.timeout(_FETCH_S):
-                await _say(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
+                await _send_if_open(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
                 return await waiting
         except TimeoutError as error:
             raise RunFailed(f"its machine did not fetch the files within {_FETCH_S:g} s") from error
@@ -313,7 +323,7 @@ class _Session:
             self._fetching.pop(number, None)
 
 
-async def _say(ws: web.WebSocketResponse, message: Message) -> None:
+async def _send_if_open(ws: web.WebSocketResponse, message: Message) -> None:
     """Send a message; a closed connection is ignored."""
     try:
         await ws.send_json(message)

@@ -21,16 +21,21 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from slime.cluster.child_env import CONTROL_KEY_VARIABLE, ENGINE_KEY_VARIABLE, forget_key, keep_key
-from slime.cluster.http_server import BACKLOG, ClientNoise, Connections, most_connections
+from slime.cluster.child_env import (
+    CONTROL_KEY_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    delete_engine_key,
+    store_engine_key,
+)
+from slime.cluster.http_server import BACKLOG, ClientLogLimit, Connections, most_connections
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import ending_signals
 from slime.config.model_folder import check_model_folder
 from slime.engine.embedded.engine import EngineCore
-from slime.engine.embedded.http.async_engine import EngineBridge, in_daemon_thread
+from slime.engine.embedded.http.async_engine import EngineBridge, run_in_daemon_thread
 from slime.engine.embedded.http.requests import ModelFacts
 from slime.engine.embedded.http.server import EngineServer
-from slime.engine.embedded.loader import ids_in
+from slime.engine.embedded.loader import parse_token_ids
 from slime.engine.embedded.options import EngineOptions, parse_options
 from slime.engine.embedded.tokenizer import ChatTokenizer, EngineTokenizer, NoTokenizer, plain_tokenizer
 from slime.errors import UserError
@@ -39,13 +44,13 @@ log = logging.getLogger("slime.engine.embedded")
 
 NATIVE_THREADS = {"load", "compile", "kernels"}
 OTHER_CONNECTIONS = 4096  # beyond one for each admitted sample: they get status 429, or are idle
-TURN_S = 0.0002  # interpreter switch interval: less than a step
+SWITCH_INTERVAL_S = 0.0002  # interpreter switch interval: less than a step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(ClientNoise())
+    handler.addFilter(ClientLogLimit())
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler]
     )
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def with_keys(options: EngineOptions) -> EngineOptions:
+def with_environment_keys(options: EngineOptions) -> EngineOptions:
     """Fill missing keys from the environment, and remove them there: child processes need not know them.
 
     Without an API key, an engine that listens beyond loopback gets a random one for all routes, which is printed.
@@ -83,11 +88,11 @@ def control_key(options: EngineOptions, port: int) -> Iterator[EngineOptions]:
         yield options
         return
     key = secrets.token_urlsafe(32)
-    log.info("control routes require the key in %s", keep_key(port, key))
+    log.info("control routes require the key in %s", store_engine_key(port, key))
     try:
         yield replace(options, admin_api_key=key)
     finally:
-        forget_key(port, key)
+        delete_engine_key(port, key)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -117,7 +122,7 @@ async def listen(app: web.Application, sock: socket.socket, connections: Connect
 
 async def serve(options: EngineOptions) -> int:
     """Load the model and serve it; returns the exit code: 1 when the engine's thread died."""
-    options = with_keys(options)
+    options = with_environment_keys(options)
     sock = bind(options.host, options.port)
     with control_key(options, sock.getsockname()[1]) as options:
         loop = asyncio.get_running_loop()
@@ -138,14 +143,14 @@ async def serve(options: EngineOptions) -> int:
         address = f"http://{options.host}:{sock.getsockname()[1]}"
         log.info("listening on %s, loading %s", address, options.model_path)
         try:
-            loading = in_daemon_thread(lambda: load(core))
+            loading = run_in_daemon_thread(lambda: load(core))
             awaited: list[asyncio.Future[Any]] = [loading, stop]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 return 0
             engine.facts = loading.result()
             if core.runner.cuda:
-                take_short_turns()
+                shorten_switch_interval()
             gc.freeze()  # loaded objects stay: collecting among them would delay requests and steps
             core.start()
             took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
@@ -160,13 +165,13 @@ async def serve(options: EngineOptions) -> int:
             await runner.cleanup()
 
 
-def take_short_turns() -> None:
+def shorten_switch_interval() -> None:
     """Shorten the interpreter's switch interval: by default a thread that computes in Python keeps the GIL for 5 ms.
 
     Launching a step takes the GIL a dozen times, and waits for it each time while requests are parsed or kernels are
     compiled.
     """
-    sys.setswitchinterval(TURN_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def process_age() -> float:
@@ -192,7 +197,7 @@ def load(core: EngineCore) -> ModelFacts:
         except UserError as mistake:
             raise UserError(f"{mistake}; --skip-tokenizer-init serves token ids alone") from mistake
     core.load(resolve_device(options.device))
-    stops = core.model.eos_ids | ids_in(tokenizer.eos_token_id)
+    stops = core.model.eos_ids | parse_token_ids(tokenizer.eos_token_id)
     has_experts = core.runner.experts.topk > 0
     for_chats = None if options.skip_tokenizer_init else chat.get
     return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=for_chats)

@@ -20,14 +20,14 @@ from typing import TypeVar
 
 import torch
 
-from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, StaleWeights, shown
+from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, StaleWeights, shown
 from slime.engine.embedded.loader import LoadedEngine
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, OpenBucket, SharedMemory
-from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, adapter_in
-from slime.engine.embedded.weights.process_groups import Announced, WeightGroups
+from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, read_adapter_folder
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket, WeightGroups
 from slime.models.delta.folder import BadDelta, read_index
 from slime.models.peft_adapter import Adapter
 from slime.storage.json_types import JsonObject
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Work:
+class EngineTask:
     """A task from another thread; with `meets_steps` it may run while steps are in flight."""
 
     run: Callable[[], None]
@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class PartialUpdate:
     """An update of which some buckets were copied; the engine makes no step until the others arrive."""
 
     version: str | None
@@ -71,13 +71,13 @@ class EngineCore(LoadedEngine):
         self.stale: str | None = None
         self.groups = WeightGroups()
         self._shared = SharedMemory()
-        self._unfinished: Unfinished | None = None
+        self._unfinished: PartialUpdate | None = None
         self._mended: set[str] = set()  # tensors written since the weights became stale, all by version `_mended_by`
         self._mended_by: str | None = None
         self._released: set[str] = set()
         self._discarded = False  # the weights were released without a copy
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineTask] = queue.SimpleQueue()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -95,12 +95,12 @@ class EngineCore(LoadedEngine):
         self._thread.start()
 
     def stop(self) -> None:
-        self._inbox.put(Work(self._set_stopping))
+        self._inbox.put(EngineTask(self._set_stopping))
         if self._thread is not None:
             self._thread.join(timeout=30)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        self._inbox.put(Work(lambda: self._accept(sequences), meets_steps=True))
+        self._inbox.put(EngineTask(lambda: self._accept(sequences), meets_steps=True))
 
     def call(self, function: Callable[[], T], *, meets_steps: bool = False) -> Future[T]:
         """Run `function` in the engine's thread between two steps, unless the future is cancelled before.
@@ -119,7 +119,7 @@ class EngineCore(LoadedEngine):
             else:
                 future.set_result(result)
 
-        self._inbox.put(Work(run, meets_steps))
+        self._inbox.put(EngineTask(run, meets_steps))
         return future
 
     # the engine's thread
@@ -133,7 +133,7 @@ class EngineCore(LoadedEngine):
                 try:
                     self._turn()
                 except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
-                    self.steps.start_over(error)
+                    self.steps.fail_all(error)
         except BaseException as error:
             log.exception("the engine's thread died")
             self._on_death(error)
@@ -165,7 +165,7 @@ class EngineCore(LoadedEngine):
         self.steps.step()
         self.counters.busy_seconds += time.perf_counter() - started
 
-    def _awaited(self) -> Work:
+    def _awaited(self) -> EngineTask:
         """Wait for the next task; settle deferred work and capture graphs only when none arrives soon.
 
         Settling is delayed because it takes the interpreter from the threads that write the answers of sequences that
@@ -181,7 +181,7 @@ class EngineCore(LoadedEngine):
             pass
         return self._inbox.get()
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: EngineTask) -> None:
         """Run a task, after the steps in flight unless it may meet them (as new and aborted requests do)."""
         if not work.meets_steps:
             self.steps.quiesce()
@@ -244,19 +244,19 @@ class EngineCore(LoadedEngine):
         """
         log.error("the weights are stale: %s", reason)
         self.stale, self._unfinished, self._mended = reason, None, set()
-        self.adapter.overwritten()
+        self.adapter.mark_overwritten()
 
-    def break_off(self, group_name: str) -> None:
+    def fail_partial_update(self, group_name: str) -> None:
         """Mark the weights as stale if this group carried a part of an unfinished update."""
         if self._unfinished is not None and self._unfinished.group_name == group_name:
             self.mark_stale(str(self._unfinished))
 
-    def check_update(self, bucket: Announced | None = None, version: str | None = None) -> None:
+    def check_update(self, bucket: AnnouncedBucket | None = None, version: str | None = None) -> None:
         """Refuse an update while the weights are released, and a bucket that does not follow the one before it."""
         self._require_weights()
         if bucket is None or bucket.number == 1:
             return
-        if self._unfinished != Unfinished(version, bucket.number - 1, bucket.count, bucket.group_name):
+        if self._unfinished != PartialUpdate(version, bucket.number - 1, bucket.count, bucket.group_name):
             raise Conflict(
                 f"bucket {bucket.number} of {bucket.count} of version {version} does not follow bucket "
                 f"{bucket.number - 1}: send the update again from its first bucket"
@@ -269,7 +269,7 @@ class EngineCore(LoadedEngine):
         *,
         flush: bool,
         names: Collection[str] | None = None,
-        bucket: Announced | None = None,
+        bucket: AnnouncedBucket | None = None,
         keeps_base: bool = False,
     ) -> int:
         """Apply `load` and set the new version; slots of running sequences then mix two sets of weights.
@@ -283,7 +283,7 @@ class EngineCore(LoadedEngine):
         self.steps.settle()  # what aborted requests leave in the cache was computed by the old weights
         try:
             copied = load()
-        except HalfWritten as error:
+        except PartialWrite as error:
             self.mark_stale(str(error))
             raise
         except BadRequest:  # refused before the first tensor changed
@@ -294,7 +294,7 @@ class EngineCore(LoadedEngine):
         finally:
             self.runner.weights_changed()
         if not keeps_base:
-            self.adapter.overwritten()
+            self.adapter.mark_overwritten()
         self._note_written(names, bucket, version)
         if flush or self._unfinished is None:
             self.flush_cache()
@@ -308,7 +308,7 @@ class EngineCore(LoadedEngine):
         if "weights" in self._released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
 
-    def _note_written(self, names: Collection[str] | None, bucket: Announced | None, version: str | None) -> None:
+    def _note_written(self, names: Collection[str] | None, bucket: AnnouncedBucket | None, version: str | None) -> None:
         """Record what an update wrote, and end staleness once one version wrote every tensor since it began.
 
         Each update without a version counts as a version of its own.
@@ -319,7 +319,7 @@ class EngineCore(LoadedEngine):
         if bucket is None or bucket.is_last:
             self._unfinished = None
         else:
-            self._unfinished = Unfinished(version, bucket.number, bucket.count, bucket.group_name)
+            self._unfinished = PartialUpdate(version, bucket.number, bucket.count, bucket.group_name)
         if self.stale is None:
             return
         if version != self._mended_by or (version is None and begins):
@@ -348,7 +348,7 @@ class EngineCore(LoadedEngine):
         version: str | None,
         *,
         flush: bool,
-        bucket: Announced | None = None,
+        bucket: AnnouncedBucket | None = None,
     ) -> int:
         return self.update_weights(
             lambda: loading.load_tensors(self.views, tensors, source),
@@ -386,7 +386,7 @@ class EngineCore(LoadedEngine):
             self.mark_stale(str(cause))
             raise
 
-    def expect_from_group(self, bucket: Announced, version: str | None) -> None:
+    def expect_from_group(self, bucket: AnnouncedBucket, version: str | None) -> None:
         """Refuse a bucket of a broadcast that would not be copied, before it is received."""
         if bucket.adapter is not None:
             self.check_update()
@@ -396,7 +396,7 @@ class EngineCore(LoadedEngine):
             loading.check_shapes(self.views, bucket.tensor_shapes, bucket.source)
 
     def update_from_group(
-        self, bucket: Announced, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
+        self, bucket: AnnouncedBucket, tensors: Mapping[str, torch.Tensor], version: str | None, *, flush: bool
     ) -> int:
         """Copy one received bucket of a broadcast; the version changes with the last bucket.
 
@@ -409,7 +409,7 @@ class EngineCore(LoadedEngine):
             return sum(tensor.nbytes for tensor in tensors.values())
         return self._merge(bucket.group_name, adapter, version, flush=flush)
 
-    def open_shared(self, memory: DeviceMemory | HostMemory, bucket: Announced) -> OpenBucket:
+    def open_shared(self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket) -> OpenBucket:
         """Open a bucket in a trainer's memory for copying; any thread may call this: the model does not change."""
         return self._shared.open(memory, bucket, self.views, self.runner.device)
 
@@ -434,7 +434,7 @@ class EngineCore(LoadedEngine):
 
     def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
         """Merge a LoRA adapter into the weights of the model's folder; it replaces the adapter before."""
-        return self._merge(name, adapter_in(folder), version, flush=flush)
+        return self._merge(name, read_adapter_folder(folder), version, flush=flush)
 
     def _merge(self, name: str, adapter: Adapter, version: str | None, *, flush: bool) -> int:
         return self.update_weights(lambda: self.adapter.load(name, adapter), version, flush=flush, keeps_base=True)

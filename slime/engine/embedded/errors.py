@@ -21,7 +21,7 @@ def shown(value: object) -> str:
     return _shown.repr(value)
 
 
-class LeftOut:
+class IgnoredFields:
     """Logs each request field without effect once, for a limited number of names (clients may invent names)."""
 
     _MOST = 100
@@ -53,7 +53,7 @@ class BadRequest(ValueError):
         self.param = param
 
 
-class TooMany(BadRequest):
+class TooManySamples(BadRequest):
     """The engine's request limit is reached; the client may send the same request again later."""
 
     status = 429
@@ -65,7 +65,7 @@ class Conflict(BadRequest):
     status = 409
 
 
-class NotArrived(BadRequest):
+class BucketNotReceived(BadRequest):
     """The sender disconnected or its deadline expired; the request itself is valid."""
 
     status = 503
@@ -83,5 +83,5 @@ class StaleWeights(RequestFailed):
     status = 503
 
 
-class HalfWritten(RequestFailed):
+class PartialWrite(RequestFailed):
     """Copying new weights failed in the middle: the loaded weights match no published version."""

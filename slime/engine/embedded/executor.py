@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from slime.engine.embedded.kv_cache import KVCache
-from slime.engine.embedded.model.runner import Decoder, ModelRunner, Sampled
-from slime.engine.embedded.scheduler import Extend, Scheduler, Sequence, Turns
+from slime.engine.embedded.model.runner import ModelRunner, Sampled, StepDecoder
+from slime.engine.embedded.scheduler import Extend, Scheduler, Sequence, StepInterleaver
 from slime.storage.json_types import JsonObject
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _STEPS_PER_CAPTURE = 64  # so that an engine that is never idle also captures th
 
 
 @dataclass
-class Counters:
+class EngineCounters:
     """Totals of an engine since its start."""
 
     prompt_tokens: int = 0
@@ -44,7 +44,7 @@ class Counters:
 
 
 @dataclass
-class Flight:
+class StepInFlight:
     """A step that was launched and not read yet; it samples one token for each of `sequences`.
 
     In a decode step these are the decoding sequences, with `slots` for their last tokens; in an extend step the
@@ -57,7 +57,7 @@ class Flight:
     extends: list[Extend] = field(default_factory=list)
 
 
-class Steps:
+class StepExecutor:
     """Launches the steps and reads them in the order in which the decoder computes them; `version`: of the weights.
 
     A decoder that looks ahead always has the next step before the last one is read. A sequence that is known to end
@@ -70,21 +70,21 @@ class Steps:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        counters: Counters,
+        counters: EngineCounters,
         *,
         version: str,
         fresh_cache: Callable[[], KVCache],
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.decoder: Decoder = runner
+        self.decoder: StepDecoder = runner
         self.counters = counters
         self.version = version
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[StepInFlight] = deque()
         self._fresh_cache = fresh_cache
         self._chores: list[Callable[[], object]] = []
-        self._turns = Turns()
-        scheduler.before_release = self._keep_experts
+        self._turns = StepInterleaver()
+        scheduler.before_release = self._record_experts
 
     def step(self) -> None:
         """Launch a step (prompt tokens, or one token for each decoding sequence) and read the one before it."""
@@ -143,10 +143,10 @@ class Steps:
                     for seq in sampled:
                         seq.ahead += 1
                         self.scheduler.prefilled(seq)
-                    self.flights.append(Flight(sampled, launched, extends=extends))
+                    self.flights.append(StepInFlight(sampled, launched, extends=extends))
                 except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
                     self.quiesce()
-                    self._extend_apart(extends, error)
+                    self._retry_extends(extends, error)
                 return True
         return bool(members) and self._launch_decode(members)
 
@@ -166,11 +166,11 @@ class Steps:
             launched = self.decoder.launch(members, slots, [seq.ahead for seq in members])
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self.quiesce()
-            self._decode_apart(members, slots, error)
+            self._retry_decode(members, slots, error)
             return True
         for seq in members:
             seq.ahead += 1
-        self.flights.append(Flight(members, launched, slots))
+        self.flights.append(StepInFlight(members, launched, slots))
         return True
 
     # reading
@@ -189,23 +189,23 @@ class Steps:
                     self.scheduler.cache.release(later.slots)
                 for e in reversed(later.extends):
                     if e.sequence.finish is None:
-                        self.scheduler.not_extended(e)
+                        self.scheduler.undo_extend(e)
             self.flights.clear()
             self._undo(flight)
             if flight.slots is None:
-                self._extend_apart(flight.extends, error)
+                self._retry_extends(flight.extends, error)
             else:
-                self._decode_apart(flight.sequences, flight.slots, error)
+                self._retry_decode(flight.sequences, flight.slots, error)
             return
         self.flights.popleft()
         for seq in flight.sequences:
             seq.ahead -= 1
         if flight.slots is None:
-            self._take_extends(flight.extends, sampled)
+            self._apply_extends(flight.extends, sampled)
         else:
-            self._take_step(flight.sequences, flight.slots, sampled)
+            self._apply_decode(flight.sequences, flight.slots, sampled)
 
-    def _undo(self, flight: Flight) -> None:
+    def _undo(self, flight: StepInFlight) -> None:
         """Undo the launch of a step for its sequences; its slots stay allocated."""
         for seq in flight.sequences:
             seq.ahead -= 1
@@ -213,9 +213,9 @@ class Steps:
         for e in flight.extends:
             del e.sequence.input_logprobs[e.scored :]
             if e.is_sampled and e.sequence.finish is None:
-                self.scheduler.not_prefilled(e.sequence)
+                self.scheduler.undo_prefilled(e.sequence)
 
-    def _take_extends(self, extends: list[Extend], sampled: Sampled) -> None:
+    def _apply_extends(self, extends: list[Extend], sampled: Sampled) -> None:
         self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)
         drawn = dict(zip((e.sequence for e in extends if e.is_sampled), zip(*sampled, strict=True), strict=True))
         complete = [e.sequence for e in extends if e.is_complete and e.sequence.finish is None]
@@ -226,9 +226,9 @@ class Steps:
             if seq.max_new_tokens == 0:
                 seq.end({"type": "length", "length": 0})
                 self.leave(seq)
-        self._take_tokens([(seq, *drawn[seq]) for seq in complete if seq in drawn])
+        self._append_tokens([(seq, *drawn[seq]) for seq in complete if seq in drawn])
 
-    def _extend_apart(self, extends: list[Extend], error: Exception) -> None:
+    def _retry_extends(self, extends: list[Extend], error: Exception) -> None:
         """Repeat an extend step that raised, one sequence at a time; a sequence that raises again fails alone."""
         log.error("an extend step of %d sequences failed", len(extends), exc_info=error)
         self._check_device()
@@ -244,10 +244,10 @@ class Steps:
                 continue
             if e.is_sampled:
                 self.scheduler.prefilled(seq)
-            self._take_extends([e], own)
+            self._apply_extends([e], own)
         self.settle()
 
-    def _decode_apart(self, running: list[Sequence], slots: np.ndarray, error: Exception) -> None:
+    def _retry_decode(self, running: list[Sequence], slots: np.ndarray, error: Exception) -> None:
         """Repeat a decode step that raised, one sequence at a time; a sequence that raises again fails alone."""
         log.error("a decode step of %d sequences failed", len(running), exc_info=error)
         self._check_device()
@@ -263,19 +263,19 @@ class Steps:
                 self.scheduler.cache.release(slot)
                 self._fail(seq, cause)
                 continue
-            self._take_step([seq], slot, sampled)
+            self._apply_decode([seq], slot, sampled)
         self.settle()
 
-    def _take_step(self, running: list[Sequence], slots: np.ndarray, sampled: Sampled) -> None:
+    def _apply_decode(self, running: list[Sequence], slots: np.ndarray, sampled: Sampled) -> None:
         finished = [i for i, seq in enumerate(running) if seq.finish is not None]
         if finished:
             self.scheduler.cache.release(slots[finished])
         alive = [step for step in zip(running, *sampled, strict=True) if step[0].finish is None]
         for seq, _, _ in alive:
             seq.computed += 1
-        self._take_tokens(alive)
+        self._append_tokens(alive)
 
-    def _take_tokens(self, drawn: list[tuple[Sequence, int, float]]) -> None:
+    def _append_tokens(self, drawn: list[tuple[Sequence, int, float]]) -> None:
         self.counters.generated_tokens += len(drawn)
         version = self.version
         for seq, token, logprob in drawn:
@@ -291,7 +291,7 @@ class Steps:
 
     # leaving
 
-    def _keep_experts(self, seq: Sequence, slots: np.ndarray) -> None:
+    def _record_experts(self, seq: Sequence, slots: np.ndarray) -> None:
         """Record which experts computed a sequence's slots, before it loses them, if its request asks for them.
 
         Positions that are computed again after a retraction keep the experts that its tokens were sampled with.
@@ -322,11 +322,11 @@ class Steps:
     def _fail(self, seq: Sequence, error: Exception) -> None:
         """Fail a sequence that cannot be computed; the others continue, and its prefix is not shared."""
         log.error("request %s failed", seq.rid, exc_info=error)
-        seq.end(_failure(error))
+        seq.end(_abort_reason(error))
         seq.kv_version = None
         self.leave(seq)
 
-    def start_over(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Fail all requests and continue with an empty engine; the last resort."""
         log.error("a step failed: all requests in the engine fail", exc_info=error)
         self._check_device()
@@ -335,7 +335,7 @@ class Steps:
         sequences = self.scheduler.all()
         self.scheduler.reset(self._fresh_cache())
         for seq in sequences:
-            seq.end(_failure(error))
+            seq.end(_abort_reason(error))
             self._tell(seq)
 
     def _check_device(self) -> None:
@@ -345,6 +345,6 @@ class Steps:
         self.runner.context.window.forget()
 
 
-def _failure(error: Exception) -> JsonObject:
+def _abort_reason(error: Exception) -> JsonObject:
     message = f"this request failed in the engine ({type(error).__name__}: {error})"
     return {"type": "abort", "message": message, "status_code": 500}

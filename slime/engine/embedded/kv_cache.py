@@ -105,7 +105,7 @@ class PrefixTree:
             child = node.children.get(int(tokens[at]))
             if child is None:
                 break
-            same = _common(child.tokens, tokens[at:])
+            same = common_prefix_length(child.tokens, tokens[at:])
             child.last_used = self._clock
             found.append(child.slots[:same])
             at += same
@@ -128,7 +128,7 @@ class PrefixTree:
                 self.held += len(fresh.slots)
                 node.children[int(tokens[at])] = fresh
                 return
-            same = _common(child.tokens, tokens[at:])
+            same = common_prefix_length(child.tokens, tokens[at:])
             child.last_used = self._clock
             if same < len(child.tokens):
                 child = self._split(child, same)
@@ -176,7 +176,7 @@ class PrefixTree:
         self.held = 0
 
 
-def _common(known: np.ndarray, wanted: np.ndarray) -> int:
+def common_prefix_length(known: np.ndarray, wanted: np.ndarray) -> int:
     """Return the length of the common prefix."""
     n = min(len(known), len(wanted))
     different = np.flatnonzero(known[:n] != wanted[:n])

@@ -27,43 +27,49 @@ import torch
 from torch import nn
 
 from slime.cluster.devices import choose_dtype, slow_dtype_note
-from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.engine.embedded.executor import Counters, Steps
-from slime.engine.embedded.fused.reference import PlainModel
+from slime.cluster.memory.cuda_driver import CudaDriverError
+from slime.engine.embedded.executor import EngineCounters, StepExecutor
+from slime.engine.embedded.fused.reference import ReferenceModel
 from slime.engine.embedded.fused.rope import NotFused
 from slime.engine.embedded.fused.runner import FusedRunner
-from slime.engine.embedded.fused.supported_models import EMBEDDING, Block, block_of, tensor_shapes, together
+from slime.engine.embedded.fused.supported_models import (
+    EMBEDDING,
+    FusedModelSpec,
+    block_of,
+    tensor_shapes,
+    together,
+)
 from slime.engine.embedded.kv_cache import KVCache
-from slime.engine.embedded.memory import EngineMemory, affordable_slots, lay_together
+from slime.engine.embedded.memory import EngineMemory, affordable_slots, make_contiguous
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.model.self_test import (
-    PlainNumbers,
-    WrongNumbers,
-    check_small_of,
-    exact_until,
+    NumericsMismatch,
+    PlainForward,
+    check_small_variant,
+    exact_length_limit,
     prompt_lengths,
-    refusing,
+    refuse_model_errors,
 )
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Scheduler
-from slime.engine.embedded.weights.folder import Stored, read_into, stored_in
-from slime.engine.embedded.weights.parameter_views import FolderViews, OwnNames
+from slime.engine.embedded.weights.folder import FolderTensor, list_folder_tensors, read_into
+from slime.engine.embedded.weights.parameter_views import DirectViews, FolderViews
 from slime.errors import UserError
 from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
 from slime.models.shape import count_parameters
 from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:
-    from slime.engine.embedded.model.interface import Body
+    from slime.engine.embedded.model.interface import DeviceModel
     from slime.engine.embedded.sampling.sampler import KernelDraw
 
 log = logging.getLogger(__name__)
 
-_END_UNLESS_SAID = {"llama": 2, "mistral": 2}
+_DEFAULT_EOS_IDS = {"llama": 2, "mistral": 2}
 """EOS token ids that transformers assumes where config.json names none, by model type."""
 
 
-def fused_block(facts: JsonMapping, model: nn.Module) -> Block | None:
+def fused_block(facts: JsonMapping, model: nn.Module) -> FusedModelSpec | None:
     """Describe a model with this (text) config for the fused kernels; None, with a log line, if they do not fit."""
     try:
         block = block_of(facts)
@@ -77,25 +83,25 @@ def fused_block(facts: JsonMapping, model: nn.Module) -> Block | None:
 
 
 def make_body(
-    runner: ModelRunner, block: Block | None, *, most: int, positions: int, owned: bool, compile_layers: bool
-) -> Body:
+    runner: ModelRunner, block: FusedModelSpec | None, *, most: int, positions: int, owned: bool, compile_layers: bool
+) -> DeviceModel:
     """Make the body that computes the layers: fused kernels for a `block`, else transformers' modules.
 
     `owned`: the weights are in memory of the engine, where those of one product are contiguous; otherwise this function
     moves them so.
     """
     if block is None:
-        from slime.engine.embedded.model.interface import GeneralBody
+        from slime.engine.embedded.model.interface import TransformersModel
 
         if compile_layers:
             log.info("compiling the decoder layers: this takes a few seconds (--no-compile skips it)")
-        return GeneralBody(runner, compile_layers=compile_layers)
-    from slime.engine.embedded.fused.model import FusedBody
+        return TransformersModel(runner, compile_layers=compile_layers)
+    from slime.engine.embedded.fused.model import FusedModel
 
     if not owned:
-        lay_together(runner.model, together(block))
+        make_contiguous(runner.model, together(block))
     tensors, context = runner.model.state_dict(), runner.context
-    return FusedBody(block, tensors, context, most=most, positions=positions, routed=runner.experts)
+    return FusedModel(block, tensors, context, most=most, positions=positions, routed=runner.experts)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class LoadedModel:
 
     weights: nn.Module
     facts: JsonMapping  # config.json, its part about text
-    block: Block | None  # for the fused kernels; None: transformers' modules compute the model
+    block: FusedModelSpec | None  # for the fused kernels; None: transformers' modules compute the model
     views: FolderViews
     eos_ids: frozenset[int]
     logits: Callable[[torch.Tensor], torch.Tensor]  # `[B, T, V]` of tokens, in plain operations
@@ -134,8 +140,8 @@ class PlainFolder:
 
     path: str
     facts: JsonMapping
-    block: Block
-    stored: Mapping[str, Stored]
+    block: FusedModelSpec
+    stored: Mapping[str, FolderTensor]
 
     @classmethod
     def at(cls, path: str, *, trust_remote_code: bool) -> PlainFolder | None:
@@ -143,11 +149,11 @@ class PlainFolder:
         facts = read_config_json(path)
         runs_own_code = trust_remote_code and "auto_map" in facts and facts.get("model_type") not in SAME_CODE
         is_unusual = runs_own_code or quantization(dict(facts)) or "text_config" in facts
-        block: Block | None = None
+        block: FusedModelSpec | None = None
         if not is_unusual and isinstance(facts.get("max_position_embeddings"), int):
             with suppress(NotFused, KeyError, TypeError, ValueError):
                 block = block_of(facts)
-        stored = stored_in(Path(path))
+        stored = list_folder_tensors(Path(path))
         if block is None or stored is None:
             return None
         if any(name not in stored or stored[name].shape != shape for name, shape in tensor_shapes(block).items()):
@@ -163,23 +169,23 @@ class PlainFolder:
         if block.tied:
             tensors["lm_head.weight"] = tensors[EMBEDDING]
         weights = NamedWeights(tensors)
-        ends = ids_in(self.facts.get("eos_token_id", _END_UNLESS_SAID.get(str(self.facts.get("model_type")))))
+        ends = parse_token_ids(self.facts.get("eos_token_id", _DEFAULT_EOS_IDS.get(str(self.facts.get("model_type")))))
         file = Path(self.path) / "generation_config.json"
         if file.is_file():
             given = json.loads(file.read_text())
-            ends |= ids_in(given.get("eos_token_id") if isinstance(given, dict) else None)
+            ends |= parse_token_ids(given.get("eos_token_id") if isinstance(given, dict) else None)
         return LoadedModel(
             weights,
             self.facts,
             block,
-            OwnNames(weights),
+            DirectViews(weights),
             ends,
-            lambda ids: PlainModel(block, weights.state_dict()).logits(ids),
+            lambda ids: ReferenceModel(block, weights.state_dict()).logits(ids),
             lambda table: FusedRunner(weights, block, table),
         )
 
 
-def ids_in(value: object) -> frozenset[int]:
+def parse_token_ids(value: object) -> frozenset[int]:
     """Parse token ids that a config gives as one id, as a list, or not at all."""
     if value is None:
         return frozenset()
@@ -213,7 +219,9 @@ def through_transformers(
     if memory is not None:
         memory.adopt(model, () if block is None else together(block))
         model.to(device)  # the buffers; the parameters are there already
-    ends = ids_in(facts.get("eos_token_id")) | ids_in(getattr(model.generation_config, "eos_token_id", None))
+    ends = parse_token_ids(facts.get("eos_token_id")) | parse_token_ids(
+        getattr(model.generation_config, "eos_token_id", None)
+    )
     return LoadedModel(
         model,
         facts,
@@ -235,7 +243,7 @@ class LoadedEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self.phases: dict[str, float] = {}  # seconds
 
     @property
@@ -264,7 +272,7 @@ class LoadedEngine:
                 model = self._through_transformers(device, dtype, fused_kernels=o.fused_kernels)
         try:
             self._make_ready(model, compiling)
-        except WrongNumbers as wrong:
+        except NumericsMismatch as wrong:
             if self.model.block is None:
                 raise
             log.error("transformers' own code computes the model, since the fused kernels failed a check: %s", wrong)
@@ -322,7 +330,7 @@ class LoadedEngine:
         self.context_len = min(longest, o.max_total_tokens or longest)
         first = next(model.weights.parameters())
         with self._phase("plain forward"):
-            plain = PlainNumbers(
+            plain = PlainForward(
                 model.logits,
                 model_type=facts["model_type"],
                 vocab_size=self.vocab_size,
@@ -333,18 +341,18 @@ class LoadedEngine:
             )
         if model.block is None:  # through transformers
             with self._phase("small model"):
-                check_small_of(model.weights)
+                check_small_variant(model.weights)
         self.scheduler = Scheduler(
             KVCache(0), max_running=o.max_running_requests, context_len=self.context_len, chunk=o.chunked_prefill_size
         )
-        with refusing(facts["model_type"]):
+        with refuse_model_errors(facts["model_type"]):
             self.runner = model.runner(self.scheduler.table)
         self.capacity = o.max_total_tokens or affordable_slots(self.runner, o, facts, self.context_len)
         self.context_len = min(self.context_len, self.capacity)
         self.scheduler.cache = self._fresh_cache()
         with self._phase("KV cache"):
             self._allocate_cache(plain.slots)
-        self.steps = Steps(
+        self.steps = StepExecutor(
             self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
         )
         with self._phase("kernels"):
@@ -357,14 +365,14 @@ class LoadedEngine:
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
         if draw is not None:
-            draw.prepare_aside()  # last, when nothing else needs the interpreter
+            draw.prepare_in_background()  # last, when nothing else needs the interpreter
 
     def _allocate_cache(self, least: int) -> None:
         """Allocate slots for the capacity, or for the `least` slots that the check at the start writes to."""
         slots = max(self.capacity, least)
         try:
             self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
-        except (CudaRefused, torch.cuda.OutOfMemoryError) as error:
+        except (CudaDriverError, torch.cuda.OutOfMemoryError) as error:
             wanted, free = slots * self.runner.kv_bytes_per_token(), torch.cuda.mem_get_info()[0]
             raise UserError(
                 f"a KV cache of {slots} tokens takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free on this "
@@ -373,7 +381,7 @@ class LoadedEngine:
 
     def _longest(self, facts: JsonMapping) -> int:
         """Return the length of the longest sequence that the model and the options allow."""
-        asked, ends = self.options.context_length, exact_until(facts)
+        asked, ends = self.options.context_length, exact_length_limit(facts)
         longest: int = asked or facts["max_position_embeddings"]
         if ends is None or longest <= ends[0]:
             return longest

@@ -16,8 +16,8 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import nn
 
-from slime.cluster.memory.cuda_driver import CudaRefused
-from slime.cluster.memory.regions import DeviceRegion, aligned, pinned_bytes
+from slime.cluster.memory.cuda_driver import CudaDriverError
+from slime.cluster.memory.regions import DeviceRegion, align_up, pinned_bytes
 from slime.engine.embedded.errors import Conflict
 from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
@@ -47,7 +47,7 @@ class EngineMemory:
             return None
         try:
             return cls(device)
-        except CudaRefused as reason:
+        except CudaDriverError as reason:
             log.warning("restored memory has new addresses, so CUDA graphs are captured again each time: %s", reason)
             return None
 
@@ -62,8 +62,8 @@ class EngineMemory:
         own = dict(model.named_parameters(remove_duplicate=False))
         groups = [[own[name] for name in names] for names in together]
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
-        self._weights.range.prepare(sum(aligned(storage.nbytes()) for storage in storages.values()))
-        _move_together(groups, lambda size: self._weights.empty((size,), torch.uint8))
+        self._weights.range.prepare(sum(align_up(storage.nbytes()) for storage in storages.values()))
+        _move_contiguous(groups, lambda size: self._weights.empty((size,), torch.uint8))
         grouped = {id(p) for group in groups for p in group}
         moved: dict[int, torch.Tensor] = {}
         for parameter in model.parameters():
@@ -86,7 +86,7 @@ class EngineMemory:
         groups += [[name] for name in shapes if name not in grouped]
         sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
         totals = [sum(sizes[name] for name in names) for names in groups]
-        self._weights.range.prepare(sum(aligned(total) for total in totals))
+        self._weights.range.prepare(sum(align_up(total) for total in totals))
         placed: dict[str, torch.Tensor] = {}
         for names, total in zip(groups, totals, strict=True):
             room = self._weights.empty((total,), torch.uint8)
@@ -127,7 +127,7 @@ class EngineMemory:
     def _take_back(self, region: DeviceRegion, what: str) -> None:
         try:
             region.take_back()
-        except CudaRefused as reason:
+        except CudaDriverError as reason:
             free, needed = torch.cuda.mem_get_info(self._device)[0], region.range.full_bytes
             raise Conflict(
                 f"there is no memory for the {what}: {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are "
@@ -136,17 +136,17 @@ class EngineMemory:
 
 
 @torch.no_grad()
-def lay_together(model: nn.Module, together: Iterable[SequenceOf[str]]) -> None:
+def make_contiguous(model: nn.Module, together: Iterable[SequenceOf[str]]) -> None:
     """Make the parameters of each group contiguous, in torch's own memory (without `EngineMemory`)."""
     own = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
-    _move_together(
+    _move_contiguous(
         [[own[name] for name in names] for names in together],
         lambda size: torch.empty(size, dtype=torch.uint8, device=device),
     )
 
 
-def _move_together(groups: list[list[nn.Parameter]], room: Callable[[int], torch.Tensor]) -> None:
+def _move_contiguous(groups: list[list[nn.Parameter]], room: Callable[[int], torch.Tensor]) -> None:
     for group in groups:
         sizes = [parameter.nbytes for parameter in group]
         for parameter, part in zip(group, room(sum(sizes)).split(sizes), strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from slime.engine.embedded.errors import BadRequest, LeftOut, is_neutral, shown
+from slime.engine.embedded.errors import BadRequest, IgnoredFields, is_neutral, shown
 from slime.storage.json_types import JsonMapping
 
 
@@ -83,7 +83,7 @@ _RANGES = {
 }
 
 
-def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | None = None) -> SamplingParams:
+def parse_sampling_params(raw: object, *, vocab_size: int, left_out: IgnoredFields | None = None) -> SamplingParams:
     """Parse a request's `sampling_params`; raises `BadRequest` with the invalid name and value.
 
     Unknown names are ignored, and noted in `left_out`, if their value is neutral or changes no token.
@@ -102,7 +102,7 @@ def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | N
             )
         if left_out is not None and not (name in _FIELDS and is_neutral(raw[name])):
             left_out.note(f"sampling_params.{name}")
-    params = SamplingParams(**{name: _checked(name, v, vocab_size) for name, v in known.items() if v is not None})
+    params = SamplingParams(**{name: _parse_value(name, v, vocab_size) for name, v in known.items() if v is not None})
     if params.min_new_tokens > params.max_new_tokens:
         raise BadRequest(f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}")
     if params.top_p == 0.0:
@@ -113,7 +113,7 @@ def parse_sampling_params(raw: object, *, vocab_size: int, left_out: LeftOut | N
     return replace(params, temperature=0.0) if params.temperature < _GREEDY_BELOW else params
 
 
-def _checked(name: str, value: Any, vocab_size: int) -> Any:
+def _parse_value(name: str, value: Any, vocab_size: int) -> Any:
     if name in _BOOLS:
         if not isinstance(value, bool):
             raise BadRequest(f"{name} must be true or false, not {shown(value)}", name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slime.engine.embedded.kv_cache import KVCache, _common
+from slime.engine.embedded.kv_cache import KVCache, common_prefix_length
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.tokenizer import TextStream
 from slime.storage.json_types import JsonObject
@@ -105,8 +105,8 @@ class Sequence:
         self.finished = time.perf_counter()
 
 
-_KEY = 16  # only prompts whose first 16 tokens agree are compared
-_WORTH_WAITING = 8  # shared tokens for which a sequence waits for another's prefill
+_PREFIX_KEY_LENGTH = 16  # only prompts whose first 16 tokens agree are compared
+_MIN_SHARED_TOKENS = 8  # shared tokens for which a sequence waits for another's prefill
 
 
 @dataclass
@@ -155,7 +155,7 @@ class GrowthEstimate:
 
 
 @dataclass
-class Turns:
+class StepInterleaver:
     """Alternates extend steps and decode steps where steps are launched ahead.
 
     Between two decode steps there is at most one extend step, of few prompt tokens. Waiting sequences are admitted in
@@ -302,13 +302,13 @@ class Scheduler:
             budget -= self._extend(seq, budget, extends)
         in_flight: dict[tuple[int, ...], list[np.ndarray]] = {}  # prompts being computed, by their first tokens
         for seq in [*self.prefilling, *self._unshared]:
-            in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
+            in_flight.setdefault(tuple(seq.prompt_ids[:_PREFIX_KEY_LENGTH]), []).append(seq.array)
         skipped: list[Sequence] = []
         awaited: set[tuple[int, ...]] = set()  # prompts of sequences that wait for another's prefill
-        room = self._expected_room()
+        room = self._expected_free_slots()
         while self.waiting and budget > 0 and self._rows:
             seq = self.waiting.popleft()
-            if self._better_wait(seq, in_flight, awaited):
+            if self._should_wait(seq, in_flight, awaited):
                 skipped.append(seq)
                 continue
             unused = self.cache.available
@@ -316,22 +316,22 @@ class Scheduler:
             wanted = unused - self.cache.available + seq.length - seq.computed + self.growth.of(seq)
             used = self._extend(seq, budget, extends) if wanted <= room else 0
             if used == 0:  # no slots: return to the queue
-                self._give_back(seq)
+                self._release_slots(seq)
                 self.waiting.appendleft(seq)
                 break
             budget -= used
             self.prefilling.append(seq)
-            room = room - wanted if room < float("inf") else self._expected_room()
-            in_flight.setdefault(tuple(seq.prompt_ids[:_KEY]), []).append(seq.array)
+            room = room - wanted if room < float("inf") else self._expected_free_slots()
+            in_flight.setdefault(tuple(seq.prompt_ids[:_PREFIX_KEY_LENGTH]), []).append(seq.array)
         for seq in reversed(skipped):
             self.waiting.appendleft(seq)
         return extends
 
-    def _better_wait(
+    def _should_wait(
         self, seq: Sequence, in_flight: dict[tuple[int, ...], list[np.ndarray]], awaited: set[tuple[int, ...]]
     ) -> bool:
         """True if `seq` should wait until a prompt in flight is computed, to share enough of its prefix."""
-        rivals = in_flight.get(tuple(seq.prompt_ids[:_KEY]))
+        rivals = in_flight.get(tuple(seq.prompt_ids[:_PREFIX_KEY_LENGTH]))
         if not rivals or not self.cache.shares or seq.logprob_start is not None:
             return False
         whole = tuple(seq.prompt_ids)
@@ -339,8 +339,8 @@ class Scheduler:
             return True
         tokens = seq.array[:-1]
         known = len(self.cache.tree.match(tokens))
-        shared = max(_common(tokens, other) for other in rivals)
-        if shared - known < min(_WORTH_WAITING, max(len(tokens) - known, 1)):
+        shared = max(common_prefix_length(tokens, other) for other in rivals)
+        if shared - known < min(_MIN_SHARED_TOKENS, max(len(tokens) - known, 1)):
             return False
         if not seq.output_ids:
             awaited.add(whole)
@@ -358,7 +358,7 @@ class Scheduler:
         seq.input_logprobs.clear()
         self.table[seq.row, : len(slots)] = slots
 
-    def _expected_room(self) -> float:
+    def _expected_free_slots(self) -> float:
         """Return the slots left after the expected growth of all begun sequences; infinite if there are none."""
         begun = [*self.running, *self.prefilling]
         wanted = sum(seq.length - seq.computed + self.growth.of(seq) for seq in begun)
@@ -390,13 +390,13 @@ class Scheduler:
         if seq.row >= 0 and seq.kv_version is not None:
             self.cache.remember(seq.array, self.slots_of(seq))
 
-    def not_prefilled(self, seq: Sequence) -> None:
+    def undo_prefilled(self, seq: Sequence) -> None:
         """Undo `prefilled`: the step was not computed."""
         self._unshared.remove(seq)
         self.running.remove(seq)
         self.prefilling.append(seq)
 
-    def not_extended(self, extend: Extend) -> None:
+    def undo_extend(self, extend: Extend) -> None:
         """Undo the last piece of a sequence, which was not computed: release its slots."""
         extend.sequence.computed = extend.start
         self.cache.release(extend.slots)
@@ -427,7 +427,7 @@ class Scheduler:
     def retract(self, seq: Sequence) -> None:
         """Release the slots of a sequence; it starts over from its tokens when there are slots again."""
         self._leave_queues(seq)
-        self._give_back(seq)
+        self._release_slots(seq)
         self.waiting.appendleft(seq)
         self.retractions += 1
 
@@ -437,7 +437,7 @@ class Scheduler:
         if seq.row >= 0:
             if seq.kv_version == version:
                 self.cache.remember(seq.array, self.slots_of(seq))
-            self._give_back(seq)
+            self._release_slots(seq)
 
     def leave(self, seq: Sequence) -> None:
         """Remove a sequence from all queues; it keeps its slots."""
@@ -453,7 +453,7 @@ class Scheduler:
             if seq in queue:
                 queue.remove(seq)
 
-    def _give_back(self, seq: Sequence) -> None:
+    def _release_slots(self, seq: Sequence) -> None:
         slots = self.slots_of(seq)
         self.before_release(seq, slots)
         self.cache.release(slots)

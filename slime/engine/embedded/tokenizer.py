@@ -32,15 +32,15 @@ if TYPE_CHECKING:  # importing transformers takes longer than a start without it
 
 log = logging.getLogger(__name__)
 
-_READ_AS_THEY_ARE = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+_UNCHANGED_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Classes of transformers that use tokenizer.json unchanged."""
 _QWEN = {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
 """Classes that use its vocabulary only, with the following splits."""
 _QWEN_SPLITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_ODD_WHERE_SET = ("add_prefix_space", "split_special_tokens", "auto_map", "fix_mistral_regex", "gguf_file")
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNSUPPORTED_SETTINGS = ("add_prefix_space", "split_special_tokens", "auto_map", "fix_mistral_regex", "gguf_file")
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBES = ("Hello, world!  It's 12+34 = 46?\n\n\tdef f(x):\n", "naïve café — 北京 😀 \u0301e", " <|im_end|>\r\n 's")
 
 _MOST_PENDING = 16  # tokens that may wait for an incomplete character
@@ -148,17 +148,17 @@ class ChatTokenizer:
 
 def plain_tokenizer(folder: str | Path) -> PlainTokenizer | None:
     """Load the tokenizer of a folder; None if transformers has to load it."""
-    file, config = Path(folder) / "tokenizer.json", _json(Path(folder) / "tokenizer_config.json")
-    facts = _json(file)
+    file, config = Path(folder) / "tokenizer.json", _read_json_object(Path(folder) / "tokenizer_config.json")
+    facts = _read_json_object(file)
     if facts is None or config is None or not _is_plain(facts, config):
         return None
-    return PlainTokenizer(file, _text(config.get("eos_token")))
+    return PlainTokenizer(file, _token_text(config.get("eos_token")))
 
 
 def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
     """True if transformers uses the folder's tokenizer.json (`facts`) unchanged with this tokenizer_config.json."""
     kind = config.get("tokenizer_class")
-    if kind not in _READ_AS_THEY_ARE | _QWEN or any(config.get(name) for name in _ODD_WHERE_SET):
+    if kind not in _UNCHANGED_CLASSES | _QWEN or any(config.get(name) for name in _UNSUPPORTED_SETTINGS):
         return False
     if facts.get("model", {}).get("type") != "BPE" and config.get("clean_up_tokenization_spaces"):
         return False  # transformers never cleans up the text of BPE tokens
@@ -170,7 +170,7 @@ def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
         return False
     if kind in _QWEN and not _splits_as_qwen(facts):
         return False
-    return _special_tokens_are_there(facts, config)
+    return _has_special_tokens(facts, config)
 
 
 def _splits_as_qwen(facts: JsonMapping) -> bool:
@@ -187,30 +187,33 @@ def _splits_as_qwen(facts: JsonMapping) -> bool:
     return False
 
 
-def _special_tokens_are_there(facts: JsonMapping, config: JsonMapping) -> bool:
+def _has_special_tokens(facts: JsonMapping, config: JsonMapping) -> bool:
     """True if tokenizer.json has the special tokens of tokenizer_config.json; transformers would add missing ones."""
     added = {token["content"]: token for token in facts.get("added_tokens") or ()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    named = [*(config.get(name) for name in _NAMED), *(extra.values() if isinstance(extra, Mapping) else extra)]
-    wanted = [text for token in named if (text := _text(token)) is not None]
+    named = [
+        *(config.get(name) for name in _SPECIAL_TOKEN_KEYS),
+        *(extra.values() if isinstance(extra, Mapping) else extra),
+    ]
+    wanted = [text for token in named if (text := _token_text(token)) is not None]
     if config.get("tokenizer_class") in _QWEN:
         wanted.append("<|endoftext|>")  # the default of tokens that are not named
     if not all(text in added and added[text].get("special") for text in wanted):
         return False
     listed = config.get("added_tokens_decoder") or {}
     return all(
-        added.get(_text(token) or "", {}).get("id") == int(number)
-        and bool(added[_text(token) or ""].get("special")) == bool(token.get("special"))
+        added.get(_token_text(token) or "", {}).get("id") == int(number)
+        and bool(added[_token_text(token) or ""].get("special")) == bool(token.get("special"))
         for number, token in listed.items()
     )
 
 
-def _text(token: object) -> str | None:
+def _token_text(token: object) -> str | None:
     found = token.get("content") if isinstance(token, Mapping) else token
     return found if isinstance(found, str) else None
 
 
-def _json(file: Path) -> JsonObject | None:
+def _read_json_object(file: Path) -> JsonObject | None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -218,7 +221,7 @@ def _json(file: Path) -> JsonObject | None:
     return found if isinstance(found, dict) else None
 
 
-class _Decoded:
+class _IncrementalDecoder:
     """Decodes tokens one by one; holds text back that the next token may still change."""
 
     def __init__(self, tokenizer: EngineTokenizer, *, skip_special_tokens: bool) -> None:
@@ -264,9 +267,9 @@ class TextStream:
     ) -> None:
         self._stops = tuple(stops)
         self._reach = max((len(s) for s in self._stops), default=1) - 1  # a match begins at most so far back
-        self._shown = _Decoded(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._shown = _IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         both = bool(self._stops) and skip_special_tokens
-        self._whole = _Decoded(tokenizer, skip_special_tokens=False) if both else None
+        self._whole = _IncrementalDecoder(tokenizer, skip_special_tokens=False) if both else None
         self._streamed = streamed
         self._tail = ""  # the last `_reach` characters of the whole text
         self._begun = [0] * len(self._stops)  # characters of each stop string that ended the text at the last check

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config import Config
-from slime.engine.sglang.installed import SGLANG, Installed, find_installed, installed_version
+from slime.engine.sglang.installed import SGLANG, InstalledPackage, find_installed, installed_version
 from slime.engine.sglang.router import external_router, find_router, router_not_installed
 from slime.errors import UserError
 
@@ -47,7 +47,7 @@ def choose_router(config: Config, backend: str) -> tuple[str, str]:
     return BUILTIN, "sglang-router is not installed"
 
 
-def installed_sglang(config: Config) -> Installed:
+def installed_sglang(config: Config) -> InstalledPackage:
     """SGLang with its options, for a run that uses it."""
     installed = find_installed(SGLANG, config.sglang_python)
     if installed is None:

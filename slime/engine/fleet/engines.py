@@ -26,8 +26,8 @@ from slime.engine.fleet.backend import (
     choose_router,
     installed_sglang,
 )
-from slime.engine.fleet.external import Capabilities, EngineKind, ExternalEngines, probe, without_missing
-from slime.engine.fleet.processes import EngineFleet, refuse_for_embedded
+from slime.engine.fleet.external import Capabilities, EngineKind, ExternalEngines, drop_unsupported, probe
+from slime.engine.fleet.processes import EngineFleet, check_embedded_flags
 from slime.engine.http.blocking import engine_key, made_key
 from slime.engine.sglang.launch import check_server_flags
 from slime.engine.sglang.router import SglangRouter, external_router, installed_router
@@ -36,7 +36,7 @@ from slime.errors import RunFailed, UserError
 from slime.models.folder import quantization, read_config_json
 from slime.storage.json_types import JsonObject
 
-_END_IS_SEEN_S = 2.0
+_EXIT_DETECTION_S = 2.0
 """Maximum delay between a broken connection and the detected end of its process."""
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,9 @@ class Engines:
             "model_urls": self.model_urls,
         }
 
-    def without_missing(self, config: Config) -> Config:
+    def supported_config(self, config: Config) -> Config:
         """The config without the features that the engines lack; each change is logged as one sentence."""
-        config, sentences = without_missing(config, self.capabilities)
+        config, sentences = drop_unsupported(config, self.capabilities)
         for sentence in sentences:
             logger.warning("%s", sentence)
         return config
@@ -150,7 +150,7 @@ class Engines:
                     for engine in self._trained.launches
                 ]
             except RunFailed:
-                self._trained.check(within_s=_END_IS_SEEN_S)  # if an engine has died, its error names it and its log
+                self._trained.check(within_s=_EXIT_DETECTION_S)  # if an engine has died, its error names it and its log
                 raise
             for name, router in self._routers.items():
                 if self._is_stopped:
@@ -265,7 +265,7 @@ def served_models(config: Config, backend: str) -> tuple[ServedModel, ...]:
     return read_topology(config)
 
 
-def alone_engine(config: Config) -> Config:
+def single_engine_config(config: Config) -> Config:
     """Config of a separate fleet with one engine, on the rollout's first GPU."""
     return config.replace(
         rollout_num_gpus=1,
@@ -287,7 +287,7 @@ def count_engines(config: Config, backend: str) -> int:
 def check_engines(config: Config, backend: str, device: str) -> None:
     """Refuse flags that the chosen engines and router do not support, before anything starts."""
     if backend == EMBEDDED:
-        refuse_for_embedded(config, device)
+        check_embedded_flags(config, device)
     elif backend == EXTERNAL:
         ExternalEngines(config)
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime.config import Config
-from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask, engine_key
+from slime.engine.http.blocking import KEY_VARIABLE, NoResponse, ask, engine_key
 from slime.engine.launch import Launch
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
@@ -66,7 +66,7 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
     if generate:
         try:
             status, answer = ask("POST", f"{url}/generate", _PROBE, timeout_s=timeout_s, api_key=api_key)
-        except NoAnswer as error:
+        except NoResponse as error:
             raise RunFailed(f"engine {url} did not answer its first request: {error}") from error
         if status != 200 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
             raise RunFailed(f"engine {url} answered its first request with status {status}: {str(answer)[:400]}")
@@ -90,7 +90,7 @@ def probe(url: str, *, generate: bool = True, timeout_s: float = 60.0, api_key: 
     )
 
 
-def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Config, list[str]]:
+def drop_unsupported(config: Config, engines: Sequence[Capabilities]) -> tuple[Config, list[str]]:
     """The config that all these engines can serve, and a sentence for each replaced feature."""
     changes: JsonObject = {}
     sentences: list[str] = []
@@ -127,7 +127,7 @@ def without_missing(config: Config, engines: Sequence[Capabilities]) -> tuple[Co
 def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optional: bool = False) -> JsonObject:
     try:
         status, answer = ask("GET", url + path, timeout_s=timeout_s, api_key=api_key)
-    except NoAnswer as error:
+    except NoResponse as error:
         raise RunFailed(f"engine {url} did not answer {path}: {error}") from error
     if status == 200 and isinstance(answer, dict):
         return answer
@@ -179,7 +179,7 @@ class ExternalEngines:
 
     def _discovered(self, timeout_s: float) -> list[Launch]:
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda url: _discover(url, self._config, timeout_s), self._addresses))
+            return list(pool.map(lambda url: _attach(url, self._config, timeout_s), self._addresses))
 
     def check(self, within_s: float = 0.0) -> None:
         """Does nothing: external engines are not monitored; a call to a dead engine raises."""
@@ -198,7 +198,7 @@ class ExternalEngines:
         """Does nothing: external engines keep running."""
 
 
-def _discover(url: str, config: Config, timeout_s: float) -> Launch:
+def _attach(url: str, config: Config, timeout_s: float) -> Launch:
     """Probe an engine and describe it as a launch. Refuses an engine with another model, according to its model folder
     if that is readable here, else to /model_info."""
     key = engine_key(config)
@@ -218,7 +218,7 @@ def _discover(url: str, config: Config, timeout_s: float) -> Launch:
                     f"--hf-checkpoint {config.hf_checkpoint} has {ours.get(field)}: start the engine with that model"
                 )
         info = ask("GET", f"{url}/server_info", timeout_s=timeout_s, api_key=key)[1]
-    except (RunFailed, NoAnswer) as error:
+    except (RunFailed, NoResponse) as error:
         raise UserError(f"{FLAG}: {error}: start it (slime serve), or correct the address") from error
     host, _, port = url.removeprefix("http://").rpartition(":")
     mode = info.get("disaggregation_mode")

@@ -18,15 +18,15 @@ from types import TracebackType
 from typing import Self
 
 from slime.cluster.local import rollout_slots
-from slime.cluster.node import Node, NodeLost, Process, Slot
+from slime.cluster.node import Node, NodeLost, NodeProcess, Slot
 from slime.cluster.ports import require_free_port
 from slime.cluster.process import ProcessSet
 from slime.cluster.watchdog import WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
 from slime.engine.fleet.backend import EMBEDDED, choose_backend, installed_sglang
-from slime.engine.http.blocking import NoAnswer, ask, made_key
-from slime.engine.launch import EMBEDDED_PARSERS, Launch, Ports, Seat, embedded_launch
-from slime.engine.sglang.installed import Installed
+from slime.engine.http.blocking import NoResponse, ask, made_key
+from slime.engine.launch import EMBEDDED_PARSERS, EngineSlots, Launch, PortAllocator, embedded_launch
+from slime.engine.sglang.installed import InstalledPackage
 from slime.engine.sglang.launch import check_server_flags, places, sglang_launch
 from slime.engine.sglang.topology import ServedModel, simple_model
 from slime.errors import RunFailed, UserError
@@ -63,9 +63,9 @@ class _Engine:
     """One engine: its number in the fleet at the start, its slots, and its processes."""
 
     number: int
-    seat: Seat
+    seat: EngineSlots
     launch: Launch
-    processes: list[Process] = field(default_factory=list)
+    processes: list[NodeProcess] = field(default_factory=list)
 
     @property
     def lost(self) -> Node | None:
@@ -108,7 +108,7 @@ class EngineFleet:
         self.key = key or made_key()
         self._processes = ProcessSet()
         self._spare = spare
-        self._ports = Ports()
+        self._ports = PortAllocator()
         self._engines: tuple[_Engine, ...] = ()
         self.size = self._model.num_engines
         if self.size < 1:
@@ -116,9 +116,9 @@ class EngineFleet:
                 f"--rollout-num-gpus {config.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
                 f"{config.rollout_num_gpus_per_engine}: there would be no engine"
             )
-        self._installed: Installed | None = None
+        self._installed: InstalledPackage | None = None
         if self.backend == EMBEDDED:
-            refuse_for_embedded(config, device)
+            check_embedded_flags(config, device)
         else:
             self._installed = installed_sglang(config)
             check_server_flags(config, [self._model], self._installed)
@@ -219,7 +219,9 @@ class EngineFleet:
     ) -> None:
         self.stop()
 
-    def _make_launch(self, number: int, seats: Sequence[Seat], seat: Seat, port: int | None = None) -> Launch:
+    def _make_launch(
+        self, number: int, seats: Sequence[EngineSlots], seat: EngineSlots, port: int | None = None
+    ) -> Launch:
         config, name = self._config, f"{self._name}-{number}"
         if self._installed is None:
             return embedded_launch(
@@ -258,13 +260,13 @@ class EngineFleet:
     def _await_health(self, engines: Sequence[_Engine]) -> None:
         limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
         left = list(engines)
-        with waiting(_names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
+        with waiting(_engine_names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
             while left:
                 for engine in left:
                     for process in engine.processes:
                         _raise_if_ended(process)
                 left = [engine for engine in left if not _is_healthy(engine.launch)]
-                wait.whom = _names(left)
+                wait.whom = _engine_names(left)
                 if left and wait.is_over():
                     launch, process = left[0].launch, left[0].processes[0]
                     raise expired(
@@ -278,11 +280,11 @@ class EngineFleet:
                     time.sleep(_POLL_S)
 
 
-def _names(engines: Sequence[_Engine]) -> str:
+def _engine_names(engines: Sequence[_Engine]) -> str:
     return ", ".join(engine.launch.name for engine in engines)
 
 
-def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int]:
+def fixed_ports(config: Config, seats: Sequence[EngineSlots] | None = None) -> list[int]:
     """The engine ports given by `--engine-port`; empty without the flag. Raises if the port of an engine on this
     machine is in use; without `seats` all engines are on this machine."""
     first = config.engine_port
@@ -298,7 +300,7 @@ def fixed_ports(config: Config, seats: Sequence[Seat] | None = None) -> list[int
     return list(range(first, first + len(hosts)))
 
 
-def refuse_for_embedded(config: Config, device: str) -> None:
+def check_embedded_flags(config: Config, device: str) -> None:
     """Refuse flags that the embedded engine does not support."""
     for flag, value in (
         ("--sglang-config", config.sglang_config),
@@ -325,11 +327,11 @@ def refuse_for_embedded(config: Config, device: str) -> None:
 def _is_healthy(launch: Launch) -> bool:
     try:
         return ask("GET", f"{launch.url}/health", timeout_s=_PROBE_TIMEOUT_S)[0] == HTTPStatus.OK
-    except NoAnswer:
+    except NoResponse:
         return False
 
 
-def _raise_if_ended(process: Process) -> None:
+def _raise_if_ended(process: NodeProcess) -> None:
     code = process.poll()
     if code is None:
         return

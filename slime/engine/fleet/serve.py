@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slime.cluster.child_env import forget_key, keep_key
+from slime.cluster.child_env import delete_engine_key, store_engine_key
 from slime.cluster.devices import choose_dtype, resolve_device, slow_dtype_note
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import ending_signals
@@ -91,7 +91,7 @@ async def _serve(engines: Engines, host: str) -> None:
     ports = {urlsplit(one).port or 0 for one in served} if is_loopback(host) else set()
     try:
         for port in ports:
-            keep_key(port, engines.key)
+            store_engine_key(port, engines.key)
         router_url = engine_url(*await router.start(host))
         for index, url in enumerate(engines.urls):
             print(f"engine-{index}  {url}", flush=True)
@@ -111,6 +111,6 @@ async def _serve(engines: Engines, host: str) -> None:
     finally:
         stopping.cancel()
         for port in ports:
-            forget_key(port, engines.key)
+            delete_engine_key(port, engines.key)
         await router.aclose()
         await pool.aclose()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime.engine.http.blocking import NoAnswer, ask
+from slime.engine.http.blocking import NoResponse, ask
 
 INTERVAL_S = 2.0
 _TIMEOUT_S = 5.0
@@ -20,7 +20,7 @@ _LOAD_ROUTES = ("/v1/loads?include=core", "/get_load")
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """Requests at one engine, and its speed if known: tokens generated so far, or tokens per second."""
 
     running: int = 0
@@ -42,15 +42,15 @@ class EngineStates:
         *,
         why_ended: Callable[[int], str | None],
         away: Callable[[], Mapping[str, str]] = dict,
-        load_of: Callable[[str], Load | None] | None = None,
+        load_of: Callable[[str], EngineLoad | None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._urls = urls
         self._why_ended = why_ended
         self._away = away
-        self._load_of = load_of or ask_load
+        self._load_of = load_of or request_load
         self._now = now
-        self._found: dict[str, Load | str] = {}
+        self._found: dict[str, EngineLoad | str] = {}
         self._rates: dict[str, float] = {}
         self._seen: dict[str, tuple[float, int]] = {}
         self._closed = threading.Event()
@@ -85,7 +85,7 @@ class EngineStates:
                         self._seen[url] = (now, load.generated)
                         if before is not None and now > before[0]:
                             self._rates[url] = max(0, load.generated - before[1]) / (now - before[0])
-            if not isinstance(self._found[url], Load):
+            if not isinstance(self._found[url], EngineLoad):
                 self._seen.pop(url, None)
                 self._rates.pop(url, None)
 
@@ -100,7 +100,7 @@ class EngineStates:
         found = dict(self._found)
         if not found:
             return None
-        loads = [one for one in found.values() if isinstance(one, Load)]
+        loads = [one for one in found.values() if isinstance(one, EngineLoad)]
         running, queued = sum(load.running for load in loads), sum(load.queued for load in loads)
         text = f"generating, {running} running, {queued} queued" if running or queued else "ready"
         urls = self._urls()
@@ -115,19 +115,19 @@ class EngineStates:
             self.look()
 
 
-def ask_load(url: str, api_key: str | None = None) -> Load | None:
+def request_load(url: str, api_key: str | None = None) -> EngineLoad | None:
     """Request the load of an engine; None if it does not answer in time, for example because it is busy."""
     try:
         for route in _LOAD_ROUTES:
             status, answer = ask("GET", url + route, timeout_s=_TIMEOUT_S, api_key=api_key)
             if status == 200:
-                return load_in(answer)
-    except NoAnswer:
+                return parse_load(answer)
+    except NoResponse:
         return None
-    return Load()
+    return EngineLoad()
 
 
-def load_in(answer: object) -> Load:
+def parse_load(answer: object) -> EngineLoad:
     """Parse a response of `/v1/loads` or `/get_load`, which has one entry per data-parallel rank."""
     entries = answer.get("loads", []) if isinstance(answer, dict) else answer
     ranks = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
@@ -140,4 +140,4 @@ def load_in(answer: object) -> Load:
     )
     counts = [int(rank["generated_tokens"]) for rank in ranks if rank.get("generated_tokens") is not None]
     speeds = [float(rank["gen_throughput"]) for rank in ranks if rank.get("gen_throughput") is not None]
-    return Load(running, queued, sum(counts) if counts else None, sum(speeds) if speeds else None)
+    return EngineLoad(running, queued, sum(counts) if counts else None, sum(speeds) if speeds else None)

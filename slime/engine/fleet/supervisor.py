@@ -45,14 +45,14 @@ class Restartable(Protocol):
         If it cannot be restarted, remove it from `urls` and raise `EngineRetired`."""
 
 
-class RunAsync(Protocol):
+class PoolLoopRunner(Protocol):
     """Runs a coroutine in the event loop of the pool and returns its result."""
 
     def __call__(self, coro: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Watch:
+class HealthCheckSettings:
     """Health-check settings: interval, timeout of one check, delay before the first check, restarts per engine."""
 
     interval_s: float
@@ -75,8 +75,8 @@ class Supervisor:
         self,
         fleet: Restartable,
         pool: EnginePool,
-        run_async: RunAsync,
-        watch: Watch,
+        run_async: PoolLoopRunner,
+        watch: HealthCheckSettings,
         *,
         refresh: Callable[[str], bool] | None,
         route: Callable[[str, bool], None] | None = None,
@@ -171,7 +171,7 @@ class Supervisor:
         """Admit the waiting engines: every engine now has the current weights."""
         with self._between_rounds():
             for url in sorted(self.waiting):
-                self._let_in(url)
+                self._mark_ready(url)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -218,7 +218,7 @@ class Supervisor:
                 client.base_url: reason for client, reason in zip(alive, problems, strict=True) if reason is not None
             }
         for url, reason in sick.items():
-            self._bring_back(url, reason)
+            self._restart_or_retire(url, reason)
         for url in sorted(self.waiting):
             self._admit(url)
 
@@ -238,7 +238,7 @@ class Supervisor:
 
         return list(await asyncio.gather(*(ask(client) for client in clients)))
 
-    def _bring_back(self, url: str, reason: str) -> None:
+    def _restart_or_retire(self, url: str, reason: str) -> None:
         index = self._fleet.urls.index(url)
         self._set(url, up=False)
         while not self._restarts_any or self._restarts[url] < self._watch.max_restarts:
@@ -287,12 +287,12 @@ class Supervisor:
         try:
             is_current = self._refresh is None or self._refresh(url)
         except EngineError as error:  # an engine that cannot load the weights is unhealthy
-            self._bring_back(url, str(error))
+            self._restart_or_retire(url, str(error))
             return
         if is_current:
-            self._let_in(url)
+            self._mark_ready(url)
 
-    def _let_in(self, url: str) -> None:
+    def _mark_ready(self, url: str) -> None:
         self._set(url, up=True)
         self.waiting.discard(url)
         logger.warning("engine %s %s", url, "is back" if self._restarts[url] else "was added")

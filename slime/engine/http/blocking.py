@@ -16,7 +16,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.cluster.child_env import CONTROL_KEY_VARIABLE, kept_key
+from slime.cluster.child_env import CONTROL_KEY_VARIABLE, read_engine_key
 from slime.cluster.child_env import ENGINE_KEY_VARIABLE as KEY_VARIABLE
 from slime.cluster.ports import is_loopback
 from slime.config import Config
@@ -45,7 +45,7 @@ def engine_key(config: Config) -> str | None:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not is_loopback(host):
             others.append(address)
-        elif port.isdigit() and (key := kept_key(int(port))) is not None:
+        elif port.isdigit() and (key := read_engine_key(int(port))) is not None:
             keys[key] = address
     problem = None
     if len(keys) > 1:
@@ -80,7 +80,7 @@ def authorization(key: str | None) -> dict[str, str]:
 DEFAULT_TIMEOUT_S = 30.0
 
 
-class NoAnswer(Exception):
+class NoResponse(Exception):
     """No HTTP response was received; the text says why."""
 
 
@@ -97,7 +97,7 @@ def ask(
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        raise NoAnswer(str(error) or type(error).__name__) from error
+        raise NoResponse(str(error) or type(error).__name__) from error
     finally:
         connection.close()
     try:
@@ -106,7 +106,7 @@ def ask(
         return response.status, text
 
 
-def why_unreachable(url: str, *, timeout_s: float) -> str | None:
+def connection_problem(url: str, *, timeout_s: float) -> str | None:
     """Return why no connection to the host of a URL can be made; None if one can."""
     address = urlsplit(url if "//" in url else f"//{url}")
     try:

@@ -23,10 +23,10 @@ from slime.engine.http.errors import (
     EngineUnreachable,
 )
 from slime.engine.http.protocol import GenerateResult, PauseMode, quote
-from slime.engine.http.transport import EngineCalls
+from slime.engine.http.transport import EngineTransport
 from slime.storage.json_types import JsonObject
 
-_GROWING = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "output_token_sampling_mask",
+_PER_TOKEN_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "output_token_sampling_mask",
             "output_token_sampling_logprobs")  # fmt: skip
 """Fields of `meta_info` that have an entry for each token."""
 
@@ -82,7 +82,7 @@ class Growing:
 
     def take(self, event: bytes) -> None:
         """Add the tokens of an event; a `ValueError` for an invalid event leaves the response unchanged."""
-        answer = _read(event)
+        answer = _parse_event(event)
         meta_info = answer["meta_info"]
         count = meta_info["completion_tokens"]
         text, ids = answer.get("text"), answer.get("output_ids")
@@ -97,7 +97,7 @@ class Growing:
             raise ValueError(f"{carried} tokens, which are {expected}: {_quoted(event)}")
         self._texts.append(text if isinstance(text, str) else "")
         self._ids += ids if isinstance(ids, list) else ()
-        for name in _GROWING:
+        for name in _PER_TOKEN_FIELDS:
             if isinstance(entries := meta_info.get(name), list):
                 self._entries.setdefault(name, []).extend(entries)
         self.tokens, self._last = count, answer
@@ -125,7 +125,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield b"".join(begun)
 
 
-def _read(event: bytes) -> JsonObject:
+def _parse_event(event: bytes) -> JsonObject:
     try:
         answer = parse_json(event)
     except ValueError:
@@ -161,7 +161,7 @@ __all__ = [
 REQUEST_FLAG = "--engine-request-timeout"
 
 
-class EngineClient(EngineCalls):
+class EngineClient(EngineTransport):
     """Calls one engine; safe to use from several event loops, each of which gets its own HTTP session.
 
     ``timeout_s`` is the deadline of a generation, ``control_timeout_s`` that of every other call; each method takes
@@ -243,7 +243,7 @@ class EngineClient(EngineCalls):
         """Drop all cached prefixes."""
         await self._control("POST", "/flush_cache", {}, timeout_s)
 
-    async def generate_into(
+    async def stream_generate(
         self,
         answers: Growing,
         payload: JsonObject,
@@ -279,7 +279,7 @@ class EngineClient(EngineCalls):
         except ValueError as error:
             raise EngineProtocolError(self.base_url, "/generate", f"streamed {error}") from error
 
-    async def grown_result(self, answers: Growing, broken_by: EngineError | None) -> GenerateResult:
+    async def streamed_result(self, answers: Growing, broken_by: EngineError | None) -> GenerateResult:
         """Validate and parse a streamed response; one that `broken_by` ended early gets the finish reason abort."""
 
         def read() -> GenerateResult:

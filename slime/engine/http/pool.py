@@ -24,9 +24,9 @@ from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
-_ABORT_AGAIN_S = 0.1
+_DRAIN_POLL_S = 0.1
 """Interval between aborts while an engine drains: a request may still have been on its way to it."""
-_LET_GO_S = 5.0
+_REMOVE_TIMEOUT_S = 5.0
 """How long `remove` waits for the requests in flight on the removed engine."""
 
 
@@ -154,21 +154,21 @@ class EnginePool:
         )
 
     async def _asked(self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None) -> T:
-        async with self._reached(ask, affinity_key) as (_, answer):
+        async with self._first_reachable(ask, affinity_key) as (_, answer):
             return answer
 
     @contextlib.asynccontextmanager
-    async def _reached(
+    async def _first_reachable(
         self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None
     ) -> AsyncIterator[tuple[_Member, T]]:
         """Yield the first reachable engine and its response; the request counts as in flight while the body runs."""
         tried: list[_Member] = []
         while True:
-            await self._wait_for_one()
+            await self._wait_for_engine()
             member = self._pick(affinity_key, tried)
-            with _Load(member):
+            with _InFlightCount(member):
                 try:
-                    answer = await _while_up(member, ask(member.client))
+                    answer = await _unless_down(member, ask(member.client))
                 except EngineUnreachable:
                     self._suspect(member)
                     tried.append(member)
@@ -178,7 +178,7 @@ class EnginePool:
                 yield member, answer
                 return
 
-    async def generate_kept(
+    async def generate_resumable(
         self,
         payload: JsonObject,
         affinity_key: Hashable | None = None,
@@ -191,13 +191,13 @@ class EnginePool:
         The response is streamed, so the tokens of an engine that dies, or is marked down while it hangs, are kept.
         `on_ids` is called with the ids of each event.
         """
-        await self._wait_for_one()
+        await self._wait_for_engine()
         member, kept = self._pick(affinity_key, []), Growing()
         url = member.client.base_url
         cause: EngineError | None = None
         try:
-            with _Load(member):
-                await _while_up(member, member.client.generate_into(kept, payload, headers=headers, on_ids=on_ids))
+            with _InFlightCount(member):
+                await _unless_down(member, member.client.stream_generate(kept, payload, headers=headers, on_ids=on_ids))
         except EngineUnreachable as error:
             self._suspect(member)
             cause = error
@@ -205,7 +205,7 @@ class EnginePool:
             return None, cause or EngineUnreachable(
                 url, "/generate", "ended its stream without a response", accepted=True
             )
-        return await member.client.grown_result(kept, cause), cause
+        return await member.client.streamed_result(kept, cause), cause
 
     # membership
 
@@ -231,7 +231,7 @@ class EnginePool:
         member.down.set()
         self._note_up()
         self._tell("removed", url)
-        await _idle_within(member, _LET_GO_S)
+        await _wait_until_idle(member, _REMOVE_TIMEOUT_S)
         await member.client.aclose()
 
     def leave(self, url: str) -> None:
@@ -254,7 +254,7 @@ class EnginePool:
                     await member.client.abort(abort_all=True, timeout_s=max(0.1, wait.remaining() or 0.0))
                 except EngineError:  # unreachable: its requests fail by themselves, or end when it is removed
                     break
-                await _idle_within(member, _ABORT_AGAIN_S)
+                await _wait_until_idle(member, _DRAIN_POLL_S)
         return not member.in_flight
 
     def set_down(self, url: str) -> None:
@@ -309,11 +309,11 @@ class EnginePool:
     def _member(self, url: str) -> _Member | None:
         return next((member for member in self._members if member.client.base_url == url), None)
 
-    def _nobody(self, reason: str) -> EngineUnreachable:
+    def _no_engine_error(self, reason: str) -> EngineUnreachable:
         url = self._members[0].client.base_url if self._members else "(none)"
         return EngineUnreachable(url, "/generate", reason, accepted=False)
 
-    async def _wait_for_one(self) -> None:
+    async def _wait_for_engine(self) -> None:
         if not self._any_up.is_set():
             with waiting("an engine", "to come back", timeout_s=self._patience_s) as wait:
                 try:
@@ -321,9 +321,9 @@ class EnginePool:
                         await self._any_up.wait()
                 except TimeoutError:
                     reason = f"is down, and no other engine came up within {self._patience_s:g} s"
-                    raise self._nobody(reason) from None
+                    raise self._no_engine_error(reason) from None
         if self._given_up is not None and not self.up:
-            raise EngineProtocolError(self._nobody("").url, "/generate", f"was given up: {self._given_up}")
+            raise EngineProtocolError(self._no_engine_error("").url, "/generate", f"was given up: {self._given_up}")
 
     async def broadcast(self, method: str, *args: object, **kwargs: object) -> Sequence[object]:
         """Call an `EngineClient` method on every engine that is up; returns the results in order. The first error is
@@ -356,7 +356,7 @@ class EnginePool:
                 def begin(client: EngineClient) -> Awaitable[aiohttp.ClientResponse]:
                     return stack.enter_async_context(client.open(method, call, data=data, headers=headers))
 
-                async with self._reached(begin, affinity_key) as (member, response):
+                async with self._first_reachable(begin, affinity_key) as (member, response):
                     closing = asyncio.ensure_future(_close_when_down(member, response))
                     try:
                         yield response
@@ -376,7 +376,7 @@ class EnginePool:
         now = asyncio.get_running_loop().time()
         left = [member for member in self._members if member not in tried]
         if not left:
-            raise self._nobody("cannot be sent: the pool has no engine")
+            raise self._no_engine_error("cannot be sent: the pool has no engine")
         up = [member for member in left if member.takes_requests] or left
         candidates = [member for member in up if member.suspect_until <= now] or up
         idlest = min(candidates, key=lambda member: member.in_flight)
@@ -397,7 +397,7 @@ class EnginePool:
             member.down.set()
 
 
-async def _while_up(member: _Member, asking: Awaitable[T]) -> T:
+async def _unless_down(member: _Member, asking: Awaitable[T]) -> T:
     """The response of an engine; raises `EngineUnreachable` as soon as the engine is marked down."""
     reading: asyncio.Future[T] = asyncio.ensure_future(asking)
     going_down = asyncio.ensure_future(member.down.wait())
@@ -418,7 +418,7 @@ async def _close_when_down(member: _Member, response: aiohttp.ClientResponse) ->
     response.close()
 
 
-async def _idle_within(member: _Member, seconds: float) -> None:
+async def _wait_until_idle(member: _Member, seconds: float) -> None:
     """Wait until an engine has none of the pool's requests in flight, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -426,7 +426,7 @@ async def _idle_within(member: _Member, seconds: float) -> None:
                 await member.idle.wait()
 
 
-class _Load:
+class _InFlightCount:
     """Context manager that counts a request as in flight on its engine."""
 
     def __init__(self, member: _Member) -> None:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypedDict
 import numpy as np
 
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
-from slime.data.routed_experts import flat_experts
+from slime.data.routed_experts import decode_expert_ids
 from slime.engine.http.codec import token_columns
 from slime.engine.http.errors import EngineProtocolError
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -29,7 +29,7 @@ PauseMode = Literal["abort", "in_place", "retract"]
 QUOTED_CHARS = 400
 
 
-class SamplingParams(TypedDict, total=False):
+class RolloutSamplingParams(TypedDict, total=False):
     """Sampling parameters that slime sends; engines accept more, which custom generate functions may add."""
 
     temperature: float
@@ -92,7 +92,7 @@ def generate_payload(input_ids: Sequence[int], sampling_params: JsonMapping) -> 
     return {"input_ids": list(input_ids), "sampling_params": dict(sampling_params), "return_logprob": True}
 
 
-def routing_wanted(start: int) -> JsonObject:
+def routed_experts_fields(start: int) -> JsonObject:
     """Fields of a ``/generate`` body that request the routed experts of the tokens from `start` on."""
     fields: JsonObject = {"return_routed_experts": True}
     return fields | {"routed_experts_start_len": start} if start else fields
@@ -148,7 +148,9 @@ class GenerateResult:
             raise malformed("whose output_ids differ from the ids in output_token_logprobs")
         if isinstance(experts := meta_info.get("routed_experts"), str):
             try:
-                meta_info["routed_experts"] = flat_experts(experts)  # decoded off the event loop: it may be megabytes
+                meta_info["routed_experts"] = decode_expert_ids(
+                    experts
+                )  # decoded off the event loop: it may be megabytes
             except ValueError:
                 raise malformed("whose meta_info.routed_experts is not base64 of int32") from None
         text = answer.get("text", "")
@@ -194,7 +196,7 @@ _JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_log
 _TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
 
 
-def note_first_version(meta_info: JsonObject, sent_with: str | None) -> None:
+def record_first_version(meta_info: JsonObject, sent_with: str | None) -> None:
     """Record the weight version an engine had when the request was sent, if the response names only a later one."""
     if sent_with is None or meta_info.get("weight_versions"):
         return
@@ -202,7 +204,7 @@ def note_first_version(meta_info: JsonObject, sent_with: str | None) -> None:
         meta_info["first_weight_version"] = sent_with
 
 
-def note_first_routed(meta_info: JsonObject, request: object) -> None:
+def record_first_routed(meta_info: JsonObject, request: object) -> None:
     """Record the first token of the routed experts from the request, if the response does not name it."""
     start = request.get("routed_experts_start_len") if isinstance(request, Mapping) else None
     if start and meta_info.get("routed_experts") is not None:
@@ -216,7 +218,7 @@ def was_aborted(answer: object) -> bool:
     return (reason.get("type") if isinstance(reason, Mapping) else reason) == "abort"
 
 
-def answered_ids(answer: JsonMapping) -> list[int] | None:
+def extract_token_ids(answer: JsonMapping) -> list[int] | None:
     """Token ids of a response; None if it does not contain them."""
     entries = answer["meta_info"].get("output_token_logprobs")
     columns = None if entries is None else token_columns(entries)
@@ -261,10 +263,10 @@ def continued_payload(payload: JsonMapping, prompt_ids: Sequence[int], sampled: 
     return rest
 
 
-def joined_answers(first: JsonMapping, rest: JsonMapping) -> JsonObject:
+def join_responses(first: JsonMapping, rest: JsonMapping) -> JsonObject:
     """Join two parts of one response into the response of an uninterrupted request."""
     one, two = first["meta_info"], rest["meta_info"]
-    counts = len(answered_ids(first) or ()), len(answered_ids(rest) or ())
+    counts = len(extract_token_ids(first) or ()), len(extract_token_ids(rest) or ())
     meta_info = {**one, **two}
     for name in ("id", "prompt_tokens", "input_token_logprobs", "input_top_logprobs", "first_weight_version"):
         if name in one:
@@ -284,14 +286,14 @@ def joined_answers(first: JsonMapping, rest: JsonMapping) -> JsonObject:
             rest_offsets = [offset + shift for offset in _int32_list(two[offsets])[1:]]
             meta_info[ids] = first_ids + _int32_list(two[ids])
             meta_info[offsets] = first_offsets + rest_offsets
-    meta_info["weight_versions"] = _joined_versions(one, two, counts)
+    meta_info["weight_versions"] = _join_weight_versions(one, two, counts)
     joined = {**first, **rest, "text": first.get("text", "") + rest.get("text", ""), "meta_info": meta_info}
     if "output_ids" in first or "output_ids" in rest:
         joined["output_ids"] = [*(first.get("output_ids") or ()), *(rest.get("output_ids") or ())]
     return joined
 
 
-def _joined_versions(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> list[JsonObject]:
+def _join_weight_versions(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> list[JsonObject]:
     """Weight version of each token span of the joined response: `version` from `start` up to `end`; neighbours differ.
 
     Empty if an engine does not name its versions.

@@ -15,14 +15,14 @@ import aiohttp
 from aiohttp import web
 
 from slime.cluster.http_checks import guard
-from slime.cluster.http_server import ClientNoise, Connections, bound_sockets, most_connections
+from slime.cluster.http_server import ClientLogLimit, Connections, bind_sockets, most_connections
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 MAX_BODY_BYTES = 1 << 30
 MOST_CONNECTIONS = 65536
-_NOISY = ("aiohttp.server", "slime.cluster.http_server")
+_CLIENT_LOGGERS = ("aiohttp.server", "slime.cluster.http_server")
 """Loggers of client errors, which are filtered; other logs of the driver, or of `slime serve`, are not affected."""
 # Hop-by-hop headers, which must not be forwarded (RFC 9110, 7.6.1), and those that aiohttp writes itself.
 _NOT_FORWARDED = frozenset(
@@ -53,7 +53,7 @@ class Router:
     def __init__(self, pool: EnginePool, *, key: str | None = None) -> None:
         self._pool = pool
         self._runner: web.AppRunner | None = None
-        self._noise = ClientNoise()
+        self._noise = ClientLogLimit()
         self._connections = Connections(most_connections(MOST_CONNECTIONS, descriptors_each=2))  # one more to an engine
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(key), self._connections.served])
         self.app.router.add_post("/generate", self._forward)
@@ -66,9 +66,9 @@ class Router:
         self._runner = web.AppRunner(self.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         assert self._runner.server is not None
-        for name in _NOISY:
+        for name in _CLIENT_LOGGERS:
             logging.getLogger(name).addFilter(self._noise)
-        bound = await bound_sockets(host, port)
+        bound = await bind_sockets(host, port)
         for listening in bound:
             self._connections.accept_on(listening, self._runner.server)
         bound_host, bound_port = bound[0].getsockname()[:2]
@@ -80,7 +80,7 @@ class Router:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        for name in _NOISY:
+        for name in _CLIENT_LOGGERS:
             logging.getLogger(name).removeFilter(self._noise)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:

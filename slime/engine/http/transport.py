@@ -35,12 +35,12 @@ from slime.storage.json_types import JsonObject
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_BACKOFF_S = 0.1
-LONG_ANSWER_BYTES = 65536
+LONG_RESPONSE_BYTES = 65536
 """About 1500 tokens: a response of this size or more is parsed in a thread."""
 T = TypeVar("T")
 
 
-class EngineCalls:
+class EngineTransport:
     """Connections to one engine, one HTTP session for each event loop, and single calls over them."""
 
     def __init__(
@@ -150,7 +150,7 @@ class EngineCalls:
 
     async def _off_loop(self, read: Callable[[bytes], T], body: bytes) -> T:
         """Apply `read` to a response; a long response is read in a thread, so that the loop is not blocked."""
-        if len(body) < LONG_ANSWER_BYTES:
+        if len(body) < LONG_RESPONSE_BYTES:
             return read(body)
         return await self._in_reader(partial(read, body))
 

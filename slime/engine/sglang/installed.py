@@ -41,7 +41,7 @@ print(json.dumps({{
 
 
 @dataclass(frozen=True)
-class Package:
+class CommandLinePackage:
     """A package with a command line, and the module and class that declare its options."""
 
     name: str
@@ -49,8 +49,8 @@ class Package:
     arguments: str
 
 
-SGLANG = Package("sglang", "sglang.srt.server_args", "ServerArgs")
-ROUTER = Package("sglang-router", "sglang_router.router_args", "RouterArgs")
+SGLANG = CommandLinePackage("sglang", "sglang.srt.server_args", "ServerArgs")
+ROUTER = CommandLinePackage("sglang-router", "sglang_router.router_args", "RouterArgs")
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledPackage:
     """An installed package, its interpreter, version and options."""
 
-    package: Package
+    package: CommandLinePackage
     python: str
     version: str
     options: Mapping[str, Option] = field(repr=False)
@@ -75,17 +75,17 @@ class Installed:
         return f"{self.package.name} {self.version}"
 
 
-def installed_version(package: Package, python: str | None = None) -> str | None:
+def installed_version(package: CommandLinePackage, python: str | None = None) -> str | None:
     """Version of the package in `python` (None: this interpreter); None if it is not installed."""
     if python is not None and not os.access(python, os.X_OK):
         raise UserError(
             f"{python} is not a Python interpreter that can be run: give the path of one that has {package.name}"
         )
-    text = _ask(python, _VERSION.format(package=package.name), _VERSION_TIMEOUT_S)
+    text = _run_script(python, _VERSION.format(package=package.name), _VERSION_TIMEOUT_S)
     return text.strip() or None
 
 
-def find_installed(package: Package, python: str | None = None) -> Installed | None:
+def find_installed(package: CommandLinePackage, python: str | None = None) -> InstalledPackage | None:
     """The package in `python` with all its options; None if it is not installed."""
     version = installed_version(package, python)
     if version is None:
@@ -98,7 +98,7 @@ def find_installed(package: Package, python: str | None = None) -> Installed | N
         cached = None
     if not isinstance(cached, dict):
         script = _OPTIONS.format(module=package.module, name=package.arguments)
-        cached = json.loads(_ask(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
+        cached = json.loads(_run_script(python, script, _OPTIONS_TIMEOUT_S).strip().splitlines()[-1])
         unfinished = cache_file.with_suffix(f".{os.getpid()}")
         try:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,10 +110,10 @@ def find_installed(package: Package, python: str | None = None) -> Installed | N
         name: Option(entry["is_switch"], None if entry["choices"] is None else tuple(entry["choices"]))
         for name, entry in cached.items()
     }
-    return Installed(package, python or sys.executable, version, options)
+    return InstalledPackage(package, python or sys.executable, version, options)
 
 
-def _ask(python: str | None, script: str, timeout_s: float) -> str:
+def _run_script(python: str | None, script: str, timeout_s: float) -> str:
     interpreter = python or sys.executable
     try:
         completed = subprocess.run(

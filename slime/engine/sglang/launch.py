@@ -13,22 +13,22 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from slime.cluster.node import OWN_PYTHON, Command
+from slime.cluster.node import OWN_PYTHON, ProcessCommand
 from slime.config import Config
 from slime.config.fields import did_you_mean
 from slime.engine.http.blocking import KEY_VARIABLE
 from slime.engine.launch import (
     STREAM_INTERVAL,
+    EngineSlots,
     Launch,
-    Ports,
-    Seat,
-    Start,
-    by_node,
+    PortAllocator,
+    ProcessStart,
     engine_env,
     engine_url,
     rollout_dtype,
+    split_by_node,
 )
-from slime.engine.sglang.installed import Installed
+from slime.engine.sglang.installed import InstalledPackage
 from slime.engine.sglang.topology import ServedModel, ServerGroup
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -36,7 +36,7 @@ from slime.storage.json_types import JsonMapping, JsonObject
 Flags = JsonObject
 """Option names without leading dashes, and their values; True and False for switches."""
 
-OF_THE_RUN: dict[str, str] = {
+SERVER_OPTIONS_OF_RUN: dict[str, str] = {
     "model-path": "--hf-checkpoint",
     "model": "--hf-checkpoint",
     "host": "--host",
@@ -59,7 +59,7 @@ OF_THE_RUN: dict[str, str] = {
     "disaggregation-mode": "--prefill-num-servers",
     "disaggregation-bootstrap-port": "--prefill-num-servers",
 }
-OF_THE_ROUTER: dict[str, str] = {
+ROUTER_OPTIONS_OF_RUN: dict[str, str] = {
     "api-key": "the environment variable SLIME_ENGINE_API_KEY",
     "host": "--host",
     "port": "--sglang-router-port",
@@ -90,7 +90,7 @@ def router_flags(config: Config) -> Flags:
     return flags if timeout is None else {"request-timeout-secs": timeout, **flags}
 
 
-def check_flags(flags: JsonMapping, installed: Installed, *, prefix: str, taken: Mapping[str, str]) -> None:
+def check_flags(flags: JsonMapping, installed: InstalledPackage, *, prefix: str, taken: Mapping[str, str]) -> None:
     """Refuse options that the installed version does not have, and options that another flag decides (`taken`)."""
     for name, value in flags.items():
         if name in taken:
@@ -108,7 +108,7 @@ def check_flags(flags: JsonMapping, installed: Installed, *, prefix: str, taken:
             raise UserError(f"--{prefix}-{name} must be one of {', '.join(choices)} in {installed}, not {value!r}")
 
 
-def write_flags(flags: JsonMapping, installed: Installed) -> list[str]:
+def flags_to_args(flags: JsonMapping, installed: InstalledPackage) -> list[str]:
     """Convert options to command-line arguments; options that are off or None are left out."""
     words: list[str] = []
     for name, value in flags.items():
@@ -116,19 +116,19 @@ def write_flags(flags: JsonMapping, installed: Installed) -> list[str]:
         if option.is_switch:
             words += [f"--{name}"] if value else []
         elif isinstance(value, list | tuple):
-            words += [f"--{name}", *(_word(item) for item in value)]
+            words += [f"--{name}", *(_format_value(item) for item in value)]
         elif value is not None:
-            words += [f"--{name}={_word(value)}"]  # one argument, since a value may begin with a dash
+            words += [f"--{name}={_format_value(value)}"]  # one argument, since a value may begin with a dash
     return words
 
 
-def _word(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-_WITH_KEY = (
+_KEY_WRAPPER = (
     "import os, runpy, stat, sys; "
     "[os.fchmod(log, 0o600) for log in (1, 2) if stat.S_ISREG(os.fstat(log).st_mode)]; "
     f"sys.argv = [*sys.argv[1:], '--api-key=' + os.environ.pop('{KEY_VARIABLE}')]; "
@@ -136,14 +136,14 @@ _WITH_KEY = (
 )
 
 
-def keyed_words(python: str, module: str, words: Sequence[str]) -> tuple[str, ...]:
+def command_with_key(python: str, module: str, words: Sequence[str]) -> tuple[str, ...]:
     """Command line that runs a module with the environment's key as its `--api-key`. SGLang's modules accept a key only
     as an option, but every user of a machine can read a process's real command line. The modules also write their
     options to their log, so the log is made readable for this user only."""
-    return (python, "-c", _WITH_KEY, module, *words)
+    return (python, "-c", _KEY_WRAPPER, module, *words)
 
 
-ON_A_CPU: Flags = {
+CPU_DEFAULTS: Flags = {
     "attention-backend": "torch_native",
     "mem-fraction-static": 0.1,
     "max-total-tokens": 16384,
@@ -158,9 +158,9 @@ PORTS_PER_ENGINE = 3
 """HTTP, the rendezvous of its ranks, and the bootstrap of a prefill server."""
 
 
-def check_server_flags(config: Config, models: Sequence[ServedModel], installed: Installed) -> None:
+def check_server_flags(config: Config, models: Sequence[ServedModel], installed: InstalledPackage) -> None:
     """Refuse `--sglang-*` flags and overrides that the installed version does not have."""
-    check_flags(server_flags(config), installed, prefix="sglang", taken=OF_THE_RUN)
+    check_flags(server_flags(config), installed, prefix="sglang", taken=SERVER_OPTIONS_OF_RUN)
     pp_size = _pipeline_stages(config)
     if config.use_rollout_routing_replay:
         if ROUTED_EXPERTS not in installed.options:
@@ -190,14 +190,14 @@ def check_server_flags(config: Config, models: Sequence[ServedModel], installed:
 def sglang_launch(
     config: Config,
     name: str,
-    seat: Seat,
-    ports: Ports,
+    seat: EngineSlots,
+    ports: PortAllocator,
     place: tuple[ServerGroup, int],
     *,
-    seats: Sequence[Seat],
+    seats: Sequence[EngineSlots],
     device: str,
     model: ServedModel,
-    installed: Installed,
+    installed: InstalledPackage,
     http_port: int | None = None,
     key: str,
 ) -> Launch:
@@ -212,20 +212,20 @@ def sglang_launch(
         own |= {ROUTED_EXPERTS: True}
     own |= {"random-seed": config.seed + first_gpu}
     starts = []
-    for rank, (slots, where) in enumerate(_node_flags(by_node(seat), ports, http, rendezvous)):
+    for rank, (slots, where) in enumerate(_node_flags(split_by_node(seat), ports, http, rendezvous)):
         own |= where | {"model-path": slots[0].node.path(model.model_path)}
-        defaults = ON_A_CPU if device == "cpu" else {}
+        defaults = CPU_DEFAULTS if device == "cpu" else {}
         flags = defaults | own | server_flags(config) | dict(group.overrides)
         python = OWN_PYTHON if config.sglang_python is None else installed.python
-        command = Command(
+        command = ProcessCommand(
             name if rank == 0 else f"{name}-node-{rank}",
-            keyed_words(python, "sglang.launch_server", write_flags(flags, installed)),
+            command_with_key(python, "sglang.launch_server", flags_to_args(flags, installed)),
             pass_env=tuple(config.pass_env or ()),
         )
         env = engine_env(device, slots, seats=seats) | {KEY_VARIABLE: key}
         env |= {"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}
         also = (engine_url(node.address, http),) if rank == 0 else ()
-        starts.append(Start(slots[0].node, replace(command, env=env, also=also)))
+        starts.append(ProcessStart(slots[0].node, replace(command, env=env, also=also)))
     return Launch(
         name,
         node.address,
@@ -243,7 +243,9 @@ def places(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
             yield group, group.first_gpu + number * group.num_gpus_per_engine
 
 
-def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int) -> Iterator[tuple[Seat, Flags]]:
+def _node_flags(
+    parts: Sequence[EngineSlots], ports: PortAllocator, http: int, rendezvous: int
+) -> Iterator[tuple[EngineSlots, Flags]]:
     """Yield the slots of an engine on each of its nodes, and the server's options for the other nodes.
 
     The first server answers requests; the servers that SGLang runs on the other nodes only report that they are alive.
@@ -266,10 +268,12 @@ def _node_flags(parts: Sequence[Seat], ports: Ports, http: int, rendezvous: int)
             yield slots, {**where, "nnodes": len(parts), "node-rank": rank, "dist-init-addr": address}
 
 
-_STREAMED = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
+_STREAMING_OPTIONS = {"stream-interval": STREAM_INTERVAL, "incremental-streaming-output": True}
 
 
-def _own_flags(config: Config, device: str, group: ServerGroup, installed: Installed, bootstrap_port: int) -> Flags:
+def _own_flags(
+    config: Config, device: str, group: ServerGroup, installed: InstalledPackage, bootstrap_port: int
+) -> Flags:
     """Options that the run's flags and the group's role decide."""
     flags: Flags = {
         "device": device,
@@ -279,7 +283,7 @@ def _own_flags(config: Config, device: str, group: ServerGroup, installed: Insta
         "log-level": config.log_level,
         "trust-remote-code": config.trust_remote_code,
         "enable-memory-saver": config.offload_rollout,
-        **(_STREAMED if config.use_fault_tolerance else {}),
+        **(_STREAMING_OPTIONS if config.use_fault_tolerance else {}),
     }
     flags = {name: value for name, value in flags.items() if name in installed.options}
     if group.worker_type == "prefill":

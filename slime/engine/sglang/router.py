@@ -19,20 +19,20 @@ import aiohttp
 from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
-from slime.engine.http.blocking import KEY_VARIABLE, NoAnswer, ask
+from slime.engine.http.blocking import KEY_VARIABLE, NoResponse, ask
 from slime.engine.http.client import EngineClient, GenerateResult
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
 from slime.engine.launch import Launch, engine_url
-from slime.engine.sglang.installed import ROUTER, Installed, find_installed
+from slime.engine.sglang.installed import ROUTER, InstalledPackage, find_installed
 from slime.engine.sglang.launch import (
-    OF_THE_ROUTER,
+    ROUTER_OPTIONS_OF_RUN,
     Flags,
     check_flags,
-    keyed_words,
+    command_with_key,
+    flags_to_args,
     router_flags,
-    write_flags,
 )
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -98,17 +98,17 @@ def external_router(config: Config) -> str | None:
     return f"http://{host}:{port}"
 
 
-def find_router(config: Config) -> Installed | None:
+def find_router(config: Config) -> InstalledPackage | None:
     """sglang-router with its options; None if it is not installed."""
     return find_installed(ROUTER, _router_python(config))
 
 
-def installed_router(config: Config) -> Installed:
+def installed_router(config: Config) -> InstalledPackage:
     """sglang-router for a run that uses it; raises if it is not installed or a `--router-*` flag is invalid."""
     installed = find_router(config)
     if installed is None:
         raise UserError(router_not_installed(config))
-    check_flags(router_flags(config), installed, prefix="router", taken=OF_THE_ROUTER)
+    check_flags(router_flags(config), installed, prefix="router", taken=ROUTER_OPTIONS_OF_RUN)
     return installed
 
 
@@ -200,7 +200,7 @@ class SglangRouter:
             for url in list(self._added):
                 self.remove_worker(url)
 
-    def _start_process(self, installed: Installed) -> None:
+    def _start_process(self, installed: InstalledPackage) -> None:
         """Start the router process. Its circuit breaker is off unless `--router-cb-*` configures it: the run monitors
         its engines itself, and on a busy machine ten aborted connections would refuse all requests for a minute."""
         config = self._config
@@ -219,11 +219,11 @@ class SglangRouter:
             "pd-disaggregation": self._disaggregated,
             "disable-circuit-breaker": not any(name.startswith("cb-") for name in router_flags(config)),
         }
-        words = write_flags(
+        words = flags_to_args(
             {name: value for name, value in flags.items() if name in installed.options} | router_flags(config),
             installed,
         )
-        argv = keyed_words(installed.python, "sglang_router.launch_router", words)
+        argv = command_with_key(installed.python, "sglang_router.launch_router", words)
         self.url = engine_url(config.host, port)
         self._process = ChildProcess(
             self._name, argv, env={KEY_VARIABLE: self.key}, pass_env=config.pass_env or (), log_path=self._log_path
@@ -232,7 +232,7 @@ class SglangRouter:
     def _command(self, method: str, path: str, body: JsonObject | None) -> Any:
         try:
             status, answer = ask(method, self.url + path, body, api_key=self.key)
-        except NoAnswer as error:
+        except NoResponse as error:
             self.check()
             raise RunFailed(f"{self._name} at {self.url} did not answer {path}: {error}") from error
         if status >= 300:
@@ -247,7 +247,7 @@ class SglangRouter:
                 if condition():
                     return
                 reason = "it is not ready"
-            except NoAnswer as error:
+            except NoResponse as error:
                 reason = str(error)
             if time.monotonic() > deadline:
                 raise RunFailed(
@@ -292,9 +292,9 @@ class RoutedPool(EnginePool):
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> JsonObject:
-        if self._goes_past(payload):
+        if self._bypasses_router(payload):
             return await super().generate(payload, affinity_key, headers=headers, timeout_s=timeout_s)
-        return await self._front.generate(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
+        return await self._front.generate(payload, headers=_routing_headers(headers, affinity_key), timeout_s=timeout_s)
 
     async def generate_result(
         self,
@@ -304,13 +304,15 @@ class RoutedPool(EnginePool):
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> GenerateResult:
-        if self._goes_past(payload):
+        if self._bypasses_router(payload):
             return await super().generate_result(payload, affinity_key, headers=headers, timeout_s=timeout_s)
-        return await self._front.generate_result(payload, headers=_with_key(headers, affinity_key), timeout_s=timeout_s)
+        return await self._front.generate_result(
+            payload, headers=_routing_headers(headers, affinity_key), timeout_s=timeout_s
+        )
 
-    def _goes_past(self, payload: JsonMapping) -> bool:
+    def _bypasses_router(self, payload: JsonMapping) -> bool:
         """Return true if the router would drop a part of this request and the engines can serve it directly."""
-        return not self._router_only and not forwards_whole(payload)
+        return not self._router_only and not forwards_all_fields(payload)
 
     @asynccontextmanager
     async def open(
@@ -322,10 +324,12 @@ class RoutedPool(EnginePool):
         data: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self._front.open(method, call, data=data, headers=_with_key(headers, affinity_key)) as response:
+        async with self._front.open(
+            method, call, data=data, headers=_routing_headers(headers, affinity_key)
+        ) as response:
             yield response
 
-    async def generate_kept(
+    async def generate_resumable(
         self,
         payload: JsonObject,
         affinity_key: Hashable | None = None,
@@ -334,22 +338,24 @@ class RoutedPool(EnginePool):
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> tuple[GenerateResult | None, EngineError | None]:
         if self._router_only:
-            return await self._front.generate_kept(payload, headers=_with_key(headers, affinity_key), on_ids=on_ids)
-        return await super().generate_kept(payload, affinity_key, headers=headers, on_ids=on_ids)
+            return await self._front.generate_resumable(
+                payload, headers=_routing_headers(headers, affinity_key), on_ids=on_ids
+            )
+        return await super().generate_resumable(payload, affinity_key, headers=headers, on_ids=on_ids)
 
     async def aclose(self) -> None:
         await self._front.aclose()
         await super().aclose()
 
 
-def forwards_whole(payload: JsonMapping) -> bool:
+def forwards_all_fields(payload: JsonMapping) -> bool:
     """Return true if sglang-router forwards every field of a request that affects its response."""
     params = payload.get("sampling_params") or {}
     each = params if isinstance(params, list) else [params]
     return payload.keys() <= FORWARDED_FIELDS and all(one.keys() <= FORWARDED_PARAMS for one in each)
 
 
-def _with_key(headers: dict[str, str] | None, key: Hashable | None) -> dict[str, str] | None:
+def _routing_headers(headers: dict[str, str] | None, key: Hashable | None) -> dict[str, str] | None:
     return headers if key is None else {ROUTING_KEY_HEADER: str(key), **(headers or {})}
 
 

@@ -22,7 +22,7 @@ from slime.storage.json_types import JsonMapping, JsonObject
 DEFAULT_MODEL = "default"
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
 _NAME = re.compile(r"[\w.-]+")
-_OTHER_LOGS = ("driver", "engine", "router", "teacher", "trainer")
+_RESERVED_NAMES = ("driver", "engine", "router", "teacher", "trainer")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
@@ -73,7 +73,7 @@ def read_topology(config: Config) -> tuple[ServedModel, ...]:
     ):
         if value is not None:
             raise UserError(f"--sglang-config and {flag} both define servers: keep one of them")
-    return _Reader(config, config.sglang_config).models()
+    return _TopologyReader(config, config.sglang_config).models()
 
 
 def simple_model(config: Config, model_path: str, name: str = DEFAULT_MODEL) -> ServedModel:
@@ -91,7 +91,7 @@ def simple_model(config: Config, model_path: str, name: str = DEFAULT_MODEL) -> 
     return ServedModel(name, model_path, True, groups)
 
 
-class _Reader:
+class _TopologyReader:
     """Reads a `--sglang-config` file and assigns GPU slots in its order."""
 
     def __init__(self, config: Config, path: str) -> None:
@@ -131,7 +131,7 @@ class _Reader:
         where = f"model {number}"
         entry = self._check_keys(value, _MODEL_KEYS, where)
         name = entry.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OTHER_LOGS:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED_NAMES:
             self._refuse(f"{where} needs a name of letters, digits, dots and dashes for its logs, not {name!r}")
         where = f"model {name}"
         if "server_groups" in entry and "engine_groups" in entry:

@@ -1,7 +1,7 @@
 """Applies a delta to the weights that it was made for: tensors in memory, or the files of a model folder.
 
 Invariant: afterwards all tensors have exactly the sender's bytes, verified by checksum; on any failure the tensors in
-memory have their old bytes, and so has the failed tensor of a file. `HalfApplied` is raised if the old bytes cannot be
+memory have their old bytes, and so has the failed tensor of a file. `PartiallyApplied` is raised if the old bytes cannot be
 restored. For tensors on a GPU only the changed bytes are copied there; the tensors are copied to the host only for
 checksums that a GPU cannot compute.
 """
@@ -18,8 +18,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.models.delta.blob import BadBlob, Blob, ByteArray, Flips, checksum_function, sum64_of_tensors
-from slime.models.delta.folder import BadDelta, DeltaIndex, Entry, delta_entries, safetensors_entries
+from slime.models.delta.blob import (
+    BadBlob,
+    Blob,
+    ByteArray,
+    ByteChanges,
+    checksum_function,
+    sum64_of_tensors,
+)
+from slime.models.delta.folder import (
+    BadDelta,
+    DeltaIndex,
+    SafetensorsEntry,
+    delta_entries,
+    safetensors_entries,
+)
 
 
 def bytes_of(tensor: torch.Tensor) -> ByteArray:
@@ -61,16 +74,16 @@ _MAX_THREADS = 8
 _MAX_UNPACKERS = 32
 
 
-class WrongResult(BadDelta):
+class ChecksumMismatch(BadDelta):
     """A tensor's checksum differs from the sender's: the weights here were not the base that the sender assumes."""
 
 
-class HalfApplied(Exception):
+class PartiallyApplied(Exception):
     """Some tensors were changed and could not be restored."""
 
 
 @contextmanager
-def _undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
+def _rollback_on_failure(undo: Callable[[], object]) -> Iterator[None]:
     """Calls `undo` if the body raises, so that the body changes everything or nothing."""
     try:
         yield
@@ -78,11 +91,11 @@ def _undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
         try:
             undo()
         except Exception as worse:  # noqa: BLE001 - after any failure the old bytes are lost
-            raise HalfApplied(f"{cause}; and the old bytes could not be put back: {worse}") from cause
+            raise PartiallyApplied(f"{cause}; and the old bytes could not be put back: {worse}") from cause
         raise
 
 
-def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> int:
+def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[SafetensorsEntry], index: DeltaIndex) -> int:
     """Change all these tensors or none; returns the bytes of the blobs. Each entry's name is in `targets`."""
     if any(targets[entry.name].is_cuda for entry in entries):
         apply_on_device(targets, entries, index)
@@ -92,13 +105,13 @@ def apply_to_tensors(targets: Mapping[str, torch.Tensor], entries: list[Entry], 
 
 
 @torch.no_grad()
-def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> None:
+def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[SafetensorsEntry], index: DeltaIndex) -> None:
     """Change tensors on their own device; threads read and unpack all blobs before the first tensor changes."""
 
-    def unpack(entry: Entry) -> Flips:
+    def unpack(entry: SafetensorsEntry) -> ByteChanges:
         size = targets[entry.name].nbytes
         try:
-            return Blob(entry.read(), index.encoding).flips(size)
+            return Blob(entry.read(), index.encoding).byte_changes(size)
         except (OSError, BadDelta, BadBlob) as cause:
             raise BadDelta(f"the blob of {entry.name} {cause}") from cause
 
@@ -111,7 +124,7 @@ def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], i
         for target, positions, before in reversed(undo):  # tensors may share memory
             _put(target, positions, before)
 
-    with _undone_on_failure(restore):
+    with _rollback_on_failure(restore):
         for target, flips in changes:
             positions = torch.from_numpy(flips.positions).to(target.device)
             values = torch.from_numpy(flips.values.copy()).to(target.device)
@@ -122,7 +135,7 @@ def apply_on_device(targets: Mapping[str, torch.Tensor], entries: list[Entry], i
         found = tensor_checksums(((entry.name, targets[entry.name]) for entry in entries), index.checksum)
         for entry in entries:
             if found[entry.name] != entry.checksum:
-                raise _wrong(entry, found[entry.name])
+                raise _checksum_mismatch(entry, found[entry.name])
 
 
 def _put(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -133,7 +146,7 @@ def _put(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) ->
         target.copy_(data.view(target.dtype).view(target.shape))
 
 
-def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[Entry], index: DeltaIndex) -> None:
+def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[SafetensorsEntry], index: DeltaIndex) -> None:
     checksum = checksum_function(index.checksum)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         done = [(e, pool.submit(_apply_to_tensor, targets[e.name], e, index.encoding, checksum)) for e in entries]
@@ -147,8 +160,8 @@ def _apply_on_host(targets: Mapping[str, torch.Tensor], entries: list[Entry], in
                 put_bytes(targets[entry.name], data)
 
     if failures:
-        with _undone_on_failure(restore):
-            raise next((one for one in failures if isinstance(one, HalfApplied)), failures[0])
+        with _rollback_on_failure(restore):
+            raise next((one for one in failures if isinstance(one, PartiallyApplied)), failures[0])
 
 
 def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
@@ -156,32 +169,36 @@ def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
     present = {
         entry.name: entry for path in sorted(folder.glob("*.safetensors")) for entry in safetensors_entries(path)
     }
-    by_file: dict[Path, list[tuple[Entry, Entry]]] = {}
+    by_file: dict[Path, list[tuple[SafetensorsEntry, SafetensorsEntry]]] = {}
     for change in delta_entries(delta, index):
         if change.name not in present:
             raise BadDelta(f"there is no tensor {change.name}")
         by_file.setdefault(present[change.name].path, []).append((change, present[change.name]))
     for path, changes in by_file.items():
-        _patch(path, changes, index)
+        _patch_file(path, changes, index)
 
 
-def _apply_entry(target: ByteArray, entry: Entry, encoding: str, checksum: Callable[[ByteArray], str]) -> Blob:
+def _apply_entry(
+    target: ByteArray, entry: SafetensorsEntry, encoding: str, checksum: Callable[[ByteArray], str]
+) -> Blob:
     """Change the bytes of one tensor and return the blob that undoes the change."""
     try:
         undo = Blob(entry.read(), encoding).apply(target)
     except (OSError, BadDelta, BadBlob) as cause:
         raise BadDelta(f"the blob of {entry.name} {cause}") from cause
-    with _undone_on_failure(lambda: undo.apply(target)):
+    with _rollback_on_failure(lambda: undo.apply(target)):
         if (found := checksum(target)) != entry.checksum:
-            raise _wrong(entry, found)
+            raise _checksum_mismatch(entry, found)
     return undo
 
 
-def _wrong(entry: Entry, found: str) -> WrongResult:
-    return WrongResult(f"{entry.name} has checksum {found} after the delta and should have {entry.checksum}")
+def _checksum_mismatch(entry: SafetensorsEntry, found: str) -> ChecksumMismatch:
+    return ChecksumMismatch(f"{entry.name} has checksum {found} after the delta and should have {entry.checksum}")
 
 
-def _apply_to_tensor(target: torch.Tensor, entry: Entry, encoding: str, checksum: Callable[[ByteArray], str]) -> Blob:
+def _apply_to_tensor(
+    target: torch.Tensor, entry: SafetensorsEntry, encoding: str, checksum: Callable[[ByteArray], str]
+) -> Blob:
     data = bytes_of(target)
     undo = _apply_entry(data, entry, encoding, checksum)
 
@@ -189,12 +206,12 @@ def _apply_to_tensor(target: torch.Tensor, entry: Entry, encoding: str, checksum
         undo.apply(data)
         put_bytes(target, data)
 
-    with _undone_on_failure(restore):
+    with _rollback_on_failure(restore):
         put_bytes(target, data)
     return undo
 
 
-def _patch(path: Path, changes: list[tuple[Entry, Entry]], index: DeltaIndex) -> None:
+def _patch_file(path: Path, changes: list[tuple[SafetensorsEntry, SafetensorsEntry]], index: DeltaIndex) -> None:
     """Change tensors of one file through a memory mapping, and flush it.
 
     The mapping is never closed explicitly: a propagating error still holds a view of its bytes.

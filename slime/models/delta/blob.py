@@ -104,10 +104,10 @@ def _hexadecimal(total: int) -> str:
 
 ByteArray = NDArray[np.uint8]
 
-LEVEL = 1
+ZSTD_LEVEL = 1
 _WORD = 8
 _MAX_POSITION = 2**32 - 1
-_GAP = 255
+_MAX_GAP = 255
 
 
 class BadBlob(ValueError):
@@ -115,7 +115,7 @@ class BadBlob(ValueError):
 
 
 @dataclass(frozen=True)
-class Changes:
+class TensorDiff:
     """The changed bytes of a tensor of `size` bytes: positions in ascending order, new ^ old, and the new values."""
 
     size: int
@@ -126,14 +126,14 @@ class Changes:
     """new ^ old of all bytes, if it was computed."""
 
     @classmethod
-    def between(cls, old: ByteArray, new: ByteArray) -> Changes:
+    def between(cls, old: ByteArray, new: ByteArray) -> TensorDiff:
         difference = old ^ new
         positions = changed_positions(difference)
         return cls(len(new), positions, difference[positions], new[positions], difference)
 
 
 @dataclass(frozen=True)
-class Flips:
+class ByteChanges:
     """Decoded changes of a blob: `values` are xored into the bytes at `positions`, or replace them."""
 
     positions: NDArray[np.int64]
@@ -153,7 +153,7 @@ class Blob:
         if self.encoding == "xor":
             np.bitwise_xor(target, self._difference(len(target)), out=target)
             return self
-        flips = self.flips(len(target))
+        flips = self.byte_changes(len(target))
         if flips.is_xor:
             target[flips.positions] ^= flips.values
             return self
@@ -161,15 +161,15 @@ class Blob:
         target[flips.positions] = flips.values
         return undo
 
-    def flips(self, size: int) -> Flips:
+    def byte_changes(self, size: int) -> ByteChanges:
         """Decode the changed bytes of a tensor of `size` bytes."""
         if self.encoding == "xor":
             difference = self._difference(size)
             positions = changed_positions(difference)
-            return Flips(positions, difference[positions], is_xor=True)
+            return ByteChanges(positions, difference[positions], is_xor=True)
         if self.encoding == "overwrite":
-            return Flips(*_unpack(self._decompress(4 + 5 * size), size), is_xor=False)
-        return Flips(*_unpack_gaps(self._decompress(16 + 3 * size), size), is_xor=True)
+            return ByteChanges(*_unpack(self._decompress(4 + 5 * size), size), is_xor=False)
+        return ByteChanges(*_unpack_gaps(self._decompress(16 + 3 * size), size), is_xor=True)
 
     def _difference(self, size: int) -> ByteArray:
         change = np.frombuffer(self._decompress(size), np.uint8)
@@ -187,7 +187,7 @@ class Blob:
             raise BadBlob(f"is not a zstd frame: {cause}") from cause
 
 
-def encode(changes: Changes, encoding: str) -> Blob:
+def encode(changes: TensorDiff, encoding: str) -> Blob:
     """Encode the changes of a tensor as a blob."""
     if encoding == "xor":
         difference = changes.difference
@@ -234,7 +234,7 @@ def checksum_function(kind: str) -> Callable[[ByteArray], str]:
 
 
 def _compress(data: memoryview | bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=LEVEL).compress(data)
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
 
 
 def _pack(positions: NDArray[np.int64], values: ByteArray) -> bytes:
@@ -253,9 +253,9 @@ def _unpack(payload: bytes, length: int) -> tuple[NDArray[np.int64], ByteArray]:
 
 def _pack_gaps(positions: NDArray[np.int64], xors: ByteArray) -> bytes:
     gaps = np.diff(positions, prepend=0)
-    ends = np.cumsum(gaps // _GAP + 1) - 1
-    steps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _GAP, np.uint8)
-    steps[ends] = gaps % _GAP
+    ends = np.cumsum(gaps // _MAX_GAP + 1) - 1
+    steps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _MAX_GAP, np.uint8)
+    steps[ends] = gaps % _MAX_GAP
     return np.uint64(len(positions)).astype("<u8").tobytes() + xors.tobytes() + steps.tobytes()
 
 
@@ -264,7 +264,7 @@ def _unpack_gaps(payload: bytes, length: int) -> tuple[NDArray[np.int64], ByteAr
     if not 0 <= count <= len(payload) - 8:
         raise BadBlob(f"has {len(payload)} bytes, which is not a list of changes")
     steps = np.frombuffer(payload, np.uint8, offset=8 + count)
-    is_end = steps != _GAP
+    is_end = steps != _MAX_GAP
     positions = np.cumsum(steps, dtype=np.int64)[is_end]
     if len(positions) != count or (len(steps) and not is_end[-1]):
         raise BadBlob(f"names {len(positions)} positions for {count} changes")

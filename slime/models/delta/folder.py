@@ -31,7 +31,7 @@ class BadDelta(ValueError):
     """A folder that is not a delta of this format."""
 
 
-class OtherBase(BadDelta):
+class BaseMismatch(BadDelta):
     """A delta whose base version is not the version present here."""
 
 
@@ -52,9 +52,9 @@ class DeltaIndex:
     weight_map: Mapping[str, str]
 
     def require_base(self, version: int | str | None, *, delta: Path, owner: str) -> None:
-        """Raise `OtherBase` unless `version`, held by `owner`, is the base version of this delta."""
+        """Raise `BaseMismatch` unless `version`, held by `owner`, is the base version of this delta."""
         if str(self.base_version) != str(version):
-            raise OtherBase(f"{delta.name} applies to version {self.base_version}, {owner} has {version}")
+            raise BaseMismatch(f"{delta.name} applies to version {self.base_version}, {owner} has {version}")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class DeltaPart:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SafetensorsEntry:
     """One tensor of a safetensors file: the range of its bytes, and its checksum if the file has one."""
 
     name: str
@@ -154,7 +154,7 @@ def read_index(folder: Path) -> DeltaIndex | None:
     return index
 
 
-def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[Entry]:
+def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[SafetensorsEntry]:
     """The blobs that the index names, each with its checksum."""
     for file in sorted(set(index.weight_map.values())):
         path = folder / file
@@ -168,7 +168,7 @@ def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[Entry]:
             yield found[name]
 
 
-def safetensors_entries(path: Path) -> list[Entry]:
+def safetensors_entries(path: Path) -> list[SafetensorsEntry]:
     """Locate each tensor of a safetensors file by its header, without reading any tensor."""
     try:
         with path.open("rb") as file:
@@ -181,7 +181,7 @@ def safetensors_entries(path: Path) -> list[Entry]:
     start = 8 + length
     checksums = header.pop(_METADATA, {})
     return [
-        Entry(
+        SafetensorsEntry(
             name,
             path,
             facts["dtype"],

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from slime.models.families.hf_config import all_layers, is_tied, kv_heads, moe_layers, num_experts
 from slime.models.families.tp_sharding import (
-    Columns,
+    ColumnParallel,
     Form,
     FusedGateUp,
     GateUp,
     Qkv,
-    Rows,
-    Stacked,
+    Replicated,
+    RowParallel,
+    StackedExperts,
     Vocab,
-    Whole,
 )
 from slime.models.families.weight_map import HfConfig, Rule
 
 Layers = Sequence[int]
-HERE, THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
+MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def edge_rules(config: HfConfig) -> tuple[Rule, ...]:
@@ -28,13 +28,13 @@ def edge_rules(config: HfConfig) -> tuple[Rule, ...]:
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     return (
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocab()),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
         Rule("output_layer.weight", (head,), Vocab(), is_copy=tied),
     )
 
 
 def layer_rule(megatron: str, hf: str, form: Form, layers: Layers) -> Rule:
-    return Rule(HERE + megatron, (THERE + hf,), form, tuple(layers))
+    return Rule(MEGATRON_LAYER + megatron, (HF_LAYER + hf,), form, tuple(layers))
 
 
 def attention_rules(
@@ -50,21 +50,21 @@ def attention_rules(
     form, layers = Qkv(kv_heads(config), is_gated), tuple(layers)
 
     def qkv(kind: str) -> Rule:
-        names = tuple(f"{THERE}self_attn.{part}_proj.{kind}" for part in "qkv")
-        return Rule(f"{HERE}self_attention.linear_qkv.{kind}", names, form, layers)
+        names = tuple(f"{HF_LAYER}self_attn.{part}_proj.{kind}" for part in "qkv")
+        return Rule(f"{MEGATRON_LAYER}self_attention.linear_qkv.{kind}", names, form, layers)
 
     rules = [
-        layer_rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", Whole(), layers),
+        layer_rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", Replicated(), layers),
         qkv("weight"),
-        layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Rows(), layers),
+        layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", RowParallel(), layers),
     ]
     if has_qkv_bias:
         rules.append(qkv("bias"))
     if has_out_bias:
-        rules.append(layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Whole(), layers))
+        rules.append(layer_rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias", Replicated(), layers))
     if has_head_norms:
         rules += [
-            layer_rule(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", Whole(), layers)
+            layer_rule(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", Replicated(), layers)
             for part in "qk"
         ]
     return tuple(rules)
@@ -72,28 +72,37 @@ def attention_rules(
 
 def gate_up_rule(megatron: str, hf: str, layers: Layers, *, kind: str = "weight", experts: int = 0) -> Rule:
     """Rule of the gate and up projections under `hf`, which are `megatron`.linear_fc1."""
-    names = tuple(f"{THERE}{hf}.{part}_proj.{kind}" for part in ("gate", "up"))
+    names = tuple(f"{HF_LAYER}{hf}.{part}_proj.{kind}" for part in ("gate", "up"))
     suffix = kind + ("{expert}" if experts else "")
-    stacked = (f"{THERE}{_parent(hf)}.gate_up_proj", Stacked(FusedGateUp())) if experts else None
-    return Rule(f"{HERE}{megatron}.linear_fc1.{suffix}", names, GateUp(), tuple(layers), experts, stacked=stacked)
+    stacked = (f"{HF_LAYER}{_experts_module(hf)}.gate_up_proj", StackedExperts(FusedGateUp())) if experts else None
+    return Rule(
+        f"{MEGATRON_LAYER}{megatron}.linear_fc1.{suffix}", names, GateUp(), tuple(layers), experts, stacked=stacked
+    )
 
 
 def down_rule(megatron: str, hf: str, layers: Layers, *, experts: int = 0) -> Rule:
     """Rule of the down projection under `hf`, which is `megatron`.linear_fc2."""
     suffix = "weight{expert}" if experts else "weight"
-    name = f"{THERE}{hf}.down_proj.weight"
-    stacked = (f"{THERE}{_parent(hf)}.down_proj", Stacked(Rows())) if experts else None
-    return Rule(f"{HERE}{megatron}.linear_fc2.{suffix}", (name,), Rows(), tuple(layers), experts, stacked=stacked)
+    name = f"{HF_LAYER}{hf}.down_proj.weight"
+    stacked = (f"{HF_LAYER}{_experts_module(hf)}.down_proj", StackedExperts(RowParallel())) if experts else None
+    return Rule(
+        f"{MEGATRON_LAYER}{megatron}.linear_fc2.{suffix}",
+        (name,),
+        RowParallel(),
+        tuple(layers),
+        experts,
+        stacked=stacked,
+    )
 
 
-def _parent(hf: str) -> str:
+def _experts_module(hf: str) -> str:
     return hf.removesuffix(".{expert}")
 
 
 def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_attention_layernorm") -> tuple[Rule, ...]:
     """Rules of the dense feed-forward with the norm before it."""
     rules = (
-        layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", Whole(), layers),
+        layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", Replicated(), layers),
         gate_up_rule("mlp", "mlp", layers),
         down_rule("mlp", "mlp", layers),
     )
@@ -102,7 +111,7 @@ def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_atten
     return (
         *rules,
         gate_up_rule("mlp", "mlp", layers, kind="bias"),
-        layer_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", Whole(), layers),
+        layer_rule("mlp.linear_fc2.bias", "mlp.down_proj.bias", Replicated(), layers),
     )
 
 
@@ -110,8 +119,8 @@ def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
     """Rules of routed experts, one tensor each, with the norm before them and their router."""
     count = num_experts(config)
     return (
-        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Whole(), layers),
-        layer_rule("mlp.router.weight", "mlp.gate.weight", Whole(), layers),
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Replicated(), layers),
+        layer_rule("mlp.router.weight", "mlp.gate.weight", Replicated(), layers),
         gate_up_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
         down_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
     )
@@ -119,7 +128,7 @@ def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
 
 def router_bias_rule(layers: Layers) -> Rule:
     """Rule of the correction bias that is added to scores when experts are chosen; a buffer in Megatron."""
-    return layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Whole(), layers)
+    return layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Replicated(), layers)
 
 
 def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
@@ -132,21 +141,21 @@ def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]
         return layer_rule(f"self_attention.{megatron}", f"self_attn.{hf}", form, layers)
 
     queries = (
-        [rule("linear_q_proj.weight", "q_proj.weight", Columns())]
+        [rule("linear_q_proj.weight", "q_proj.weight", ColumnParallel())]
         if config.get("q_lora_rank") is None
         else [
-            rule("linear_q_down_proj.weight", "q_a_proj.weight", Whole()),
-            rule("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", Whole()),
-            rule("linear_q_up_proj.weight", "q_b_proj.weight", Columns()),
+            rule("linear_q_down_proj.weight", "q_a_proj.weight", Replicated()),
+            rule("linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", Replicated()),
+            rule("linear_q_up_proj.weight", "q_b_proj.weight", ColumnParallel()),
         ]
     )
     return (
-        layer_rule("input_layernorm.weight", "input_layernorm.weight", Whole(), layers),
+        layer_rule("input_layernorm.weight", "input_layernorm.weight", Replicated(), layers),
         *queries,
-        rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", Whole()),
-        rule("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", Whole()),
-        rule("linear_kv_up_proj.weight", "kv_b_proj.weight", Columns()),
-        rule("linear_proj.weight", "o_proj.weight", Rows()),
+        rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", Replicated()),
+        rule("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm.weight", Replicated()),
+        rule("linear_kv_up_proj.weight", "kv_b_proj.weight", ColumnParallel()),
+        rule("linear_proj.weight", "o_proj.weight", RowParallel()),
     )
 
 
@@ -174,5 +183,5 @@ def gated_expert_rules(config: HfConfig) -> tuple[Rule, ...]:
         *mlp_rules(dense),
         *expert_rules(config, sparse),
         *shared_expert_rules("mlp.shared_expert", sparse),
-        layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Whole(), sparse),
+        layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Replicated(), sparse),
     )

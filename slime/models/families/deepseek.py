@@ -7,7 +7,7 @@ from slime.models.families.hf_config import (
     all_layers,
     decoder_fields,
     latent_fields,
-    layers_after_the_last,
+    multi_token_layers,
     sigmoid_moe_fields,
 )
 from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
@@ -33,7 +33,7 @@ DEEPSEEK_V3 = Family(
     tool_format="deepseekv3",
     reasoning_format="deepseek-r1",
     stop_tokens=("<｜end▁of▁sentence｜>",),
-    ignored=layers_after_the_last,
+    ignored=multi_token_layers,
 )
 KIMI_K2 = Family(
     name="Kimi K2",
@@ -43,5 +43,5 @@ KIMI_K2 = Family(
     tool_format="kimi_k2",
     reasoning_format="kimi_k2",
     stop_tokens=("<|im_end|>", "[EOS]"),
-    ignored=layers_after_the_last,
+    ignored=multi_token_layers,
 )

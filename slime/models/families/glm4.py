@@ -7,8 +7,8 @@ GLM-4.7-Flash has latent attention.
 from __future__ import annotations
 
 from slime.models.families.blocks import (
-    HERE,
-    THERE,
+    HF_LAYER,
+    MEGATRON_LAYER,
     attention_rules,
     down_rule,
     edge_rules,
@@ -19,10 +19,10 @@ from slime.models.families.deepseek import latent_moe_fields, latent_moe_rules
 from slime.models.families.hf_config import (
     all_layers,
     decoder_fields,
-    layers_after_the_last,
+    multi_token_layers,
     sigmoid_moe_fields,
 )
-from slime.models.families.tp_sharding import FusedGateUp, Whole
+from slime.models.families.tp_sharding import FusedGateUp, Replicated
 from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
@@ -30,7 +30,7 @@ def _has_bias(config: HfConfig) -> bool:
     return config.get("attention_bias", True) is True
 
 
-def _fields(config: HfConfig) -> Fields:
+def glm4_fields(config: HfConfig) -> Fields:
     return {
         **decoder_fields({"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, **config}),
         "rotary_interleaved": True,
@@ -40,31 +40,31 @@ def _fields(config: HfConfig) -> Fields:
     }
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
+def glm4_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers = all_layers(config)
     return (
         *edge_rules(config),
         *attention_rules(config, layers, has_qkv_bias=_has_bias(config)),
-        layer_rule("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", Whole(), layers),
-        layer_rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", Whole(), layers),
-        Rule(f"{HERE}mlp.linear_fc1.weight", (f"{THERE}mlp.gate_up_proj.weight",), FusedGateUp(), layers),
+        layer_rule("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", Replicated(), layers),
+        layer_rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", Replicated(), layers),
+        Rule(f"{MEGATRON_LAYER}mlp.linear_fc1.weight", (f"{HF_LAYER}mlp.gate_up_proj.weight",), FusedGateUp(), layers),
         down_rule("mlp", "mlp", layers),
-        layer_rule("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", Whole(), layers),
+        layer_rule("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", Replicated(), layers),
     )
 
 
 GLM4 = Family(
     name="GLM-4 / GLM-Z1",
     model_types=("glm4",),
-    fields=_fields,
-    rules=_rules,
+    fields=glm4_fields,
+    rules=glm4_rules,
     tool_format=None,
     reasoning_format="qwen3",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
 )
 
 
-def _moe_fields(config: HfConfig) -> Fields:
+def glm4_moe_fields(config: HfConfig) -> Fields:
     return {
         **decoder_fields({"partial_rotary_factor": 0.5, **config}),
         **sigmoid_moe_fields(config),
@@ -73,7 +73,7 @@ def _moe_fields(config: HfConfig) -> Fields:
     }
 
 
-def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+def glm4_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     attention = attention_rules(
         config,
         all_layers(config),
@@ -86,12 +86,12 @@ def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
 GLM4_MOE = Family(
     name="GLM-4.5 / 4.6 / 4.7",
     model_types=("glm4_moe",),
-    fields=_moe_fields,
-    rules=_moe_rules,
+    fields=glm4_moe_fields,
+    rules=glm4_moe_rules,
     tool_format="glm45",
     reasoning_format="glm45",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
-    ignored=layers_after_the_last,
+    ignored=multi_token_layers,
 )
 GLM4_MOE_LITE = Family(
     name="GLM-4.7-Flash",
@@ -101,5 +101,5 @@ GLM4_MOE_LITE = Family(
     tool_format="glm47",
     reasoning_format="glm45",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
-    ignored=layers_after_the_last,
+    ignored=multi_token_layers,
 )

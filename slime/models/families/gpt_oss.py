@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from slime.errors import UserError
-from slime.models.families.blocks import HERE, THERE, attention_rules, edge_rules, layer_rule
-from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need, num_experts
-from slime.models.families.tp_sharding import Columns, Form, InterleavedGateUp, Rows, Stacked, Whole
+from slime.models.families.blocks import HF_LAYER, MEGATRON_LAYER, attention_rules, edge_rules, layer_rule
+from slime.models.families.hf_config import (
+    all_layers,
+    decoder_fields,
+    moe_fields,
+    num_experts,
+    require_field,
+)
+from slime.models.families.tp_sharding import (
+    ColumnParallel,
+    Form,
+    InterleavedGateUp,
+    Replicated,
+    RowParallel,
+    StackedExperts,
+)
 from slime.models.families.weight_map import Family, Fields, HfConfig, Rule
 
 
-def _fields(config: HfConfig) -> Fields:
+def gpt_oss_fields(config: HfConfig) -> Fields:
     if config.get("swiglu_alpha", 1.702) != 1.702:
         raise UserError(f"swiglu_alpha {config['swiglu_alpha']} of config.json: Megatron only supports 1.702")
     kinds = config.get("layer_types")
@@ -20,7 +33,7 @@ def _fields(config: HfConfig) -> Fields:
         "add_bias_linear": True,
         "add_qkv_bias": True,
         "softmax_type": "learnable",
-        "window_size": (need(config, "sliding_window") - 1, 0),  # tokens before the current one
+        "window_size": (require_field(config, "sliding_window") - 1, 0),  # tokens before the current one
         "window_attn_skip_freq": (
             [int(kind == "sliding_attention") for kind in kinds]
             if isinstance(kinds, list)
@@ -32,32 +45,36 @@ def _fields(config: HfConfig) -> Fields:
     }
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
+def gpt_oss_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers = all_layers(config)
     return (
         *edge_rules(config),
         *attention_rules(config, layers, has_qkv_bias=True, has_out_bias=True),
-        layer_rule("self_attention.core_attention.softmax_offset", "self_attn.sinks", Columns(), layers),
-        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Whole(), layers),
-        layer_rule("mlp.router.weight", "mlp.router.weight", Whole(), layers),
-        layer_rule("mlp.router.bias", "mlp.router.bias", Whole(), layers),
-        _expert_rule(config, "linear_fc1.weight", "gate_up_proj", Stacked(InterleavedGateUp(), is_transposed=True)),
-        _expert_rule(config, "linear_fc1.bias", "gate_up_proj_bias", Stacked(InterleavedGateUp())),
-        _expert_rule(config, "linear_fc2.weight", "down_proj", Stacked(Rows(), is_transposed=True)),
-        _expert_rule(config, "linear_fc2.bias", "down_proj_bias", Stacked(Whole())),
+        layer_rule("self_attention.core_attention.softmax_offset", "self_attn.sinks", ColumnParallel(), layers),
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Replicated(), layers),
+        layer_rule("mlp.router.weight", "mlp.router.weight", Replicated(), layers),
+        layer_rule("mlp.router.bias", "mlp.router.bias", Replicated(), layers),
+        _expert_rule(
+            config, "linear_fc1.weight", "gate_up_proj", StackedExperts(InterleavedGateUp(), is_transposed=True)
+        ),
+        _expert_rule(config, "linear_fc1.bias", "gate_up_proj_bias", StackedExperts(InterleavedGateUp())),
+        _expert_rule(config, "linear_fc2.weight", "down_proj", StackedExperts(RowParallel(), is_transposed=True)),
+        _expert_rule(config, "linear_fc2.bias", "down_proj_bias", StackedExperts(Replicated())),
     )
 
 
 def _expert_rule(config: HfConfig, megatron: str, hf: str, form: Form) -> Rule:
-    names = (f"{THERE}mlp.experts.{hf}",)
-    return Rule(f"{HERE}mlp.experts.{megatron}{{expert}}", names, form, all_layers(config), num_experts(config))
+    names = (f"{HF_LAYER}mlp.experts.{hf}",)
+    return Rule(
+        f"{MEGATRON_LAYER}mlp.experts.{megatron}{{expert}}", names, form, all_layers(config), num_experts(config)
+    )
 
 
 GPT_OSS = Family(
     name="gpt-oss",
     model_types=("gpt_oss",),
-    fields=_fields,
-    rules=_rules,
+    fields=gpt_oss_fields,
+    rules=gpt_oss_rules,
     tool_format="gpt-oss",
     reasoning_format="gpt-oss",
     stop_tokens=("<|return|>", "<|call|>"),

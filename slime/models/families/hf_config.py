@@ -15,7 +15,7 @@ from slime.storage.json_types import JsonObject
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
-def need(config: HfConfig, *names: str) -> Any:
+def require_field(config: HfConfig, *names: str) -> Any:
     """The value of the first of these fields that config.json has; UserError if it has none of them."""
     for name in names:
         if config.get(name) is not None:
@@ -27,15 +27,17 @@ def need(config: HfConfig, *names: str) -> Any:
 
 
 def head_dim(config: HfConfig) -> int:
-    return int(config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads"))
+    return int(
+        config.get("head_dim") or require_field(config, "hidden_size") // require_field(config, "num_attention_heads")
+    )
 
 
 def kv_heads(config: HfConfig) -> int:
-    return int(config.get("num_key_value_heads") or need(config, "num_attention_heads"))
+    return int(config.get("num_key_value_heads") or require_field(config, "num_attention_heads"))
 
 
 def all_layers(config: HfConfig) -> tuple[int, ...]:
-    return tuple(range(need(config, "num_hidden_layers")))
+    return tuple(range(require_field(config, "num_hidden_layers")))
 
 
 def is_tied(config: HfConfig, *, default: bool = False) -> bool:
@@ -49,10 +51,10 @@ def decoder_fields(config: HfConfig) -> Fields:
     if activation not in _ACTIVATIONS:
         raise UserError(f"hidden_act {activation} of config.json is not one of {', '.join(_ACTIVATIONS)}")
     return {
-        "num_layers": need(config, "num_hidden_layers"),
-        "hidden_size": need(config, "hidden_size"),
-        "ffn_hidden_size": need(config, "intermediate_size", "moe_intermediate_size"),
-        "num_attention_heads": need(config, "num_attention_heads"),
+        "num_layers": require_field(config, "num_hidden_layers"),
+        "hidden_size": require_field(config, "hidden_size"),
+        "ffn_hidden_size": require_field(config, "intermediate_size", "moe_intermediate_size"),
+        "num_attention_heads": require_field(config, "num_attention_heads"),
         "num_query_groups": kv_heads(config),
         "kv_channels": head_dim(config),
         "normalization": "RMSNorm",
@@ -64,7 +66,7 @@ def decoder_fields(config: HfConfig) -> Fields:
         "qk_layernorm": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "vocab_size": need(config, "vocab_size"),
+        "vocab_size": require_field(config, "vocab_size"),
         "max_sequence_length": config.get("max_position_embeddings", 4096),
         "share_embeddings_and_output_weights": is_tied(config),
         **rotary_fields(config),
@@ -129,7 +131,7 @@ def rotary_fields(config: HfConfig) -> Fields:
 
 def _yarn_fields(config: HfConfig, entry: JsonObject) -> Fields:
     """Fields of YaRN; the mscales, whose quotient scales rotated queries and keys, count only if both are set."""
-    original = entry.get("original_max_position_embeddings") or need(config, "max_position_embeddings")
+    original = entry.get("original_max_position_embeddings") or require_field(config, "max_position_embeddings")
     fields: Fields = {
         "yarn_rotary_scaling_factor": float(entry["factor"]),
         "yarn_original_max_position_embeddings": original,
@@ -154,13 +156,13 @@ def latent_fields(config: HfConfig) -> Fields:
         )
     fields: Fields = {
         "multi_latent_attention": True,
-        "num_query_groups": need(config, "num_attention_heads"),
+        "num_query_groups": require_field(config, "num_attention_heads"),
         "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": need(config, "kv_lora_rank"),
-        "qk_head_dim": need(config, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
-        "v_head_dim": need(config, "v_head_dim"),
-        "kv_channels": need(config, "qk_nope_head_dim") + need(config, "qk_rope_head_dim"),
+        "kv_lora_rank": require_field(config, "kv_lora_rank"),
+        "qk_head_dim": require_field(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": require_field(config, "qk_rope_head_dim"),
+        "v_head_dim": require_field(config, "v_head_dim"),
+        "kv_channels": require_field(config, "qk_nope_head_dim") + require_field(config, "qk_rope_head_dim"),
         "qk_layernorm": True,
         "latent_layernorm_epsilon": 1e-6,  # fixed in transformers, which ignores rms_norm_eps here
         "position_embedding_type": "rope",
@@ -194,7 +196,7 @@ def moe_layers(config: HfConfig) -> tuple[int, ...]:
 
 
 def num_experts(config: HfConfig) -> int:
-    return int(need(config, "num_experts", "n_routed_experts", "num_local_experts"))
+    return int(require_field(config, "num_experts", "n_routed_experts", "num_local_experts"))
 
 
 def moe_fields(config: HfConfig) -> Fields:
@@ -203,8 +205,8 @@ def moe_fields(config: HfConfig) -> Fields:
     return {
         "num_moe_experts": num_experts(config),
         "moe_layer_freq": [int(layer in sparse) for layer in all_layers(config)],
-        "moe_ffn_hidden_size": need(config, "moe_intermediate_size", "intermediate_size"),
-        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": require_field(config, "moe_intermediate_size", "intermediate_size"),
+        "moe_router_topk": require_field(config, "num_experts_per_tok"),
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": config.get("norm_topk_prob") is not True,
         "moe_router_load_balancing_type": "none",
@@ -216,7 +218,11 @@ def moe_fields(config: HfConfig) -> Fields:
 
 def sigmoid_moe_fields(config: HfConfig) -> Fields:
     """Fields of experts with a sigmoid router and a correction bias, with expert groups and shared experts if any."""
-    topk, groups, kept = need(config, "num_experts_per_tok"), config.get("n_group") or 1, config.get("topk_group") or 1
+    topk, groups, kept = (
+        require_field(config, "num_experts_per_tok"),
+        config.get("n_group") or 1,
+        config.get("topk_group") or 1,
+    )
     if config.get("norm_topk_prob") is False or topk == 1:
         raise UserError(
             "norm_topk_prob false or num_experts_per_tok 1 in config.json: Megatron's sigmoid router supports neither"
@@ -226,7 +232,7 @@ def sigmoid_moe_fields(config: HfConfig) -> Fields:
             f"num_experts_per_tok {topk} over topk_group {kept} in config.json: Megatron rates a group by its "
             f"{topk // kept} best experts, the model by its 2 best"
         )
-    shared = (config.get("n_shared_experts") or 0) * need(config, "moe_intermediate_size")
+    shared = (config.get("n_shared_experts") or 0) * require_field(config, "moe_intermediate_size")
     return {
         **moe_fields(config),
         "moe_router_score_function": "sigmoid",
@@ -239,10 +245,10 @@ def sigmoid_moe_fields(config: HfConfig) -> Fields:
     }
 
 
-def layers_after_the_last(config: HfConfig) -> tuple[Ignored, ...]:
+def multi_token_layers(config: HfConfig) -> tuple[Ignored, ...]:
     """The multi-token prediction layers of a folder, which follow the layers that the model runs."""
     count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
-    first = int(need(config, "num_hidden_layers"))
+    first = int(require_field(config, "num_hidden_layers"))
     return tuple(
         Ignored(f"model.layers.{layer}.", "it predicts a token beyond the next, which training does not use")
         for layer in range(first, first + count)

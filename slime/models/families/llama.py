@@ -20,11 +20,11 @@ def _has_biases(config: HfConfig) -> bool:
     return attention
 
 
-def _fields(config: HfConfig) -> Fields:
+def llama_fields(config: HfConfig) -> Fields:
     return {**decoder_fields(config), "add_bias_linear": _has_biases(config)}
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
+def llama_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers, biases = all_layers(config), _has_biases(config)
     return (
         *edge_rules(config),
@@ -36,8 +36,8 @@ def _rules(config: HfConfig) -> tuple[Rule, ...]:
 LLAMA = Family(
     name="Llama 3",
     model_types=("llama",),
-    fields=_fields,
-    rules=_rules,
+    fields=llama_fields,
+    rules=llama_rules,
     tool_format="llama3",
     reasoning_format=None,
     stop_tokens=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),

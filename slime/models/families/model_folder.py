@@ -16,16 +16,16 @@ from slime.models.families.family import family_of
 from slime.models.families.hf_config import is_tied
 from slime.models.families.tp_sharding import Shard
 from slime.models.families.weight_map import (
-    Entry,
     Family,
     Fields,
     HfConfig,
-    as_in_folder,
+    ParameterEntry,
     entries_by_name,
+    rules_for_folder,
     with_vocab_divisor,
 )
 from slime.models.folder import read_text_config
-from slime.models.tensor_sources import Source, same_numbers
+from slime.models.tensor_sources import Source, sources_equal
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FamilyFolder:
     config: HfConfig
     """config.json, merged with its text config."""
     family: Family
-    entries: dict[str, Entry]
+    entries: dict[str, ParameterEntry]
     """By global Megatron name."""
     sources: dict[str, Source]
     """By the folder's own name."""
@@ -43,19 +43,19 @@ class FamilyFolder:
     def fields(self) -> Fields:
         return self.family.fields(self.config)
 
-    def shard(self, entry: Entry, rank: int, size: int) -> Shard:
+    def shard(self, entry: ParameterEntry, rank: int, size: int) -> Shard:
         """The part of a parameter that one rank holds."""
         return entry.form.shard([self.sources[name].shape for name in entry.hf], rank, size)
 
-    def left_alone(self) -> dict[str, str]:
+    def unused_tensors(self) -> dict[str, str]:
         """Tensors of the folder that no parameter uses, each with the reason; UserError for one that has no reason."""
         used = {name for entry in self.entries.values() for name in entry.hf}
-        return {name: _reason(name, self) for name in self.sources if name not in used}
+        return {name: _unused_reason(name, self) for name in self.sources if name not in used}
 
-    def left_alone_in_words(self) -> list[str]:
+    def unused_tensor_notes(self) -> list[str]:
         """One sentence for each reason why tensors of the folder are not used."""
         by_reason: dict[str, list[str]] = {}
-        for name, why in self.left_alone().items():
+        for name, why in self.unused_tensors().items():
             by_reason.setdefault(why, []).append(name)
         return [
             f"{len(names)} tensors of {self.path} (such as {names[0]}) are neither trained nor written: {why}"
@@ -79,19 +79,19 @@ def open_family_folder(folder: str | Path, *, vocab_divisor: int = 128) -> Famil
             for own, source in sources.items()
             if own.endswith(f".{name}") or own == name
         ]
-        if len(tied) >= 2 and not same_numbers(*tied):
+        if len(tied) >= 2 and not sources_equal(*tied):
             config = {**config, "tie_word_embeddings": False}
-    rules = with_vocab_divisor(as_in_folder(family.rules(config), sources), vocab_divisor)
+    rules = with_vocab_divisor(rules_for_folder(family.rules(config), sources), vocab_divisor)
     opened = FamilyFolder(Path(folder), config, family, entries_by_name(rules), sources)
     missing = [name for entry in opened.entries.values() for name in entry.hf if name not in sources]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"the weights in {opened.path} lack {missing[0]}{more}: download the model folder again")
-    opened.left_alone()
+    opened.unused_tensors()
     return opened
 
 
-def _reason(name: str, folder: FamilyFolder) -> str:
+def _unused_reason(name: str, folder: FamilyFolder) -> str:
     """The reason why no parameter uses a tensor; UserError if there is none."""
     for ignored in folder.family.ignored(folder.config):
         if name.startswith(ignored.prefix):

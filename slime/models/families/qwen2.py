@@ -4,34 +4,40 @@ additional layers that training does not use."""
 from __future__ import annotations
 
 from slime.models.families.blocks import attention_rules, edge_rules, gated_expert_rules, mlp_rules
-from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need, window_fields
+from slime.models.families.hf_config import (
+    all_layers,
+    decoder_fields,
+    moe_fields,
+    require_field,
+    window_fields,
+)
 from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule
 
 
-def _fields(config: HfConfig) -> Fields:
+def qwen2_fields(config: HfConfig) -> Fields:
     first = config.get("max_window_layers", 28)
     windows = window_fields(config, lambda layer: layer >= first)
     return {**decoder_fields(config), "add_qkv_bias": True, **windows}
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
+def qwen2_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers = all_layers(config)
     return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *mlp_rules(layers))
 
 
-def _moe_fields(config: HfConfig) -> Fields:
+def qwen2_moe_fields(config: HfConfig) -> Fields:
     end = config.get("max_window_layers", 28)
     return {
         **decoder_fields(config),
         "add_qkv_bias": True,
         **window_fields(config, lambda layer: layer % 2 == 0 and layer < end),
         **moe_fields(config),
-        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_intermediate_size": require_field(config, "shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 
 
-def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+def qwen2_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers = all_layers(config)
     return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *gated_expert_rules(config))
 
@@ -39,8 +45,8 @@ def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
 QWEN2 = Family(
     name="Qwen2.5",
     model_types=("qwen2",),
-    fields=_fields,
-    rules=_rules,
+    fields=qwen2_fields,
+    rules=qwen2_rules,
     tool_format="qwen25",
     reasoning_format=None,
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
@@ -48,8 +54,8 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     name="Qwen2-MoE",
     model_types=("qwen2_moe",),
-    fields=_moe_fields,
-    rules=_moe_rules,
+    fields=qwen2_moe_fields,
+    rules=qwen2_moe_rules,
     tool_format="qwen25",
     reasoning_format=None,
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
@@ -57,8 +63,8 @@ QWEN2_MOE = Family(
 MIMO = Family(
     name="MiMo",
     model_types=("mimo",),
-    fields=_fields,
-    rules=_rules,
+    fields=qwen2_fields,
+    rules=qwen2_rules,
     tool_format="qwen25",
     reasoning_format="mimo",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),

@@ -17,35 +17,35 @@ def _attention_fields(config: HfConfig) -> Fields:
     return {**decoder_fields(config), "qk_layernorm": True}
 
 
-def _fields(config: HfConfig) -> Fields:
+def qwen3_fields(config: HfConfig) -> Fields:
     first = config.get("max_window_layers", 28)
     return {**_attention_fields(config), **window_fields(config, lambda layer: layer >= first)}
 
 
-def _moe_fields(config: HfConfig) -> Fields:
+def qwen3_moe_fields(config: HfConfig) -> Fields:
     every_layer = {name: value for name, value in config.items() if name != "layer_types"}  # transformers ignores them
     return {**_attention_fields(config), **window_fields(every_layer, lambda _: True), **moe_fields(config)}
 
 
-def _attention(config: HfConfig) -> tuple[Rule, ...]:
+def _attention_rules(config: HfConfig) -> tuple[Rule, ...]:
     return attention_rules(config, all_layers(config), has_head_norms=True)
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
-    return (*edge_rules(config), *_attention(config), *mlp_rules(all_layers(config)))
+def qwen3_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_attention_rules(config), *mlp_rules(all_layers(config)))
 
 
-def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+def qwen3_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     sparse = moe_layers(config)
     dense = tuple(layer for layer in all_layers(config) if layer not in set(sparse))
-    return (*edge_rules(config), *_attention(config), *mlp_rules(dense), *expert_rules(config, sparse))
+    return (*edge_rules(config), *_attention_rules(config), *mlp_rules(dense), *expert_rules(config, sparse))
 
 
 QWEN3 = Family(
     name="Qwen3",
     model_types=("qwen3",),
-    fields=_fields,
-    rules=_rules,
+    fields=qwen3_fields,
+    rules=qwen3_rules,
     tool_format="qwen25",
     reasoning_format="qwen3",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
@@ -53,8 +53,8 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     name="Qwen3-MoE",
     model_types=("qwen3_moe",),
-    fields=_moe_fields,
-    rules=_moe_rules,
+    fields=qwen3_moe_fields,
+    rules=qwen3_moe_rules,
     tool_format="qwen25",
     reasoning_format="qwen3",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from slime.models.families.blocks import (
-    HERE,
-    THERE,
+    HF_LAYER,
+    MEGATRON_LAYER,
     attention_rules,
     edge_rules,
     gated_expert_rules,
     layer_rule,
     mlp_rules,
 )
-from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, need
+from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, require_field
 from slime.models.families.tp_sharding import (
-    Columns,
+    ColumnParallel,
     DeltaInput,
     Form,
     GroupedDeltaInput,
-    Rows,
+    Replicated,
+    RowParallel,
     Segments,
-    Whole,
 )
 from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule
 
@@ -33,7 +33,7 @@ def linear_layers(config: HfConfig) -> tuple[int, ...]:
     return tuple(layer for layer in all_layers(config) if (layer + 1) % step)
 
 
-def _fields(config: HfConfig) -> Fields:
+def qwen3_5_fields(config: HfConfig) -> Fields:
     linear = set(linear_layers(config))
     return {
         **decoder_fields({"partial_rotary_factor": 0.25, **config}),
@@ -42,11 +42,11 @@ def _fields(config: HfConfig) -> Fields:
         "attention_output_gate": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(layer in linear) for layer in all_layers(config)],
-        **{name: need(config, name) for name in _LINEAR},
+        **{name: require_field(config, name) for name in _DELTA_NET_FIELDS},
     }
 
 
-_LINEAR = (
+_DELTA_NET_FIELDS = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
@@ -55,56 +55,62 @@ _LINEAR = (
 )
 
 
-def _moe_fields(config: HfConfig) -> Fields:
+def qwen3_5_moe_fields(config: HfConfig) -> Fields:
     return {
-        **_fields(config),
+        **qwen3_5_fields(config),
         **moe_fields({"norm_topk_prob": True, **config}),
-        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_intermediate_size": require_field(config, "shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 
 
-def _attention(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[Rule, ...]:
+def _attention_rules(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[Rule, ...]:
     linear = linear_layers(config)
     full = [layer for layer in all_layers(config) if layer not in set(linear)]
-    key = need(config, "linear_key_head_dim") * need(config, "linear_num_key_heads")
-    value = need(config, "linear_value_head_dim") * need(config, "linear_num_value_heads")
-    names = tuple(f"{THERE}linear_attn.{name}.weight" for name in inputs)
+    key = require_field(config, "linear_key_head_dim") * require_field(config, "linear_num_key_heads")
+    value = require_field(config, "linear_value_head_dim") * require_field(config, "linear_num_value_heads")
+    names = tuple(f"{HF_LAYER}linear_attn.{name}.weight" for name in inputs)
 
     def rule(megatron: str, hf: str, form: Form) -> Rule:
         return layer_rule(f"self_attention.{megatron}", f"linear_attn.{hf}", form, linear)
 
     return (
         *attention_rules(config, full, has_head_norms=True, is_gated=True),
-        layer_rule("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", Whole(), linear),
-        Rule(f"{HERE}self_attention.in_proj.weight", names, form, linear),
+        layer_rule("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", Replicated(), linear),
+        Rule(f"{MEGATRON_LAYER}self_attention.in_proj.weight", names, form, linear),
         rule("conv1d.weight", "conv1d.weight", Segments((key, key, value))),
-        rule("dt_bias", "dt_bias", Columns()),
-        rule("A_log", "A_log", Columns()),
-        rule("out_norm.weight", "norm.weight", Whole()),
-        rule("out_proj.weight", "out_proj.weight", Rows()),
+        rule("dt_bias", "dt_bias", ColumnParallel()),
+        rule("A_log", "A_log", ColumnParallel()),
+        rule("out_norm.weight", "norm.weight", Replicated()),
+        rule("out_proj.weight", "out_proj.weight", RowParallel()),
     )
 
 
-def _next_rules(config: HfConfig) -> tuple[Rule, ...]:
-    form = GroupedDeltaInput(need(config, "linear_num_key_heads"), need(config, "linear_key_head_dim"))
-    return (*edge_rules(config), *_attention(config, ("in_proj_qkvz", "in_proj_ba"), form), *gated_expert_rules(config))
+def qwen3_next_rules(config: HfConfig) -> tuple[Rule, ...]:
+    form = GroupedDeltaInput(
+        require_field(config, "linear_num_key_heads"), require_field(config, "linear_key_head_dim")
+    )
+    return (
+        *edge_rules(config),
+        *_attention_rules(config, ("in_proj_qkvz", "in_proj_ba"), form),
+        *gated_expert_rules(config),
+    )
 
 
-def _split_attention(config: HfConfig) -> tuple[Rule, ...]:
-    form = DeltaInput(need(config, "linear_key_head_dim") * need(config, "linear_num_key_heads"))
-    return _attention(config, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), form)
+def _split_attention_rules(config: HfConfig) -> tuple[Rule, ...]:
+    form = DeltaInput(require_field(config, "linear_key_head_dim") * require_field(config, "linear_num_key_heads"))
+    return _attention_rules(config, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), form)
 
 
-def _dense_rules(config: HfConfig) -> tuple[Rule, ...]:
-    return (*edge_rules(config), *_split_attention(config), *mlp_rules(all_layers(config)))
+def qwen3_5_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_split_attention_rules(config), *mlp_rules(all_layers(config)))
 
 
-def _moe_rules(config: HfConfig) -> tuple[Rule, ...]:
-    return (*edge_rules(config), *_split_attention(config), *gated_expert_rules(config))
+def qwen3_5_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_split_attention_rules(config), *gated_expert_rules(config))
 
 
-def _ignored(config: HfConfig) -> tuple[Ignored, ...]:
+def unused_tensors_of_qwen3_5(config: HfConfig) -> tuple[Ignored, ...]:
     return (
         Ignored("mtp.", "it predicts a token beyond the next, which training does not use"),
         Ignored("model.visual.", "it reads images, which text does not use"),
@@ -114,30 +120,30 @@ def _ignored(config: HfConfig) -> tuple[Ignored, ...]:
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
     model_types=("qwen3_next",),
-    fields=_moe_fields,
-    rules=_next_rules,
+    fields=qwen3_5_moe_fields,
+    rules=qwen3_next_rules,
     tool_format="qwen25",
     reasoning_format="qwen3",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=_ignored,
+    ignored=unused_tensors_of_qwen3_5,
 )
 QWEN3_5 = Family(
     name="Qwen3.5 / 3.6",
     model_types=("qwen3_5", "qwen3_5_text"),
-    fields=_fields,
-    rules=_dense_rules,
+    fields=qwen3_5_fields,
+    rules=qwen3_5_rules,
     tool_format="qwen3_coder",
     reasoning_format="qwen3",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=_ignored,
+    ignored=unused_tensors_of_qwen3_5,
 )
 QWEN3_5_MOE = Family(
     name="Qwen3.5-MoE / 3.6-MoE",
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
-    fields=_moe_fields,
-    rules=_moe_rules,
+    fields=qwen3_5_moe_fields,
+    rules=qwen3_5_moe_rules,
     tool_format="qwen3_coder",
     reasoning_format="qwen3",
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=_ignored,
+    ignored=unused_tensors_of_qwen3_5,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from slime.models.families.blocks import layer_rule
 from slime.models.families.deepseek import latent_moe_fields, latent_moe_rules
-from slime.models.families.hf_config import all_layers, layers_after_the_last, need
-from slime.models.families.tp_sharding import Whole
+from slime.models.families.hf_config import all_layers, multi_token_layers, require_field
+from slime.models.families.tp_sharding import Replicated
 from slime.models.families.weight_map import Family, Fields, HfConfig, Rule, Support
 
 _INDEXER = {
@@ -26,45 +26,47 @@ def indexer_layers(config: HfConfig) -> tuple[int, ...]:
     return tuple(layer for layer in layers if max(layer - first + 1, 0) % step == 0)
 
 
-def _fields(config: HfConfig) -> Fields:
+def sparse_attention_fields(config: HfConfig) -> Fields:
     return {
         **latent_moe_fields(config),
         "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": need(config, "index_n_heads"),
-        "dsa_indexer_head_dim": need(config, "index_head_dim"),
-        "dsa_indexer_topk": need(config, "index_topk"),
+        "dsa_indexer_n_heads": require_field(config, "index_n_heads"),
+        "dsa_indexer_head_dim": require_field(config, "index_head_dim"),
+        "dsa_indexer_topk": require_field(config, "index_topk"),
         "dsa_indexer_layers": list(indexer_layers(config)),
     }
 
 
-def _rules(config: HfConfig) -> tuple[Rule, ...]:
+def sparse_attention_rules(config: HfConfig) -> tuple[Rule, ...]:
     layers = indexer_layers(config)
     indexer = [
-        layer_rule(f"self_attention.core_attention.indexer.{here}", f"self_attn.indexer.{there}", Whole(), layers)
+        layer_rule(f"self_attention.core_attention.indexer.{here}", f"self_attn.indexer.{there}", Replicated(), layers)
         for here, there in _INDEXER.items()
     ]
     return (*latent_moe_rules(config), *indexer)
 
 
-_OTHER_TURN = "its indexers rotate the two halves of a head; only GLM-5's rotation of neighbouring pairs is implemented"
+_OTHER_ROTATION = (
+    "its indexers rotate the two halves of a head; only GLM-5's rotation of neighbouring pairs is implemented"
+)
 GLM5 = Family(
     name="GLM-5",
     model_types=("glm_moe_dsa",),
-    fields=_fields,
-    rules=_rules,
+    fields=sparse_attention_fields,
+    rules=sparse_attention_rules,
     tool_format="glm47",
     reasoning_format="glm45",
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
-    ignored=layers_after_the_last,
+    ignored=multi_token_layers,
 )
 DEEPSEEK_V32 = Family(
     name="DeepSeek V3.2",
     model_types=("deepseek_v32",),
-    fields=_fields,
-    rules=_rules,
+    fields=sparse_attention_fields,
+    rules=sparse_attention_rules,
     tool_format="deepseekv32",
     reasoning_format="deepseek-v3",
     stop_tokens=("<｜end▁of▁sentence｜>",),
-    support=Support(fsdp=_OTHER_TURN, megatron=_OTHER_TURN),
-    ignored=layers_after_the_last,
+    support=Support(fsdp=_OTHER_ROTATION, megatron=_OTHER_ROTATION),
+    ignored=multi_token_layers,
 )

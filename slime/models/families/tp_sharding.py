@@ -28,13 +28,13 @@ def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in region)
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def region_overlap(one: Region, other: Region) -> Region | None:
     """The intersection of two regions of one tensor; None if it is empty."""
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return None if any(part.start >= part.stop for part in common) else common
 
 
-def within(region: Region, outer: Region) -> Region:
+def relative_region(region: Region, outer: Region) -> Region:
     """The same region, relative to the start of `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
@@ -43,7 +43,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class SourceRegion:
     """A region of tensor number `source`, from 0, of a rule's tensors."""
 
     source: int
@@ -58,7 +58,7 @@ class Shard(Protocol):
         """The shape of the parameter on this rank."""
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[SourceRegion, ...]:
         """The regions of the folder's tensors that form the parameter; regions may be empty."""
 
     @property
@@ -83,7 +83,7 @@ class Form(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class SourceSpan:
     """A range of rows (or columns) of tensor number `source` of the folder; padding if `source` is -1."""
 
     source: int
@@ -96,17 +96,17 @@ class Stretch:
 
 
 PADDING = -1
-Lane = list[Stretch]
+Lane = list[SourceSpan]
 """Spans in Megatron's order; each rank holds an equal interval of every lane."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StretchShard:
+class SpanShard:
     """A parameter that is a concatenation of spans of the folder's tensors along `dim`."""
 
     dim: int
     shapes: tuple[Shape, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[SourceSpan, ...]
     is_copy: bool = False
 
     @property
@@ -116,13 +116,13 @@ class StretchShard:
         return tuple(shape)
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[SourceRegion, ...]:
         shares = []
         for part in self._parts():
             region = list(whole_region(self.shapes[part.source]))
             if region:
                 region[self.dim] = slice(part.begin, part.end)
-            shares.append(Share(part.source, tuple(region)))
+            shares.append(SourceRegion(part.source, tuple(region)))
         return tuple(shares)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -152,33 +152,33 @@ class StretchShard:
                 result.append(torch.cat(ordered, self.dim))
         return tuple(result)
 
-    def _parts(self) -> list[Stretch]:
+    def _parts(self) -> list[SourceSpan]:
         """The spans, with neighbours in the folder merged; a tensor of which nothing is held has an empty part."""
-        parts: list[Stretch] = []
+        parts: list[SourceSpan] = []
         for source in range(len(self.shapes)):
             own = sorted((s for s in self.stretches if s.source == source), key=lambda one: one.begin)
-            merged: list[Stretch] = []
+            merged: list[SourceSpan] = []
             for stretch in own:
                 if merged and merged[-1].end == stretch.begin:
-                    merged[-1] = Stretch(source, merged[-1].begin, stretch.end)
+                    merged[-1] = SourceSpan(source, merged[-1].begin, stretch.end)
                 else:
                     merged.append(stretch)
-            parts += merged or [Stretch(source, 0, 0)]
+            parts += merged or [SourceSpan(source, 0, 0)]
         return parts
 
-    def _places(self) -> Iterator[tuple[int, int, Stretch]]:
+    def _places(self) -> Iterator[tuple[int, int, SourceSpan]]:
         """For each span: its start in the parameter, the index of its part, and its range within that part."""
         parts, where = self._parts(), 0
         for stretch in self.stretches:
             for index, part in enumerate(parts):
                 if part.source == stretch.source and part.begin <= stretch.begin and stretch.end <= part.end:
                     begin = stretch.begin - part.begin
-                    yield where, index, Stretch(stretch.source, begin, begin + stretch.length)
+                    yield where, index, SourceSpan(stretch.source, begin, begin + stretch.length)
                     break
             where += stretch.length
 
 
-def interval(lane: Lane, rank: int, size: int) -> Lane:
+def rank_interval(lane: Lane, rank: int, size: int) -> Lane:
     """The interval of a lane that one rank holds."""
     length = sum(stretch.length for stretch in lane)
     if length % size:
@@ -187,12 +187,12 @@ def interval(lane: Lane, rank: int, size: int) -> Lane:
     for stretch in lane:
         first, last = max(begin - at, 0), min(end - at, stretch.length)
         if first < last:
-            found.append(Stretch(stretch.source, stretch.begin + first, stretch.begin + last))
+            found.append(SourceSpan(stretch.source, stretch.begin + first, stretch.begin + last))
         at += stretch.length
     return found
 
 
-class Laned:
+class LaneForm:
     """Base of forms that consist of lanes along one dimension."""
 
     dim = 0
@@ -201,52 +201,52 @@ class Laned:
         raise NotImplementedError
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
-        held = [stretch for lane in self.lanes(shapes, size) for stretch in interval(lane, rank, size)]
-        return StretchShard(self.dim, tuple(map(tuple, shapes)), tuple(held))
+        held = [stretch for lane in self.lanes(shapes, size) for stretch in rank_interval(lane, rank, size)]
+        return SpanShard(self.dim, tuple(map(tuple, shapes)), tuple(held))
 
     def of_expert(self, expert: int) -> Form:
         return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Replicated:
     """Replicated on every rank: norms, routers, biases of row-parallel layers, scalars."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         rows = shapes[0][0] if shapes[0] else 1
-        return StretchShard(0, (tuple(shapes[0]),), (Stretch(0, 0, rows),), is_copy=rank > 0)
+        return SpanShard(0, (tuple(shapes[0]),), (SourceSpan(0, 0, rows),), is_copy=rank > 0)
 
     def of_expert(self, expert: int) -> Form:
         return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns(Laned):
+class ColumnParallel(LaneForm):
     """A column-parallel layer: its output, the first dimension, is sharded; weights and biases."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
-        return [[Stretch(0, 0, shapes[0][0])]]
+        return [[SourceSpan(0, 0, shapes[0][0])]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows(Laned):
+class RowParallel(LaneForm):
     """A row-parallel layer: its input, the second dimension, is sharded."""
 
     dim = 1
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
-        return [[Stretch(0, 0, shapes[0][1])]]
+        return [[SourceSpan(0, 0, shapes[0][1])]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Vocab(Laned):
+class Vocab(LaneForm):
     """Vocabulary rows, padded so that they can be sharded evenly (see padded_vocab)."""
 
     divisible_by: int = 128
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         rows = shapes[0][0]
-        return [[Stretch(0, 0, rows), Stretch(PADDING, 0, padded_vocab(rows, self.divisible_by, size) - rows)]]
+        return [[SourceSpan(0, 0, rows), SourceSpan(PADDING, 0, padded_vocab(rows, self.divisible_by, size) - rows)]]
 
 
 def padded_vocab(rows: int, divisible_by: int, size: int) -> int:
@@ -256,24 +256,24 @@ def padded_vocab(rows: int, divisible_by: int, size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class GateUp(Laned):
+class GateUp(LaneForm):
     """Gate and up projections in one parameter: the rank's rows of the gate, then its rows of the up projection."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
-        return [[Stretch(source, 0, shapes[source][0])] for source in (0, 1)]
+        return [[SourceSpan(source, 0, shapes[source][0])] for source in (0, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedGateUp(Laned):
+class FusedGateUp(LaneForm):
     """`GateUp` for a folder with one tensor, in which the gate's rows come first."""
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         half = shapes[0][0] // 2
-        return [[Stretch(0, 0, half)], [Stretch(0, half, 2 * half)]]
+        return [[SourceSpan(0, 0, half)], [SourceSpan(0, half, 2 * half)]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Qkv(Laned):
+class Qkv(LaneForm):
     """Queries, keys and values, or their biases, group by group: the queries of a group, its key, its value.
 
     With an output gate each head's rows in the query projection of the folder are its query and its gate; Megatron has
@@ -292,10 +292,10 @@ class Qkv(Laned):
             if self.is_gated:
                 for gate in (0, head):
                     starts = range(first + gate, first + queries, 2 * head)
-                    lane += [Stretch(0, start, start + head) for start in starts]
+                    lane += [SourceSpan(0, start, start + head) for start in starts]
             else:
-                lane.append(Stretch(0, first, first + queries))
-            lane += [Stretch(source, group * head, (group + 1) * head) for source in (1, 2)]
+                lane.append(SourceSpan(0, first, first + queries))
+            lane += [SourceSpan(source, group * head, (group + 1) * head) for source in (1, 2)]
         return [lane]
 
 
@@ -305,7 +305,7 @@ class InterleavedGateUp:
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         ((rows, *rest),) = shapes
-        (held,) = interval([Stretch(0, 0, rows // 2)], rank, size)
+        (held,) = rank_interval([SourceSpan(0, 0, rows // 2)], rank, size)
         return InterleavedShard(2 * held.begin, (2 * held.length, *rest))
 
     def of_expert(self, expert: int) -> Form:
@@ -321,9 +321,9 @@ class InterleavedShard:
     is_copy: bool = False
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[SourceRegion, ...]:
         rows = slice(self.begin, self.begin + self.shape[0])
-        return (Share(0, (rows, *whole_region(self.shape[1:]))),)
+        return (SourceRegion(0, (rows, *whole_region(self.shape[1:]))),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
@@ -333,7 +333,7 @@ class InterleavedShard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stacked:
+class StackedExperts:
     """One expert's part of tensors that hold all experts of a layer along their first dimension."""
 
     inner: Form
@@ -343,14 +343,14 @@ class Stacked:
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         own = [tuple(reversed(shape[1:])) if self.is_transposed else tuple(shape[1:]) for shape in shapes]
-        return StackedShard(self.inner.shard(own, rank, size), self.is_transposed, self.expert)
+        return StackedExpertsShard(self.inner.shard(own, rank, size), self.is_transposed, self.expert)
 
     def of_expert(self, expert: int) -> Form:
         return dataclasses.replace(self, expert=expert)
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedShard:
+class StackedExpertsShard:
     """A rank's part of one expert in tensors of all experts."""
 
     inner: Shard
@@ -366,10 +366,10 @@ class StackedShard:
         return self.inner.is_copy
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[SourceRegion, ...]:
         expert = slice(self.expert, self.expert + 1)
         return tuple(
-            Share(share.source, (expert, *(reversed(share.region) if self.is_transposed else share.region)))
+            SourceRegion(share.source, (expert, *(reversed(share.region) if self.is_transposed else share.region)))
             for share in self.inner.shares
         )
 
@@ -383,7 +383,7 @@ class StackedShard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(Laned):
+class Segments(LaneForm):
     """One tensor whose rows are segments of these sizes, each of them sharded over all ranks."""
 
     sizes: tuple[int, ...]
@@ -393,7 +393,7 @@ class Segments(Laned):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaInput(Laned):
+class DeltaInput(LaneForm):
     """All input projections of a gated delta net in one parameter: queries, keys, values, gates z, then b and a.
 
     The folder has queries, keys and values in one tensor (`key` rows, `key` rows and the rest) and one tensor for each
@@ -404,11 +404,11 @@ class DeltaInput(Laned):
 
     def lanes(self, shapes: Sequence[Shape], size: int) -> list[Lane]:
         qkv = (self.key, self.key, shapes[0][0] - 2 * self.key)
-        return [*_segments(0, qkv), *([Stretch(source, 0, shapes[source][0])] for source in (1, 2, 3))]
+        return [*_segments(0, qkv), *([SourceSpan(source, 0, shapes[source][0])] for source in (1, 2, 3))]
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedDeltaInput(Laned):
+class GroupedDeltaInput(LaneForm):
     """`DeltaInput` for a folder with two tensors, both grouped by key head: query, key, values and gates; b and a."""
 
     key_heads: int
@@ -426,11 +426,11 @@ class GroupedDeltaInput(Laned):
         one = _segments(source, sizes)
         step = sum(sizes)
         return [
-            [Stretch(source, part.begin + step * head, part.end + step * head) for head in range(self.key_heads)]
+            [SourceSpan(source, part.begin + step * head, part.end + step * head) for head in range(self.key_heads)]
             for (part,) in one
         ]
 
 
 def _segments(source: int, sizes: Sequence[int]) -> list[Lane]:
     ends = list(itertools.accumulate(sizes))
-    return [[Stretch(source, end - size, end)] for end, size in zip(ends, sizes, strict=True)]
+    return [[SourceSpan(source, end - size, end)] for end, size in zip(ends, sizes, strict=True)]

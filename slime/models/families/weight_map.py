@@ -17,7 +17,7 @@ from slime.storage.json_types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """One Megatron parameter and the folder's tensors that form it."""
 
     megatron: str
@@ -43,10 +43,10 @@ class Rule:
     stacked: tuple[str, Form] | None = None
     """For folders with one tensor for all experts of a layer: its name and its form."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[ParameterEntry]:
         for layer in (0,) if self.layers is None else self.layers:
             for expert in range(self.experts or 1):
-                yield Entry(
+                yield ParameterEntry(
                     self.megatron.format(layer=layer, expert=expert),
                     tuple(name.format(layer=layer, expert=expert) for name in self.hf),
                     self.form.of_expert(expert),
@@ -55,7 +55,7 @@ class Rule:
                 )
 
 
-def entries_by_name(rules: Iterable[Rule]) -> dict[str, Entry]:
+def entries_by_name(rules: Iterable[Rule]) -> dict[str, ParameterEntry]:
     """All parameters of a model, by global Megatron name."""
     return {entry.megatron: entry for rule in rules for entry in rule.entries()}
 
@@ -70,7 +70,7 @@ def with_vocab_divisor(rules: Iterable[Rule], divisible_by: int) -> tuple[Rule, 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
-def as_in_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, ...]:
+def rules_for_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, ...]:
     """Return the rules with the names of a folder: folders of multimodal models have another prefix for text, and some
     folders have all experts of a layer in one tensor."""
     found = []
@@ -79,11 +79,11 @@ def as_in_folder(rules: Iterable[Rule], names: Collection[str]) -> tuple[Rule, .
         if first is None or all(name in names for name in first.hf):
             found.append(rule)
             continue
-        found.append(next((other for other in _others(rule) if next(other.entries()).hf[0] in names), rule))
+        found.append(next((other for other in _rule_variants(rule) if next(other.entries()).hf[0] in names), rule))
     return tuple(found)
 
 
-def _others(rule: Rule) -> Iterator[Rule]:
+def _rule_variants(rule: Rule) -> Iterator[Rule]:
     """The rule with stacked experts and with other prefixes for text."""
     variants = [rule]
     if rule.stacked is not None:

@@ -7,8 +7,14 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from slime.models.parsers.events import CallArguments, CallBegun, CallEnded, Event
-from slime.models.parsers.json_stream import json_kind, json_object, json_string, json_value, object_text
-from slime.models.parsers.scanner import Reader, Steps, Unreadable
+from slime.models.parsers.json_stream import (
+    json_kind,
+    object_text,
+    read_json_object,
+    read_json_string,
+    read_json_value,
+)
+from slime.models.parsers.scanner import Steps, TextReader, UnreadableCall
 from slime.storage.json_types import JsonMapping
 
 _LONGEST_NAME = 256
@@ -24,7 +30,7 @@ class Calls:
     Invariant: at most one call is open, and the reader remembers the text of that call.
     """
 
-    def __init__(self, reader: Reader, events: list[Event], ids: Callable[[], str]) -> None:
+    def __init__(self, reader: TextReader, events: list[Event], ids: Callable[[], str]) -> None:
         self._reader, self._events, self._ids = reader, events, ids
         self.open: int | None = None
         self.ended = 0
@@ -33,7 +39,7 @@ class Calls:
 
     def begin(self, name: str) -> None:
         if not name or len(name) > _LONGEST_NAME:
-            raise Unreadable("the name of the tool is missing" if not name else "the name of the tool is too long")
+            raise UnreadableCall("the name of the tool is missing" if not name else "the name of the tool is too long")
         self.open, self._next, self._has_arguments = self._next, self._next + 1, False
         self._events.append(CallBegun(self.open, self._ids(), name))
 
@@ -69,7 +75,7 @@ class ToolFormat:
 
     `begins`: marks that begin a call. `bare`: characters that may begin a call without a mark, if no text precedes it.
     `opens` and `closes`: marks around several calls. `tails`: tokens that end an answer. `read` continues after a mark
-    ("" for a bare call) and raises `Unreadable` if no call follows.
+    ("" for a bare call) and raises `UnreadableCall` if no call follows.
     """
 
     begins: Sequence[str] = ()
@@ -78,7 +84,7 @@ class ToolFormat:
     closes: Sequence[str] = ()
     tails: Sequence[str] = ()
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         raise NotImplementedError
 
     def opening(self, name: str | None) -> str:
@@ -86,77 +92,77 @@ class ToolFormat:
         raise NotImplementedError
 
 
-def closed(reader: Reader, mark: str) -> Steps[None]:
+def read_closing_mark(reader: TextReader, mark: str) -> Steps[None]:
     """Read the mark that ends a call; it may be absent at the end of the answer."""
     if (yield from reader.next()) and not (yield from reader.take(mark)):
-        raise Unreadable(f"{mark} is missing")
+        raise UnreadableCall(f"{mark} is missing")
 
 
-def tool_name(reader: Reader) -> Steps[str]:
+def read_tool_name(reader: TextReader) -> Steps[str]:
     """Read a name without quotes."""
     yield from reader.next()
     return (yield from reader.run(_NAME, _LONGEST_NAME))
 
 
-def opened_object(name: str | None, arguments: str = "arguments") -> str:
-    """The beginning of a call that `named_object` reads."""
+def call_object_opening(name: str | None, arguments: str = "arguments") -> str:
+    """The beginning of a call that `read_call_object` reads."""
     return '{"name": "' if name is None else f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
 
 
-def named_object(reader: Reader, calls: Calls, known: Container[str] | None = None) -> Steps[None]:
+def read_call_object(reader: TextReader, calls: Calls, known: Container[str] | None = None) -> Steps[None]:
     """Read `{"name": ..., "arguments": {...}}`, only with names in `known` unless that is None; the call stays open.
 
     `parameters` is accepted instead of `arguments`.
     """
     if (yield from reader.next()) != "{":
-        raise Unreadable("a call must be a JSON object")
+        raise UnreadableCall("a call must be a JSON object")
     reader.at += 1
     early: list[str] = []  # arguments before the name
     seen: set[str] = set()
     while True:
-        key = yield from json_string(reader)
+        key = yield from read_json_string(reader)
         if (yield from reader.next()) != ":":
-            raise Unreadable("invalid JSON: expected a colon")
+            raise UnreadableCall("invalid JSON: expected a colon")
         reader.at += 1
         key = "arguments" if key == "parameters" else key
         if key in seen:
-            raise Unreadable(f"duplicate key {key!r}")
+            raise UnreadableCall(f"duplicate key {key!r}")
         seen.add(key)
         if key == "name":
-            name = yield from json_string(reader)
+            name = yield from read_json_string(reader)
             if known is not None and name not in known:
-                raise Unreadable("there is no such tool")
+                raise UnreadableCall("there is no such tool")
             calls.begin(name)
             calls.arguments("".join(early))
         elif key == "arguments":
-            yield from _arguments(reader, early.append if calls.open is None else calls.arguments)
-        elif key not in _IGNORED or not _IGNORED[key].fullmatch((yield from json_string(reader))):
-            raise Unreadable(f"a call has no key {key!r}")
+            yield from _read_arguments(reader, early.append if calls.open is None else calls.arguments)
+        elif key not in _IGNORED or not _IGNORED[key].fullmatch((yield from read_json_string(reader))):
+            raise UnreadableCall(f"a call has no key {key!r}")
         character = yield from reader.next()
         if character not in (",", "}"):
-            raise Unreadable("invalid JSON: expected a comma or }")
+            raise UnreadableCall("invalid JSON: expected a comma or }")
         reader.at += 1
         if character == "}":
             break
     if calls.open is None:
-        raise Unreadable("the name of the tool is missing")
+        raise UnreadableCall("the name of the tool is missing")
 
 
-def _arguments(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
+def _read_arguments(reader: TextReader, tell: Callable[[str], None]) -> Steps[None]:
     """Read the arguments: an object, a string that holds the text of one, or null."""
     character = yield from reader.next()
     if character == '"':
-        text = object_text((yield from json_string(reader)))
+        text = object_text((yield from read_json_string(reader)))
         if text is None:
-            raise Unreadable("the arguments must be a JSON object")
+            raise UnreadableCall("the arguments must be a JSON object")
         tell(text[:-1])
     elif character == "n":
-        yield from json_value(reader, lambda _: None)
+        yield from read_json_value(reader, lambda _: None)
     else:
-        yield from json_object(reader, tell)
+        yield from read_json_object(reader, tell)
 
 
-class Schemas:
+class ParameterSchemas:
     """Parameter types of tools (function schemas in OpenAI's form), for formats that write values without quotes."""
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
@@ -179,24 +185,24 @@ class Schemas:
 
         The value is a string if the schema says so, does not have the parameter, or has a type that does not fit.
         """
-        types = _types(self._properties.get(tool, {}).get(parameter))
+        types = _schema_types(self._properties.get(tool, {}).get(parameter))
         word = text.strip()
         if "null" in types and word.lower() in ("null", "none"):
             return "null"
         if "string" in types or not types:
-            return as_string(text)
+            return json_string_text(text)
         if "boolean" in types and word.lower() in ("true", "false"):
             return word.lower()
         kind = json_kind(word)
-        return word if kind in types or (kind == "integer" and "number" in types) else as_string(text)
+        return word if kind in types or (kind == "integer" and "number" in types) else json_string_text(text)
 
 
-def as_string(text: str) -> str:
+def json_string_text(text: str) -> str:
     """The JSON text of a string."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: object, depth: int = 0) -> set[str]:
+def _schema_types(schema: object, depth: int = 0) -> set[str]:
     """The JSON types that a schema allows; empty if it specifies none."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
@@ -208,7 +214,7 @@ def _types(schema: object, depth: int = 0) -> set[str]:
         types = {_JSON_TYPES.get(type(each), "null") for each in schema["enum"]}
     for union in ("anyOf", "oneOf", "allOf"):
         if not types and isinstance(schema.get(union), list):
-            types = set().union(*(_types(each, depth + 1) for each in schema[union]))
+            types = set().union(*(_schema_types(each, depth + 1) for each in schema[union]))
     if not types and ("properties" in schema or "items" in schema):
         types = {"object" if "properties" in schema else "array"}
     return types

@@ -94,7 +94,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Output:
+class ParsedOutput:
     """A complete answer. `reasoning` is None if there was no reasoning block, and "" if the block was empty."""
 
     reasoning: str | None = None
@@ -103,7 +103,7 @@ class Output:
     ill_formed: bool = False
 
 
-def gathered(events: Iterable[Event]) -> Output:
+def gathered(events: Iterable[Event]) -> ParsedOutput:
     """Collect events into a complete answer, with the calls that ended."""
     reasoning: list[str] = []
     text: list[str] = []
@@ -127,4 +127,4 @@ def gathered(events: Iterable[Event]) -> Output:
                 calls.append(Call(call.id, call.name, "".join(arguments[event.index])))
             case IllFormed():
                 ill_formed = True
-    return Output("".join(reasoning) if thought else None, "".join(text), tuple(calls), ill_formed)
+    return ParsedOutput("".join(reasoning) if thought else None, "".join(text), tuple(calls), ill_formed)

@@ -14,7 +14,7 @@ from slime.models.parsers.calls import ToolFormat
 from slime.models.parsers.events import OutputParser
 from slime.models.parsers.harmony import HarmonyParser, harmony_opening
 from slime.models.parsers.json_calls import DeepSeekV3, DeepSeekV31, Hermes, KimiK2, Llama3, Mistral
-from slime.models.parsers.output import THINK, AnswerParser
+from slime.models.parsers.output import REASONING_FORMATS, AnswerParser
 from slime.models.parsers.pythonic import Pythonic
 from slime.models.parsers.xml_calls import Dsml, Glm45, Invoke, Qwen3Coder
 from slime.storage.json_types import JsonMapping
@@ -36,7 +36,7 @@ _TOOL_FORMATS: dict[str, Callable[[Tools], ToolFormat]] = {
 }
 HARMONY = "gpt-oss"
 TOOL_CALL_PARSERS = tuple(sorted([*_TOOL_FORMATS, HARMONY]))
-REASONING_PARSERS = tuple(sorted([*THINK, HARMONY]))
+REASONING_PARSERS = tuple(sorted([*REASONING_FORMATS, HARMONY]))
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Formats:
                 raise UserError(f"{flag} {name}: unknown name; choose one of {', '.join(known)}")
 
 
-def formats_of(chat_template: str) -> Formats:
+def detect_formats(chat_template: str) -> Formats:
     """Detect the formats that a chat template writes, by the marks in its text."""
-    tool = next((name for name, marks in _TOOL_SIGNS if all(mark in chat_template for mark in marks)), None)
+    tool = next((name for name, marks in _TOOL_MARKS if all(mark in chat_template for mark in marks)), None)
     if tool == HARMONY:
         return Formats(tool, HARMONY)
-    reasoning = next((name for name, mark in _REASONING_SIGNS if mark in chat_template), None)
+    reasoning = next((name for name, mark in _REASONING_MARKS if mark in chat_template), None)
     if reasoning == "deepseek-v3" and "think>" not in chat_template:
         return Formats(tool, None)
     if reasoning == "qwen3":
@@ -69,7 +69,7 @@ def formats_of(chat_template: str) -> Formats:
     return Formats(tool, reasoning)
 
 
-def named_formats(carried: JsonMapping) -> Formats:
+def formats_from_flags(carried: JsonMapping) -> Formats:
     """The formats that a run's SGLang flags name; a name that only SGLang knows is ignored here and applies to its
     servers only."""
     tool, reasoning = carried.get("sglang_tool_call_parser"), carried.get("sglang_reasoning_parser")
@@ -79,7 +79,7 @@ def named_formats(carried: JsonMapping) -> Formats:
     )
 
 
-_TOOL_SIGNS = (
+_TOOL_MARKS = (
     (HARMONY, ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseekv32", ("<｜DSML｜",)),
@@ -98,7 +98,7 @@ _TOOL_SIGNS = (
 """Marks that identify the templates of each format. The first match wins, so specific formats precede general ones."""
 
 
-_REASONING_SIGNS = (
+_REASONING_MARKS = (
     ("kimi", "◁think▷"),
     ("mistral", "[THINK]"),
     ("deepseek-r1", "<｜Assistant｜><think>"),
@@ -125,14 +125,14 @@ def make_parser(
     if HARMONY in (formats.tool, formats.reasoning):
         return HarmonyParser(reads_calls=formats.tool is not None, ids=ids or call_id)
     tool = _TOOL_FORMATS[formats.tool](tools) if formats.tool is not None else ToolFormat()
-    think = THINK[formats.reasoning] if formats.reasoning is not None else None
+    think = REASONING_FORMATS[formats.reasoning] if formats.reasoning is not None else None
     thinking = think is not None and (starts_in_reasoning or think.always)
     return AnswerParser(tool, think, thinking=thinking, ids=ids or call_id)
 
 
 def opens_reasoning(formats: Formats, prompt: str) -> bool:
     """True if a prompt ends inside a think block."""
-    think = THINK.get(formats.reasoning or "")
+    think = REASONING_FORMATS.get(formats.reasoning or "")
     return think is not None and prompt.rstrip().endswith(think.begin)
 
 
@@ -146,7 +146,7 @@ def call_opening(formats: Formats, name: str | None, *, starts_in_reasoning: boo
         raise ValueError("there is no tool format")
     if formats.tool == HARMONY:
         return harmony_opening(name)
-    think = THINK.get(formats.reasoning or "")
+    think = REASONING_FORMATS.get(formats.reasoning or "")
     is_thinking = think is not None and (starts_in_reasoning or think.always)
     ends = f"\n{think.end}\n\n" if think is not None and is_thinking else ""
     return ends + _TOOL_FORMATS[formats.tool](()).opening(name)

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable
 
 from slime.models.parsers.events import IllFormed, Reasoning, Text
-from slime.models.parsers.json_stream import json_object
-from slime.models.parsers.output import Channel, Marks, SteppedParser, told_until
-from slime.models.parsers.scanner import NoCall, Steps, Unreadable
+from slime.models.parsers.json_stream import read_json_object
+from slime.models.parsers.output import Channel, MarkFinder, SteppedParser, emit_until
+from slime.models.parsers.scanner import NotACall, Steps, UnreadableCall
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_MARKS = Marks([_START, _CHANNEL, *_ENDS])
+_MARKS = MarkFinder([_START, _CHANNEL, *_ENDS])
 _TO = r"(?:\s*to=(?P<{}>[\w.:/-]+))?\s*"
 _HEADER = re.compile(
     rf"(?:<\|start\|>assistant)?{_TO.format('early')}(?:<\|channel\|>(?P<channel>\w+){_TO.format('late')})?"
@@ -50,11 +50,11 @@ class HarmonyParser(SteppedParser):
         if not (yield from self._reader.take("to=")):
             self._text.say(self._reader.since_begin())
             self._reader.forget()
-            mark = yield from told_until(_MARKS, self._reader, self._text)
+            mark = yield from emit_until(_MARKS, self._reader, self._text)
         while mark is not None:
             if mark in _ENDS:  # ends nothing: there was no message
                 self._text.say(mark)
-                mark = yield from told_until(_MARKS, self._reader, self._text)
+                mark = yield from emit_until(_MARKS, self._reader, self._text)
             else:
                 mark = yield from self._message(mark)
         self._text.end()
@@ -67,8 +67,8 @@ class HarmonyParser(SteppedParser):
             channel, recipient = yield from self._header()
             if recipient:
                 yield from self._call(recipient)
-        except Unreadable as why:
-            if not isinstance(why, NoCall):
+        except UnreadableCall as why:
+            if not isinstance(why, NotACall):
                 self._events.append(IllFormed(str(why), self._calls.take_back()))
             self._text.say(self._reader.since_begin())
             is_call = True  # or an attempt at one
@@ -76,16 +76,16 @@ class HarmonyParser(SteppedParser):
             is_call = bool(recipient)
         self._reader.forget()
         if is_call:
-            return (yield from told_until(_MARKS, self._reader, self._text))
+            return (yield from emit_until(_MARKS, self._reader, self._text))
         body = self._reasoning if channel == "analysis" else self._text
         body.next_message()
-        end = yield from told_until(_MARKS, self._reader, body)
+        end = yield from emit_until(_MARKS, self._reader, body)
         if body is self._reasoning:
             body.end()
-            body.tell_nothing()
+            body.emit_empty()
             self._text.cut()
         if end in _ENDS:
-            return (yield from told_until(_MARKS, self._reader, self._text))
+            return (yield from emit_until(_MARKS, self._reader, self._text))
         return end
 
     def _header(self) -> Steps[tuple[str | None, str | None]]:
@@ -96,24 +96,24 @@ class HarmonyParser(SteppedParser):
             if (yield from self._reader.take(_MESSAGE)):
                 break
             if not (yield from self._reader.take(_CHANNEL)) and not (yield from self._reader.take("<|constrain|>")):
-                raise Unreadable("the header of a message cannot be read")
+                raise UnreadableCall("the header of a message cannot be read")
         found = _HEADER.fullmatch(self._reader.since_begin().removesuffix(_MESSAGE))
         if found is None:
-            raise Unreadable("the header of a message cannot be read")
+            raise UnreadableCall("the header of a message cannot be read")
         return found["channel"], found["early"] or found["late"]
 
     def _call(self, recipient: str) -> Steps[None]:
         if not self._reads_calls:
-            raise NoCall("calls stay in the text")
+            raise NotACall("calls stay in the text")
         self._calls.begin(recipient.removeprefix("functions."))
-        yield from json_object(self._reader, self._calls.arguments)
+        yield from read_json_object(self._reader, self._calls.arguments)
         if (yield from self._reader.next()) == "<":
             for end in _ENDS:
                 if (yield from self._reader.take(end)):
                     break
             else:
-                raise Unreadable("<|call|> is missing")
+                raise UnreadableCall("<|call|> is missing")
         elif self._reader.at < len(self._reader.text):
-            raise Unreadable("<|call|> is missing")
+            raise UnreadableCall("<|call|> is missing")
         self._calls.end()
         self._text.cut()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slime.models.parsers.calls import Calls, Schemas, ToolFormat, closed, named_object, opened_object, tool_name
-from slime.models.parsers.json_stream import json_object
-from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+from slime.models.parsers.calls import (
+    Calls,
+    ParameterSchemas,
+    ToolFormat,
+    call_object_opening,
+    read_call_object,
+    read_closing_mark,
+    read_tool_name,
+)
+from slime.models.parsers.json_stream import read_json_object
+from slime.models.parsers.scanner import NotACall, Steps, TextReader, UnreadableCall
 from slime.storage.json_types import JsonMapping
 
-_ID = re.compile(r"\w*", re.ASCII)
+_CALL_ID = re.compile(r"\w*", re.ASCII)
 _KIMI_K2_ID = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIND = re.compile(r"\w*")
@@ -22,13 +30,13 @@ class Hermes(ToolFormat):
 
     begins = ("<tool_call>",)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        yield from named_object(reader, calls)
-        yield from closed(reader, "</tool_call>")
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
+        yield from read_call_object(reader, calls)
+        yield from read_closing_mark(reader, "</tool_call>")
         calls.end()
 
     def opening(self, name: str | None) -> str:
-        return "<tool_call>\n" + opened_object(name)
+        return "<tool_call>\n" + call_object_opening(name)
 
 
 class Llama3(ToolFormat):
@@ -41,24 +49,24 @@ class Llama3(ToolFormat):
     bare = "{"
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = Schemas(tools)
+        self._schemas = ParameterSchemas(tools)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         yield from self._one(reader, calls, is_marked=bool(mark))
         while (yield from reader.next()) == ";":
             reader.at += 1
             yield from self._one(reader, calls, is_marked=False)
 
     def opening(self, name: str | None) -> str:
-        return opened_object(name, "parameters")
+        return call_object_opening(name, "parameters")
 
-    def _one(self, reader: Reader, calls: Calls, *, is_marked: bool) -> Steps[None]:
+    def _one(self, reader: TextReader, calls: Calls, *, is_marked: bool) -> Steps[None]:
         try:
-            yield from named_object(reader, calls, self._schemas if not is_marked and self._schemas else None)
-        except Unreadable as why:
+            yield from read_call_object(reader, calls, self._schemas if not is_marked and self._schemas else None)
+        except UnreadableCall as why:
             if is_marked or calls.open is not None:
                 raise
-            raise NoCall(str(why)) from why
+            raise NotACall(str(why)) from why
         calls.end()
 
 
@@ -68,30 +76,30 @@ class Mistral(ToolFormat):
     begins = ("[TOOL_CALLS]",)
     tails = ("</s>",)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if (yield from reader.next()) == "[":
             character = ","
             while character == ",":
                 reader.at += 1
-                yield from named_object(reader, calls)
+                yield from read_call_object(reader, calls)
                 calls.end()
                 character = yield from reader.next()
             if character not in ("]", ""):
-                raise Unreadable("invalid JSON: expected a comma or ]")
+                raise UnreadableCall("invalid JSON: expected a comma or ]")
             reader.at += len(character)
             reader.begin()
             return
-        name = yield from tool_name(reader)
+        name = yield from read_tool_name(reader)
         if (yield from reader.take("[CALL_ID]")):
-            yield from reader.run(_ID, 64)
+            yield from reader.run(_CALL_ID, 64)
         if not (yield from reader.take("[ARGS]")) and (yield from reader.next()) != "{":
-            raise Unreadable("[ARGS] is missing")
+            raise UnreadableCall("[ARGS] is missing")
         calls.begin(name)
-        yield from json_object(reader, calls.arguments)
+        yield from read_json_object(reader, calls.arguments)
         calls.end()
 
     def opening(self, name: str | None) -> str:
-        return "[TOOL_CALLS] [" + opened_object(name)
+        return "[TOOL_CALLS] [" + call_object_opening(name)
 
 
 class KimiK2(ToolFormat):
@@ -104,14 +112,14 @@ class KimiK2(ToolFormat):
     opens = ("<|tool_calls_section_begin|>",)
     closes = ("<|tool_calls_section_end|>",)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        found = _KIMI_K2_ID.fullmatch((yield from tool_name(reader)))
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
+        found = _KIMI_K2_ID.fullmatch((yield from read_tool_name(reader)))
         yield from reader.next()
         if found is None or not (yield from reader.take(_ARGUMENTS)):
-            raise Unreadable(f"functions.NAME:0{_ARGUMENTS} is missing")
+            raise UnreadableCall(f"functions.NAME:0{_ARGUMENTS} is missing")
         calls.begin(found.group(1))
-        yield from json_object(reader, calls.arguments)
-        yield from closed(reader, "<|tool_call_end|>")
+        yield from read_json_object(reader, calls.arguments)
+        yield from read_closing_mark(reader, "<|tool_call_end|>")
         calls.end()
 
     def opening(self, name: str | None) -> str:
@@ -125,13 +133,13 @@ class DeepSeekV31(ToolFormat):
     opens = ("<｜tool▁calls▁begin｜>",)
     closes = ("<｜tool▁calls▁end｜>",)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        name = yield from tool_name(reader)
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
+        name = yield from read_tool_name(reader)
         yield from reader.next()
-        yield from _taken(reader, _SEP)
+        yield from _require_mark(reader, _SEP)
         calls.begin(name)
-        yield from json_object(reader, calls.arguments)
-        yield from closed(reader, _END)
+        yield from read_json_object(reader, calls.arguments)
+        yield from read_closing_mark(reader, _END)
         calls.end()
 
     def opening(self, name: str | None) -> str:
@@ -141,24 +149,24 @@ class DeepSeekV31(ToolFormat):
 class DeepSeekV3(DeepSeekV31):
     """The format of V3.1 with `function<｜tool▁sep｜>NAME` and the arguments in a fenced block: DeepSeek V3 and R1."""
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if (yield from reader.run(_KIND, 16)) != "function":
-            raise Unreadable("the type of the call is not function")
-        yield from _taken(reader, _SEP)
-        name = yield from tool_name(reader)
+            raise UnreadableCall("the type of the call is not function")
+        yield from _require_mark(reader, _SEP)
+        name = yield from read_tool_name(reader)
         yield from reader.next()
-        yield from _taken(reader, "```json")
+        yield from _require_mark(reader, "```json")
         calls.begin(name)
-        yield from json_object(reader, calls.arguments)
+        yield from read_json_object(reader, calls.arguments)
         yield from reader.next()
-        yield from _taken(reader, "```")
-        yield from closed(reader, _END)
+        yield from _require_mark(reader, "```")
+        yield from read_closing_mark(reader, _END)
         calls.end()
 
     def opening(self, name: str | None) -> str:
         return f"{self.opens[0]}{self.begins[0]}function{_SEP}" + (f"{name}\n```json\n" if name is not None else "")
 
 
-def _taken(reader: Reader, mark: str) -> Steps[None]:
+def _require_mark(reader: TextReader, mark: str) -> Steps[None]:
     if not (yield from reader.take(mark)):
-        raise Unreadable(f"{mark} is missing")
+        raise UnreadableCall(f"{mark} is missing")

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 
-from slime.models.parsers.scanner import Reader, Steps, Unreadable
+from slime.models.parsers.scanner import Steps, TextReader, UnreadableCall
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -153,7 +153,7 @@ class JsonScanner:
         return found.end()
 
 
-def json_value(reader: Reader, tell: Callable[[str], None], *, closes: bool = True) -> Steps[None]:
+def read_json_value(reader: TextReader, tell: Callable[[str], None], *, closes: bool = True) -> Steps[None]:
     """Read one value and pass its text to `tell`; without its last character, a closing bracket, unless `closes`."""
     scanner = JsonScanner()
     while True:
@@ -165,29 +165,29 @@ def json_value(reader: Reader, tell: Callable[[str], None], *, closes: bool = Tr
         if scanner.whole:
             return
         if scanner.error is not None:
-            raise Unreadable(scanner.error)
+            raise UnreadableCall(scanner.error)
         if not (yield from reader.more()):
-            raise Unreadable("the answer ends inside a call")
+            raise UnreadableCall("the answer ends inside a call")
 
 
-def json_object(reader: Reader, tell: Callable[[str], None]) -> Steps[None]:
+def read_json_object(reader: TextReader, tell: Callable[[str], None]) -> Steps[None]:
     """Read an object and pass its text to `tell`, without the closing brace."""
     if (yield from reader.next()) != "{":
-        raise Unreadable("the arguments must be a JSON object")
-    yield from json_value(reader, tell, closes=False)
+        raise UnreadableCall("the arguments must be a JSON object")
+    yield from read_json_value(reader, tell, closes=False)
 
 
-def json_string(reader: Reader) -> Steps[str]:
+def read_json_string(reader: TextReader) -> Steps[str]:
     """Read a string; returns its value."""
     if (yield from reader.next()) != '"':
-        raise Unreadable("invalid JSON: expected a string")
+        raise UnreadableCall("invalid JSON: expected a string")
     pieces: list[str] = []
-    yield from json_value(reader, pieces.append)
+    yield from read_json_value(reader, pieces.append)
     text = json.loads("".join(pieces))
     try:
         text.encode()
     except UnicodeEncodeError as cause:
-        raise Unreadable("an escape is an unpaired surrogate") from cause
+        raise UnreadableCall("an escape is an unpaired surrogate") from cause
     return text
 
 

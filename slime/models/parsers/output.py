@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from slime.models.parsers.calls import Calls, ToolFormat
 from slime.models.parsers.events import Event, IllFormed, Reasoning, Text
-from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+from slime.models.parsers.scanner import NotACall, Steps, TextReader, UnreadableCall
 
 
 @dataclass(frozen=True)
-class Think:
+class ReasoningMarks:
     """A family's marks around reasoning. `always`: an answer begins with reasoning, even without the first mark.
 
     A call inside reasoning ends the reasoning, unless `keeps_calls`.
@@ -33,26 +33,26 @@ class Think:
         return self.begin, self.end
 
 
-THINK = {
-    "deepseek-r1": Think(always=True, keeps_calls=True),
-    "deepseek-v3": Think(),
-    "glm45": Think(),
-    "kimi": Think("◁think▷", "◁/think▷"),
-    "kimi_k2": Think(),
-    "mimo": Think(),
-    "minimax": Think(always=True),
-    "mistral": Think("[THINK]", "[/THINK]"),
-    "nemotron_3": Think(),
-    "qwen3": Think(),
-    "qwen3-thinking": Think(always=True),
-    "interns1": Think(),
-    "step3": Think(always=True, keeps_calls=True),
-    "step3p5": Think(always=True, keeps_calls=True),
+REASONING_FORMATS = {
+    "deepseek-r1": ReasoningMarks(always=True, keeps_calls=True),
+    "deepseek-v3": ReasoningMarks(),
+    "glm45": ReasoningMarks(),
+    "kimi": ReasoningMarks("◁think▷", "◁/think▷"),
+    "kimi_k2": ReasoningMarks(),
+    "mimo": ReasoningMarks(),
+    "minimax": ReasoningMarks(always=True),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "nemotron_3": ReasoningMarks(),
+    "qwen3": ReasoningMarks(),
+    "qwen3-thinking": ReasoningMarks(always=True),
+    "interns1": ReasoningMarks(),
+    "step3": ReasoningMarks(always=True, keeps_calls=True),
+    "step3p5": ReasoningMarks(always=True, keeps_calls=True),
 }
 """The marks of reasoning, by SGLang's names (`--reasoning-parser`)."""
 
 
-TAILS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<｜end▁of▁sentence｜>",
          "<|user|>", "<|observation|>", "<end_of_turn>")  # fmt: skip
 """Tokens that end an answer: at its very end they are marks."""
 _SPACE = re.compile(r"\s*")
@@ -108,7 +108,7 @@ class Channel:
         elif rest and self._kind is Text and not (self.is_new and self._after_mark):
             self._tell(rest)
 
-    def tell_nothing(self) -> None:
+    def emit_empty(self) -> None:
         """Emit an empty piece if nothing was emitted."""
         if not self._spoke:
             self._tell("")
@@ -118,7 +118,7 @@ class Channel:
         self._spoke, self.is_new = True, False
 
 
-class Marks:
+class MarkFinder:
     """Finds marks in text, and beginnings of marks at its end; no mark is a prefix of another."""
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ class Marks:
         self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
         self._longest = max(map(len, marks)) - 1
 
-    def tell_before(self, reader: Reader, channel: Channel) -> str | None:
+    def emit_before(self, reader: TextReader, channel: Channel) -> str | None:
         """Emit the text that is certainly before the next mark; reads and returns the mark if it is complete."""
         if found := self._pattern.search(reader.text, reader.at):
             channel.say(reader.text[reader.at : found.start()])
@@ -141,9 +141,9 @@ class Marks:
         return None
 
 
-def told_until(marks: Marks, reader: Reader, channel: Channel) -> Steps[str | None]:
+def emit_until(marks: MarkFinder, reader: TextReader, channel: Channel) -> Steps[str | None]:
     """Emit the text before the next mark and read the mark; returns None at the end of the answer."""
-    while (mark := marks.tell_before(reader, channel)) is None:
+    while (mark := marks.emit_before(reader, channel)) is None:
         if not (yield from reader.more()):
             channel.say(reader.text[reader.at :])
             reader.at = len(reader.text)
@@ -159,7 +159,7 @@ class SteppedParser(ABC):
 
     def __init__(self, ids: Callable[[], str]) -> None:
         self._events: list[Event] = []
-        self._reader = Reader()
+        self._reader = TextReader()
         self._calls = Calls(self._reader, self._events, ids)
 
     @abstractmethod
@@ -187,14 +187,18 @@ class SteppedParser(ABC):
 class AnswerParser(SteppedParser):
     """The parser of every format that has marks in its text."""
 
-    def __init__(self, tool: ToolFormat, think: Think | None, *, thinking: bool, ids: Callable[[], str]) -> None:
+    def __init__(
+        self, tool: ToolFormat, think: ReasoningMarks | None, *, thinking: bool, ids: Callable[[], str]
+    ) -> None:
         super().__init__(ids)
         self._tool, self._think = tool, think
-        self._tails = (*TAILS, *tool.tails)
+        self._tails = (*END_TOKENS, *tool.tails)
         self._text = Channel(self._events, Text, after_mark=thinking, tails=self._tails)
         self._reasoning = Channel(self._events, Reasoning, after_mark=True, tails=self._tails)
         self._thinking = thinking
-        self._marks = Marks([*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())])
+        self._marks = MarkFinder(
+            [*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())]
+        )
         self._begin()
 
     @property
@@ -220,7 +224,7 @@ class AnswerParser(SteppedParser):
                 self._text.hold((yield from reader.run(_SPACE)))
                 if reader.text[reader.at : reader.at + 1] in self._tool.bare and reader.at < len(reader.text):
                     return ""
-            mark = self._marks.tell_before(reader, self._channel)
+            mark = self._marks.emit_before(reader, self._channel)
             if mark is not None:
                 return mark
             if not (yield from reader.more()):
@@ -233,11 +237,11 @@ class AnswerParser(SteppedParser):
         self._reader.begin(mark)
         try:
             yield from self._tool.read(mark, self._reader, self._calls)
-        except Unreadable as why:
+        except UnreadableCall as why:
             if self._calls.ended > ended:
                 self._after_call()
             index = self._calls.take_back()
-            if index is not None or not isinstance(why, NoCall):
+            if index is not None or not isinstance(why, NotACall):
                 self._events.append(IllFormed(str(why), index))
             self._channel.say(self._reader.since_begin())
         else:
@@ -252,7 +256,7 @@ class AnswerParser(SteppedParser):
 
     def _end_reasoning(self) -> None:
         self._reasoning.end()
-        self._reasoning.tell_nothing()
+        self._reasoning.emit_empty()
         self._thinking = False
         self._text.cut()
 

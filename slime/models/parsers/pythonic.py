@@ -11,8 +11,8 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from slime.models.parsers.calls import Calls, Schemas, ToolFormat
-from slime.models.parsers.scanner import NoCall, Reader, Steps, Unreadable
+from slime.models.parsers.calls import Calls, ParameterSchemas, ToolFormat
+from slime.models.parsers.scanner import NotACall, Steps, TextReader, UnreadableCall
 from slime.storage.json_types import JsonMapping
 
 _NAME = re.compile(r"[\w.]*", re.ASCII)
@@ -33,15 +33,15 @@ class Pythonic(ToolFormat):
     bare = "["
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = Schemas(tools)
+        self._schemas = ParameterSchemas(tools)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         try:
-            made = _calls((yield from _list(reader)))
+            made = _parse_calls((yield from _read_list(reader)))
             if not mark and self._schemas and not all(name in self._schemas for name, _ in made):
-                raise Unreadable("there is no such tool")
-        except Unreadable as why:
-            raise why if mark else NoCall(str(why)) from why
+                raise UnreadableCall("there is no such tool")
+        except UnreadableCall as why:
+            raise why if mark else NotACall(str(why)) from why
         for name, arguments in made:
             calls.begin(name)
             for key, value in arguments:
@@ -52,31 +52,31 @@ class Pythonic(ToolFormat):
         return "[" + (f"{name}(" if name is not None else "")
 
 
-def _list(reader: Reader) -> Steps[str]:
+def _read_list(reader: TextReader) -> Steps[str]:
     """Read a list that begins with a call; returns its text."""
     if (yield from reader.next()) != "[":
-        raise Unreadable("a list of calls is missing")
+        raise UnreadableCall("a list of calls is missing")
     reader.at += 1
     yield from reader.next()
     pieces = ["[", (yield from reader.run(_NAME, 256))]
     depth = 1
     if (yield from reader.next()) != "(":
-        raise Unreadable("the name of a tool is missing")
+        raise UnreadableCall("the name of a tool is missing")
     while depth:
         pieces.append((yield from reader.run(_PLAIN)))
         character = reader.text[reader.at : reader.at + 1]
         if character in ("", "#") or depth > _DEEPEST:
-            raise Unreadable("the list of calls has no end")
+            raise UnreadableCall("the list of calls has no end")
         reader.at += 1
         pieces.append(character)
         if character in _IN_QUOTES:
-            pieces.append((yield from _quoted(reader, character)))
+            pieces.append((yield from _read_quoted(reader, character)))
         else:
             depth += 1 if character in "[({" else -1
     return "".join(pieces)
 
 
-def _quoted(reader: Reader, quote: str) -> Steps[str]:
+def _read_quoted(reader: TextReader, quote: str) -> Steps[str]:
     pieces: list[str] = []
     while True:
         pieces.append((yield from reader.run(_IN_QUOTES[quote])))
@@ -84,14 +84,14 @@ def _quoted(reader: Reader, quote: str) -> Steps[str]:
         size = 2 if is_escape else 1
         while len(reader.text) < reader.at + size:
             if not (yield from reader.more()):
-                raise Unreadable("a string has no end")
+                raise UnreadableCall("a string has no end")
         pieces.append(reader.text[reader.at : reader.at + size])
         reader.at += size
         if not is_escape:
             return "".join(pieces)
 
 
-def _calls(text: str) -> list[tuple[str, list[tuple[str, object]]]]:
+def _parse_calls(text: str) -> list[tuple[str, list[tuple[str, object]]]]:
     """The names and arguments of a list of calls."""
     try:
         with warnings.catch_warnings(action="ignore"):  # warnings about invalid escapes
@@ -99,7 +99,7 @@ def _calls(text: str) -> list[tuple[str, list[tuple[str, object]]]]:
         assert isinstance(parsed, ast.List)
         return [_call(each) for each in parsed.elts]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise Unreadable(f"this is not a list of calls: {cause}") from cause
+        raise UnreadableCall(f"this is not a list of calls: {cause}") from cause
 
 
 def _call(node: ast.expr) -> tuple[str, list[tuple[str, object]]]:
@@ -110,10 +110,10 @@ def _call(node: ast.expr) -> tuple[str, list[tuple[str, object]]]:
     name = ast.unparse(node.func)
     if _NAME.fullmatch(name) is None:
         raise ValueError("a call must be NAME(key=value)")
-    return name, [(str(keyword.arg), _literal(keyword.value)) for keyword in node.keywords]
+    return name, [(str(keyword.arg), _json_literal(keyword.value)) for keyword in node.keywords]
 
 
-def _literal(node: ast.expr | None) -> object:
+def _json_literal(node: ast.expr | None) -> object:
     """The JSON value of a literal; raises ValueError if it has none."""
     match node:
         case ast.Constant(value=bool() | int() | None):
@@ -128,14 +128,14 @@ def _literal(node: ast.expr | None) -> object:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_literal(each) for each in elements]
+            return [_json_literal(each) for each in elements]
         case ast.Dict(keys=keys, values=values):
             made: dict[str, object] = {}
             for key, item in zip(keys, values, strict=True):
-                name = _literal(key)
+                name = _json_literal(key)
                 if not isinstance(name, str):
                     raise ValueError("a key is not a string")
-                made[name] = _literal(item)
+                made[name] = _json_literal(item)
             if len(made) == len(keys):
                 return made
     raise ValueError("a value is not a literal")

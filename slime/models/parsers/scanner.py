@@ -16,15 +16,15 @@ _ANY = 1 << 60
 _SPACE = re.compile(r"\s*")
 
 
-class Unreadable(Exception):
+class UnreadableCall(Exception):
     """The text is an attempted call that cannot be parsed; the message says why."""
 
 
-class NoCall(Unreadable):
+class NotACall(UnreadableCall):
     """The text only looks like a call and is text."""
 
 
-class Reader:
+class TextReader:
     """The text that has arrived and the position up to which it was read."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Reader:
             if self.at < len(self.text) or most == 0 or not (yield from self.more()):
                 return "".join(pieces)
 
-    def upto(self, mark: str) -> Steps[str | None]:
+    def read_until(self, mark: str) -> Steps[str | None]:
         """Read up to and including `mark`; returns the text before it, None if the mark never comes."""
         pieces: list[str] = []
         while True:

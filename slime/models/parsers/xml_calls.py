@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slime.models.parsers.calls import Calls, Schemas, ToolFormat, as_string, closed, tool_name
+from slime.models.parsers.calls import (
+    Calls,
+    ParameterSchemas,
+    ToolFormat,
+    json_string_text,
+    read_closing_mark,
+    read_tool_name,
+)
 from slime.models.parsers.json_stream import json_kind
-from slime.models.parsers.scanner import Reader, Steps, Unreadable
+from slime.models.parsers.scanner import Steps, TextReader, UnreadableCall
 from slime.storage.json_types import JsonMapping
 
 _NAME = re.compile(r"[^<>]*")
@@ -24,39 +31,39 @@ class Qwen3Coder(ToolFormat):
     begins = ("<tool_call>", _FUNCTION)
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = Schemas(tools)
+        self._schemas = ParameterSchemas(tools)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if mark != _FUNCTION:
             yield from reader.next()
             if not (yield from reader.take(_FUNCTION)):
-                raise Unreadable(f"{_FUNCTION} is missing")
-        tool = yield from tool_name(reader)
-        yield from _closed_tag(reader)
+                raise UnreadableCall(f"{_FUNCTION} is missing")
+        tool = yield from read_tool_name(reader)
+        yield from _require_tag_end(reader)
         calls.begin(tool)
         while True:
             yield from reader.next()
             if (yield from reader.take("</function>")):
                 break
             if not (yield from reader.take("<parameter=")):
-                raise Unreadable("a parameter or </function> is missing")
+                raise UnreadableCall("a parameter or </function> is missing")
             name = (yield from reader.run(_NAME, 256)).strip()
-            yield from _closed_tag(reader)
-            value = yield from reader.upto("</parameter>")
+            yield from _require_tag_end(reader)
+            value = yield from reader.read_until("</parameter>")
             if value is None:
-                raise Unreadable("the answer ends inside a call")
+                raise UnreadableCall("the answer ends inside a call")
             calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
         if mark != _FUNCTION:
-            yield from closed(reader, "</tool_call>")
+            yield from read_closing_mark(reader, "</tool_call>")
         calls.end()
 
     def opening(self, name: str | None) -> str:
         return f"<tool_call>\n{_FUNCTION}" + (f"{name}>\n" if name is not None else "")
 
 
-def _closed_tag(reader: Reader) -> Steps[None]:
+def _require_tag_end(reader: TextReader) -> Steps[None]:
     if not (yield from reader.take(">")):
-        raise Unreadable("> is missing after a name")
+        raise UnreadableCall("> is missing after a name")
 
 
 class Glm45(ToolFormat):
@@ -65,18 +72,18 @@ class Glm45(ToolFormat):
     begins = ("<tool_call>",)
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = Schemas(tools)
+        self._schemas = ParameterSchemas(tools)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        tool = yield from tool_name(reader)
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
+        tool = yield from read_tool_name(reader)
         character = yield from reader.next()
         if character != "<":
-            raise Unreadable("<arg_key> or </tool_call> is missing after the name of the tool")
+            raise UnreadableCall("<arg_key> or </tool_call> is missing after the name of the tool")
         calls.begin(tool)
         while not (yield from reader.take("</tool_call>")):
-            name = yield from _between(reader, "<arg_key>", "</arg_key>")
+            name = yield from _read_element(reader, "<arg_key>", "</arg_key>")
             yield from reader.next()
-            value = yield from _between(reader, "<arg_value>", "</arg_value>")
+            value = yield from _read_element(reader, "<arg_value>", "</arg_value>")
             calls.argument(name, self._schemas.value(tool, name, value))
             yield from reader.next()
         calls.end()
@@ -85,12 +92,12 @@ class Glm45(ToolFormat):
         return "<tool_call>" + (f"{name}\n" if name is not None else "")
 
 
-def _between(reader: Reader, begin: str, end: str) -> Steps[str]:
+def _read_element(reader: TextReader, begin: str, end: str) -> Steps[str]:
     if not (yield from reader.take(begin)):
-        raise Unreadable(f"{begin} is missing")
-    found = yield from reader.upto(end)
+        raise UnreadableCall(f"{begin} is missing")
+    found = yield from reader.read_until(end)
     if found is None:
-        raise Unreadable(f"{end} is missing")
+        raise UnreadableCall(f"{end} is missing")
     return found
 
 
@@ -101,25 +108,25 @@ class Invoke(ToolFormat):
     prefix = ""
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = Schemas(tools)
+        self._schemas = ParameterSchemas(tools)
         self._begin = f'<{self.prefix}invoke name="'
         self.begins = (self._begin,)
         self.opens = (f"<{self.section}>",)
         self.closes = (f"</{self.section}>",)
 
-    def read(self, mark: str, reader: Reader, calls: Calls) -> Steps[None]:
-        tool = yield from _name(reader)
-        yield from _taken(reader, ">")
+    def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
+        tool = yield from _read_quoted_name(reader)
+        yield from _require_mark(reader, ">")
         calls.begin(tool)
         yield from reader.next()
         while not (yield from reader.take(f"</{self.prefix}invoke>")):
-            yield from _taken(reader, f'<{self.prefix}parameter name="')
-            name = yield from _name(reader)
+            yield from _require_mark(reader, f'<{self.prefix}parameter name="')
+            name = yield from _read_quoted_name(reader)
             is_text = yield from self._is_text(reader)
-            yield from _taken(reader, ">")
-            value = yield from reader.upto(f"</{self.prefix}parameter>")
+            yield from _require_mark(reader, ">")
+            value = yield from reader.read_until(f"</{self.prefix}parameter>")
             if value is None:
-                raise Unreadable("the answer ends inside a call")
+                raise UnreadableCall("the answer ends inside a call")
             calls.argument(name, self._typed(tool, name, value, is_text))
             yield from reader.next()
         calls.end()
@@ -127,7 +134,7 @@ class Invoke(ToolFormat):
     def opening(self, name: str | None) -> str:
         return f"{self.opens[0]}\n{self._begin}" + (f'{name}">\n' if name is not None else "")
 
-    def _is_text(self, reader: Reader) -> Steps[bool | None]:
+    def _is_text(self, reader: TextReader) -> Steps[bool | None]:
         """True if the model declares the value a string, False if JSON, None if it declares nothing."""
         yield from ()
         return None
@@ -142,7 +149,7 @@ class Dsml(Invoke):
     section = "｜DSML｜function_calls"
     prefix = "｜DSML｜"
 
-    def _is_text(self, reader: Reader) -> Steps[bool | None]:
+    def _is_text(self, reader: TextReader) -> Steps[bool | None]:
         if (yield from reader.take(' string="true"')):
             return True
         return False if (yield from reader.take(' string="false"')) else None
@@ -150,15 +157,15 @@ class Dsml(Invoke):
     def _typed(self, tool: str, name: str, value: str, is_text: bool | None) -> str:
         if is_text is None:
             return super()._typed(tool, name, value, is_text)
-        return as_string(value) if is_text or json_kind(value) is None else value
+        return json_string_text(value) if is_text or json_kind(value) is None else value
 
 
-def _name(reader: Reader) -> Steps[str]:
+def _read_quoted_name(reader: TextReader) -> Steps[str]:
     name = yield from reader.run(_INVOKE_NAME, 256)
-    yield from _taken(reader, '"')
+    yield from _require_mark(reader, '"')
     return name
 
 
-def _taken(reader: Reader, mark: str) -> Steps[None]:
+def _require_mark(reader: TextReader, mark: str) -> Steps[None]:
     if not (yield from reader.take(mark)):
-        raise Unreadable(f"{mark} is missing")
+        raise UnreadableCall(f"{mark} is missing")

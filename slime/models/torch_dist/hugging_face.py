@@ -16,10 +16,18 @@ from torch import Tensor
 from slime.errors import UserError
 from slime.models.dequantized import plain_sources
 from slime.models.families.family import family_of
-from slime.models.families.tp_sharding import Columns, Region, Shard, Vocab, overlap, region_shape, within
-from slime.models.families.weight_map import Entry, as_in_folder, entries_by_name
+from slime.models.families.tp_sharding import (
+    ColumnParallel,
+    Region,
+    Shard,
+    Vocab,
+    region_overlap,
+    region_shape,
+    relative_region,
+)
+from slime.models.families.weight_map import ParameterEntry, entries_by_name, rules_for_folder
 from slime.models.folder import read_text_config
-from slime.models.tensor_sources import Cut, Source, read_whole
+from slime.models.tensor_sources import NarrowedSource, Source, read_whole
 from slime.models.torch_dist.index import TorchDist, find_parameter
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,7 +35,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
-class _Split:
+class _SplitCache:
     """Cache with the parts of the parameter that was read last, since neighbours in the folder often share one."""
 
     name: str | None = None
@@ -35,13 +43,13 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Parameter:
+class _CheckpointParameter:
     """A parameter of the checkpoint, split into tensors of the folder when it is read."""
 
     name: str
     source: Source
     shard: Shard
-    last: _Split
+    last: _SplitCache
 
     def parts(self) -> tuple[Tensor, ...]:
         if self.last.name != self.name:
@@ -52,57 +60,61 @@ class _Parameter:
 
 
 @dataclass(frozen=True)
-class PartsOfParameters:
+class AssembledTensor:
     """A tensor of a folder, assembled from parts of parameters; a tensor source."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[tuple[Region, _Parameter, int]] = field(default_factory=list)
+    pieces: list[tuple[Region, _CheckpointParameter, int]] = field(default_factory=list)
 
     def read(self, region: Region) -> Tensor:
         result = torch.empty(region_shape(region), dtype=self.dtype)
         for held, parameter, number in self.pieces:
-            common = overlap(held, region)
+            common = region_overlap(held, region)
             if common is not None:
-                result[within(common, region)] = parameter.parts()[number][within(common, held)]
+                result[relative_region(common, region)] = parameter.parts()[number][relative_region(common, held)]
         return result
 
 
-def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Entry], bool]:
+def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[ParameterEntry], bool]:
     """The parameters of a folder's model, and whether all its layers are of one kind, so that Megatron stacks them."""
     config = read_text_config(model_folder)
     family = family_of(config)
-    fields, rules = family.fields(config), as_in_folder(family.rules(config), names)
+    fields, rules = family.fields(config), rules_for_folder(family.rules(config), names)
     of_kinds = (fields.get("moe_layer_freq"), fields.get("linear_attention_freq"))
     return list(entries_by_name(rules).values()), not any(isinstance(one, list) for one in of_kinds)
 
 
-def read_in_place_of(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
+def checkpoint_sources(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
     """The tensors of a checkpoint, under the names of its model folder."""
     shapes = {name: source.shape for name, source in plain_sources(model_folder).items()}
     entries, _ = model_entries(model_folder, shapes)
-    return dict(folder_tensors(checkpoint, entries, shapes))
+    return dict(assemble_folder_tensors(checkpoint, entries, shapes))
 
 
-def folder_tensors(folder: Path, entries: Iterable[Entry], shapes: Shapes) -> dict[str, PartsOfParameters]:
+def assemble_folder_tensors(
+    folder: Path, entries: Iterable[ParameterEntry], shapes: Shapes
+) -> dict[str, AssembledTensor]:
     """A source for every tensor of the folder; `UserError` if the checkpoint lacks one or is of another model."""
-    checkpoint, last = TorchDist(folder), _Split()
-    found: dict[str, PartsOfParameters] = {}
+    checkpoint, last = TorchDist(folder), _SplitCache()
+    found: dict[str, AssembledTensor] = {}
     for entry in entries:
         if entry.is_copy:
             continue
-        parameter = _parameter(checkpoint, entry, shapes, last)
+        parameter = _open_parameter(checkpoint, entry, shapes, last)
         for number, share in enumerate(parameter.shard.shares):
             if 0 in region_shape(share.region):
                 continue
             name = entry.hf[share.source]
-            made = found.setdefault(name, PartsOfParameters(name, shapes[name], parameter.source.dtype))
+            made = found.setdefault(name, AssembledTensor(name, shapes[name], parameter.source.dtype))
             made.pieces.append((share.region, parameter, number))
     return found
 
 
-def _parameter(checkpoint: TorchDist, entry: Entry, shapes: Shapes, last: _Split) -> _Parameter:
+def _open_parameter(
+    checkpoint: TorchDist, entry: ParameterEntry, shapes: Shapes, last: _SplitCache
+) -> _CheckpointParameter:
     absent = next((name for name in entry.hf if name not in shapes), None)
     if absent is not None:
         raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: use the complete folder")
@@ -113,11 +125,11 @@ def _parameter(checkpoint: TorchDist, entry: Entry, shapes: Shapes, last: _Split
     if isinstance(entry.form, Vocab):  # padded for the number of ranks that wrote it
         rows = shapes[entry.hf[0]][0]
         if source.shape[0] >= rows:
-            shard = Columns().shard([shapes[entry.hf[0]]], 0, 1)
-            source = Cut(source, 0, 0, rows)
+            shard = ColumnParallel().shard([shapes[entry.hf[0]]], 0, 1)
+            source = NarrowedSource(source, 0, 0, rows)
     if source.shape != shard.shape:
         raise UserError(
             f"{entry.megatron} is {source.shape} in {checkpoint.folder}, but {shard.shape} by the model folder: it is "
             "a checkpoint of another model"
         )
-    return _Parameter(entry.megatron, source, shard, last)
+    return _CheckpointParameter(entry.megatron, source, shard, last)

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.models.families.tp_sharding import Region, overlap, region_shape, within
-from slime.models.tensor_sources import Joined, Source
+from slime.models.families.tp_sharding import Region, region_overlap, region_shape, relative_region
+from slime.models.tensor_sources import ConcatenatedSource, Source
 
 INDEX = ".metadata"
 LARGEST_INDEX = 2**32
@@ -46,7 +46,7 @@ LARGEST_INDEX = 2**32
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_RECORDS = {
+_INDEX_CLASSES = {
     f"{_CHECKPOINT}.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -83,7 +83,7 @@ class _Record:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if name in _RECORDS.get(module, ()):
+        if name in _INDEX_CLASSES.get(module, ()):
             return type(name, (_Record,), {})
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
@@ -93,7 +93,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True)
-class Block:
+class CheckpointBlock:
     """A block of a tensor: its offset and size in the tensor, and the range of its bytes in a file."""
 
     offset: tuple[int, ...]
@@ -104,15 +104,15 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexedTensor:
     """One tensor of a checkpoint, by its index."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: tuple[Block, ...]
+    blocks: tuple[CheckpointBlock, ...]
 
 
-def read_index(folder: Path) -> dict[str, Indexed]:
+def read_index(folder: Path) -> dict[str, IndexedTensor]:
     """Read the index of a checkpoint: all tensors by key; `UserError` if it is invalid or names other classes."""
     path = folder / INDEX
     try:
@@ -122,10 +122,10 @@ def read_index(folder: Path) -> dict[str, Indexed]:
         places: dict[object, Any] = {}
         for index, info in found["storage_data"].items():
             offset = index.said.get("offset")
-            where = (index["fqn"], None if offset is None else _numbers(offset))
+            where = (index["fqn"], None if offset is None else _check_sizes(offset))
             places[where] = info.said
         return {
-            key: _indexed(folder, key, entry.said, places)
+            key: _check_entry(folder, key, entry.said, places)
             for key, entry in found["state_dict_metadata"].items()
             if type(entry).__name__ == "TensorStorageMetadata"
         }
@@ -145,7 +145,7 @@ def read_index(folder: Path) -> dict[str, Indexed]:
         raise UserError(f"{path} is not an index of a torch_dist checkpoint ({cause}): choose another one") from cause
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def _check_sizes(values: Any) -> tuple[int, ...]:
     """Check that values of an index are sizes."""
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -153,16 +153,16 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _indexed(folder: Path, key: str, entry: dict[str, Any], places: dict[object, Any]) -> Indexed:
+def _check_entry(folder: Path, key: str, entry: dict[str, Any], places: dict[object, Any]) -> IndexedTensor:
     """Check the entry of one tensor and locate its blocks."""
-    shape = _numbers(entry["size"])
+    shape = _check_sizes(entry["size"])
     properties = entry["properties"].said
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key} has an unknown dtype")
     blocks = []
     for chunk in entry["chunks"]:
-        offset, size = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+        offset, size = _check_sizes(chunk["offsets"]), _check_sizes(chunk["sizes"])
         inside = len(shape) == len(offset) == len(size)
         if not inside or any(a + b > c for a, b, c in zip(offset, size, shape, strict=True)):
             raise ValueError(f"{key} of shape {shape} has a block of {size} at {offset}, which is outside")
@@ -172,11 +172,11 @@ def _indexed(folder: Path, key: str, entry: dict[str, Any], places: dict[object,
             raise ValueError(f"{key} has a block outside the folder")
         if place.get("transform_descriptors"):
             raise ValueError(f"{key} is compressed")
-        begin, length = _numbers((place["offset"], place["length"]))
-        blocks.append(Block(offset, size, folder / name, begin, length))
+        begin, length = _check_sizes((place["offset"], place["length"]))
+        blocks.append(CheckpointBlock(offset, size, folder / name, begin, length))
     if sum(math.prod(block.size) for block in blocks) != math.prod(shape):
         raise ValueError(f"the blocks of {key} do not cover its shape {shape}")
-    return Indexed(shape, dtype, tuple(blocks))
+    return IndexedTensor(shape, dtype, tuple(blocks))
 
 
 class TorchDist:
@@ -193,17 +193,17 @@ class TorchDist:
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
 
-    def source(self, key: str) -> StoredBlocks:
+    def source(self, key: str) -> BlockedSource:
         """A source for one of its tensors."""
-        return StoredBlocks(key, self._tensors[key])
+        return BlockedSource(key, self._tensors[key])
 
 
 @dataclass(frozen=True)
-class StoredBlocks:
+class BlockedSource:
     """A tensor that is stored in blocks; a tensor source."""
 
     key: str
-    indexed: Indexed
+    indexed: IndexedTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -217,15 +217,15 @@ class StoredBlocks:
         result, filled = torch.empty(region_shape(region), dtype=self.dtype), 0
         for block in self.indexed.blocks:
             held = tuple(slice(begin, begin + size) for begin, size in zip(block.offset, block.size, strict=True))
-            common = overlap(held, region)
+            common = region_overlap(held, region)
             if common is not None:
-                result[within(common, region)] = self._load(block)[within(common, held)]
+                result[relative_region(common, region)] = self._load(block)[relative_region(common, held)]
                 filled += math.prod(region_shape(common))
         if filled != result.numel():
             raise UserError(f"the checkpoint has {filled} of {result.numel()} numbers of {self.key}: choose another")
         return result
 
-    def _load(self, block: Block) -> Tensor:
+    def _load(self, block: CheckpointBlock) -> Tensor:
         try:
             with block.path.open("rb") as file:
                 file.seek(block.begin)
@@ -253,7 +253,7 @@ _PIECES = (
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """A tensor of a checkpoint, and the index of the row (along one or two dimensions) that is a parameter."""
 
     key: str
@@ -263,7 +263,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowSource:
     """One row of a source, as a source of fewer dimensions."""
 
     of: Source
@@ -284,7 +284,7 @@ class Row:
 
 def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
     """The source of a parameter; None if the checkpoint does not have it."""
-    for place in _places(name):
+    for place in _candidate_places(name):
         for suffixes in (("",), *_PIECES):
             if all(place.key + suffix in checkpoint for suffix in suffixes):
                 found = [checkpoint.source(place.key + suffix) for suffix in suffixes]
@@ -292,20 +292,22 @@ def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
                     continue
                 if any(number >= size for one in found for number, size in zip(place.row, one.shape, strict=False)):
                     continue
-                rows: list[Source] = [Row(one, place.row) if place.row else one for one in found]
-                return rows[0] if len(rows) == 1 else Joined(rows, 0)
+                rows: list[Source] = [RowSource(one, place.row) if place.row else one for one in found]
+                return rows[0] if len(rows) == 1 else ConcatenatedSource(rows, 0)
     return None
 
 
-def place_to_write(name: str, *, layers: int, experts: int, alike: bool) -> Place:
+def place_to_write(name: str, *, layers: int, experts: int, alike: bool) -> CheckpointPlace:
     """The place where Megatron looks for a parameter; `alike`: all layers are of one kind."""
-    plain, stacked = _by_layer(name)
+    plain, stacked = _layer_places(name)
     place = stacked if alike and stacked is not None else plain
     rows = (layers,) * len(place.row)
     expert = _EXPERT.match(place.key)
     if expert is None:
         return replace(place, rows=rows)
-    return Place(f"{expert[1]}experts.{expert[2]}.{expert[3]}", (*place.row, int(expert[4])), (*rows, experts))
+    return CheckpointPlace(
+        f"{expert[1]}experts.{expert[2]}.{expert[3]}", (*place.row, int(expert[4])), (*rows, experts)
+    )
 
 
 def count_rows(names: Iterable[str]) -> tuple[int, int]:
@@ -319,9 +321,9 @@ def count_rows(names: Iterable[str]) -> tuple[int, int]:
     return layers, experts
 
 
-def _places(name: str) -> Iterator[Place]:
+def _candidate_places(name: str) -> Iterator[CheckpointPlace]:
     """The places where a parameter may be stored."""
-    for place in _by_layer(name):
+    for place in _layer_places(name):
         if place is None:
             continue
         expert = _EXPERT.match(place.key)
@@ -329,11 +331,11 @@ def _places(name: str) -> Iterator[Place]:
             yield place
             continue
         tail = f"{expert[2]}.{expert[3]}"
-        yield Place(f"{expert[1]}experts.{tail}", (*place.row, int(expert[4])))
-        yield Place(f"{expert[1]}experts.{expert[4]}.{tail}", place.row)
+        yield CheckpointPlace(f"{expert[1]}experts.{tail}", (*place.row, int(expert[4])))
+        yield CheckpointPlace(f"{expert[1]}experts.{expert[4]}.{tail}", place.row)
 
 
-def _by_layer(name: str) -> tuple[Place, Place | None]:
+def _layer_places(name: str) -> tuple[CheckpointPlace, CheckpointPlace | None]:
     """The places of a parameter as a tensor of its own, and as a row of a tensor of all layers."""
     layer = _LAYER.match(name)
-    return Place(name), None if layer is None else Place(layer[1] + layer[3], (int(layer[2]),))
+    return CheckpointPlace(name), None if layer is None else CheckpointPlace(layer[1] + layer[3], (int(layer[2]),))

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime.errors import UserError
-from slime.models.families.weight_map import Entry
+from slime.models.families.weight_map import ParameterEntry
 from slime.models.saving import replace_folder
 from slime.models.tensor_sources import Source
-from slime.models.torch_dist.index import INDEX, Place, count_rows, place_to_write
+from slime.models.torch_dist.index import INDEX, CheckpointPlace, count_rows, place_to_write
 from slime.storage.files import fsync_path, mark_written, refuse_to_replace
 
 FILE_BYTES = 5 * 1000**3
@@ -47,7 +47,7 @@ _COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 
 
 def write_release(
-    sources: Mapping[str, Source], entries: Iterable[Entry], target: Path, *, dtype: torch.dtype, alike: bool
+    sources: Mapping[str, Source], entries: Iterable[ParameterEntry], target: Path, *, dtype: torch.dtype, alike: bool
 ) -> Path:
     """Write the parameters of `entries` in `dtype`, from a folder's tensors; `alike`: all layers are of one kind."""
     target = target.resolve()
@@ -56,7 +56,7 @@ def write_release(
     staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        writer = _Writer(staging / RELEASE, list(entries), dtype=dtype, alike=alike)
+        writer = _ReleaseWriter(staging / RELEASE, list(entries), dtype=dtype, alike=alike)
         writer.write(sources)
         (staging / LATEST).write_text(RELEASE)
         mark_written(staging)
@@ -68,10 +68,10 @@ def write_release(
     return target
 
 
-class _Writer:
+class _ReleaseWriter:
     """Writes the tensors, the index and the other files of one `release` folder."""
 
-    def __init__(self, folder: Path, entries: list[Entry], *, dtype: torch.dtype, alike: bool) -> None:
+    def __init__(self, folder: Path, entries: list[ParameterEntry], *, dtype: torch.dtype, alike: bool) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._entries = [entry for entry in entries if not entry.is_copy]
@@ -98,7 +98,7 @@ class _Writer:
             fsync_path(self._folder / name)
         fsync_path(self._folder)
 
-    def _parameter(self, entry: Entry, sources: Mapping[str, Source]) -> Tensor:
+    def _parameter(self, entry: ParameterEntry, sources: Mapping[str, Source]) -> Tensor:
         absent = next((name for name in entry.hf if name not in sources), None)
         if absent is not None:
             raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: download it again")
@@ -107,7 +107,7 @@ class _Writer:
         joined = shard.join(parts)
         return joined.to(self._dtype) if joined.is_floating_point() else joined
 
-    def _add(self, place: Place, tensor: Tensor) -> None:
+    def _add(self, place: CheckpointPlace, tensor: Tensor) -> None:
         rows, shape = place.rows, tuple(tensor.shape)
         whole = torch.Size((*rows, *shape))
         offset = torch.Size((*place.row, *(0 for _ in shape)))

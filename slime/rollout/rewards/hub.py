@@ -37,7 +37,7 @@ from slime.data.sample import Reward, Sample
 from slime.errors import UserError
 from slime.rollout.event_loop import DaemonThreads
 from slime.rollout.legacy_signatures import as_reward
-from slime.rollout.outcomes import contained
+from slime.rollout.outcomes import call_contained
 from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, dapo_reward, deepscaler_reward, default_workers
 from slime.rollout.rewards.remote import RemoteReward
@@ -45,11 +45,11 @@ from slime.rollout.rewards.simple import f1_reward, gpqa_reward, last_boxed, ran
 from slime.rollout.rewards.worker_pool import RewardError
 
 BOXED_PREFIX = "boxed_"
-GIVEN = "the given reward function"
+GIVEN_FUNCTION = "the given reward function"
 FLAG = "--custom-rm-path"
 TIMEOUT_FLAG = "--reward-timeout"
 _JUDGED_BY_WORKERS = ("math", "deepscaler")
-_KEPT_HUBS = 8
+_MAX_CACHED_HUBS = 8
 
 
 class RewardTimeout(RewardError):
@@ -92,7 +92,7 @@ class RewardHub:
         """
         self._flags = flags
         self.settings = settings = RewardSettings.of(flags)
-        self.args = _for_plugins(flags) if args is None else args
+        self.args = _plugin_namespace(flags) if args is None else args
         self._verifier = MathVerifier(
             workers=settings.reward_workers or default_workers(),
             deadline_s=min(JUDGED_WITHIN_S, settings.reward_timeout),
@@ -100,11 +100,11 @@ class RewardHub:
         self._functions: dict[str, Callable[..., object]] = {}
         self._threads = DaemonThreads("reward")
         weakref.finalize(self, self._threads.close)
-        self._given_name = GIVEN
+        self._given_name = GIVEN_FUNCTION
         if function is not None:
             is_named = inspect.isroutine(function) or inspect.isclass(function)
-            self._given_name = f"{GIVEN} {function.__qualname__ if is_named else type(function).__qualname__}"
-            self._functions[GIVEN] = as_reward(function, flags, self.args, GIVEN)
+            self._given_name = f"{GIVEN_FUNCTION} {function.__qualname__ if is_named else type(function).__qualname__}"
+            self._functions[GIVEN_FUNCTION] = as_reward(function, flags, self.args, GIVEN_FUNCTION)
 
     async def score(self, sample: Sample, args: argparse.Namespace | None = None) -> Reward:
         """Compute the reward of one sample."""
@@ -120,9 +120,9 @@ class RewardHub:
                 verdict = await self._within_deadline(self._builtin(sample), source)
             return self._checked(verdict, source, sample, wrong=RewardError)
         function = self._function(path)
-        if self._in_list(sample, function):
+        if self._takes_list(sample, function):
             return (await self._call_with_list(path, function, args, [sample]))[0]
-        return self._checked(await self._call(path, function, args, sample), self._who(path), sample)
+        return self._checked(await self._call(path, function, args, sample), self._function_name(path), sample)
 
     async def score_group(self, samples: Sequence[Sample], args: argparse.Namespace | None = None) -> list[Reward]:
         """Compute the rewards of several samples, in order; an error is raised after all calls have finished."""
@@ -142,7 +142,7 @@ class RewardHub:
         alone: list[int] = []
         for position, sample in enumerate(samples):
             path = self._custom_path(sample)
-            if path is not None and self._in_list(sample, self._function(path)):
+            if path is not None and self._takes_list(sample, self._function(path)):
                 together.setdefault(path, []).append(position)
             else:
                 alone.append(position)
@@ -181,7 +181,9 @@ class RewardHub:
         """Path of the custom function of a sample; None if a built-in verifier scores it."""
         if sample.custom_rm_path == BY_RM_TYPE:
             return None
-        return sample.custom_rm_path or (GIVEN if GIVEN in self._functions else self.settings.custom_rm_path)
+        return sample.custom_rm_path or (
+            GIVEN_FUNCTION if GIVEN_FUNCTION in self._functions else self.settings.custom_rm_path
+        )
 
     def _function(self, path: str) -> Callable[..., object]:
         """Load the custom function of a path, once."""
@@ -189,7 +191,7 @@ class RewardHub:
             self._functions[path] = as_reward(load_plugin(path, FLAG), self._flags, self.args, f"{FLAG} {path}")
         return self._functions[path]
 
-    def _in_list(self, sample: Sample, function: Callable[..., object]) -> bool:
+    def _takes_list(self, sample: Sample, function: Callable[..., object]) -> bool:
         """True if the function takes lists; --group-rm applies to the function of the flag, not to a sample's own."""
         return takes_samples(function) or (self.settings.group_rm and sample.custom_rm_path is None)
 
@@ -200,10 +202,10 @@ class RewardHub:
         rewards = await self._call(path, function, args, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise UserError(
-                f"{self._who(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
+                f"{self._function_name(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
                 f"returned {rewards!r:.80} ({type(rewards).__name__}): correct it"
             )
-        source = self._who(path)
+        source = self._function_name(path)
         return [self._checked(reward, source, sample) for reward, sample in zip(rewards, samples, strict=True)]
 
     async def _call(
@@ -214,9 +216,9 @@ class RewardHub:
         A plain function gets copies of the samples. What it writes into them is copied back after it has returned in
         time, so a late function cannot change samples.
         """
-        source = self._who(path)
+        source = self._function_name(path)
         if is_async(function):
-            return await self._within_deadline(contained(partial(function, args, subject), source), source)
+            return await self._within_deadline(call_contained(partial(function, args, subject), source), source)
         samples = [subject] if isinstance(subject, Sample) else subject
         twins = []
         for sample in samples:
@@ -231,17 +233,17 @@ class RewardHub:
                 await self._threads.begin(partial(function, args, given), source), source
             )
             if inspect.isawaitable(returned):
-                return await self._within_deadline(contained(lambda: returned, source), source)
+                return await self._within_deadline(call_contained(lambda: returned, source), source)
             return returned
 
-        result = await contained(in_thread, source)
+        result = await call_contained(in_thread, source)
         for sample, twin, known in zip(samples, twins, before, strict=True):
             vars(sample).update({k: v for k, v in vars(twin).items() if known.get(k, known) is not v})
         return result
 
-    def _who(self, path: str) -> str:
+    def _function_name(self, path: str) -> str:
         """Name of a custom function in messages."""
-        return self._given_name if path == GIVEN else f"the reward function {path}"
+        return self._given_name if path == GIVEN_FUNCTION else f"the reward function {path}"
 
     async def _within_deadline(self, verdict: Awaitable[Any], source: str) -> Any:
         """Await a call under --reward-timeout."""
@@ -255,10 +257,10 @@ class RewardHub:
     def _checked(self, reward: object, source: str, sample: Sample, wrong: type[Exception] = UserError) -> Reward:
         """Return the reward as a float, or as a dict after checking the entries that the reward key flags name."""
         if not isinstance(reward, dict):
-            return _finite(reward, "the reward", source, sample, wrong)
+            return _finite_number(reward, "the reward", source, sample, wrong)
         for key in (self.settings.reward_key, self.settings.eval_reward_key):
             if key is not None and key in reward:
-                _finite(reward[key], f"the reward's {key}", source, sample, wrong)
+                _finite_number(reward[key], f"the reward's {key}", source, sample, wrong)
         return reward
 
     def _rm_type(self, sample: Sample) -> str:
@@ -324,7 +326,7 @@ class HubCache:
         with self._lock:
             hub = self._hubs.pop(key, None) or RewardHub(args)
             self._hubs[key] = hub
-            while len(self._hubs) > _KEPT_HUBS:
+            while len(self._hubs) > _MAX_CACHED_HUBS:
                 del self._hubs[next(iter(self._hubs))]
             return hub
 
@@ -334,14 +336,14 @@ _hubs = HubCache()
 
 async def async_rm(args: Config | argparse.Namespace, sample: Sample, **kwargs: object) -> Reward:
     """Score one sample, for plugins that have only `args`."""
-    return await _hubs.get(args).score(sample, _for_plugins(args))
+    return await _hubs.get(args).score(sample, _plugin_namespace(args))
 
 
 async def batched_async_rm(
     args: Config | argparse.Namespace, samples: Sequence[Sample], **kwargs: object
 ) -> list[Reward]:
     """Score several samples, for plugins that have only `args`."""
-    return await _hubs.get(args).score_group(samples, _for_plugins(args))
+    return await _hubs.get(args).score_group(samples, _plugin_namespace(args))
 
 
 async def remote_rm(args: argparse.Namespace, sample: Sample, max_retries: int = 10) -> object:
@@ -349,12 +351,12 @@ async def remote_rm(args: argparse.Namespace, sample: Sample, max_retries: int =
     return await RemoteReward(args.rm_url, tries=max_retries).score(sample, sample.response)
 
 
-def _for_plugins(args: Config | argparse.Namespace) -> argparse.Namespace:
+def _plugin_namespace(args: Config | argparse.Namespace) -> argparse.Namespace:
     """The namespace that functions are called with: the writable view of a config, any other object unchanged."""
     return plugin_args(args) if isinstance(args, Config) else args
 
 
-def _finite(value: Any, what: str, source: str, sample: Sample, wrong: type[Exception]) -> float:
+def _finite_number(value: Any, what: str, source: str, sample: Sample, wrong: type[Exception]) -> float:
     """Convert a number, including numpy and torch scalars, to a float; raise `wrong` for other values."""
     number = math.nan
     is_number = hasattr(value, "__float__") and not isinstance(value, (str, bytes))

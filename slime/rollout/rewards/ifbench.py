@@ -28,7 +28,7 @@ _TITLES = {"mr", "mrs", "ms", "dr", "prof", "capt", "cpt", "lt", "mt", "st", "in
 _ABBREVIATIONS = _TITLES | {"vs", "etc", "e.g", "i.e", "u.s", "u.k", "a.m", "p.m", "fig", "approx"}
 _SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
 _WORD = re.compile(r"\w+")
-_SHOUTED = re.compile(r"\w+(?:['’.-]\w+)*")
+_CASED_WORD = re.compile(r"\w+(?:['’.-]\w+)*")
 _LONGEST_WORD = 80
 _PUNCTUATION = ".,?!'\""
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -46,29 +46,29 @@ def count_sentences(text: str) -> int:
     return count + bool(text[begin:].strip())
 
 
-def _text(arguments: Arguments, name: str) -> str:
+def _text_argument(arguments: Arguments, name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str) or not value:
         raise ValueError(f"its {name} must be a text, not {value!r}")
     return value
 
 
-def _texts(arguments: Arguments, name: str) -> list[str]:
+def _text_list_argument(arguments: Arguments, name: str) -> list[str]:
     value = arguments.get(name)
     if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str) for word in value):
         raise ValueError(f"its {name} must be a list of texts, not {value!r}")
     return list(value)
 
 
-def _number(arguments: Arguments, name: str) -> int:
+def _number_argument(arguments: Arguments, name: str) -> int:
     value = arguments.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise ValueError(f"its {name} must be a whole number, not {value!r}")
     return int(value)
 
 
-def _compared(count: int, arguments: Arguments, number: str, relation: str = "relation") -> bool:
-    wanted, how = _number(arguments, number), arguments.get(relation)
+def _compare_count(count: int, arguments: Arguments, number: str, relation: str = "relation") -> bool:
+    wanted, how = _number_argument(arguments, number), arguments.get(relation)
     if how == "at least":
         return count >= wanted
     if how == "less than":
@@ -97,7 +97,7 @@ def detected_language(text: str) -> str | None:
     return found
 
 
-def _parts_between(parts: list[str]) -> int | None:
+def _count_parts(parts: list[str]) -> int | None:
     """Count the parts that are not blank; None if one other than the first and the last is blank."""
     if not all(part.strip() for part in parts[1:-1]):
         return None
@@ -105,18 +105,21 @@ def _parts_between(parts: list[str]) -> int | None:
 
 
 def _first_word_of_paragraph(response: str, arguments: Arguments) -> bool:
-    paragraphs, nth = response.split("\n\n"), _number(arguments, "nth_paragraph")
+    paragraphs, nth = response.split("\n\n"), _number_argument(arguments, "nth_paragraph")
     count = sum(1 for paragraph in paragraphs if paragraph.strip())
     if not 1 <= nth <= len(paragraphs) or not paragraphs[nth - 1].strip():
         return False
     word = paragraphs[nth - 1].split()[0].lstrip("'\"")
     ends = [position for position, letter in enumerate(word) if letter in _PUNCTUATION]
     first = word[: ends[0]] if ends else word
-    return count == _number(arguments, "num_paragraphs") and first.lower() == _text(arguments, "first_word").lower()
+    return (
+        count == _number_argument(arguments, "num_paragraphs")
+        and first.lower() == _text_argument(arguments, "first_word").lower()
+    )
 
 
 def _postscript(response: str, arguments: Arguments) -> bool:
-    marker = _text(arguments, "postscript_marker").strip()
+    marker = _text_argument(arguments, "postscript_marker").strip()
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker)), response, re.IGNORECASE) is not None
 
@@ -124,13 +127,13 @@ def _postscript(response: str, arguments: Arguments) -> bool:
 def _bullets(response: str, arguments: Arguments) -> bool:
     lines = [line.lstrip() for line in response.split("\n")]
     stars = sum(1 for line in lines if line.startswith("*") and len(line) > 1 and line[1] != "*")
-    return stars + sum(1 for line in lines if line.startswith("-")) == _number(arguments, "num_bullets")
+    return stars + sum(1 for line in lines if line.startswith("-")) == _number_argument(arguments, "num_bullets")
 
 
 def _highlights(response: str, arguments: Arguments) -> bool:
     single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", response)]
     double = [found[2:-2].strip() for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
-    return sum(map(bool, [*single, *double])) >= _number(arguments, "num_highlights")
+    return sum(map(bool, [*single, *double])) >= _number_argument(arguments, "num_highlights")
 
 
 def _is_json(response: str, arguments: Arguments) -> bool:
@@ -153,7 +156,7 @@ def _title(response: str, arguments: Arguments) -> bool:
 def _two_responses(response: str, arguments: Arguments) -> bool:
     parts = response.split("******")
     both = [part.strip() for part in parts if part.strip()]
-    return _parts_between(parts) == 2 and both[0] != both[1]
+    return _count_parts(parts) == 2 and both[0] != both[1]
 
 
 def _english(response: str, *, upper: bool) -> bool:
@@ -162,50 +165,58 @@ def _english(response: str, *, upper: bool) -> bool:
 
 
 CHECKS: dict[str, Check] = {
-    "keywords:existence": lambda text, given: all(_occurrences(text, word) for word in _texts(given, "keywords")),
-    "keywords:frequency": lambda text, given: _compared(
-        _occurrences(text, _text(given, "keyword")), given, "frequency"
+    "keywords:existence": lambda text, given: all(
+        _occurrences(text, word) for word in _text_list_argument(given, "keywords")
+    ),
+    "keywords:frequency": lambda text, given: _compare_count(
+        _occurrences(text, _text_argument(given, "keyword")), given, "frequency"
     ),
     "keywords:forbidden_words": lambda text, given: (
         not re.search(
-            rf"(?<!\w)(?:{'|'.join(map(re.escape, _texts(given, 'forbidden_words')))})(?!\w)", text, re.IGNORECASE
+            rf"(?<!\w)(?:{'|'.join(map(re.escape, _text_list_argument(given, 'forbidden_words')))})(?!\w)",
+            text,
+            re.IGNORECASE,
         )
     ),
-    "keywords:letter_frequency": lambda text, given: _compared(
-        _occurrences(text, _text(given, "letter")), given, "let_frequency", "let_relation"
+    "keywords:letter_frequency": lambda text, given: _compare_count(
+        _occurrences(text, _text_argument(given, "letter")), given, "let_frequency", "let_relation"
     ),
-    "language:response_language": lambda text, given: detected_language(text) in (None, _text(given, "language")),
-    "length_constraints:number_sentences": lambda text, given: _compared(count_sentences(text), given, "num_sentences"),
+    "language:response_language": lambda text, given: (
+        detected_language(text) in (None, _text_argument(given, "language"))
+    ),
+    "length_constraints:number_sentences": lambda text, given: _compare_count(
+        count_sentences(text), given, "num_sentences"
+    ),
     "length_constraints:number_paragraphs": lambda text, given: (
-        _parts_between(re.split(r"\s?\*\*\*\s?", text)) == _number(given, "num_paragraphs")
+        _count_parts(re.split(r"\s?\*\*\*\s?", text)) == _number_argument(given, "num_paragraphs")
     ),
-    "length_constraints:number_words": lambda text, given: _compared(len(_WORD.findall(text)), given, "num_words"),
+    "length_constraints:number_words": lambda text, given: _compare_count(len(_WORD.findall(text)), given, "num_words"),
     "length_constraints:nth_paragraph_first_word": _first_word_of_paragraph,
     "detectable_content:number_placeholders": lambda text, given: (
-        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= _number(given, "num_placeholders")
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= _number_argument(given, "num_placeholders")
     ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
     "detectable_format:constrained_response": lambda text, given: any(answer in text for answer in _ANSWERS),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": lambda text, given: (
-        len(re.findall(rf"{re.escape(_text(given, 'section_spliter').strip())}\s?\d+", text))
-        >= _number(given, "num_sections")
+        len(re.findall(rf"{re.escape(_text_argument(given, 'section_spliter').strip())}\s?\d+", text))
+        >= _number_argument(given, "num_sections")
     ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _title,
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, given: (
-        text.strip().lower().startswith(_text(given, "prompt_to_repeat").strip().lower())
+        text.strip().lower().startswith(_text_argument(given, "prompt_to_repeat").strip().lower())
     ),
     "startend:end_checker": lambda text, given: (
-        text.strip().strip('"').lower().endswith(_text(given, "end_phrase").strip().lower())
+        text.strip().strip('"').lower().endswith(_text_argument(given, "end_phrase").strip().lower())
     ),
     "startend:quotation": lambda text, given: (
         len(text.strip()) > 1 and text.strip().startswith('"') and text.strip().endswith('"')
     ),
-    "change_case:capital_word_frequency": lambda text, given: _compared(
-        sum(1 for word in _SHOUTED.findall(text) if word.isupper()), given, "capital_frequency", "capital_relation"
+    "change_case:capital_word_frequency": lambda text, given: _compare_count(
+        sum(1 for word in _CASED_WORD.findall(text) if word.isupper()), given, "capital_frequency", "capital_relation"
     ),
     "change_case:english_capital": lambda text, given: _english(text, upper=True),
     "change_case:english_lowercase": lambda text, given: _english(text, upper=False),
@@ -220,17 +231,17 @@ _REGISTRY = "instructions_registry"
 def ifbench_reward(response: str | None, label: object, metadata: JsonMapping | None = None) -> float:
     """Score 1.0 if every instruction is followed, else 0.0; `RewardError` if the metadata has no instructions."""
     metadata = metadata or {}
-    names = _read(metadata.get("instruction_id_list"))
+    names = _decode_json(metadata.get("instruction_id_list"))
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise RewardError(f"ifbench: instruction_id_list in the metadata must be a list of names, not {names!r:.80}")
-    given = _read(metadata.get("kwargs"))
+    given = _decode_json(metadata.get("kwargs"))
     given = [given] * len(names) if given is None or isinstance(given, Mapping) else given
     if not isinstance(given, list | tuple) or len(given) != len(names):
         raise RewardError(f"ifbench: kwargs must be a list of {len(names)} objects, one for each instruction")
     instructions = []
     for name, one in zip(names, given, strict=True):
-        arguments = _read(one)
+        arguments = _decode_json(one)
         if not isinstance(arguments, Mapping | None):
             raise RewardError(f"ifbench: the kwargs of {name} must be an object, not {arguments!r:.80}")
         # In Parquet every instruction has the arguments of all, most of them null.
@@ -239,7 +250,7 @@ def ifbench_reward(response: str | None, label: object, metadata: JsonMapping | 
     return float(bool(text.strip()) and all(_follows(text, name, arguments) for name, arguments in instructions))
 
 
-def _read(value: Any) -> Any:
+def _decode_json(value: Any) -> Any:
     """Decode a list or an object that is given as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

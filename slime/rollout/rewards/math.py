@@ -23,7 +23,7 @@ from functools import cache
 
 from slime.cluster.devices import cpu_cores
 from slime.data.prompt_rows import accepted, label_text
-from slime.rollout.rewards.simple import last_boxed, marked_answer, plain_number
+from slime.rollout.rewards.simple import answer_after_marker, last_boxed, plain_number
 from slime.rollout.rewards.worker_pool import GuardedPool
 from slime.storage.json_types import JsonObject
 
@@ -55,7 +55,7 @@ class MathVerifier:
         if not answer or len(answer) > _LONGEST_ANSWER:
             return 0.0
         for one in accepted(label):
-            text = marked_answer(label_text(one))
+            text = answer_after_marker(label_text(one))
             boxed = last_boxed(text)
             expected = text if boxed is None else boxed
             if answer == expected:
@@ -85,7 +85,7 @@ _ROOT_WITHOUT_BRACES = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _NOISE = re.compile(r"\\left|\\right|\\displaystyle|\\[!,;: ]|\^\s*\{?\\circ\}?|\\%|%|\\?\$|\s+|\\$")
 
 
-_REPLACED = (
+_REPLACEMENTS = (
     ("an ", ""),
     ("a ", ""),
     (".$", "$"),
@@ -97,7 +97,7 @@ _REPLACED = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-_LEFT_OUT = (
+_REMOVED_STRINGS = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
     *("childrentickets", "multiples", "\\text{s}", "\\text{.}"),
@@ -129,22 +129,22 @@ def dapo_reward(
         prediction = last_boxed(solution_str[start:])
         correct = prediction is not None and prediction in map(label_text, accepted(ground_truth))
     else:
-        correct, prediction = _answered(solution_str[-_TAIL_CHARACTERS:], ground_truth)
+        correct, prediction = _match_answer_line(solution_str[-_TAIL_CHARACTERS:], ground_truth)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
 
 
-def _answered(tail: str, label: object) -> tuple[bool, str]:
+def _match_answer_line(tail: str, label: object) -> tuple[bool, str]:
     """Compare the last `Answer: ...` line with the label; return whether they are equal, and the answer."""
     found = _ANSWER.findall(tail)
     if not found:
         return False, NO_ANSWER
-    labels = [marked_answer(label_text(one)) for one in accepted(label)]
+    labels = [answer_after_marker(label_text(one)) for one in accepted(label)]
     as_minerva = normalize_final_answer(found[-1])
     if as_minerva and as_minerva in map(normalize_final_answer, labels):
         return True, as_minerva
-    prediction = normalized(found[-1])
+    prediction = normalize_math_answer(found[-1])
     number = plain_number(prediction)
-    for expected in map(normalized, labels):
+    for expected in map(normalize_math_answer, labels):
         if prediction == expected:
             if expected:
                 return True, prediction
@@ -156,9 +156,9 @@ def _answered(tail: str, label: object) -> tuple[bool, str]:
 def normalize_final_answer(final_answer: object) -> str:
     """Convert an answer, a text or a number, to the normal form of Minerva's evaluation."""
     text = str(final_answer).rpartition("=")[2]
-    for before, after in _REPLACED:
+    for before, after in _REPLACEMENTS:
         text = text.replace(before, after)
-    for words in _LEFT_OUT:
+    for words in _REMOVED_STRINGS:
         text = text.replace(words, "")
     formula = re.search(r"\$(.*?)\$", text)
     text = formula[1] if formula else text
@@ -171,7 +171,7 @@ def normalize_final_answer(final_answer: object) -> str:
     return (text.replace(",", "") if text.replace(",", "").isdigit() else text).strip()
 
 
-def normalized(answer: str) -> str:
+def normalize_math_answer(answer: str) -> str:
     """Remove an answer's wrapping: left side of an equation, box, dollar signs, text commands, units and spaces."""
     text = answer.strip().strip("*").strip()
     text = text.rpartition("=")[2]
@@ -206,7 +206,7 @@ async def deepscaler_reward(verifier: MathVerifier, response: str, label: object
 
 def deepscaler_blocking(response: str, label: object) -> float:
     """Score a response with the `deepscaler` reward, blocking."""
-    return _judged(lambda verifier: deepscaler_reward(verifier, response, label))
+    return _run_blocking(lambda verifier: deepscaler_reward(verifier, response, label))
 
 
 def boxed_answer_is(solution_str: str, ground_truth: object) -> bool:
@@ -219,10 +219,10 @@ def answer_is(given_answer: str | None, ground_truth: object) -> bool:
     """Compare an extracted answer with the ground truth, blocking."""
     if given_answer is None:
         return False
-    return _judged(lambda verifier: verifier.grade_answer(given_answer, ground_truth)) == 1.0
+    return _run_blocking(lambda verifier: verifier.grade_answer(given_answer, ground_truth)) == 1.0
 
 
-def _judged(ask: Callable[[MathVerifier], Coroutine[object, object, float]]) -> float:
+def _run_blocking(ask: Callable[[MathVerifier], Coroutine[object, object, float]]) -> float:
     """Run `ask` with the shared verifier in a thread of its own and wait, also on an event loop's thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="reward-blocking") as thread:
         return thread.submit(asyncio.run, ask(_shared_verifier())).result()

@@ -65,14 +65,14 @@ def is_equal(prediction: str, label: str) -> bool:
             return True
         if min(len(prediction_words), len(label_words)) >= _SHORTEST_SURE_WORD:
             return False
-    gold = _parsed(_as_boxed(label))
-    found = _parsed(_as_boxed(prediction))
+    gold = _parse_expression(_as_boxed(label))
+    found = _parse_expression(_as_boxed(prediction))
     if not gold or not found:
         return bool(prediction.strip()) and prediction.strip() == label.strip()
     return bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
 
 
-def _parsed(text: str) -> list[object]:
+def _parse_expression(text: str) -> list[object]:
     """Parse `text` with math-verify; if it takes all letters for units ("a - b - c"), parse them as letters instead."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 

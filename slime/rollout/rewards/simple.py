@@ -49,7 +49,7 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
-def marked_answer(label: str) -> str:
+def answer_after_marker(label: str) -> str:
     """Extract the answer of a label with a worked solution: the text after the last `####`, as in GSM8K, else all."""
     return label.rpartition("####")[2].strip()
 
@@ -149,7 +149,7 @@ def chosen_letter(response: str, letters: Sequence[str], choices: Mapping[str, s
         # Only a letter by itself counts: "A" and "(A) text" do, "Aluminium" does not.
         alone = re.fullmatch(rf"\(?({one_of})\)?[.:)]?", bare, re.IGNORECASE) or re.match(rf"\(?({one_of})\b", bare)
         return alone[1].upper() if alone else _letter_of_text(bare, choices)
-    if announced := [letter for letter, _ in _said_after(_ANSWER, text, one_of)]:
+    if announced := [letter for letter, _ in _letters_after(_ANSWER, text, one_of)]:
         return announced[-1]
     for answer in reversed(list(re.finditer(_ANSWER, text, re.IGNORECASE))):
         sign = re.search(r"[-+]?$", answer[0])
@@ -164,14 +164,14 @@ def chosen_letter(response: str, letters: Sequence[str], choices: Mapping[str, s
     alone = re.fullmatch(rf"\W*({one_of})\W*|\W*({one_of})[.:)]\s.*", lines[-1].strip()) if lines else None
     if alone:
         return alone[1] or alone[2]
-    options = [letter for letter, rest in _said_after(_OPTION, text, one_of) if not _REFUTED.match(rest)]
+    options = [letter for letter, rest in _letters_after(_OPTION, text, one_of) if not _REFUTED.match(rest)]
     if options:
         return options[-1]
-    by_itself = [found[1] for found in re.finditer(rf"\b({one_of})\b(?!')", text) if not _is_word(found)]
+    by_itself = [found[1] for found in re.finditer(rf"\b({one_of})\b(?!')", text) if not _is_pronoun_or_article(found)]
     return (_letter_of_text(lines[-1], choices) if lines else None) or (by_itself[-1] if by_itself else None)
 
 
-def _said_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]:
+def _letters_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]:
     """Yield each letter after these words, as a capital, and the text that follows it."""
     for found in re.finditer(rf"{words}({one_of})\b(?!')", text, re.IGNORECASE):
         rest = text[found.end() :]
@@ -181,7 +181,7 @@ def _said_after(words: str, text: str, one_of: str) -> Iterator[tuple[str, str]]
             yield found[1].upper(), rest
 
 
-def _is_word(found: re.Match[str]) -> bool:
+def _is_pronoun_or_article(found: re.Match[str]) -> bool:
     """True if a capital by itself is the pronoun "I", or the article at the beginning of a sentence."""
     text, letter = found.string, found[1]
     if letter == "A" and _NAME_FOLLOWS.match(text, found.end()) and _SENTENCE_ENDS.search(text, 0, found.start()):

@@ -32,7 +32,7 @@ class WorkerFailed(Exception):
     """A worker did not answer; the text is the reason."""
 
 
-class Worker:
+class RewardWorker:
     """One process that runs a module and exchanges one JSON object per line."""
 
     def __init__(self, module: str, *, memory_bytes: int, call_deadline_s: float, start_deadline_s: float) -> None:
@@ -76,7 +76,7 @@ class Worker:
             except BlockingIOError:
                 continue
             except BrokenPipeError as error:
-                raise WorkerFailed(self._how_it_ended()) from error
+                raise WorkerFailed(self._exit_reason()) from error
         return self._receive(deadline)
 
     def kill(self) -> None:
@@ -93,7 +93,7 @@ class Worker:
             self._wait_for(self._stdout, select.POLLIN, deadline)
             chunk = os.read(self._stdout, _READ_BYTES)
             if not chunk:
-                raise WorkerFailed(self._how_it_ended())
+                raise WorkerFailed(self._exit_reason())
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         try:
@@ -112,7 +112,7 @@ class Worker:
         if not poll.poll(remaining_ms):
             raise WorkerFailed("did not answer within its deadline")
 
-    def _how_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         """Describe the end of the process, for a `WorkerFailed`."""
         try:
             code = self._process.wait(timeout=1)
@@ -137,9 +137,9 @@ class GuardedPool:
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._memory_bytes = memory_bytes
-        self._idle: deque[Worker] = deque()
+        self._idle: deque[RewardWorker] = deque()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward-guard")
-        self._finalizer = weakref.finalize(self, _end, self._threads, self._idle)
+        self._finalizer = weakref.finalize(self, _end_workers, self._threads, self._idle)
 
     async def ask(self, request: JsonObject) -> JsonObject:
         """Send a request to a worker and return its answer; `RewardError` if there is no answer within the deadline."""
@@ -158,7 +158,7 @@ class GuardedPool:
 
     def _ask_blocking(self, request: JsonObject) -> JsonObject:
         """Send a request to an idle worker, or to a new one; kill the worker if it fails."""
-        worker: Worker | None = None
+        worker: RewardWorker | None = None
         while worker is None and self._idle:
             try:
                 idle = self._idle.pop()
@@ -170,7 +170,7 @@ class GuardedPool:
                 idle.kill()
         if worker is None:
             try:
-                worker = Worker(
+                worker = RewardWorker(
                     self._module,
                     memory_bytes=self._memory_bytes,
                     call_deadline_s=self._deadline_s,
@@ -195,7 +195,7 @@ class GuardedPool:
         return answer
 
 
-def _end(threads: ThreadPoolExecutor, idle: deque[Worker]) -> None:
+def _end_workers(threads: ThreadPoolExecutor, idle: deque[RewardWorker]) -> None:
     threads.shutdown(wait=False, cancel_futures=True)
     while idle:
         idle.pop().kill()

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slime.train.samples.packing import PackedLayout
 
-CELLS = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of one chunk: enough to keep the device busy
+MAX_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}  # scores of one chunk: enough to keep the device busy
 SMALLEST_WINDOW = 64  # least number of queries in a chunk, however narrow the window
 
 
@@ -44,7 +44,7 @@ class Rules:
 
     @classmethod
     def on(cls, device: torch.device, scale: float, window: int | None, softcap: float | None) -> Rules:
-        return cls(scale, window, softcap, CELLS.get(device.type, CELLS["cuda"]))
+        return cls(scale, window, softcap, MAX_CHUNK_SCORES.get(device.type, MAX_CHUNK_SCORES["cuda"]))
 
 
 def chunked_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules) -> Tensor:
@@ -52,12 +52,12 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor |
 
     `sinks`: a logit for each head.
     """
-    output: Tensor = _Chunked.apply(query, key, value, sinks, rules)
+    output: Tensor = _ChunkedAttention.apply(query, key, value, sinks, rules)
     return output
 
 
 class _ChunkedContext(Protocol):
-    """Autograd context of `_Chunked`."""
+    """Autograd context of `_ChunkedAttention`."""
 
     rules: Rules
     has_sinks: bool
@@ -66,7 +66,7 @@ class _ChunkedContext(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _ChunkedContext, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules
@@ -194,10 +194,10 @@ def causal_attention(
         and (sliding_window is None or "window_size" in inspect.signature(_varlen_attn()).parameters)
     )
     if query.is_cuda and query.dtype in HALF and plain and query.shape[-1] == value.shape[-1]:
-        equal = 0 if sliding_window is not None else equal_at_end(layout.lengths)
+        equal = 0 if sliding_window is not None else equal_length_tail(layout.lengths)
         return _gpu_attention(query, key, value, layout, scale, sliding_window, equal)
     pieces = [
-        _causal_attention(q, k, v, scale, sliding_window, softcap, sinks)
+        _equal_length_attention(q, k, v, scale, sliding_window, softcap, sinks)
         for q, k, v in zip(*(_split_by_length(states, layout) for states in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces)
@@ -209,7 +209,7 @@ def prepare_attention(device: torch.device, dtype: torch.dtype) -> None:
         import_module(_VARLEN)
 
 
-def runs(layout: PackedLayout) -> list[tuple[int, int]]:
+def equal_length_runs(layout: PackedLayout) -> list[tuple[int, int]]:
     """(length, count) of each run of neighbouring sequences with equal lengths."""
     return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
 
@@ -219,13 +219,13 @@ def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
 
     It uses one split instead of a slice for each run: the gradient of every slice would be as large as the whole row.
     """
-    equal = runs(layout)
+    equal = equal_length_runs(layout)
     blocks = states.split([length * count for length, count in equal])
     for (length, count), block in zip(equal, blocks, strict=True):
         yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
 
 
-def _causal_attention(
+def _equal_length_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -249,7 +249,7 @@ def _causal_attention(
     return output.to(dtype).transpose(1, 2).flatten(0, 1)
 
 
-def equal_at_end(lengths: Sequence[int]) -> int:
+def equal_length_tail(lengths: Sequence[int]) -> int:
     """Count the sequences at a row's end that are computed as a batch: of one length, and nearly all of the row.
 
     Rows are sorted by length, so these are the sequences that were truncated at the longest length. cuDNN makes a plan
@@ -266,7 +266,7 @@ def _gpu_attention(
 ) -> Tensor:
     """Compute the last `equal` sequences, which have one length, as a batch, and the others by their bounds."""
     if equal == len(layout.lengths):
-        return _equal_attention(query, key, value, layout.lengths[-1], scale)
+        return _batched_gpu_attention(query, key, value, layout.lengths[-1], scale)
     if equal == 0:
         return _varlen_attention(query, key, value, layout, scale, window)
     others = len(layout.lengths) - equal
@@ -274,10 +274,10 @@ def _gpu_attention(
     before = PackedLayout(lengths, layout.cu_seqlens[: others + 1], max(lengths))
     (q, equal_q), (k, equal_k), (v, equal_v) = (states.tensor_split([sum(lengths)]) for states in (query, key, value))
     found = _varlen_attention(q, k, v, before, scale, window)
-    return torch.cat([found, _equal_attention(equal_q, equal_k, equal_v, layout.lengths[-1], scale)])
+    return torch.cat([found, _batched_gpu_attention(equal_q, equal_k, equal_v, layout.lengths[-1], scale)])
 
 
-def _equal_attention(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
+def _batched_gpu_attention(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
     """Compute sequences of one length as a batch: cuDNN is then nearly twice as fast as variable-length attention.
 
     cuDNN makes a plan for every new shape, which costs more than it saves if lengths change all the time.

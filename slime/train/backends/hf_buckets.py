@@ -42,7 +42,7 @@ class HfBucket:
     def names(self) -> tuple[str, ...]:
         return tuple(tensor.name for tensor in self.layout)
 
-    def on_all_ranks(self, world: Ranks) -> Iterator[tuple[str, Tensor]]:
+    def broadcast_tensors(self, world: Ranks) -> Iterator[tuple[str, Tensor]]:
         """Broadcast the tensors from the owner and yield them on every rank; all ranks iterate together."""
         for tensor in self.layout:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
@@ -53,7 +53,7 @@ class HfBucket:
             yield tensor.name, whole
 
 
-class Earlier(Protocol):
+class PreviousExport(Protocol):
     """Tensors of the previous export, from which ranks compute the changes to send and owners rebuild the tensors.
 
     `given` are this rank's parts, by name and place, on the host; `whole` returns a tensor as its owner exported it.
@@ -64,12 +64,12 @@ class Earlier(Protocol):
     def whole(self, name: str) -> Tensor | None: ...
 
 
-def leaving_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def export_dtype(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Export dtype of a tensor: the requested one for floating tensors, its own for others."""
     return dtype if found.is_floating_point else found
 
 
-def cut_buckets(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+def plan_bucket_ranges(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Split sizes into consecutive ranges that add up to at most `limit`; a larger single size gets its own range."""
     ranges, start, filled = [], 0, 0
     for index, size in enumerate(sizes):

@@ -19,27 +19,27 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slime.config import Config
-from slime.config.initial_weights import Start
-from slime.models.peft_adapter import AdapterFacts
+from slime.config.initial_weights import InitialWeights
+from slime.models.peft_adapter import AdapterConfig
 from slime.storage.json_types import JsonObject
-from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
-from slime.train.checkpoints.rank_files import Part
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
+from slime.train.checkpoints.rank_files import SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Topology
 
 NamedTensor = tuple[str, Tensor]
 POLICY = "policy"
 """Name of the weights that are trained; every other name is that of a frozen set."""
 
-Reads = Literal["log_probs", "logits"]
+ObjectiveInput = Literal["log_probs", "logits"]
 """Input of an objective: values [R] of the response tokens (log-probs, or a critic's values), or logits [1, T, V]."""
 
 
 @dataclass
-class Outcome:
+class LossOutcome:
     """Result of an objective for one micro-batch: its share of the loss, partial sums and maxima (>= 0) of metrics."""
 
     loss: Tensor
@@ -47,7 +47,7 @@ class Outcome:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-Objective = Callable[[MicroBatch, Tensor, Tensor], Outcome]
+Objective = Callable[[MicroBatch, Tensor, Tensor], LossOutcome]
 """Loss function of (micro-batch, values or logits, entropies [R]).
 
 The ranks of the last pipeline stage call it once for each micro-batch, in order.
@@ -55,13 +55,13 @@ The ranks of the last pipeline stage call it once for each micro-batch, in order
 
 
 @dataclass
-class Totals:
+class StepTotals:
     """Sums and maxima of a step's outcomes, on the device; empty on ranks without the last pipeline stage."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: LossOutcome) -> None:
         for name, value in outcome.sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in outcome.maxima.items():
@@ -69,7 +69,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """Log-probs (a critic's: values) of one micro-batch's response tokens, and entropies if they were requested.
 
     They are on the device or on the host, as the backend produces them.
@@ -83,7 +83,7 @@ class Scores:
 class TrainedAdapter:
     """LoRA adapter that is trained (`--lora-rank`) while the model's own weights stay frozen."""
 
-    facts: AdapterFacts
+    facts: AdapterConfig
     targets: tuple[str, ...]
     """Target names as the flags give them."""
     peft_targets: tuple[str, ...]
@@ -92,7 +92,7 @@ class TrainedAdapter:
     """Folder of the frozen weights under the adapter."""
 
     def to_meta(self) -> JsonObject:
-        """Entry of a checkpoint's metadata; `slime.config.initial_weights.adapter_of` reads it."""
+        """Entry of a checkpoint's metadata; `slime.config.initial_weights.read_checkpoint_adapter` reads it."""
         facts = self.facts.to_dict()
         own = {"rank": self.facts.rank, "alpha": self.facts.alpha, "targets": list(self.targets)}
         return {**own, "base": str(self.base), "base_dtype": facts["base_dtype"]}
@@ -103,7 +103,7 @@ OPTIMIZER_STATE = "optimizer"
 
 
 @dataclass(frozen=True)
-class Resident:
+class ResidentTensors:
     """Tensors of one kind that stay on the device between two passes."""
 
     kind: str
@@ -118,7 +118,7 @@ class TrainBackend(Protocol):
     """One model that is trained, its optimizer, and the frozen sets of weights it is compared with."""
 
     topology: Topology
-    progress: Progress
+    progress: RankProgress
     model_config: PretrainedConfig
     adapter: TrainedAdapter | None
     """The LoRA adapter; None if the weights themselves are trained."""
@@ -133,9 +133,9 @@ class TrainBackend(Protocol):
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         *,
-        reads: Reads = "log_probs",
+        reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
-    ) -> Totals:
+    ) -> StepTotals:
         """Add the gradients of the objective's losses to the present ones. Routers follow the batches' `routing`."""
 
     def forward(
@@ -145,7 +145,7 @@ class TrainBackend(Protocol):
         weights: str = POLICY,
         entropy: bool = False,
         own_routing: bool = False,
-    ) -> list[Scores]:
+    ) -> list[TokenScores]:
         """Score the response tokens with a named set of weights, on every rank that has the samples.
 
         Routers of experts follow the micro-batches' `routing`; with `own_routing` they choose themselves.
@@ -162,20 +162,20 @@ class TrainBackend(Protocol):
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last update."""
 
-    def forget_optimizer_state(self) -> None:
+    def reset_optimizer_state(self) -> None:
         """Reset the optimizer's state, as before the first update."""
 
     # device memory
 
-    def resident(self) -> Iterator[Resident]:
+    def resident(self) -> Iterator[ResidentTensors]:
         """Yield the tensors that stay on the device between two passes; frees weights that were gathered for a pass."""
 
-    def before_update(self, call: Callable[[], None]) -> None:
+    def register_update_hook(self, call: Callable[[], None]) -> None:
         """Register `call` to run each time before the optimizer's state is used."""
 
     # frozen sets
 
-    def load_frozen(self, name: str, source: Start) -> None:
+    def load_frozen(self, name: str, source: InitialWeights) -> None:
         """Load a set from a folder, in the compute dtype; its shape may differ from the policy's."""
 
     def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
@@ -198,7 +198,7 @@ class TrainBackend(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the tensors that `full_parameters` yields."""
 
-    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[SavedPart]:
         """Yield the parts of the model, the optimizer and frozen sets that this rank writes, one kind after another.
 
         They are the live tensors, which later training changes; the parts of all ranks cover everything once.
@@ -221,7 +221,7 @@ class TrainBackend(Protocol):
         max_bytes: int,
         *,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,
+        earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
         """Yield every tensor once, whole on its owner alone.
 
@@ -238,10 +238,10 @@ class Builder(Protocol):
     """Makes the models of a run on this run's ranks."""
 
     topology: Topology
-    progress: Progress
+    progress: RankProgress
 
-    def policy(self, config: Config, start: Start) -> TrainBackend:
+    def policy(self, config: Config, start: InitialWeights) -> TrainBackend:
         """Build the policy with its initial weights; a resumed checkpoint is loaded into it later."""
 
-    def critic(self, config: Config, start: Start) -> TrainBackend:
+    def critic(self, config: Config, start: InitialWeights) -> TrainBackend:
         """Build the value model that is trained: a policy's body with a scalar head."""

@@ -24,13 +24,13 @@ class NotWritten(RunFailed):
     """Raised when the disk is full or lost, or a path is already in use; the trainers keep the weights."""
 
 
-class Peers(Protocol):
+class AgreeingRanks(Protocol):
     """Ranks that exchange error messages."""
 
     def union(self, names: Iterable[str]) -> set[str]: ...
 
 
-def agreed(ranks: Peers, write: Callable[[], T] | None, what: str) -> T | None:
+def run_together(ranks: AgreeingRanks, write: Callable[[], T] | None, what: str) -> T | None:
     """Run `write` on ranks that have one and return its result; if any rank fails, all raise the same `NotWritten`."""
     problem, result = None, None
     if write is not None:
@@ -47,8 +47,8 @@ def agreed(ranks: Peers, write: Callable[[], T] | None, what: str) -> T | None:
     return result
 
 
-def written_together(
-    ranks: Peers, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
+def write_together(
+    ranks: AgreeingRanks, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
 ) -> None:
     """Let `write` consume `tensors` on the rank that has it; the other ranks iterate without writing."""
 
@@ -60,4 +60,4 @@ def written_together(
             for _ in tensors:  # finish the iteration: all ranks take part in gathering each tensor
                 pass
 
-    agreed(ranks, consume, what)
+    run_together(ranks, consume, what)

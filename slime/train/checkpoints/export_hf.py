@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.config.initial_weights import LATEST, adapter_of, iteration
+from slime.config.initial_weights import LATEST, iteration, read_checkpoint_adapter
 from slime.errors import UserError
-from slime.models.hf_tensor_plan import by_layer
-from slime.models.loading import as_in_folder, load_config
+from slime.models.hf_tensor_plan import group_by_layer
+from slime.models.loading import load_config, split_fused_weights
 from slime.models.lora import is_adapter
-from slime.models.peft_adapter import Adapter, AdapterFacts, merged, peft_name
-from slime.models.safetensors_io import plain_tensors, weights_of
+from slime.models.peft_adapter import Adapter, AdapterConfig, merge_lora, peft_name
+from slime.models.safetensors_io import open_weights, plain_tensors
 from slime.storage.json_types import JsonMapping
 from slime.train.backends.protocol import NamedTensor
 from slime.train.checkpoints.reader import SavedTensors
@@ -35,7 +35,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 def model_of_checkpoint(checkpoint: Path) -> Path:
     """Return the model folder that the run of a checkpoint started from."""
-    folder = _named_model(checkpoint)
+    folder = _recorded_model_folder(checkpoint)
     if not (folder / "config.json").is_file():
         raise UserError(
             f"checkpoint {checkpoint} is of the model in {folder}, which does not exist: give its folder "
@@ -44,7 +44,7 @@ def model_of_checkpoint(checkpoint: Path) -> Path:
     return folder
 
 
-def _named_model(checkpoint: Path) -> Path:
+def _recorded_model_folder(checkpoint: Path) -> Path:
     """Read the model folder from a checkpoint's metadata."""
     try:
         return Path(str(json.loads((checkpoint / "meta.json").read_text())["hf_checkpoint"]))
@@ -59,18 +59,18 @@ def checkpoint_tensors(
 
     A checkpoint of an adapter yields the base weights with the adapter merged in.
     """
-    lora = adapter_of(checkpoint)
+    lora = read_checkpoint_adapter(checkpoint)
     if lora is not None:
         yield from _adapted_tensors(checkpoint, model_folder, lora, trust_remote_code)
         return
     saved = SavedTensors(checkpoint, "model")
     if not saved.names:
         raise UserError(f"checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
-    original = weights_of(model_folder)
+    original = open_weights(model_folder)
     model = None if all(name in original for name in saved.names) else _empty_model(model_folder, trust_remote_code)
     written, tied = set(), "lm_head.weight"  # some folders leave out the weight that config.json ties to the embedding
-    for members in by_layer(saved):
-        for name, tensor in (members if model is None else as_in_folder(model, members)).items():
+    for members in group_by_layer(saved):
+        for name, tensor in (members if model is None else split_fused_weights(model, members)).items():
             if name not in original and name != tied:
                 raise UserError(
                     f"checkpoint {checkpoint} has {name}, which {model_folder} lacks: it is of another model, or a "
@@ -91,7 +91,7 @@ def _adapted_tensors(
     checkpoint: Path, model_folder: Path, lora: JsonMapping, trust_remote_code: bool
 ) -> Iterator[NamedTensor]:
     """Yield all base weights, with the adapter merged in; they are first rounded to the trainer's base dtype."""
-    facts, saved = AdapterFacts.from_dict({"r": lora["rank"], "lora_alpha": lora["alpha"], **lora}), {}
+    facts, saved = AdapterConfig.from_dict({"r": lora["rank"], "lora_alpha": lora["alpha"], **lora}), {}
     for name, tensor in SavedTensors(checkpoint, "model"):
         if not is_adapter(name):
             raise UserError(f"checkpoint {checkpoint} has {name}, which {model_folder} lacks: it is a critic's")
@@ -100,7 +100,7 @@ def _adapted_tensors(
     pairs = {
         folder_name: pair
         for module, pair in Adapter.from_tensors(facts, saved).pairs.items()
-        for folder_name in as_in_folder(model, {f"{module}.weight": torch.empty(1, 1, device="meta")})
+        for folder_name in split_fused_weights(model, {f"{module}.weight": torch.empty(1, 1, device="meta")})
     }
     for name, tensor in _base_tensors(checkpoint, model_folder, lora, trust_remote_code):
         plain = tensor.to(facts.base_dtype) if tensor.is_floating_point() else tensor
@@ -114,7 +114,7 @@ def _adapted_tensors(
                 f"the adapter in {checkpoint} is for {name} of shape {shape}, but it is {tuple(tensor.shape)} in "
                 f"{model_folder}: give the folder of the same model with --hf-checkpoint"
             )
-        yield name, merged(plain, a, b, scale=facts.scale, dtype=torch.float32)
+        yield name, merge_lora(plain, a, b, scale=facts.scale, dtype=torch.float32)
     if pairs:
         raise UserError(
             f"the adapter in {checkpoint} is for {min(pairs)}, which {model_folder} lacks: give the folder of the same "
@@ -126,7 +126,7 @@ def _base_tensors(
     checkpoint: Path, model_folder: Path, lora: JsonMapping, trust_remote_code: bool
 ) -> Iterator[NamedTensor]:
     """Return the adapter's base weights: of the folder or checkpoint in its metadata, unless another one is given."""
-    given = model_folder.resolve() != _named_model(checkpoint).resolve()
+    given = model_folder.resolve() != _recorded_model_folder(checkpoint).resolve()
     base = model_folder if given else Path(str(lora.get("base")))
     if (base / "meta.json").is_file():
         return checkpoint_tensors(base, model_folder, trust_remote_code=trust_remote_code)

@@ -32,7 +32,7 @@ from slime.storage.json_types import JsonObject
 from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.checkpoints.writer import Draft
+from slime.train.checkpoints.writer import CheckpointDraft
 
 FORMATS = (1, 2)
 """Formats that can be read; the last one is written."""
@@ -65,7 +65,7 @@ class CheckpointFolder:
         config: Config,
         *,
         sets: Sequence[str] = (),
-    ) -> Draft:
+    ) -> CheckpointDraft:
         """Prepare the checkpoint of a rollout, with these frozen sets; all ranks call it together."""
         world = backend.topology.world
         random_states = {f"cpu.{rank}": s for rank, s in enumerate(world.gather(torch.get_rng_state()))}
@@ -82,7 +82,7 @@ class CheckpointFolder:
         if backend.adapter is not None:
             meta["lora"] = backend.adapter.to_meta()
         parts = backend.state_parts([MODEL, *([OPTIMIZER] if with_optimizer else []), *sets])
-        return Draft(root / f"iter_{rollout_id:07d}", parts, meta, random_states, writer)
+        return CheckpointDraft(root / f"iter_{rollout_id:07d}", parts, meta, random_states, writer)
 
     def load(self, backend: TrainBackend, config: Config, *, sets: Sequence[str] = ()) -> TrainState:
         """Load weights, optimizer, frozen sets and random state; raise UserError for a checkpoint of another model."""
@@ -109,10 +109,10 @@ class CheckpointFolder:
                         torch.set_rng_state(file.get_tensor(key))
             except (SafetensorError, OSError) as cause:
                 raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
-        updates = meta.get("updates", meta["step"])  # earlier versions also counted critic-only steps
+        updates: int = meta.get("updates", meta["step"])  # earlier versions also counted critic-only steps
         return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=updates)
 
-    def put_weights_into(self, model: PreTrainedModel, sources: dict[str, Source], config: Config) -> None:
+    def provide_weights(self, model: PreTrainedModel, sources: dict[str, Source], config: Config) -> None:
         """Make this checkpoint the source of a model's unread weights; raise UserError if it is of another model."""
         targets = dict([*model.named_parameters(), *persistent_buffers(model)])
         shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}

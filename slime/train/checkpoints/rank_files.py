@@ -21,12 +21,12 @@ from slime.models.saving import ShardWriter
 SHARD_BYTES = 1024**3
 MODEL, OPTIMIZER = "model", "optim"
 """Kinds of parts; any other is the name of a set of frozen weights."""
-AGAIN = "#"
+PART_SEPARATOR = "#"
 """Separates the name of a tensor and the number of a part, if a rank has more than one part of it."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """A block of a tensor of the whole `shape`; it begins at `offset`.
 
     `kind` is the part of the training state (model, optimizer, a frozen set) and the prefix of the file names.
@@ -38,13 +38,13 @@ class Part:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    def on_host(self) -> Part:
+    def on_host(self) -> SavedPart:
         """Copy the part to the host, so that further training does not change it."""
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
 def write_parts(
-    folder: Path, rank: int, parts: Iterable[Part], *, added: Callable[[str], None] = lambda _: None
+    folder: Path, rank: int, parts: Iterable[SavedPart], *, added: Callable[[str], None] = lambda _: None
 ) -> dict[str, int]:
     """Write the parts of one rank durably, one kind after another; return the names and sizes of the files.
 
@@ -56,7 +56,7 @@ def write_parts(
         counts: Counter[str] = Counter()
         for part in members:
             counts[part.name] += 1
-            key = part.name if counts[part.name] == 1 else f"{part.name}{AGAIN}{counts[part.name]}"
+            key = part.name if counts[part.name] == 1 else f"{part.name}{PART_SEPARATOR}{counts[part.name]}"
             writer.add(key, part.tensor, note={"shape": part.shape, "offset": part.offset})
             added(part.name)
         paths += writer.finish()

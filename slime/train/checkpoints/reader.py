@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from slime.errors import UserError
 from slime.models.safetensors_io import natural_order
 from slime.models.saving import NOTES
-from slime.train.checkpoints.rank_files import AGAIN
+from slime.train.checkpoints.rank_files import PART_SEPARATOR
 
 OPEN_FILES = 64
 """Maximum number of open files: the parts of many ranks may be more files than a process can open."""
@@ -57,7 +57,7 @@ class SavedTensors:
         self._places: dict[str, list[tuple[Path, str, Box]]] = {}
         self._open: OrderedDict[Path, safe_open] = OrderedDict()
         for path in sorted(folder.glob(f"{kind}-*.safetensors")):
-            self._take_up(path)
+            self._index_file(path)
         self.names = sorted(self._places, key=natural_order)
 
     def __contains__(self, name: str) -> bool:
@@ -73,7 +73,7 @@ class SavedTensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Read the whole tensor, in its saved dtype."""
         path, key, box = self._places[name][0]
-        with self._explained():
+        with self._explain_errors():
             first = self._file(path).get_tensor(key)
         if box == _box((0,) * len(box), self.shape(name)):
             return first
@@ -88,13 +88,13 @@ class SavedTensors:
             raise self._damaged(f"lacks {name}")
         begin = tuple(offset) if offset is not None else (0,) * target.dim()
         wanted, whole = _box(begin, target.shape), _box((0,) * len(self.shape(name)), self.shape(name))
-        if len(wanted) != len(whole) or _common(wanted, whole) != wanted:
+        if len(wanted) != len(whole) or _intersection(wanted, whole) != wanted:
             raise ValueError(f"{name} of shape {self.shape(name)} has no block {wanted}")
         filled = 0
         for path, key, box in self._places[name]:
-            common = _common(box, wanted)
+            common = _intersection(box, wanted)
             if _volume(common):
-                with self._explained():
+                with self._explain_errors():
                     file = self._file(path)
                     block = file.get_tensor(key) if common == box else file.get_slice(key)[_slices(common, box)]
                     target[_slices(common, wanted)].copy_(block)
@@ -116,9 +116,9 @@ class SavedTensors:
             self._open.popitem(last=False)
         return file
 
-    def _take_up(self, path: Path) -> None:
+    def _index_file(self, path: Path) -> None:
         """Index the parts in a file from its header."""
-        with self._explained():
+        with self._explain_errors():
             file = self._file(path)
             sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             notes = (file.metadata() or {}).get(NOTES)
@@ -131,9 +131,12 @@ class SavedTensors:
                 }
             for key, size in sizes.items():
                 shape, offset = (size, (0,) * len(size)) if placed is None else placed[key]
-                name = key.partition(AGAIN)[0]
+                name = key.partition(PART_SEPARATOR)[0]
                 box = _box(offset, size)
-                if not len(shape) == len(offset) == len(size) or _common(box, _box((0,) * len(shape), shape)) != box:
+                if (
+                    not len(shape) == len(offset) == len(size)
+                    or _intersection(box, _box((0,) * len(shape), shape)) != box
+                ):
                     raise ValueError(f"{name} {box} is not a block of {shape}")
                 if self._shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"{name} is {shape} here and {self._shapes[name]} in another file")
@@ -142,7 +145,7 @@ class SavedTensors:
             raise self._damaged(f"has a header in {path.name} that cannot be read ({cause})") from cause
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Convert read errors to UserError."""
         try:
             yield
@@ -158,7 +161,7 @@ def _box(offset: Sequence[int], size: Sequence[int]) -> Box:
     return tuple((begin, begin + length) for begin, length in zip(offset, size, strict=True))
 
 
-def _common(one: Box, other: Box) -> Box:
+def _intersection(one: Box, other: Box) -> Box:
     """Return the intersection of two boxes; its `_volume` is 0 if they are disjoint."""
     pairs = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
     return tuple((begin, max(begin, end)) for begin, end in pairs)

@@ -36,7 +36,7 @@ def staging_folders(target: Path) -> list[Path]:
     return list(target.parent.glob(f".{target.name}.tmp-*"))
 
 
-def let_end(target: Path, writers: str, alive: Callable[[], bool], *, timeout_s: float, flag: str) -> None:
+def wait_until_latest(target: Path, writers: str, alive: Callable[[], bool], *, timeout_s: float, flag: str) -> None:
     """Wait until a checkpoint in progress becomes the latest, as long as its size grows."""
     logger.warning("%s is being written: waiting until it is complete", target)
     before = -1

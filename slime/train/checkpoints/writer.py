@@ -40,13 +40,13 @@ from slime.data.source_state import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
 from slime.storage.json_types import JsonObject
-from slime.train.checkpoints.errors import agreed
-from slime.train.checkpoints.rank_files import Part, write_parts
+from slime.train.checkpoints.errors import run_together
+from slime.train.checkpoints.rank_files import SavedPart, write_parts
 from slime.train.checkpoints.staging import LEFT_BEHIND, staging_folder, staging_folders
 from slime.train.topology import Ranks
 
 
-class Peers(Protocol):
+class WritingRanks(Protocol):
     """Ranks that write a checkpoint together."""
 
     @property
@@ -56,11 +56,11 @@ class Peers(Protocol):
 
 
 @dataclass
-class Draft:
+class CheckpointDraft:
     """A checkpoint of one model to write: this rank's parts, and the metadata that rank 0 writes."""
 
     target: Path
-    parts: Iterable[Part]
+    parts: Iterable[SavedPart]
     meta: JsonObject
     random_states: dict[str, torch.Tensor]
     writer: int
@@ -77,11 +77,11 @@ class Draft:
     def __str__(self) -> str:
         return f"the checkpoint of rollout {self.number} to {self.target}"
 
-    def take_copies(self) -> None:
+    def copy_parts_to_host(self) -> None:
         """Replace the parts by copies on the host; each copy is dropped when it is written."""
         copies = deque(part.on_host() for part in self.parts)
 
-        def drain() -> Iterator[Part]:
+        def drain() -> Iterator[SavedPart]:
             while copies:
                 yield copies.popleft()
 
@@ -105,20 +105,24 @@ class Draft:
         replace_folder(self.staging, self.target)
 
 
-def begin(drafts: Sequence[Draft], ranks: Peers) -> None:
+def begin(drafts: Sequence[CheckpointDraft], ranks: WritingRanks) -> None:
     """Make the staging folders, so that write errors show early; all ranks call it together."""
     for draft in drafts:
-        agreed(ranks, draft.make_folder if ranks.rank == 0 else None, str(draft))
+        run_together(ranks, draft.make_folder if ranks.rank == 0 else None, str(draft))
 
 
 def commit(
-    drafts: Sequence[Draft], ranks: Peers, *, keep_count: int | None, added: Callable[[str], None] = lambda _: None
+    drafts: Sequence[CheckpointDraft],
+    ranks: WritingRanks,
+    *,
+    keep_count: int | None,
+    added: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Write the checkpoints, the policy's last, and name them as the latest; all ranks call it together."""
     try:
-        files = [_written(draft, ranks, added) for draft in drafts]
+        files = [_write_draft_parts(draft, ranks, added) for draft in drafts]
         for draft, sizes in zip(drafts, files, strict=True):
-            agreed(ranks, partial(draft.complete, sizes) if ranks.rank == 0 else None, str(draft))
+            run_together(ranks, partial(draft.complete, sizes) if ranks.rank == 0 else None, str(draft))
     except BaseException:
         if ranks.rank == 0:
             for draft in drafts:
@@ -135,14 +139,14 @@ def commit(
             fsync_path(root)
 
     last = drafts[-1].target
-    agreed(ranks, name_all if ranks.rank == 0 else None, f"the name of the checkpoint {last}")
+    run_together(ranks, name_all if ranks.rank == 0 else None, f"the name of the checkpoint {last}")
     if ranks.rank == 0:
         for draft in drafts:
             _remove_old(draft.target.parent, keep_count, keep=draft.target)
     return last
 
 
-def _written(draft: Draft, ranks: Peers, added: Callable[[str], None]) -> dict[str, int]:
+def _write_draft_parts(draft: CheckpointDraft, ranks: WritingRanks, added: Callable[[str], None]) -> dict[str, int]:
     """Write this rank's parts; return the files of all ranks and their sizes."""
 
     def write() -> dict[str, int]:
@@ -152,7 +156,7 @@ def _written(draft: Draft, ranks: Peers, added: Callable[[str], None]) -> dict[s
             for _ in draft.parts:  # finish the iteration: other ranks may be waiting for this rank's share
                 pass
 
-    own = agreed(ranks, write, str(draft))
+    own = run_together(ranks, write, str(draft))
     return dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, (own or {}).items()))))
 
 
@@ -188,12 +192,12 @@ class BackgroundSave:
         self._saving: Future[Path] | None = None
         self._added = 0
 
-    def start(self, drafts: Sequence[Draft], *, keep_count: int | None) -> None:
+    def start(self, drafts: Sequence[CheckpointDraft], *, keep_count: int | None) -> None:
         """Copy the state and start to write it; raise `NotWritten` if the folder cannot be made."""
         assert self._saving is None, "the previous save is not finished"
         begin(drafts, self._world)
         for draft in drafts:
-            draft.take_copies()
+            draft.copy_parts_to_host()
         self._added = 0
         self._saving = self._thread.submit(commit, drafts, self._ranks, keep_count=keep_count, added=self._count)
 

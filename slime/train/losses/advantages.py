@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages import distilled, reverse_kl, whiten, whitening_sums
-from slime.algorithms.estimators import Scored
+from slime.algorithms.advantages import reverse_kl, subtract_reverse_kl, whiten, whitening_sums
+from slime.algorithms.estimators import EstimatorInputs
 from slime.algorithms.policy_loss import approximate_kl
 from slime.config import Config
 from slime.config.algorithm import estimator_of
@@ -17,10 +17,10 @@ from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
 from slime.train.samples.rollout_data import RolloutData, check_columns
-from slime.train.topology import Summing
+from slime.train.topology import RankSum
 
 
-def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
+def set_advantages(config: Config, data: RolloutData, ranks: RankSum) -> None:
     """Set `advantages` and `returns` in the data (and `kl`, `opd_reverse_kl` if they are used)."""
     if config.kl_coef != 0:
         pairs = zip(_old_log_probs(config, data), data["ref_log_probs"], strict=True)
@@ -31,7 +31,7 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
         custom(plugin_args(config), data)
         check_columns(data, ("advantages", "returns"), path)
     else:
-        given = Scored(
+        given = EstimatorInputs(
             rewards=data["rewards"],
             masks=data["loss_masks"],
             kl=data.get("kl"),
@@ -47,7 +47,7 @@ def set_advantages(config: Config, data: RolloutData, ranks: Summing) -> None:
         if "teacher_log_probs" not in data:
             raise UserError("--use-opd: the samples have no teacher log-probs; the rollout must set teacher_log_probs")
         student, teacher = _old_log_probs(config, data), data["teacher_log_probs"]
-        data["advantages"] = distilled(data["advantages"], student, teacher, config.opd_kl_coef)
+        data["advantages"] = subtract_reverse_kl(data["advantages"], student, teacher, config.opd_kl_coef)
         data["opd_reverse_kl"] = [reverse_kl(s, t) for s, t in zip(student, teacher, strict=True)]
     if config.normalize_advantages:
         masks, sums = data["loss_masks"], torch.zeros(3, dtype=torch.float64)

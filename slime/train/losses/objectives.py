@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import log_probs_of_logits
 from slime.algorithms.policy_loss import clipped_value_loss
-from slime.algorithms.reduce import weighted_sum, weights_of
+from slime.algorithms.reduce import reducer_weights, weighted_sum
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
@@ -102,7 +102,7 @@ def response_rows(
         yield outputs[0, end - response - 1 : end - 1], tokens[len(tokens) - response :]
 
 
-def scored(
+def response_log_probs(
     logits: Tensor, batch: Batch, *, temperature: float, chunk_rows: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs [R] and entropies [R] (zeros if not requested) of the batch's response tokens."""
@@ -125,7 +125,7 @@ def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) 
             "--tis-batch-normalize needs the importance weights of a whole step, but a custom loss gets one "
             "micro-batch: remove the flag, or use --loss-type policy_loss"
         )
-    log_probs, entropy = scored(
+    log_probs, entropy = response_log_probs(
         logits,
         batch,
         temperature=config.rollout_temperature,
@@ -138,7 +138,7 @@ def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) 
 def sft_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
     """Compute the negative log-likelihood at temperature 1, because the tokens were not sampled."""
     chunk_rows = config.log_probs_chunk_size
-    log_probs, _ = scored(logits, batch, temperature=1.0, chunk_rows=chunk_rows, with_entropy=False)
+    log_probs, _ = response_log_probs(logits, batch, temperature=1.0, chunk_rows=chunk_rows, with_entropy=False)
     return supervised_loss(_micro_batch(batch, log_probs, reducer), log_probs)
 
 
@@ -151,7 +151,7 @@ def critic_loss(config: Config, batch: Batch, outputs: Tensor, reducer: Reducer)
 
 def _micro_batch(batch: Batch, like: Tensor, reducer: Reducer) -> MicroBatch:
     """Make a micro-batch with the reducer's weights."""
-    weights = weights_of(reducer, like.detach())
+    weights = reducer_weights(reducer, like.detach())
     sequences = [tokens.cpu().numpy() for tokens in batch["unconcat_tokens"]]
     columns = {
         name: torch.cat(list(batch[name])).to(like.detach())

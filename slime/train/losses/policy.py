@@ -31,12 +31,12 @@ from slime.algorithms.policy_loss import (
 )
 from slime.algorithms.reduce import weighted_sum
 from slime.config import Config
-from slime.config.algorithm import estimator_of, weighs_importance, weighs_what_it_can
+from slime.config.algorithm import estimator_of, uses_importance_weights, uses_optional_importance_weights
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
 from slime.train.samples.micro_batch import MicroBatch
-from slime.train.topology import Summing
+from slime.train.topology import RankSum
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Correction:
 
     @classmethod
     def from_config(cls, config: Config) -> Correction | None:
-        weigh = weighs_importance(config)
+        weigh = uses_importance_weights(config)
         if not (weigh or config.use_rs or config.get_mismatch_metrics):
             return None
         return cls(
@@ -74,7 +74,7 @@ class Correction:
             reject_lower=config.rs_lower_bound,
             reject_upper=config.rs_upper_bound,
             veto_threshold=config.rs_veto_threshold,
-            optional=weighs_what_it_can(config),
+            optional=uses_optional_importance_weights(config),
         )
 
 
@@ -281,7 +281,7 @@ class PolicyObjective:
         return changed, kept, metrics
 
 
-def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: Summing) -> None:
+def set_importance_scale(correction: Correction | None, micro_batches: Sequence[MicroBatch], ranks: RankSum) -> None:
     """Scale importance weights to a mean of 1 over the step, for any split (`--tis-batch-normalize`)."""
     if correction is None or not correction.batch_normalize:
         return
@@ -322,13 +322,13 @@ def _weights(c: Correction, micro: MicroBatch, train: Tensor, rollout: Tensor) -
     )
 
 
-def largest_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:
+def max_log_prob_gap(objective: PolicyObjective, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:
     """Compute the largest |train - rollout| log-prob difference over the unmasked tokens."""
     if "rollout_log_probs" not in micro.columns:
         return None
-    return largest(micro, (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs())
+    return max_unmasked(micro, (objective.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs())
 
 
-def largest(micro: MicroBatch, values: Tensor) -> Tensor:
+def max_unmasked(micro: MicroBatch, values: Tensor) -> Tensor:
     """Compute the maximum of non-negative values over the unmasked tokens."""
     return torch.where(micro.weights != 0, values, torch.zeros_like(values)).max()

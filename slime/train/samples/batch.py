@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from slime.cluster.rpc.messages import Joined
+from slime.cluster.rpc.messages import ConcatenatedArrays
 from slime.config import Config
-from slime.data.columns import Packed, mask_of
-from slime.data.counters import Spans
+from slime.data.columns import PackedArray, constant_mask
+from slime.data.counters import VersionRuns
 from slime.data.sample import Sample
 from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
-from slime.train.samples.batch_columns import Held, first_not_finite, is_trained_on, mask_totals
+from slime.train.samples.batch_columns import SampleFields, first_not_finite, is_trained_on, mask_totals
 from slime.train.samples.reward_shaping import placed_turn_rewards, shape_rewards
 
 _FAILED, _ABORTED, _TRUNCATED = Sample.Status.FAILED, Sample.Status.ABORTED, Sample.Status.TRUNCATED
@@ -52,7 +52,7 @@ class TrainBatch:
     rollout_log_probs: list[np.ndarray] | None
     teacher_log_probs: list[np.ndarray] | None
     train_metadata: list[JsonObject | None]
-    version_spans: list[Spans] | None = None  # runs of tokens by the weights that sampled them
+    version_spans: list[VersionRuns] | None = None  # runs of tokens by the weights that sampled them
     turn_rewards: list[np.ndarray] | None = None  # rewards of single turns, each at a token of its turn
     rollout_routed_experts: list[np.ndarray] | None = None  # [rows, layers, experts per token], if they are replayed
     mask_totals: list[int] | None = None  # the integer part of each mask's sum, if it is known
@@ -135,7 +135,7 @@ class TrainBatch:
                     constant = {i: part.item(0) for i, part in enumerate(parts) if part.strides == (0,) and len(part)}
                 dtype = np.result_type(*{part.dtype for part in parts}) if parts else None
                 others = [part for place, part in enumerate(parts) if place not in constant] if constant else parts
-                joined = Joined(others, dtype)
+                joined = ConcatenatedArrays(others, dtype)
                 columns[name] = {"lengths": list(map(len, parts)), "constant": constant, "values": joined}
         return columns
 
@@ -179,10 +179,10 @@ def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
     for rollouts in groups:
         members = [sample for rollout in rollouts for sample in rollout]
         if len(members) > 1:
-            _share_id(members, "group_index", next(new_group))
+            _fill_ids(members, "group_index", next(new_group))
         for rollout in rollouts:
             if len(rollout) > 1:
-                _share_id(rollout, "rollout_id", next(new_rollout))
+                _fill_ids(rollout, "rollout_id", next(new_rollout))
     return flat
 
 
@@ -196,7 +196,7 @@ def _first_unused(ids: Sequence[int | None]) -> Iterator[int]:
     return count(max([value for value in ids if value is not None], default=-1) + 1)
 
 
-def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
+def _fill_ids(together: Sequence[Sample], name: str, new: int) -> None:
     """Give samples of a list without an id the id of the others, or a new one."""
     values = [getattr(sample, name) for sample in together]
     if None not in values:
@@ -210,13 +210,13 @@ def _share_id(together: Sequence[Sample], name: str, new: int) -> None:
 
 def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     """Make the batch of one rollout."""
-    held = Held.by(samples)
+    held = SampleFields.by(samples)
     outcomes = zip(held.status, held.reward, held.response_length, strict=True)
     excluded = [
         status is _FAILED or (reward is None and (status is _ABORTED or length == 0))
         for status, reward, length in outcomes
     ]
-    groups, rollout_ids = _identities(held.group_index, held.rollout_id)
+    groups, rollout_ids = _group_and_rollout_ids(held.group_index, held.rollout_id)
     if config.loss_type == "sft_loss":
         raw_reward, rewards = [0.0] * len(samples), [0.0] * len(samples)
     else:
@@ -230,7 +230,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     fresh_index = _first_unused(held.index)  # samples without an index get one each
     return TrainBatch(
         tokens=[
-            column.array if type(column) is Packed else sample.token_array()
+            column.array if type(column) is PackedArray else sample.token_array()
             for column, sample in zip(held.tokens, samples, strict=True)
         ],
         response_lengths=list(map(len, masks)),
@@ -276,12 +276,14 @@ def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, 
     return metrics
 
 
-def _loss_masks(samples: Sequence[Sample], held: Held, excluded: Sequence[bool]) -> tuple[list[np.ndarray], list[int]]:
+def _loss_masks(
+    samples: Sequence[Sample], held: SampleFields, excluded: Sequence[bool]
+) -> tuple[list[np.ndarray], list[int]]:
     """Return the masks and the integer parts of their sums, which most samples already have."""
     masks, totals, unknown = [], [], []
     columns = zip(held.loss_mask, held.tokens, held.response_length, held.remove_sample, excluded, strict=True)
     for place, (mask, tokens, length, is_removed, skip) in enumerate(columns):
-        known = type(mask) is Packed and mask.total is not None and type(tokens) is Packed
+        known = type(mask) is PackedArray and mask.total is not None and type(tokens) is PackedArray
         if known and mask.length == length < tokens.length and not skip and not is_removed:
             masks.append(mask.array)
             totals.append(mask.total)
@@ -298,33 +300,35 @@ def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
     """Return the checked mask of a sample; all zeros if it is excluded or removed."""
     length = sample.response_length
     if excluded:
-        return mask_of(0, length if 0 <= length < sample.total_length else 0)
+        return constant_mask(0, length if 0 <= length < sample.total_length else 0)
     if not 0 <= length <= sample.total_length:
         raise UserError(f"sample {sample.index} has response_length {length} but {sample.total_length} tokens")
     if length and length == sample.total_length:
         raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
     if sample.remove_sample:
-        return mask_of(0, length)
+        return constant_mask(0, length)
     mask = sample.loss_mask_array()
     if mask is None:
-        return mask_of(1, length)
+        return constant_mask(1, length)
     if len(mask) != length:
         raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
     return mask if mask.dtype.kind == "i" and mask.itemsize == 1 else mask.astype(np.float32)
 
 
-def _column_parts(lengths: Sequence[int], constant: dict[int, float], values: np.ndarray | Joined) -> list[np.ndarray]:
+def _column_parts(
+    lengths: Sequence[int], constant: dict[int, float], values: np.ndarray | ConcatenatedArrays
+) -> list[np.ndarray]:
     """Return the parts of a column from its message; they are views of `values`."""
-    whole = values.whole() if isinstance(values, Joined) else values
+    whole = values.whole() if isinstance(values, ConcatenatedArrays) else values
     real = [length for place, length in enumerate(lengths) if place not in constant]
     if len(whole) != sum(real):
         raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
     ends = accumulate(real)
     parts = [whole[end - length : end] for end, length in zip(ends, real, strict=True)]
-    return with_constants(parts, lengths, constant, whole.dtype)
+    return merge_constants(parts, lengths, constant, whole.dtype)
 
 
-def with_constants(
+def merge_constants(
     parts: Sequence[np.ndarray], lengths: Sequence[int], constant: dict[int, float], dtype: np.dtype
 ) -> list[np.ndarray]:
     """Merge constant parts, which take no memory, into the other parts of a column, in their order."""
@@ -337,7 +341,7 @@ def with_constants(
     ]
 
 
-def _identities(
+def _group_and_rollout_ids(
     named_groups: Sequence[int | None], named_rollouts: Sequence[int | None]
 ) -> tuple[list[int], list[int]]:
     """Return the groups and the rollouts of the samples, so that every rollout is in one group.
@@ -381,7 +385,7 @@ class _LogProbs:
             return None
         columns, unknown = [], []
         for place, (own, mask, is_trained) in enumerate(zip(held, self._masks, self._trained, strict=True)):
-            if type(own) is Packed and own.is_finite and own.length == len(mask) and own.array.itemsize == 4:
+            if type(own) is PackedArray and own.is_finite and own.length == len(mask) and own.array.itemsize == 4:
                 columns.append(own.array)
                 continue
             if own is None and is_trained:

@@ -29,7 +29,7 @@ Column = Any
 
 
 @dataclass(frozen=True)
-class Held:
+class SampleFields:
     """The fields of samples that training needs, as a tuple each, in the order of the samples."""
 
     tokens: tuple[Column, ...] = ()
@@ -51,7 +51,7 @@ class Held:
         return cls(*zip(*[_FIELDS(vars(sample)) for sample in samples], strict=True))
 
 
-_FIELDS = itemgetter(*(field.name for field in fields(Held)))
+_FIELDS = itemgetter(*(field.name for field in fields(SampleFields)))
 
 _AT_ONCE = 1 << 18
 """Numbers per call: few enough to stay in a core's cache."""
@@ -80,11 +80,11 @@ def mask_totals(masks: Sequence[np.ndarray]) -> list[int]:
         lengths = [len(masks[place]) for place in places]
         begins = np.cumsum([0, *lengths[:-1]])
         sums: list[int] = np.add.reduceat(
-            _together([masks[place] for place in places]), begins, dtype=np.int64
+            _concatenate([masks[place] for place in places]), begins, dtype=np.int64
         ).tolist()
         return sums
 
-    for places, sums in _by_chunk(count, counted, masks):
+    for places, sums in _scan_chunks(count, counted, masks):
         for place, total in zip(places, sums, strict=True):
             totals[place] = total
     return totals
@@ -95,9 +95,9 @@ def first_not_finite(columns: Sequence[np.ndarray]) -> int | None:
 
     def is_fine(places: Sequence[int]) -> bool:
         with np.errstate(all="ignore"):  # a sum with a non-finite number is not finite
-            return math.isfinite(np.add.reduce(_together([columns[place] for place in places])))
+            return math.isfinite(np.add.reduce(_concatenate([columns[place] for place in places])))
 
-    for places, fine in _by_chunk(is_fine, range(len(columns)), columns):
+    for places, fine in _scan_chunks(is_fine, range(len(columns)), columns):
         if not fine:  # the sum of finite numbers may also have overflowed
             for place in places:
                 if not np.isfinite(columns[place]).all():
@@ -105,11 +105,11 @@ def first_not_finite(columns: Sequence[np.ndarray]) -> int | None:
     return None
 
 
-def _together(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _by_chunk(
+def _scan_chunks(
     scan: Callable[[Sequence[int]], T], places: Sequence[int], columns: Sequence[np.ndarray]
 ) -> Iterator[tuple[Sequence[int], T]]:
     """Scan the columns in chunks, in threads if they are large; yield (places, result) in order."""

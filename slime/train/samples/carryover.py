@@ -33,7 +33,7 @@ def carried_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"carried_{rollout_id}.msgpack"
 
 
-def in_front_of(carried: TrainBatch | None, fresh: TrainBatch) -> TrainBatch:
+def prepend_carried(carried: TrainBatch | None, fresh: TrainBatch) -> TrainBatch:
     """Put carried rows in front of fresh ones; carried rollouts whose ids clash with fresh ones get new ids."""
     if carried is None:
         return fresh

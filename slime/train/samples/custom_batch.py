@@ -14,7 +14,7 @@ import numpy as np
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
-from slime.data.routed_experts import narrowed
+from slime.data.routed_experts import narrow_expert_ids
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.samples.batch import TrainBatch
@@ -23,7 +23,7 @@ FLAG = "--custom-convert-samples-to-train-data-path"
 REQUIRED = ("tokens", "response_lengths", "rewards")
 
 
-def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
+def make_custom_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     """Call the conversion function and check its result."""
     path = config.custom_convert_samples_to_train_data_path
     assert path is not None
@@ -38,13 +38,13 @@ def converted_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     for name, column in made.items():
         if len(column) != count:
             raise UserError(f"{FLAG}: {path} returned {len(column)} entries of {name!r} and {count} of 'tokens'")
-    batch = _batch_of({name: list(column) for name, column in made.items()}, count)
+    batch = _batch_from_columns({name: list(column) for name, column in made.items()}, count)
     if config.use_rollout_routing_replay and batch.rollout_routed_experts is None:
         raise UserError(f"{FLAG}: {path} returned no 'rollout_routed_experts': --use-rollout-routing-replay needs them")
     return batch
 
 
-def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
+def _batch_from_columns(made: dict[str, list[Any]], count: int) -> TrainBatch:
     """Convert the columns and fill in missing ones."""
     tokens = [np.asarray(ids, dtype=np.int64) for ids in made.pop("tokens")]
     lengths = [int(length) for length in made.pop("response_lengths")]
@@ -73,7 +73,7 @@ def _batch_of(made: dict[str, list[Any]], count: int) -> TrainBatch:
         rollout_log_probs=_floats(made.pop("rollout_log_probs", None)),
         teacher_log_probs=_floats(made.pop("teacher_log_probs", None)),
         train_metadata=made.pop("train_metadata", [None] * count),
-        rollout_routed_experts=None if experts is None else [narrowed(np.asarray(rows)) for rows in experts],
+        rollout_routed_experts=None if experts is None else [narrow_expert_ids(np.asarray(rows)) for rows in experts],
         extra=made,
     )
 

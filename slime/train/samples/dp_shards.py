@@ -17,11 +17,11 @@ from itertools import count, islice
 
 import numpy as np
 
-from slime.cluster.memory.arena import NoRoom, SharedArena, read_places
-from slime.cluster.rpc.messages import Joined
+from slime.cluster.memory.arena import SharedArena, SharedMemoryFull, read_places
+from slime.cluster.rpc.messages import ConcatenatedArrays
 from slime.storage.json_types import JsonObject
 from slime.train.microbatch_plan import Schedule
-from slime.train.samples.batch import BY_TOKEN, TrainBatch, with_constants
+from slime.train.samples.batch import BY_TOKEN, TrainBatch, merge_constants
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def open_share(data: Share) -> Share:
         return data
     share = dict(data)
     batch = share["batch"] = dict(share["batch"])
-    columns = {name: _PlacedColumn(**batch[name]) for name in BY_TOKEN if batch[name] is not None}
+    columns = {name: _ColumnLayout(**batch[name]) for name in BY_TOKEN if batch[name] is not None}
     arrays = iter(read_places(share.pop("places"), [size for column in columns.values() for size in column.sizes()]))
     for name, column in columns.items():
         batch[name] = column.parts(arrays)
@@ -67,7 +67,7 @@ def open_share(data: Share) -> Share:
 
 
 @dataclass(frozen=True)
-class _PlacedColumn:
+class _ColumnLayout:
     """Layout of a column whose arrays are in shared memory: their dtypes there, and the common dtype to convert to."""
 
     lengths: list[int]
@@ -79,7 +79,7 @@ class _PlacedColumn:
     """The shape of a token's entry."""
 
     @classmethod
-    def message(cls, lengths: list[int], constant: dict[int, float], values: Joined) -> JsonObject:
+    def message(cls, lengths: list[int], constant: dict[int, float], values: ConcatenatedArrays) -> JsonObject:
         """Return the layout of a column as a message."""
         dtypes = [part.dtype.str for part in values.parts] if values.is_mixed else None
         return vars(cls(lengths, constant, values.dtype.str, dtypes, list(values.rows)))
@@ -102,10 +102,10 @@ class _PlacedColumn:
         else:
             found = [one.view(own).astype(dtype) for one, own in zip(real, self.dtypes, strict=True)]
         shaped = [one.reshape(-1, *rows) for one in found] if rows else found
-        return with_constants(shaped, self.lengths, self.constant, dtype)
+        return merge_constants(shaped, self.lengths, self.constant, dtype)
 
 
-class HandOver:
+class ShardTransfer:
     """Transfers shares to the ranks, to those on this machine through `arena`."""
 
     def __init__(self, arena: SharedArena) -> None:
@@ -122,7 +122,7 @@ class HandOver:
         with ExitStack() as stack:
             try:
                 placed = stack.enter_context(self._placed(wanted))
-            except NoRoom as error:
+            except SharedMemoryFull as error:
                 placed, reason = {}, str(error)
                 if self._warned_reason is None:
                     logger.warning("samples go to the trainers over sockets, not through shared memory: %s", reason)
@@ -140,8 +140,8 @@ class HandOver:
             begin, batch = len(arrays), dict(share["batch"])
             for name in BY_TOKEN:
                 if (column := batch[name]) is not None:
-                    batch[name] = _PlacedColumn.message(**column)
+                    batch[name] = _ColumnLayout.message(**column)
                     arrays += column["values"].parts
             drafts[key] = {**share, "batch": batch}, begin, len(arrays)
-        with self._arena.lent(arrays) as places:
+        with self._arena.publish_arrays(arrays) as places:
             yield {key: {**draft, "places": places.part(begin, end)} for key, (draft, begin, end) in drafts.items()}

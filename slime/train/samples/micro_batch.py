@@ -98,7 +98,7 @@ class MicroBatch:
         parts = [values[position] for position in self.positions]
         self.columns[name] = torch.cat(parts).to(self.mask) if parts else torch.zeros_like(self.mask)
 
-    def give(self, values: Tensor) -> list[tuple[int, Tensor]]:
+    def split_by_sample(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split a tensor over the row's response tokens into (position, its part on the host)."""
         if not self.positions:
             return []

@@ -14,7 +14,7 @@ from slime.data.validation import keep_bad_sample
 from slime.train.samples.rollout_data import PER_TOKEN, RolloutData
 from slime.train.topology import Ranks
 
-MOST_NAMED = 4
+MAX_REPORTED_SAMPLES = 4
 """Maximum number of samples that one rank reports."""
 
 
@@ -24,11 +24,11 @@ def check_columns_finite(data: RolloutData, ranks: Ranks, *, rollout_id: int, ru
     for name in PER_TOKEN:
         if name in data and not own:
             column = list(enumerate(data[name]))
-            own = name_samples(data, column, f"{name} that are not finite", rollout_id=rollout_id, run_dir=run_dir)
-    return of_all_ranks(own, ranks)
+            own = report_samples(data, column, f"{name} that are not finite", rollout_id=rollout_id, run_dir=run_dir)
+    return collect_sentences(own, ranks)
 
 
-def of_all_ranks(sentences: Sequence[str], ranks: Ranks) -> list[str]:
+def collect_sentences(sentences: Sequence[str], ranks: Ranks) -> list[str]:
     """Collect the sentences of all ranks, equal on each rank; duplicates of ranks that share samples are dropped."""
     anywhere = bool(ranks.max(torch.tensor([float(bool(sentences))], device=ranks.device)).item())
     return sorted(ranks.union(sentences)) if anywhere else []
@@ -48,14 +48,14 @@ def not_finite(column: Sequence[Tensor], masks: Sequence[Tensor]) -> list[int]:
     ]
 
 
-def name_samples(
+def report_samples(
     data: RolloutData, found: Sequence[tuple[int, Tensor]], what: str, *, rollout_id: int, run_dir: str
 ) -> list[str]:
     """Save the samples whose numbers, in `found` (position, numbers), are not finite; return a sentence for each."""
     masks = [data["loss_masks"][position] for position, _ in found]
     bad = not_finite([values for _, values in found], masks)
     sentences = []
-    for one in bad[:MOST_NAMED]:
+    for one in bad[:MAX_REPORTED_SAMPLES]:
         position = found[one][0]
         index, count = data["sample_indices"][position], len(data["response_lengths"])
         facts = {"rollout_id": rollout_id, "what": what}
@@ -65,18 +65,18 @@ def name_samples(
                 facts[name] = value.tolist() if isinstance(value, Tensor) else value
         path = keep_bad_sample(run_dir, rollout_id, index, facts)
         sentences.append(f"sample {index} has {what} (see {path})")
-    return [*sentences, f"and {len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else sentences
+    return [*sentences, f"and {len(bad) - MAX_REPORTED_SAMPLES} more"] if len(bad) > MAX_REPORTED_SAMPLES else sentences
 
 
-def blamed(
+def report_nonfinite(
     data: RolloutData, found: Sequence[tuple[int, Tensor]], what: str, ranks: Ranks, rollout_id: int, run_dir: str
 ) -> list[str]:
     """Report the samples that made a step non-finite, from the model's current numbers `found` (position, numbers).
 
     The result is equal on all ranks. Without such a sample, the sample with the largest advantage is reported.
     """
-    own = name_samples(data, found, f"{what} that are not finite", rollout_id=rollout_id, run_dir=run_dir)
-    return of_all_ranks(own, ranks) or _largest_advantage(data, [position for position, _ in found], ranks)
+    own = report_samples(data, found, f"{what} that are not finite", rollout_id=rollout_id, run_dir=run_dir)
+    return collect_sentences(own, ranks) or _largest_advantage(data, [position for position, _ in found], ranks)
 
 
 def _largest_advantage(data: RolloutData, positions: Iterable[int], ranks: Ranks) -> list[str]:

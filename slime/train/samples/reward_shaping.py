@@ -31,12 +31,12 @@ def shape_rewards(
 ) -> tuple[list[float], list[float]]:
     """Return the raw rewards for the logs, and the rewards that advantages are computed from."""
     if config.custom_reward_post_process_path is not None:
-        return _custom(config, config.custom_reward_post_process_path, samples, excluded)
+        return _custom_rewards(config, config.custom_reward_post_process_path, samples, excluded)
     given = [sample.reward for sample in samples]
     if set(map(type, given)) == {float} and np.isfinite(np.array(given)).all():  # the common case
         rewards: list[float] = given  # type: ignore[assignment]
     else:
-        rewards = [_reward_of(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
+        rewards = [_checked_reward(config, sample, skip) for sample, skip in zip(samples, excluded, strict=True)]
     notes = [sample.metadata for sample in samples]
     raw = [
         float(note["raw_reward"]) if "raw_reward" in note else value for note, value in zip(notes, rewards, strict=True)
@@ -89,12 +89,12 @@ def placed_turn_rewards(
         return None
     sums = [sample.metadata.get("turn_rewards_sum") for sample in samples]
     return [
-        _placed(own, mask, total if total is not None and total == sample.reward and not skip else 0.0)
+        _place_rewards(own, mask, total if total is not None and total == sample.reward and not skip else 0.0)
         for own, mask, total, sample, skip in zip(turns, masks, sums, samples, excluded, strict=True)
     ]
 
 
-def _placed(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_end: float) -> np.ndarray:
+def _place_rewards(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_end: float) -> np.ndarray:
     """Place the rewards of a sample's turns, and subtract `at_the_end` at its last trained token."""
     placed = np.zeros(len(mask), dtype=np.float32)
     actions = np.flatnonzero(mask)
@@ -108,7 +108,7 @@ def _placed(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_en
     return placed
 
 
-def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
+def _checked_reward(config: Config, sample: Sample, excluded: bool) -> float:
     """Return the checked reward of a sample."""
     if excluded and not isinstance(sample.reward, int | float):
         return math.nan
@@ -125,7 +125,7 @@ def _reward_of(config: Config, sample: Sample, excluded: bool) -> float:
     return reward
 
 
-def _custom(
+def _custom_rewards(
     config: Config, path: str, samples: Sequence[Sample], excluded: Sequence[bool]
 ) -> tuple[list[float], list[float]]:
     """Shape the rewards with the user's function and check its result."""

@@ -1,6 +1,6 @@
 """Finds the bytes that changed since the last version on the weights' device and encodes them on the owning rank.
 
-Invariant: `Published` holds, on the host, every tensor that this rank owns as the engines have it, or it has no
+Invariant: `PublishedWeights` holds, on the host, every tensor that this rank owns as the engines have it, or it has no
 version: a failed update leaves it without one, and the next update must send whole weights. A rank owns the same
 tensors in every update. The published bytes are copied to the device for the comparison, and only changed bytes are
 copied back. They are encoded in threads.
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from slime.cluster.memory.regions import aligned, pinned_bytes
+from slime.cluster.memory.regions import align_up, pinned_bytes
 from slime.models.delta.apply import bytes_of, tensor_checksums
-from slime.models.delta.blob import Blob, ByteArray, Changes, checksum_function, encode
+from slime.models.delta.blob import Blob, ByteArray, TensorDiff, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
 from slime.train.backends.protocol import TrainBackend
-from slime.train.weight_export.files import not_written
+from slime.train.weight_export.files import export_error
 
 _MAX_THREADS = 32
 _MAX_WAITING_BYTES = 2**30
@@ -33,11 +33,11 @@ _WORD = 8
 _COMPARED_BYTES = 1 << 26
 
 
-class KeptBucket:
+class PublishedBucket:
     """The tensors of a bucket as they were last published, concatenated in host memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        ends = list(accumulate(aligned(tensor.nbytes) for tensor in tensors.values()))
+        ends = list(accumulate(align_up(tensor.nbytes) for tensor in tensors.values()))
         self._begins = dict(zip(tensors, [0, *ends[:-1]], strict=True))
         self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         self._held = pinned_bytes(ends[-1])
@@ -60,7 +60,7 @@ class KeptBucket:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
+    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, TensorDiff]]:
         """Yield the changes of each tensor that differs; all tensors are compared at once."""
         device = next(iter(tensors.values())).device
         old = self._held.to(device, non_blocking=True)
@@ -80,24 +80,24 @@ class KeptBucket:
             if last > first:
                 own, begin, size = slice(first, last), self._begins[name], self._like[name].nbytes
                 whole = None if difference.is_cuda else difference[begin : begin + size].numpy()
-                yield name, Changes(size, found[own] - begin, xors[own], values[own], whole)
+                yield name, TensorDiff(size, found[own] - begin, xors[own], values[own], whole)
 
-    def take(self, name: str, changes: Changes) -> None:
+    def take(self, name: str, changes: TensorDiff) -> None:
         """Apply the changes of a tensor to the published bytes."""
         whole = self._held.numpy()[self._begins[name] :][: changes.size]
         whole[changes.positions] = changes.values
 
 
-class Published:
+class PublishedWeights:
     """The last published weights that this rank owns."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.given: dict[str, torch.Tensor] = {}
         """Parts of tensors that this rank sent to their owners, as published."""
-        self._kept: dict[str, KeptBucket] = {}
+        self._kept: dict[str, PublishedBucket] = {}
 
-    def start_anew(self) -> None:
+    def forget_version(self) -> None:
         """Forget the version: the next update sends whole weights."""
         self.version = None
         self.given.clear()
@@ -111,18 +111,18 @@ class Published:
         if tensors:
             known = self._kept.get(next(iter(tensors)))
             if known is None or not known.fits(tensors):
-                known = KeptBucket(tensors)
+                known = PublishedBucket(tensors)
                 self._kept |= dict.fromkeys(tensors, known)
             known.keep(tensors)
 
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Changes]]:
+    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, TensorDiff]]:
         """Yield the changes of these tensors since they were published; call `take` when they are published."""
         bucket = self._kept[next(iter(tensors))]
         if not bucket.fits(tensors):
             raise RuntimeError(f"the bucket of {next(iter(tensors))} has other tensors than in the last update")
         yield from bucket.changes(tensors)
 
-    def take(self, name: str, changes: Changes) -> None:
+    def take(self, name: str, changes: TensorDiff) -> None:
         """Record the changes of a tensor as published."""
         self._kept[name].take(name, changes)
 
@@ -131,7 +131,7 @@ class DeltaExporter:
     """Encodes and writes this rank's share of a delta."""
 
     def __init__(
-        self, published: Published, *, dtype: torch.dtype, encoding: str, checksum: str, buffer_size: int
+        self, published: PublishedWeights, *, dtype: torch.dtype, encoding: str, checksum: str, buffer_size: int
     ) -> None:
         self._published = published
         self._dtype = dtype
@@ -158,7 +158,7 @@ class DeltaExporter:
             try:
                 write_part(path, {name: blob.data for name, blob in blobs.items()}, checksums)
             except (OSError, SafetensorError) as cause:
-                raise not_written(folder, version, cause) from cause
+                raise export_error(folder, version, cause) from cause
             part.write_seconds = time.perf_counter() - began - part.encode_seconds
         self._published.version = version
         return part
@@ -191,7 +191,7 @@ class DeltaExporter:
             for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
                 yield ready.result()
 
-    def _encode_one(self, name: str, changes: Changes, checksum: str | ByteArray) -> tuple[str, Blob, str, int]:
+    def _encode_one(self, name: str, changes: TensorDiff, checksum: str | ByteArray) -> tuple[str, Blob, str, int]:
         """Encode the changes of a tensor and record them as published."""
         blob = encode(changes, self._encoding)
         self._published.take(name, changes)

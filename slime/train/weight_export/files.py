@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.errors import RunFailed
-from slime.models.saving import MAX_SHARD_BYTES, Beside, FolderDraft, ShardWriter
-from slime.train.backends.hf_buckets import Earlier, HfBucket
+from slime.models.saving import MAX_SHARD_BYTES, AddFiles, FolderDraft, ShardWriter
+from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.backends.protocol import TrainBackend
-from slime.train.checkpoints.errors import written_together
+from slime.train.checkpoints.errors import write_together
 
-Keep = Callable[[Mapping[str, Tensor]], None]
+KeepTensors = Callable[[Mapping[str, Tensor]], None]
 
 
 def export_weights(
@@ -33,8 +33,8 @@ def export_weights(
     version: int,
     dtype: torch.dtype,
     buffer_size: int,
-    keep: Keep | None = None,
-    earlier: Earlier | None = None,
+    keep: KeepTensors | None = None,
+    earlier: PreviousExport | None = None,
 ) -> list[Path]:
     """Write bucket i as `weights-v{version}-{i}.safetensors`; return the paths of the buckets that this rank owns.
 
@@ -54,7 +54,7 @@ def export_weights(
     buckets = backend.progress.over(
         backend.hf_buckets(dtype, buffer_size, earlier=earlier), "writing weights: bucket", count
     )
-    written_together(backend.topology.world, buckets, write, _what(folder, version))
+    write_together(backend.topology.world, buckets, write, _what(folder, version))
     return files.paths
 
 
@@ -96,7 +96,7 @@ class BucketFiles:
             writing.result()
 
 
-def not_written(folder: Path, version: int, cause: Exception) -> RunFailed:
+def export_error(folder: Path, version: int, cause: Exception) -> RunFailed:
     """Make the error for files that could not be written."""
     return RunFailed(f"cannot write {_what(folder, version)}: {cause}")
 
@@ -118,7 +118,7 @@ def save_hf(
     dtype: torch.dtype,
     buffer_size: int,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    beside: Beside | None = None,
+    beside: AddFiles | None = None,
 ) -> None:
     """Write the weights in `dtype` with the small files of `source`; all ranks call it together.
 
@@ -132,11 +132,11 @@ def save_hf(
         draft = FolderDraft.begin(source, path)
 
     try:
-        written_together(world, iter(()), begin if world.rank == 0 else None, what)
+        write_together(world, iter(()), begin if world.rank == 0 else None, what)
         (staging,) = world.union([] if draft is None else [str(draft.staging)])
         part = draft or FolderDraft(Path(staging), Path(path))
         _write_weights(backend, part, what, dtype=dtype, buffer_size=buffer_size, max_shard_bytes=max_shard_bytes)
-        written_together(world, iter(()), None if draft is None else lambda _: part.finish(dtype, beside=beside), what)
+        write_together(world, iter(()), None if draft is None else lambda _: part.finish(dtype, beside=beside), what)
     finally:
         if draft is not None:
             draft.discard()
@@ -169,4 +169,4 @@ def _write_weights(
     count = len(backend.hf_plan(dtype, buffer_size, owners=owners))
     buckets = backend.hf_buckets(dtype, buffer_size, owners=owners)
     each = backend.progress.over(buckets, "writing a Hugging Face folder: bucket", count)
-    written_together(backend.topology.world, each, write, what)
+    write_together(backend.topology.world, each, write, what)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused
-from slime.cluster.memory.regions import ALIGNMENT, HostRegion, aligned
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaDriverError
+from slime.cluster.memory.regions import ALIGNMENT, HostRegion, align_up
 from slime.storage.json_types import JsonObject
 from slime.train.backends.hf_buckets import HfBucket, HfTensor
 from slime.train.backends.protocol import TrainBackend
 
-SOURCE = (0,)
+SENDER_RANKS = (0,)
 """The ranks that serve the engines: rank 0 has all buckets."""
 _WHOLE, _IN_PARTS, _REFUSED = "whole", "in parts", "refused: "
 
@@ -46,20 +46,20 @@ class SharedWeights:
         """
         answer: JsonObject = {}
         if number == 1:
-            plan, world = backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE), backend.topology.world
+            plan, world = backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS), backend.topology.world
             own = []
             if world.rank == 0:
                 try:
                     own = [self._take_memory(plan, region, backend.topology.device)]
-                except (CudaRefused, OSError, torch.OutOfMemoryError) as reason:
+                except (CudaDriverError, OSError, torch.OutOfMemoryError) as reason:
                     own = [f"{_REFUSED}{reason}"]
             (outcome,) = world.union(own)
             if outcome.startswith(_REFUSED):
                 return {"refused": outcome.removeprefix(_REFUSED)}
             self._parts = [len(plan)] if outcome == _WHOLE else [1] * len(plan)
-            layouts = [described(bucket) for bucket in plan]
+            layouts = [tensor_layouts(bucket) for bucket in plan]
             answer["buckets"] = [[one for bucket in layouts for one in bucket]] if outcome == _WHOLE else layouts
-            gathered = backend.hf_buckets(self._dtype, self._buffer_size, owners=SOURCE)
+            gathered = backend.hf_buckets(self._dtype, self._buffer_size, owners=SENDER_RANKS)
             self._buckets = backend.progress.over(gathered, "sharing weights: bucket", len(plan))
         self._fill(self._parts[number - 1])
         return answer | {"memory": self._memory}
@@ -72,7 +72,7 @@ class SharedWeights:
 
     def _take_memory(self, plan: Plan, region: str | None, device: torch.device) -> str:
         """Allocate the memory; return if it holds all buckets or one at a time."""
-        sizes = [sum(aligned(tensor.nbytes) for tensor in bucket) for bucket in plan]
+        sizes = [sum(align_up(tensor.nbytes) for tensor in bucket) for bucket in plan]
         if region is not None:
             if self._region is None or str(self._region.path) != region or self._region.data.numel() < sum(sizes):
                 self._region = None  # free the old region first: there may not be memory for both
@@ -80,7 +80,7 @@ class SharedWeights:
             self._held, self._memory = self._region.data, {"region": region}
             return _WHOLE
         if device.type != "cuda":
-            raise CudaRefused(f"the trainers compute on {device.type}")
+            raise CudaDriverError(f"the trainers compute on {device.type}")
         self._held = None
         try:
             self._held, outcome = torch.empty(sum(sizes), dtype=torch.uint8, device=device), _WHOLE
@@ -108,7 +108,7 @@ class SharedWeights:
             for tensor in tensors:
                 assert begin % ALIGNMENT == 0
                 places.append(self._held[begin:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-                begin += aligned(tensor.nbytes)
+                begin += align_up(tensor.nbytes)
                 device = tensor.device
             if self._held.is_cuda:
                 torch._foreach_copy_(places, tensors)
@@ -119,7 +119,7 @@ class SharedWeights:
             torch.cuda.current_stream(device).synchronize()
 
 
-def described(bucket: Sequence[HfTensor]) -> list[JsonObject]:
+def tensor_layouts(bucket: Sequence[HfTensor]) -> list[JsonObject]:
     """Describe tensors for the engines."""
     return [
         {"name": one.name, "dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)} for one in bucket

@@ -22,14 +22,14 @@ from slime.config import Config
 from slime.models.delta.folder import delta_checksum
 from slime.models.peft_adapter import write_adapter
 from slime.storage.json_types import JsonObject
-from slime.train.backends.hf_buckets import cut_buckets
+from slime.train.backends.hf_buckets import plan_bucket_ranges
 from slime.train.backends.protocol import NamedTensor, TrainBackend, TrainedAdapter
-from slime.train.checkpoints.errors import written_together
+from slime.train.checkpoints.errors import write_together
 from slime.train.weight_export.files import export_weights
-from slime.train.weight_export.ipc import SOURCE, SharedWeights, described
+from slime.train.weight_export.ipc import SENDER_RANKS, SharedWeights, tensor_layouts
 
 if TYPE_CHECKING:
-    from slime.train.weight_export.delta import Published
+    from slime.train.weight_export.delta import PublishedWeights
 
 Layout = list[JsonObject]
 
@@ -53,7 +53,7 @@ def export_adapter(backend: TrainBackend, folder: Path, *, version: int) -> list
 
     tensors = backend.progress.over(backend.full_adapter(), "writing the adapter: tensor")
     world, what = backend.topology.world, f"version {version} of the adapter to {folder}"
-    written_together(world, tensors, write if world.rank == 0 else None, what)
+    write_together(world, tensors, write if world.rank == 0 else None, what)
     return paths
 
 
@@ -77,14 +77,14 @@ def send_adapter(backend: TrainBackend, group: dist.ProcessGroup | None, *, buff
         works.append(dist.broadcast(sent[-1], src=0, group=group, async_op=True))
         filled += sent[-1].nbytes
         if filled >= buffer_size:
-            _arrive(works)
+            _wait_all(works)
             sent, works, filled = [], [], 0
-    _arrive(works)
+    _wait_all(works)
     if backend.topology.world.device.type == "cuda":
         torch.cuda.synchronize(backend.topology.world.device)
 
 
-def _arrive(works: list[dist.Work | None]) -> None:
+def _wait_all(works: list[dist.Work | None]) -> None:
     """Wait for broadcasts."""
     for work in works:
         assert work is not None
@@ -101,17 +101,17 @@ class WeightSender:
         self._checksum = delta_checksum(config.update_weight_delta_checksum, device)
         self._group: dist.ProcessGroup | None = None
         self.shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
-        self.published: Published | None = None
+        self.published: PublishedWeights | None = None
         if config.update_weight_mode == "delta":
-            from slime.train.weight_export.delta import Published  # imports zstandard and xxhash
+            from slime.train.weight_export.delta import PublishedWeights  # imports zstandard and xxhash
 
-            self.published = Published()
+            self.published = PublishedWeights()
 
     def export(self, backend: TrainBackend, folder: Path, *, version: int) -> list[Path]:
         """Write this rank's files of whole weights."""
         published = self.published
         if published is not None:
-            published.start_anew()
+            published.forget_version()
         paths = export_weights(
             backend,
             folder,
@@ -142,7 +142,9 @@ class WeightSender:
 
     def buckets(self, backend: TrainBackend) -> list[list[JsonObject]]:
         """Describe the buckets that `broadcast` sends."""
-        return [described(bucket) for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE)]
+        return [
+            tensor_layouts(bucket) for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS)
+        ]
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
         """Join a process group with all engines as rank 0, and wait for them."""
@@ -154,13 +156,13 @@ class WeightSender:
     def broadcast(self, backend: TrainBackend) -> None:
         """Send all tensors to the engines, bucket by bucket; a failure closes the group, so that engines don't hang."""
         try:
-            count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SOURCE))
-            buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SOURCE)
+            count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS))
+            buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SENDER_RANKS)
             for bucket in backend.progress.over(buckets, "sending weights: bucket", count):
                 if self._group is None or bucket.tensors is None:
                     continue
                 sent = [tensor.contiguous() for tensor in bucket.tensors.values()]
-                _arrive([dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent])
+                _wait_all([dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent])
             if backend.topology.device.type == "cuda":
                 torch.cuda.synchronize(backend.topology.device)
         except BaseException:
@@ -170,7 +172,7 @@ class WeightSender:
     def adapter_buckets(self, backend: TrainBackend) -> tuple[JsonObject, list[list[JsonObject]]]:
         """Return the adapter's config for the engines, and the buckets that `broadcast_adapter` sends."""
         facts, layout = trained_adapter(backend).facts.to_dict(), adapter_layout(backend)
-        ranges = cut_buckets([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
+        ranges = plan_bucket_ranges([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
         return facts, [layout[start:end] for start, end in ranges]
 
     def broadcast_adapter(self, backend: TrainBackend) -> None:

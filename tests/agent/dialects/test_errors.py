@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from slime.agent.server.dialects import DIALECTS, Kind, Problem, dialect_of, model_body, models_body, refusal_problem
-from slime.agent.session.limits import Closed, LimitReached, PromptTooLong, Refused, SessionRefusal
+from slime.agent.session.limits import (
+    ContinuationRefused,
+    LimitReached,
+    PromptExceedsContext,
+    SessionClosed,
+    SessionRefusal,
+)
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
 RETRIED_BY_CLIENTS = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -45,8 +51,8 @@ def test_mini_never_gets_400_for_a_session_that_is_over() -> None:
 @pytest.mark.parametrize(
     ("refusal", "kind"),
     [
-        (Closed("over"), Kind.CLOSED),
-        (Refused("no"), Kind.REFUSED),
+        (SessionClosed("over"), Kind.CLOSED),
+        (ContinuationRefused("no"), Kind.REFUSED),
         (LimitReached("turns", "x"), Kind.TURN_LIMIT),
         (LimitReached("tokens", "x"), Kind.TOKEN_LIMIT),
         (LimitReached("deadline", "x"), Kind.DEADLINE),
@@ -59,7 +65,7 @@ def test_refusals_of_a_session_are_problems(refusal: SessionRefusal, kind: Kind)
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> None:
-    problem = refusal_problem(PromptTooLong(40_000, 32_767))
+    problem = refusal_problem(PromptExceedsContext(40_000, 32_767))
     assert MESSAGES.problem(problem)[2]["error"] == {
         "type": "invalid_request_error",
         "message": "prompt is too long: 40000 tokens > 32767 maximum",

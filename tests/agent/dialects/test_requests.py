@@ -10,7 +10,7 @@ import pytest
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import DIALECTS, Dialect, Kind, Problem
-from slime.agent.server.dialects.request_fields import clean
+from slime.agent.server.dialects.request_fields import replace_surrogates
 from tests.agent.dialects.bodies import CLAUDE_CODE, CODEX, MINI, OPENCODE, QWEN_CODE, SHELL
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
@@ -235,9 +235,9 @@ def test_unknown_fields_that_ask_for_nothing_are_taken() -> None:
 
 
 def test_half_a_surrogate_pair_becomes_a_mark() -> None:
-    assert clean("a\ud83d b") == "a\N{REPLACEMENT CHARACTER} b"
-    assert clean("a\udc00") == "a\N{REPLACEMENT CHARACTER}"
-    assert clean("\ud83d\ude00") == "\N{GRINNING FACE}"
+    assert replace_surrogates("a\ud83d b") == "a\N{REPLACEMENT CHARACTER} b"
+    assert replace_surrogates("a\udc00") == "a\N{REPLACEMENT CHARACTER}"
+    assert replace_surrogates("\ud83d\ude00") == "\N{GRINNING FACE}"
     got = asked(CHAT, {**MINI, "messages": [{"role": "user", "content": json.loads('"x\\ud800y"')}]})
     assert got.request.messages[0].content == "x\N{REPLACEMENT CHARACTER}y"
 

@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.server.dialects import DIALECTS, Asked, Dialect, Finished, Kind, Problem, TokenLogProb, Usage
+from slime.agent.server.dialects import (
+    Asked,
+    DIALECTS,
+    Dialect,
+    FinishedTurn,
+    Kind,
+    Problem,
+    TokenLogProb,
+    Usage,
+)
 from slime.models.parsers.events import (
     CallArguments,
     CallBegun,
@@ -54,13 +63,13 @@ class Wire:
         if self.problem is not None and not asked.stream:
             status, headers, body = self.dialect.problem(self.problem)
             return httpx2.Response(status, headers=headers, json=body)
-        finished = Finished(f"turn_{len(self.seen)}", gathered(self.events), self.finish, USAGE, self.log_probs)
+        finished = FinishedTurn(f"turn_{len(self.seen)}", gathered(self.events), self.finish, USAGE, self.log_probs)
         if not asked.stream:
             return httpx2.Response(200, json=self.dialect.whole(asked, finished))
         self.stream = b"".join(self._pieces(asked, finished))
         return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.stream)
 
-    def _pieces(self, asked: Asked, finished: Finished) -> Iterator[bytes]:
+    def _pieces(self, asked: Asked, finished: FinishedTurn) -> Iterator[bytes]:
         writer = self.dialect.writer(asked, finished.reference)
         yield writer.begin() + writer.keep_alive()
         for event in self.events:

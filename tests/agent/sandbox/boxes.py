@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.agent.sandbox.host_sandbox import MachineSandbox
-from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.local import LocalSandbox, unavailable_reason
 from slime.agent.sandbox.registry import SubprocessSandbox
 from slime.errors import UserError
 
@@ -23,7 +23,7 @@ def box(way: str, **options: Any) -> MachineSandbox | None:
     """Return a sandbox of that kind, or None where this machine does not support it, after checking the error."""
     if way == "subprocess":
         return SubprocessSandbox(**options)
-    if (why := refusal(way)) is not None:
+    if (why := unavailable_reason(way)) is not None:
         with pytest.raises(UserError, match="this machine has no local sandbox") as said:
             LocalSandbox(via=way)
         assert why in str(said.value)

@@ -5,11 +5,11 @@ import json
 import os
 
 from slime.agent.sandbox import SandboxLimits, Snapshot
-from slime.agent.sandbox.local import LocalSandbox, refusal
+from slime.agent.sandbox.local import LocalSandbox, unavailable_reason
 
 
 async def main() -> None:
-    if (why := refusal("unshare")) is not None:
+    if (why := unavailable_reason("unshare")) is not None:
         print(json.dumps({"refusal": why}))
         return
     files = Snapshot(os.environ["SNAPSHOT"])

@@ -22,7 +22,7 @@ def test_in_version_1_each_controller_has_its_group_below_our_own(tmp_path: Path
     for place in ("memory/jobs/7", "pids", "cpu"):
         (tmp_path / place).mkdir(parents=True)
     own = own_groups(tmp_path, "9:name=systemd:/\n8:pids:/\n4:memory:/jobs/7\n1:cpu,cpuacct:/\n0::/\n")
-    groups = cgroups.make(LIMITS, str(tmp_path), own)
+    groups = cgroups.create_control_groups(LIMITS, str(tmp_path), own)
     memory = tmp_path / "memory/jobs/7" / NAME
     assert groups.holds == {"memory", "processes", "cpus"}
     assert groups.folders == [str(memory), str(tmp_path / "pids" / NAME), str(tmp_path / "cpu" / NAME)]
@@ -58,7 +58,7 @@ def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path
     made.mkdir()
     for file in ("memory.max", "pids.max", "cpu.max"):
         (made / file).write_text("max")
-    groups = cgroups.make(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/user.slice\n"))
+    groups = cgroups.create_control_groups(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/user.slice\n"))
     assert groups.folders == [str(made)]
     assert groups.holds == {"memory", "processes", "cpus"}
     assert (made / "memory.max").read_text() == str(1 << 30)
@@ -69,9 +69,9 @@ def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path
 
 
 def test_without_control_groups_no_limit_is_held(tmp_path: Path) -> None:
-    groups = cgroups.make(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/\n"))
+    groups = cgroups.create_control_groups(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/\n"))
     assert (groups.folders, groups.holds) == ([], set())
-    assert cgroups.make(LIMITS, str(tmp_path), str(tmp_path / "none")).holds == set()
+    assert cgroups.create_control_groups(LIMITS, str(tmp_path), str(tmp_path / "none")).holds == set()
 
 
 def test_the_kernels_counts_are_read_in_both_versions(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_the_kernels_counts_are_read_in_both_versions(tmp_path: Path) -> None:
     (one / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
     (one / "pids.events").write_text("max 5\n")
     (two / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\noom_group_kill 0\n")
-    assert cgroups.events([str(one)]) == {"memory": 2, "processes": 5}
-    assert cgroups.events([str(two)]) == {"memory": 1, "processes": 0}
+    assert cgroups.count_limit_events([str(one)]) == {"memory": 2, "processes": 5}
+    assert cgroups.count_limit_events([str(two)]) == {"memory": 1, "processes": 0}
 
 
 def test_groups_of_the_dead_are_removed_and_no_others(tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox import CommandFailed, Sandbox, SandboxError, SandboxGone, SandboxLimits, Snapshot, make_sandbox
-from slime.agent.sandbox.host_sandbox import MachineSandbox, target_of
+from slime.agent.sandbox.host_sandbox import MachineSandbox, split_endpoint
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 
@@ -195,10 +195,10 @@ def test_what_a_sandbox_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no folder .*/none to start sandboxes from"):
         Snapshot(tmp_path / "none")
     with pytest.raises(SandboxError, match="'ftp://x' cannot be reached from a sandbox"):
-        target_of("ftp://x")
+        split_endpoint("ftp://x")
 
 
 def test_a_unix_address_is_told_from_a_url() -> None:
-    assert target_of("/run/api.sock") == ("/run/api.sock", "")
-    assert target_of("unix:///run/api.sock") == ("/run/api.sock", "")
-    assert target_of("http://[::1]:80/a/b/") == ("[::1]:80", "/a/b")
+    assert split_endpoint("/run/api.sock") == ("/run/api.sock", "")
+    assert split_endpoint("unix:///run/api.sock") == ("/run/api.sock", "")
+    assert split_endpoint("http://[::1]:80/a/b/") == ("[::1]:80", "/a/b")

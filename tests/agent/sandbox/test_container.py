@@ -12,7 +12,7 @@ import pytest
 
 from slime.agent.sandbox import CommandFailed, Sandbox, SandboxError, SandboxGone, SandboxLimits, make_sandbox
 from slime.agent.sandbox.container import ContainerSandbox
-from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.local import unavailable_reason
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import alive, box, wait_until
 
@@ -36,12 +36,12 @@ def record(docker: Path) -> list[list[str]]:
 
 def can_enter_networks() -> bool:
     """Return true for root on a machine with namespaces; elsewhere the tests check the sandbox's refusal."""
-    return os.geteuid() == 0 and refusal("unshare") is None
+    return os.geteuid() == 0 and unavailable_reason("unshare") is None
 
 
 def test_the_command_line_has_every_limit_and_no_network(docker: Path) -> None:
     sandbox = ContainerSandbox("docker", "task:1", limits=LIMITS, env={"A": "b c"}, visible=["/usr"])
-    line = " ".join(sandbox.run_words()[1:])
+    line = " ".join(sandbox.create_command()[1:])
     for part in (
         "run --rm --interactive --init", "--network none", "--cap-drop ALL", "--security-opt no-new-privileges",
         "--pids-limit 64", "--memory 512m --memory-swap 512m", "--cpus 1.5", "--ulimit fsize=8388608", "--env A=b c",

@@ -17,7 +17,7 @@ import pytest
 from slime.agent.sandbox import SandboxError, SandboxGone, SandboxLimits
 from slime.agent.sandbox.host_sandbox import MachineSandbox
 from slime.agent.sandbox.inside import syscalls
-from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.local import unavailable_reason
 from tests.agent.sandbox.boxes import ALL, LOCAL, alive, box, inside, wait_until
 
 QUICK = SandboxLimits(grace_seconds=0.1)
@@ -308,13 +308,13 @@ def test_a_sandbox_whose_monitor_is_killed_is_gone_with_all_it_started(
 
 
 def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal.cache_clear()
+    unavailable_reason.cache_clear()
     try:
         monkeypatch.setattr("sys.platform", "darwin")
-        assert refusal("unshare") == "namespaces need Linux, and this is darwin"
+        assert unavailable_reason("unshare") == "namespaces need Linux, and this is darwin"
     finally:
         monkeypatch.undo()
-        refusal.cache_clear()
+        unavailable_reason.cache_clear()
 
 
 @pytest.mark.parametrize("way", ALL)
@@ -408,7 +408,7 @@ print(json.dumps(said))
 def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         column = tuple(syscalls.ARCHITECTURES).index(os.uname().machine)
-        numbers = {name: both[column] for name, both in {**syscalls.NOT_THERE, **syscalls.FORBIDDEN}.items()}
+        numbers = {name: both[column] for name, both in {**syscalls.MISSING_CALLS, **syscalls.FORBIDDEN_CALLS}.items()}
         words = [sandbox.python, "-I", "-c", SYSTEM_CALLS, json.dumps(numbers), str(syscalls.CLONE[column])]
         outcome = await sandbox.exec(words)
         assert outcome.code == 0, outcome.err
@@ -416,8 +416,8 @@ def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
         assert sandbox.filtered == HAS_FILTERS
         if not HAS_FILTERS:
             return
-        assert {said[name] for name in syscalls.NOT_THERE} == {"ENOSYS"}
-        assert {said[name] for name in syscalls.FORBIDDEN} == {"EPERM"}
+        assert {said[name] for name in syscalls.MISSING_CALLS} == {"ENOSYS"}
+        assert {said[name] for name in syscalls.FORBIDDEN_CALLS} == {"EPERM"}
         assert said["clone"] == "EPERM"
         assert [said[str(family)] for family in (1, 2, 10, 16)] == ["ok"] * 4
         assert [said[str(family)] for family in (17, 38, 40)] == ["EAFNOSUPPORT"] * 3
@@ -428,7 +428,7 @@ def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
 
 def filtered(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """Interpret the BPF program of the filter and return its verdict on a call."""
-    code = syscalls.program(machine)
+    code = syscalls.seccomp_program(machine)
     data = struct.pack(
         "=IIQ6Q", number, architecture or syscalls.ARCHITECTURES[machine], 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6]
     )
@@ -449,8 +449,8 @@ def filtered(machine: str, number: int, *arguments: int, architecture: int | Non
 def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machine: str) -> None:
     column = tuple(syscalls.ARCHITECTURES).index(machine)
     allow, fail = 0x7FFF0000, 0x00050000
-    forbidden = {both[column] for both in syscalls.FORBIDDEN.values()}
-    not_there = {both[column] for both in syscalls.NOT_THERE.values()}
+    forbidden = {both[column] for both in syscalls.FORBIDDEN_CALLS.values()}
+    not_there = {both[column] for both in syscalls.MISSING_CALLS.values()}
     for number in range(500):
         answer = fail | errno.EPERM if number in forbidden else fail | errno.ENOSYS if number in not_there else allow
         assert filtered(machine, number, 1, 0x5401) == answer, number
@@ -467,7 +467,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_headers() -> None:
     """Compares with the installed Linux headers, which have both files on every architecture; skips missing files."""
     files = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
     named = {
-        **syscalls.NOT_THERE, **syscalls.FORBIDDEN, "socket": syscalls.SOCKET, "socketpair": syscalls.SOCKETPAIR,
+        **syscalls.MISSING_CALLS, **syscalls.FORBIDDEN_CALLS, "socket": syscalls.SOCKET, "socketpair": syscalls.SOCKETPAIR,
         "clone": syscalls.CLONE, "ioctl": syscalls.IOCTL,
     }  # fmt: skip
     for column, file in enumerate(files):

@@ -11,7 +11,7 @@ import pytest
 
 from slime.agent.sandbox import make_sandbox
 from slime.agent.sandbox.container import ContainerSandbox
-from slime.agent.sandbox.host_sandbox import MachineSandbox, checked_devices, nvidia_devices
+from slime.agent.sandbox.host_sandbox import MachineSandbox, check_devices, nvidia_devices
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import LOCAL, inside
 
@@ -47,7 +47,7 @@ def test_a_device_is_inside_if_it_was_asked_for(way: str, node: str) -> None:
 
 
 def test_only_character_devices_below_dev_are_shown(tmp_path: Path) -> None:
-    assert checked_devices(["/dev/null", "/dev/../dev/null"]) == ("/dev/null",)
+    assert check_devices(["/dev/null", "/dev/../dev/null"]) == ("/dev/null",)
     (tmp_path / "file").touch()
     for path, said in (
         (tmp_path / "file", "there is no device .*/file to give"),
@@ -74,5 +74,5 @@ def test_containers_get_them_by_flags(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "docker").write_text("#!/bin/sh\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ContainerSandbox("docker", "task:1", devices=["/dev/zero", "/dev/null"]).run_words()
+    words = ContainerSandbox("docker", "task:1", devices=["/dev/zero", "/dev/null"]).create_command()
     assert "--device /dev/null --device /dev/zero" in " ".join(words)

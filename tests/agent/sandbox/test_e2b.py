@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.agent.sandbox import CommandFailed, E2BSandbox, Sandbox, SandboxError, make_sandbox
-from slime.agent.sandbox.e2b import LONGEST_PAUSE_S, pause_s
+from slime.agent.sandbox.e2b import LONGEST_PAUSE_S, retry_pause_s
 from slime.errors import UserError
 
 
@@ -140,7 +140,7 @@ def test_a_lost_call_is_made_again_six_times_and_a_command_that_is_not_idempoten
 
 def test_the_pauses_double_up_to_a_limit() -> None:
     for attempt in range(12):
-        pauses = [pause_s(attempt) for _ in range(50)]
+        pauses = [retry_pause_s(attempt) for _ in range(50)]
         assert 0 <= min(pauses) < max(pauses) <= min(LONGEST_PAUSE_S, 2**attempt)
 
 

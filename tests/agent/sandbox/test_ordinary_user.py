@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.local import unavailable_reason
 from tests.agent.sandbox.boxes import box
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def said(request: pytest.FixtureRequest) -> dict[str, Any] | None:
 
 
 def answer_of(task: Path, *, is_weak_root: bool) -> dict[str, Any] | None:
-    if refusal("unshare") is not None:
+    if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
         return None
     (task / "old").mkdir()

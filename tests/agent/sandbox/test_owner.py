@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.local import unavailable_reason
 from tests.agent.sandbox.boxes import ALL, alive, box, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def test_a_forked_copy_of_the_owner_keeps_no_sandbox_alive(way: str) -> None:
 
 
 def end_the_owner(way: str, how: signal.Signals, *more: str) -> None:
-    if way != "subprocess" and refusal(way) is not None:
+    if way != "subprocess" and unavailable_reason(way) is not None:
         assert box(way) is None
         return
     mark = f"sandbox-owner-{os.urandom(8).hex()}"

@@ -11,7 +11,7 @@ import pytest
 
 from slime.agent.sandbox import SandboxError, SandboxLimits, Snapshot, make_sandbox
 from slime.agent.sandbox.host_sandbox import MachineSandbox
-from slime.agent.sandbox.local import LocalSandbox, choose_via, refusal
+from slime.agent.sandbox.local import LocalSandbox, choose_via, unavailable_reason
 from slime.errors import UserError
 from tests.agent.sandbox.boxes import ALL, box, inside
 
@@ -232,7 +232,7 @@ def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
         except SandboxError as error:
             return "did not start" not in str(error)
 
-    if refusal("unshare") is not None:
+    if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
         return
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
@@ -242,7 +242,7 @@ def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
 @pytest.mark.parametrize("how", ["auto", "copy"])
 def test_a_whole_root_file_system(how: str, tmp_path: Path) -> None:
     """The root file system consists of this machine's shell, three tools and their libraries."""
-    if refusal("unshare") is not None:
+    if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
         return
     root = tmp_path / "rootfs"
@@ -270,7 +270,7 @@ def test_a_whole_root_file_system(how: str, tmp_path: Path) -> None:
     inside("unshare", use, files=Snapshot(root, root=True, how=how))
     assert (root / "srv/task.txt").read_text() == "begin\n"
     with pytest.raises(UserError, match="bubblewrap would need a Python in it"):
-        choose_via("bwrap", root_file_system=True) if refusal("bwrap") is None else _refuse()
+        choose_via("bwrap", root_file_system=True) if unavailable_reason("bwrap") is None else _refuse()
 
 
 def _refuse() -> None:
@@ -297,7 +297,7 @@ def test_a_snapshot_counts_against_no_limit_until_it_is_written_to(tmp_path: Pat
             assert (await sandbox.exec("wc -c < large")).out.strip() == str(8 << 20)
             return (await sandbox.exec("echo >> large")).cause
 
-    if refusal("unshare") is not None:
+    if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
         return
     assert asyncio.run(run()) == "disk"

@@ -11,7 +11,7 @@ import pytest
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.tools import FunctionTool, ToolEnvironment, ToolError, ToolOutcome, ToolRefusal
-from slime.agent.tools.tool import bounded
+from slime.agent.tools.tool import shorten_text
 from slime.data.sample import Sample
 from slime.errors import UserError
 
@@ -129,9 +129,9 @@ def test_calls_of_a_turn_run_at_the_same_time_and_no_more_than_allowed() -> None
 
 
 def test_long_results_keep_head_and_tail() -> None:
-    assert bounded("abcdef", 6) == ("abcdef", 0)
-    assert bounded("abcdefghij", 5) == ("abc\n... [5 characters left out] ...\nij", 5)
-    assert bounded("abcdefghij", 1) == ("a\n... [9 characters left out] ...\n", 9)
+    assert shorten_text("abcdef", 6) == ("abcdef", 0)
+    assert shorten_text("abcdefghij", 5) == ("abc\n... [5 characters left out] ...\nij", 5)
+    assert shorten_text("abcdefghij", 1) == ("a\n... [9 characters left out] ...\n", 9)
 
     def long() -> str:
         return "x" * 100 + "y" * 100

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.agent.sandbox.local import refusal
+from slime.agent.sandbox.local import unavailable_reason
 from slime.agent.sandbox.registry import warn_without_boundary
 from slime.agent.tools import PythonInterpreter, ToolBox, ToolEnvironment, ToolOutcome, ToolResult
 from slime.agent.tools.interpreter import SandboxStarter
@@ -246,7 +246,7 @@ for part in "ab":  # one file may not have all the room
 
 def test_an_attempt_finds_nothing_of_those_before_it_and_leaves_nothing() -> None:
     """Covers files, a full disk, modules, sockets, shared memory, processes, and the memory of the parent."""
-    if (why := refusal("unshare")) is not None:
+    if (why := unavailable_reason("unshare")) is not None:
         with pytest.raises(UserError, match="this machine has no local sandbox"):
             interpreter(sandbox="local")
         assert why
@@ -308,7 +308,7 @@ def test_a_pool_that_is_closed_right_after_an_attempt_leaves_no_folder(
 def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundary(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("slime.agent.sandbox.local.refusal", lambda via: "unshare: Operation not permitted")
+    monkeypatch.setattr("slime.agent.sandbox.local.unavailable_reason", lambda via: "unshare: Operation not permitted")
     warn_without_boundary.cache_clear()
 
     async def main() -> None:
@@ -334,7 +334,7 @@ def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundar
 
 
 def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
-    if refusal("unshare") is not None:
+    if unavailable_reason("unshare") is not None:
         return  # refused, which the sandbox tests check
     secret = tmp_path / "secret"
     secret.write_text("x")
@@ -349,7 +349,7 @@ def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
 
 
 def test_packages_are_found_where_they_are_asked_for() -> None:
-    for sandbox in ("subprocess", "local") if refusal("unshare") is None else ("subprocess",):
+    for sandbox in ("subprocess", "local") if unavailable_reason("unshare") is None else ("subprocess",):
         options: dict[str, Any] = {"sandbox": sandbox, "memory_mb": 2048}
         assert shown("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
 

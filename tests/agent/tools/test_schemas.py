@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from slime.agent.tools import FunctionTool
-from slime.agent.tools.schemas import misfit, read_docstring
+from slime.agent.tools.schemas import find_mismatch, read_docstring
 from slime.errors import UserError
 
 
@@ -96,16 +96,16 @@ def test_the_other_style_of_docstrings() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(arguments: dict[str, Any], reason: str | None) -> None:
-    assert misfit(arguments, FunctionTool(weather).schema["function"]["parameters"]) == reason
+    assert find_mismatch(arguments, FunctionTool(weather).schema["function"]["parameters"]) == reason
 
 
 def test_items_and_entries_are_named_by_their_place() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
-    assert misfit({"a": [1, "2"]}, schema) == "a[1] must be an integer, not '2'"
+    assert find_mismatch({"a": [1, "2"]}, schema) == "a[1] must be an integer, not '2'"
     nested = {"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"type": "null"}}}}}
-    assert misfit({"a": {}}, nested) == "a lacks 'b'"
-    assert misfit({"a": {"b": 1}}, nested) == "a.b must be null, not 1"
-    assert misfit({"x": 1}, {"additionalProperties": {"type": "string"}}) == "x must be a string, not 1"
+    assert find_mismatch({"a": {}}, nested) == "a lacks 'b'"
+    assert find_mismatch({"a": {"b": 1}}, nested) == "a.b must be null, not 1"
+    assert find_mismatch({"x": 1}, {"additionalProperties": {"type": "string"}}) == "x must be a string, not 1"
 
 
 def test_functions_that_are_no_tools_are_refused() -> None:

@@ -19,7 +19,7 @@ _PREFIX = "slime-sandbox-"
 _STALE_S = 60.0
 
 
-class Groups:
+class ControlGroups:
     """The control groups of one sandbox, and the limits that they enforce."""
 
     def __init__(self) -> None:
@@ -62,13 +62,15 @@ def remove_stale(parent: str) -> None:
                         os.rmdir(folder)
 
 
-def make(limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Groups:
+def create_control_groups(
+    limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
+) -> ControlGroups:
     """Create groups of this process for the limits that it is permitted to set.
 
     `own` lists this process's group for each controller; that of version 2 has an empty controller name.
     """
     name = f"{_PREFIX}{os.getpid()}"
-    groups = Groups()
+    groups = ControlGroups()
     places: dict[str, str] = {}
     with contextlib.suppress(OSError), open(own) as lines:
         for line in lines:
@@ -79,15 +81,15 @@ def make(limits: Mapping[str, float], root: str = "/sys/fs/cgroup", own: str = "
         if controller in places and os.path.isdir(os.path.join(root, controller)):
             parent = os.path.join(root, controller, places[controller].lstrip("/"))
             remove_stale(parent)
-            _first_version(groups, os.path.join(parent, name), limit, value)
+            _create_v1_group(groups, os.path.join(parent, name), limit, value)
     missing = {limit: value for limit, value in limits.items() if limit not in groups.holds}
     if missing and "" in places:
         unified = root if os.path.exists(os.path.join(root, "cgroup.controllers")) else os.path.join(root, "unified")
-        _second_version(groups, unified, places[""], name, missing)
+        _create_v2_group(groups, unified, places[""], name, missing)
     return groups
 
 
-def _first_version(groups: Groups, folder: str, limit: str, value: float) -> None:
+def _create_v1_group(groups: ControlGroups, folder: str, limit: str, value: float) -> None:
     """Create the group of one limit in version 1."""
     files = {
         MEMORY: {"memory.limit_in_bytes": int(value)},
@@ -109,14 +111,14 @@ def _first_version(groups: Groups, folder: str, limit: str, value: float) -> Non
     groups.holds.add(limit)
 
 
-def _second_version(groups: Groups, root: str, own: str, name: str, limits: Mapping[str, float]) -> None:
+def _create_v2_group(groups: ControlGroups, root: str, own: str, name: str, limits: Mapping[str, float]) -> None:
     """Create one group for all the limits in version 2."""
     files = {
         MEMORY: lambda value: {"memory.max": str(int(value))},
         PROCESSES: lambda value: {"pids.max": str(int(value))},
         CPUS: lambda value: {"cpu.max": f"{int(value * _PERIOD_US)} {_PERIOD_US}"},
     }
-    folder = _delegated(root, own, name, [_CONTROLLERS[limit] for limit in limits])
+    folder = _create_delegated_group(root, own, name, [_CONTROLLERS[limit] for limit in limits])
     if folder is None:
         return
     held = set()
@@ -137,14 +139,14 @@ def _second_version(groups: Groups, root: str, own: str, name: str, limits: Mapp
     groups.holds |= held
 
 
-def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | None:
+def _create_delegated_group(root: str, own: str, name: str, controllers: list[str]) -> str | None:
     """Create a group below the nearest one, from our own upwards, that delegates the controllers; None if none does."""
     place = own.strip("/")
     while True:
         parent = os.path.join(root, place)
         available = set(_read(os.path.join(parent, "cgroup.controllers")).split())
         wanted = [controller for controller in controllers if controller in available]
-        if wanted and _hands_down(parent, wanted):
+        if wanted and _enable_controllers(parent, wanted):
             remove_stale(parent)
             folder = os.path.join(parent, name)
             with contextlib.suppress(OSError):
@@ -155,7 +157,7 @@ def _delegated(root: str, own: str, name: str, controllers: list[str]) -> str | 
         place = os.path.dirname(place)
 
 
-def _hands_down(parent: str, controllers: list[str]) -> bool:
+def _enable_controllers(parent: str, controllers: list[str]) -> bool:
     """Enable the controllers for the children of a group; False where that is not possible."""
     control = os.path.join(parent, "cgroup.subtree_control")
     for controller in controllers:
@@ -167,7 +169,7 @@ def _hands_down(parent: str, controllers: list[str]) -> bool:
     return True
 
 
-def events(folders: list[str]) -> dict[str, int]:
+def count_limit_events(folders: list[str]) -> dict[str, int]:
     """Count the times each limit was hit: processes killed for memory, processes that could not be started."""
     counts = {MEMORY: 0, PROCESSES: 0}
     for folder in folders:

@@ -43,7 +43,7 @@ _SIGNALS = (
 )
 
 
-class Kept:
+class OutputCapture:
     """The first and last bytes of a stream, and its total length."""
 
     def __init__(self, limit: int) -> None:
@@ -69,14 +69,14 @@ class Kept:
         return bytes(self.head) + f"\n[... {missing} bytes left out ...]\n".encode() + tail, True
 
 
-class Command:
+class CommandWorker:
     """Runs a program under its limits, with the streams it was given or with captured output."""
 
     def __init__(self, spec: JsonMapping, result: socket.socket, streams: list[int]) -> None:
         self.spec = spec
         self.result = result
         self.streams = streams
-        self.captures: dict[int, Kept] = {}
+        self.captures: dict[int, OutputCapture] = {}
         self.child = -1
         self.status: int | None = None
         self.usage: resource.struct_rusage | None = None
@@ -120,7 +120,7 @@ class Command:
             for _ in range(2):
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
-                self.captures[reader] = Kept(self.spec["output_kb"] * 1024)
+                self.captures[reader] = OutputCapture(self.spec["output_kb"] * 1024)
                 writers.append(writer)
             streams += writers
         failed, failed_write = os.pipe()
@@ -203,7 +203,7 @@ class Command:
                         kept.add(data)
                 self._reap()
                 time.sleep(0.01)
-            sweep(self.child, self._reap, own_processes=self.spec["own_processes"])
+            kill_descendants(self.child, self._reap, own_processes=self.spec["own_processes"])
         for descriptor, kept in self.captures.items():  # output written before the command ended
             while (data := _read(descriptor)) and kept.total < self.spec["output_mb"] << 21:
                 kept.add(data)
@@ -246,7 +246,7 @@ def run_program(argv: Sequence[str], env: Mapping[str, str]) -> None:
         os._exit(code)
 
 
-def sweep(group: int, reap: Callable[[], None], *, own_processes: bool) -> None:
+def kill_descendants(group: int, reap: Callable[[], None], *, own_processes: bool) -> None:
     """Send SIGKILL to all descendants of this process, and to the group, until none is left.
 
     If processes fork faster than they are killed and the sandbox has its own process namespace, kill every process in

@@ -26,8 +26,8 @@ TYPE_CHECKING = False  # importing `typing` would take a fifth of a start
 if TYPE_CHECKING:
     from .fd_messages import JsonMapping
 
-_LARGEST_FILE = 1 << 20
-_MOST_NAMES = 8 << 20
+_MAX_FILE_BYTES = 1 << 20
+_MAX_NAME_BYTES = 8 << 20
 """Limit on the total bytes of all reported paths."""
 _LINK = 0o120000
 _NO_FILE = "0" * 40
@@ -37,7 +37,7 @@ _OPEN_FOLDERS = 64
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Tree:
+class FolderTree:
     """A folder tree that is opened one name at a time, so that paths may have any length and no link is followed.
 
     The folders opened last stay open, so a walk opens each folder once.
@@ -142,7 +142,7 @@ class Tree:
             folders.extend(path for path in below if self.is_folder(path))
 
 
-class Entry:
+class FileState:
     """State of a file in one of the two folders: its mode, and the bytes of a regular file or the target of a link."""
 
     def __init__(self, mode: int, content: bytes | None) -> None:
@@ -151,7 +151,7 @@ class Entry:
         """None: the file is too large for a patch, or is neither a regular file nor a link."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Entry) and (self.mode, self.content) == (other.mode, other.content)
+        return isinstance(other, FileState) and (self.mode, self.content) == (other.mode, other.content)
 
     def __hash__(self) -> int:
         return hash((self.mode, self.content))
@@ -164,21 +164,21 @@ def answer(spec: JsonMapping, result: socket.socket, lower: int | None, present:
         return
     if present is None:
         present = os.open(spec["folder"], os.O_RDONLY | os.O_DIRECTORY)
-    old, new = Tree(lower), Tree(present)
+    old, new = FolderTree(lower), FolderTree(present)
     changes: list[tuple[str, str]] = []
     patch = bytearray()
     named = 0
     truncated = False
-    for path in sorted(candidates(old, new, None if upper is None else Tree(upper)) - set(spec["without"])):
-        before, after = _entry(old, path), _entry(new, path)
-        if before == after and (before is None or before.content is not None or _same(old, new, path)):
+    for path in sorted(candidate_paths(old, new, None if upper is None else FolderTree(upper)) - set(spec["without"])):
+        before, after = _file_state(old, path), _file_state(new, path)
+        if before == after and (before is None or before.content is not None or _have_same_bytes(old, new, path)):
             continue
         named += len(os.fsencode(path))
-        if named > _MOST_NAMES:
+        if named > _MAX_NAME_BYTES:
             truncated = True
             break
         changes.append(("added" if before is None else "deleted" if after is None else "modified", path))
-        text = _patch(path, before, after)
+        text = _format_patch(path, before, after)
         if text is None or len(patch) + len(text) > spec["most"]:
             truncated = True
         else:
@@ -187,7 +187,7 @@ def answer(spec: JsonMapping, result: socket.socket, lower: int | None, present:
     result.sendall(patch)
 
 
-def candidates(lower: Tree, present: Tree, upper: Tree | None) -> set[str]:
+def candidate_paths(lower: FolderTree, present: FolderTree, upper: FolderTree | None) -> set[str]:
     """Collect the paths of files and links that may differ."""
     if upper is None:
         return set(lower.files("")) | set(present.files(""))
@@ -202,23 +202,23 @@ def candidates(lower: Tree, present: Tree, upper: Tree | None) -> set[str]:
     return found
 
 
-def _entry(tree: Tree, path: str) -> Entry | None:
+def _file_state(tree: FolderTree, path: str) -> FileState | None:
     status = tree.status(path)
     if status is None or stat.S_ISDIR(status.st_mode):
         return None
     mode = 0o100755 if status.st_mode & 0o100 else 0o100644
     if stat.S_ISLNK(status.st_mode):
-        return Entry(_LINK, tree.link(path))
+        return FileState(_LINK, tree.link(path))
     if not stat.S_ISREG(status.st_mode):
-        return Entry(status.st_mode, None)
-    if status.st_size > _LARGEST_FILE or (descriptor := tree.open(path)) is None:
-        return Entry(mode, None)
+        return FileState(status.st_mode, None)
+    if status.st_size > _MAX_FILE_BYTES or (descriptor := tree.open(path)) is None:
+        return FileState(mode, None)
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(_LARGEST_FILE + 1)
-    return Entry(mode, content if len(content) <= _LARGEST_FILE else None)
+        content = file.read(_MAX_FILE_BYTES + 1)
+    return FileState(mode, content if len(content) <= _MAX_FILE_BYTES else None)
 
 
-def _same(one: Tree, other: Tree, path: str) -> bool:
+def _have_same_bytes(one: FolderTree, other: FolderTree, path: str) -> bool:
     """Compare the bytes of two files that are too large for a patch; unreadable files count as changed."""
     if not stat.S_ISREG(getattr(one.status(path), "st_mode", 0)):
         return True  # both have the same mode, such as two pipes
@@ -237,13 +237,13 @@ def _same(one: Tree, other: Tree, path: str) -> bool:
                 return True
 
 
-def _patch(path: str, before: Entry | None, after: Entry | None) -> bytes | None:
+def _format_patch(path: str, before: FileState | None, after: FileState | None) -> bytes | None:
     """Format the change of one file as a git patch; None if a patch cannot hold it."""
     if (before and before.content is None) or (after and after.content is None):
         return None
     if before and after and (before.mode == _LINK) != (after.mode == _LINK):  # git cannot turn a file into a link
-        return (_patch(path, before, None) or b"") + (_patch(path, None, after) or b"")
-    names = (_name(f"a/{path}"), _name(f"b/{path}"))
+        return (_format_patch(path, before, None) or b"") + (_format_patch(path, None, after) or b"")
+    names = (_quote_name(f"a/{path}"), _quote_name(f"b/{path}"))
     lines = [f"diff --git {names[0]} {names[1]}\n"]
     if before is None and after is not None:
         lines.append(f"new file mode {after.mode:06o}\n")
@@ -254,31 +254,31 @@ def _patch(path: str, before: Entry | None, after: Entry | None) -> bytes | None
     old = b"" if before is None else before.content or b""
     new = b"" if after is None else after.content or b""
     try:
-        texts = [_lines(content.decode()) for content in (old, new) if b"\0" not in content]
+        texts = [_split_git_lines(content.decode()) for content in (old, new) if b"\0" not in content]
     except UnicodeDecodeError:
         texts = []
     if old == new:
         pass
     elif len(texts) < 2:
-        lines += _binary(before, after)
+        lines += _format_binary_patch(before, after)
     else:
-        lines.append(f"--- {_marked(names[0])}\n" if before else "--- /dev/null\n")
-        lines.append(f"+++ {_marked(names[1])}\n" if after else "+++ /dev/null\n")
+        lines.append(f"--- {_with_end_tab(names[0])}\n" if before else "--- /dev/null\n")
+        lines.append(f"+++ {_with_end_tab(names[1])}\n" if after else "+++ /dev/null\n")
         for line in list(difflib.unified_diff(texts[0], texts[1]))[2:]:
             lines.append(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}")
     return "".join(lines).encode()
 
 
-def _lines(text: str) -> list[str]:
+def _split_git_lines(text: str) -> list[str]:
     """Split text into lines as git does: only a line feed ends a line."""
     *whole, last = text.split("\n")
     return [f"{line}\n" for line in whole] + ([last] if last else [])
 
 
-def _binary(before: Entry | None, after: Entry | None) -> list[str]:
+def _format_binary_patch(before: FileState | None, after: FileState | None) -> list[str]:
     """Format a binary patch with all the new bytes, which git applies to a file with the old ones."""
 
-    def number(entry: Entry | None) -> str:
+    def number(entry: FileState | None) -> str:
         content = entry.content or b"" if entry else b""
         return sha1(b"blob %d\0" % len(content) + content).hexdigest() if entry else _NO_FILE
 
@@ -292,7 +292,7 @@ def _binary(before: Entry | None, after: Entry | None) -> list[str]:
     return [*lines, "\n"]
 
 
-def _name(path: str) -> str:
+def _quote_name(path: str) -> str:
     """Format a path as git does: quoted, with octal escapes, if it has special characters or is not valid text."""
     raw = os.fsencode(path)
     try:
@@ -304,6 +304,6 @@ def _name(path: str) -> str:
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03o}" for b in raw) + '"'
 
 
-def _marked(name: str) -> str:
+def _with_end_tab(name: str) -> str:
     """Append the tab that marks the end of a name with spaces."""
     return f"{name}\t" if " " in name else name

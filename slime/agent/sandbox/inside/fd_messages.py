@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     JsonMapping = Mapping[str, Any]
 
 _LENGTH = struct.Struct("!I")
-LONGEST = 16 << 20
-MOST_DESCRIPTORS = 8
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_DESCRIPTORS = 8
 
 
-class Broken(Exception):
+class InvalidMessage(Exception):
     """The other side sent something that is not a message."""
 
 
-def packed(message: JsonMapping) -> tuple[bytes, bytes]:
+def encode_message(message: JsonMapping) -> tuple[bytes, bytes]:
     """Encode a message: the length, which is sent first and with the descriptors, and the body."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)), body
@@ -32,47 +32,47 @@ def packed(message: JsonMapping) -> tuple[bytes, bytes]:
 
 def send(sock: socket.socket, message: JsonMapping, descriptors: Sequence[int] = ()) -> None:
     """Send a message on a blocking socket."""
-    length, body = packed(message)
+    length, body = encode_message(message)
     socket.send_fds(sock, [length], list(descriptors))
     sock.sendall(body)
 
 
 def receive(sock: socket.socket) -> tuple[JsonObject, list[int]] | None:
     """Receive the next message on a blocking socket; None at the end of the stream."""
-    length, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MOST_DESCRIPTORS)
+    length, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_DESCRIPTORS)
     for descriptor in descriptors:  # otherwise every command would inherit the socket of its own response
         os.set_inheritable(descriptor, False)
     if not length:
         return None
-    length += exactly(sock, _LENGTH.size - len(length))
-    return unpacked(exactly(sock, length_of(length))), descriptors
+    length += receive_exactly(sock, _LENGTH.size - len(length))
+    return decode_message(receive_exactly(sock, decode_length(length))), descriptors
 
 
-def length_of(header: bytes) -> int:
+def decode_length(header: bytes) -> int:
     """Number of bytes in the body that follows a header."""
     (size,) = _LENGTH.unpack(header)
-    if size > LONGEST:
-        raise Broken(f"message of {size} bytes, more than the limit of {LONGEST}")
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidMessage(f"message of {size} bytes, more than the limit of {MAX_MESSAGE_BYTES}")
     return int(size)
 
 
-def unpacked(body: bytes) -> JsonObject:
+def decode_message(body: bytes) -> JsonObject:
     """Decode the body of a message."""
     try:
         message = json.loads(body)
     except ValueError as error:
-        raise Broken(f"message is not JSON: {error}") from error
+        raise InvalidMessage(f"message is not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise Broken("message is not a JSON object")
+        raise InvalidMessage("message is not a JSON object")
     return message
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
     """Receive exactly `count` bytes."""
     parts = bytearray()
     while len(parts) < count:
         part = sock.recv(min(count - len(parts), 1 << 20))
         if not part:
-            raise Broken("stream ended in the middle of a message")
+            raise InvalidMessage("stream ended in the middle of a message")
         parts += part
     return bytes(parts)

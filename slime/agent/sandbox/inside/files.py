@@ -21,8 +21,8 @@ _CHUNK = 1 << 20
 
 def read(spec: JsonMapping, result: socket.socket) -> None:
     """Respond with the size of a file and then its bytes."""
-    descriptor = os.open(_allowed(spec), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    size = _plain(descriptor, spec["path"]).st_size
+    descriptor = os.open(_resolve_path(spec), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    size = _check_regular_file(descriptor, spec["path"]).st_size
     if size > spec["most"]:
         raise OSError(27, f"{spec['path']} has {size} bytes, more than the {spec['most']} that one file may have")
     with os.fdopen(descriptor, "rb") as file:
@@ -33,11 +33,11 @@ def read(spec: JsonMapping, result: socket.socket) -> None:
 
 def write(spec: JsonMapping, result: socket.socket, source: int) -> None:
     """Write a file, creating its parent folders, with the bytes read from the descriptor `source`."""
-    path = _allowed(spec)
+    path = _resolve_path(spec)
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, spec["mode"])
-    _plain(descriptor, spec["path"])
+    _check_regular_file(descriptor, spec["path"])
     written = 0
     with os.fdopen(source, "rb", buffering=0) as data, os.fdopen(descriptor, "wb", buffering=0) as file:
         file.truncate(0)
@@ -53,7 +53,7 @@ def write(spec: JsonMapping, result: socket.socket, source: int) -> None:
     fd_messages.send(result, {"size": written})
 
 
-def _allowed(spec: JsonMapping) -> str:
+def _resolve_path(spec: JsonMapping) -> str:
     """Resolve the absolute path; a sandbox without a root folder of its own may only use paths below `within`."""
     path = os.path.join(spec["cwd"], os.path.expanduser(spec["path"]))
     if spec["within"] is not None:
@@ -63,7 +63,7 @@ def _allowed(spec: JsonMapping) -> str:
     return path
 
 
-def _plain(descriptor: int, path: str) -> os.stat_result:
+def _check_regular_file(descriptor: int, path: str) -> os.stat_result:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -86,12 +86,12 @@ def remove_tree(path: str) -> None:
             while names := [name for name in os.listdir(top) if name not in stuck]:
                 for name in names:
                     try:
-                        if _is_file_removed(name, top):
+                        if _remove_unless_folder(name, top):
                             continue
                         folder = os.open(name, flags, dir_fd=top)
                         try:
                             for inner in os.listdir(folder):
-                                if not _is_file_removed(inner, folder):
+                                if not _remove_unless_folder(inner, folder):
                                     os.rename(inner, f".{os.urandom(12).hex()}", src_dir_fd=folder, dst_dir_fd=top)
                         finally:
                             os.close(folder)
@@ -103,7 +103,7 @@ def remove_tree(path: str) -> None:
         os.rmdir(path)
 
 
-def _is_file_removed(name: str, folder: int) -> bool:
+def _remove_unless_folder(name: str, folder: int) -> bool:
     """Remove an entry that is not a folder; make a folder writable, so that it can be emptied and moved."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=folder)

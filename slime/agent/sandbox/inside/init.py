@@ -23,7 +23,7 @@ PARENT_DIED = signal.SIGTERM
 _FILE_WORK_S = 120
 
 
-def serve(control: socket.socket, built: namespaces.Built) -> None:
+def serve(control: socket.socket, built: namespaces.SandboxRoot) -> None:
     """Report that the sandbox is ready and serve requests until the driver is gone."""
     fd_messages.send(control, {"ready": True, "overlay": built.upper is not None, "filtered": built.filtered})
     parent = os.getppid()
@@ -47,24 +47,24 @@ def serve(control: socket.socket, built: namespaces.Built) -> None:
         if control.fileno() in ready:
             try:
                 received = fd_messages.receive(control)
-            except (fd_messages.Broken, OSError):
+            except (fd_messages.InvalidMessage, OSError):
                 return
             if received is None:
                 return
             if received[0]["do"] == "sweep":
-                sweep(own_processes=received[0]["own_processes"])
+                kill_everything(own_processes=received[0]["own_processes"])
             else:
-                _hand_to_worker(control, built, *received)
+                _fork_worker(control, built, *received)
 
 
-def sweep(*, own_processes: bool) -> None:
+def kill_everything(*, own_processes: bool) -> None:
     """Kill everything that runs in the sandbox, including workers: a command has killed or stopped its own worker."""
     if own_processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         reap()
     else:
-        command_worker.sweep(0, reap, own_processes=False)
+        command_worker.kill_descendants(0, reap, own_processes=False)
 
 
 def reap() -> None:
@@ -74,7 +74,7 @@ def reap() -> None:
             pass
 
 
-def _hand_to_worker(control: socket.socket, built: namespaces.Built, spec: JsonMapping, descriptors: list[int]) -> None:
+def _fork_worker(control: socket.socket, built: namespaces.SandboxRoot, spec: JsonMapping, descriptors: list[int]) -> None:
     """Fork a worker that serves one request and responds on the first of the descriptors."""
     result = socket.socket(fileno=descriptors[0])
     rest = descriptors[1:]
@@ -84,7 +84,7 @@ def _hand_to_worker(control: socket.socket, built: namespaces.Built, spec: JsonM
         try:
             kind = spec["do"]
             if kind == "run":
-                command_worker.Command(spec, result, rest).run()
+                command_worker.CommandWorker(spec, result, rest).run()
                 return
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_FILE_WORK_S)
@@ -102,7 +102,7 @@ def _hand_to_worker(control: socket.socket, built: namespaces.Built, spec: JsonM
                 fd_messages.send(result, {"error": error.strerror or str(error), "errno": error.errno})
 
     try:
-        syscalls.in_fork(work)
+        syscalls.run_in_fork(work)
     except OSError as error:
         with contextlib.suppress(OSError):
             fd_messages.send(result, {"error": f"cannot start a process: {error.strerror}", "errno": error.errno})

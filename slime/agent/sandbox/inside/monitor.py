@@ -32,7 +32,7 @@ class Monitor:
         self.life = life
         self.control = control
         self.driver = driver
-        self.groups = cgroups.Groups()
+        self.groups = cgroups.ControlGroups()
         self.init_pid = -1
         self.over = False
 
@@ -53,15 +53,15 @@ class Monitor:
         selector.register(wakeup, selectors.EVENT_READ, lambda events: self._reap(wakeup))
         if syscalls.IS_LINUX:
             syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        self.groups = cgroups.make(spec["groups"])
+        self.groups = cgroups.create_control_groups(spec["groups"])
         try:
             jail = spec["jail"]
             if jail is not None:
                 if jail["rootless"]:
-                    namespaces.own_user_namespace(os.getuid(), os.getgid(), jail["uid"])
+                    namespaces.enter_user_namespace(os.getuid(), os.getgid(), jail["uid"])
                 if not jail["bwrap"]:
                     syscalls.unshare(syscalls.CLONE_NEWPID)
-            self.init_pid = syscalls.in_fork(lambda: self._become_init(spec))
+            self.init_pid = syscalls.run_in_fork(lambda: self._become_init(spec))
             self.control.close()
             status = {"folders": self.groups.folders, "holds": sorted(self.groups.holds), "init": self.init_pid}
             fd_messages.send(self.life, status)
@@ -82,15 +82,15 @@ class Monitor:
         """Isolate this fork of the monitor and run the init in it."""
         self.life.close()
         try:
-            built = self._shut_in(spec)
+            built = self._enter_isolation(spec)
         except OSError as error:
             fd_messages.send(self.control, {"error": error.strerror or str(error)})
             return
         init.serve(self.control, built)
         if spec["jail"] is None:
-            init.sweep(own_processes=False)
+            init.kill_everything(own_processes=False)
 
-    def _shut_in(self, spec: JsonMapping) -> namespaces.Built:
+    def _enter_isolation(self, spec: JsonMapping) -> namespaces.SandboxRoot:
         """Join the control groups, enter the namespaces and drop privileges.
 
         With bubblewrap this does not return: bubblewrap replaces the process, creates the process and user namespaces,
@@ -103,23 +103,23 @@ class Monitor:
                 syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
                 syscalls.die_with_parent(init.PARENT_DIED)
             lower = os.open(spec["lower"], os.O_RDONLY | os.O_DIRECTORY) if spec["lower"] else None
-            return namespaces.Built(lower)
+            return namespaces.SandboxRoot(lower)
         namespaces.isolate()
         built = namespaces.build(jail)
         if jail["bwrap"]:
-            root = namespaces.hand_back_old_root()
+            root = namespaces.restore_old_root()
             descriptors = (self.control.fileno(), built.lower, built.present, built.upper)
             for descriptor in descriptors:
                 if descriptor is not None:
                     os.set_inheritable(descriptor, True)
             words = [str(-1 if descriptor is None else descriptor) for descriptor in descriptors]
-            namespaces.become(jail["uid"])
+            namespaces.switch_user(jail["uid"])
             syscalls.die_with_parent()
             command = [*jail["bwrap"], "--dev-bind", root, "/", *jail["bwrap_end"]]
             os.execv(command[0], [*command, *words])
-        namespaces.enter(jail)
-        namespaces.give_up_privileges(jail)
-        built.filtered = syscalls.install()
+        namespaces.enter_root(jail)
+        namespaces.drop_privileges(jail)
+        built.filtered = syscalls.install_seccomp()
         return built
 
     def _reap(self, wakeup: int) -> None:
@@ -135,7 +135,7 @@ class Monitor:
         """Serve a message on the life socket: a listening socket to relay, or the end of the stream."""
         try:
             received = fd_messages.receive(self.life)
-        except (fd_messages.Broken, OSError):
+        except (fd_messages.InvalidMessage, OSError):
             received = None
         if received is None:
             self.over = True
@@ -149,7 +149,7 @@ class Monitor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init_pid, signal.SIGKILL)
         if spec["jail"] is None or spec["jail"]["bwrap"]:  # otherwise the kernel kills all processes below the init
-            command_worker.sweep(0, init.reap, own_processes=False)
+            command_worker.kill_descendants(0, init.reap, own_processes=False)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -184,7 +184,7 @@ def main_server() -> None:
             continue
         try:
             received = fd_messages.receive(requests)
-        except (fd_messages.Broken, OSError):
+        except (fd_messages.InvalidMessage, OSError):
             return
         if received is None:
             return
@@ -199,7 +199,7 @@ def main_server() -> None:
             Monitor(socket.socket(fileno=life), socket.socket(fileno=control), own).run()
 
         with contextlib.suppress(OSError):  # closing the sockets reports the failure
-            syscalls.in_fork(run)
+            syscalls.run_in_fork(run)
         for descriptor in (life, control, errors):
             os.close(descriptor)
 
@@ -211,6 +211,6 @@ def main_inside() -> None:
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    built = namespaces.Built(*(None if folder < 0 else folder for folder in folders))
-    built.filtered = syscalls.install()
+    built = namespaces.SandboxRoot(*(None if folder < 0 else folder for folder in folders))
+    built.filtered = syscalls.install_seccomp()
     init.serve(socket.socket(fileno=control), built)

@@ -33,11 +33,13 @@ _ETC = (
     "terminfo", "timezone", "vim",
 )  # fmt: skip
 """Entries of the host's /etc that programs need. Accounts, hosts and resolvers are the sandbox's own."""
-_SEALED = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+_READ_ONLY_REMOUNT = (
+    syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
+)
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 
-class Built:
+class SandboxRoot:
     """Descriptors of a sandbox's snapshot: the original folder, the present folder without the mounts in it, and the
     overlay's upper layer, if there is one."""
 
@@ -66,7 +68,7 @@ def loopback_up() -> None:
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
-def build(spec: JsonMapping) -> Built:
+def build(spec: JsonMapping) -> SandboxRoot:
     """Assemble the new root at /new, with the old root at /old."""
     syscalls.mount("tmpfs", BASE, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=16m")
     for folder in (_OLD, _NEW, _SCRATCH, _LOWER, _VIEW):
@@ -76,30 +78,32 @@ def build(spec: JsonMapping) -> Built:
     room = f"mode=0755,size={spec['disk_mb']}m,nr_inodes={spec['inodes']}"
     syscalls.mount("tmpfs", _SCRATCH, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, room)
     snapshot = spec["snapshot"]
-    built = Built()
+    built = SandboxRoot()
     if snapshot is not None and snapshot["root"]:
-        built = _lay_over(spec, _NEW)
+        built = _mount_snapshot(spec, _NEW)
     else:
         syscalls.mount("tmpfs", _NEW, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755,size=16m")
-        _system()
-    _devices(spec["devices"])
+        _mount_system()
+    _create_devices(spec["devices"])
     _make_folder(_NEW + "/proc")
-    _own_folders(spec, {"/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777, spec["home"]: 0o755})
+    _create_own_folders(
+        spec, {"/tmp": 0o1777, "/var/tmp": 0o1777, "/run": 0o755, "/dev/shm": 0o1777, spec["home"]: 0o755}
+    )
     for inside in spec["visible"]:
         _bind_read_only(_OLD + inside, _NEW + inside)
     for path, text in spec["files"].items():
-        _put(_NEW + path, text)
+        _put_file(_NEW + path, text)
     if snapshot is None:
-        _own_folders(spec, {spec["workdir"]: 0o755})
+        _create_own_folders(spec, {spec["workdir"]: 0o755})
     elif not snapshot["root"]:
         _make_folder(_NEW + spec["workdir"])
-        built = _lay_over(spec, _NEW + spec["workdir"])
+        built = _mount_snapshot(spec, _NEW + spec["workdir"])
     elif not os.path.isdir(_NEW + spec["workdir"]):
-        _own_folders(spec, {spec["workdir"]: 0o755})
+        _create_own_folders(spec, {spec["workdir"]: 0o755})
     return built
 
 
-def enter(spec: JsonMapping) -> None:
+def enter_root(spec: JsonMapping) -> None:
     """Make /new the root and detach the old root."""
     syscalls.mount("proc", _NEW + "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
     for name in ("sys", "sysrq-trigger", "irq", "bus"):
@@ -107,30 +111,30 @@ def enter(spec: JsonMapping) -> None:
         if name != "sys" and os.path.exists(path):
             with contextlib.suppress(OSError):
                 syscalls.mount(path, path, None, syscalls.MS_BIND | syscalls.MS_REC)
-                syscalls.read_only(path)
+                syscalls.make_read_only(path)
     os.chdir(_NEW)
     syscalls.pivot_root(".", ".")
     syscalls.unmount(".")
     os.chdir("/")
     if spec["snapshot"] is None or not spec["snapshot"]["root"]:
-        syscalls.mount("none", "/", None, _SEALED)
+        syscalls.mount("none", "/", None, _READ_ONLY_REMOUNT)
 
 
-def hand_back_old_root() -> str:
+def restore_old_root() -> str:
     """Restore the host's root for bubblewrap, which enters the new root itself; return the new root's path in it."""
     syscalls.pivot_root(_OLD, _OLD + BASE)
     os.chdir("/")
     return BASE + _NEW
 
 
-def become(uid: int) -> None:
+def switch_user(uid: int) -> None:
     """Switch to another user id, with its own group only."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def own_user_namespace(uid: int, gid: int, inner: int) -> None:
+def enter_user_namespace(uid: int, gid: int, inner: int) -> None:
     """Enter a new user namespace that maps only this user, to the id `inner`."""
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     for file, text in (("setgroups", "deny"), ("uid_map", f"{inner} {uid} 1"), ("gid_map", f"{inner} {gid} 1")):
@@ -144,13 +148,13 @@ def forbid_user_namespaces() -> None:
         file.write("0")
 
 
-def give_up_privileges(spec: JsonMapping) -> None:
+def drop_privileges(spec: JsonMapping) -> None:
     """Become an ordinary user without capabilities, as a process that the sandbox's commands cannot inspect."""
     if not spec["rootless"]:
-        become(spec["uid"])
+        switch_user(spec["uid"])
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # otherwise root owns the files of the user namespace
         with contextlib.suppress(OSError):  # the host may already forbid user namespaces
-            own_user_namespace(spec["uid"], spec["uid"], spec["uid"])
+            enter_user_namespace(spec["uid"], spec["uid"], spec["uid"])
             forbid_user_namespaces()
     else:
         forbid_user_namespaces()
@@ -159,7 +163,7 @@ def give_up_privileges(spec: JsonMapping) -> None:
     syscalls.die_with_parent()
 
 
-def _system() -> None:
+def _mount_system() -> None:
     """Mount the host's /usr, its system folders and parts of its /etc read-only."""
     _bind_read_only(f"{_OLD}/usr", f"{_NEW}/usr")
     for name in _SYSTEM:
@@ -179,14 +183,14 @@ def _system() -> None:
     _make_folder(f"{_NEW}/root")
 
 
-def _devices(others: Sequence[str]) -> None:
+def _create_devices(others: Sequence[str]) -> None:
     """Create /dev with the standard devices, the given ones and pseudo-terminals."""
     _make_folder(f"{_NEW}/dev")
     syscalls.mount("tmpfs", f"{_NEW}/dev", "tmpfs", syscalls.MS_NOSUID, "mode=0755,size=1m")
     for path in (*_DEVICES, *others):
         source, target = _OLD + path, _NEW + path
         if os.path.exists(source):
-            _put(target, "")
+            _put_file(target, "")
             syscalls.mount(source, target, None, syscalls.MS_BIND)
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(target, f"{_NEW}/dev/{name}")
@@ -197,7 +201,7 @@ def _devices(others: Sequence[str]) -> None:
         os.symlink("pts/ptmx", f"{_NEW}/dev/ptmx")
 
 
-def _own_folders(spec: JsonMapping, folders: Mapping[str, int]) -> None:
+def _create_own_folders(spec: JsonMapping, folders: Mapping[str, int]) -> None:
     """Create writable folders with the given modes; all count against the sandbox's disk limit."""
     for inside, mode in folders.items():
         source = f"{_SCRATCH}/{inside.strip('/').replace('/', '-')}"
@@ -208,7 +212,7 @@ def _own_folders(spec: JsonMapping, folders: Mapping[str, int]) -> None:
         syscalls.mount(source, _NEW + inside, None, syscalls.MS_BIND)
 
 
-def _lay_over(spec: JsonMapping, target: str) -> Built:
+def _mount_snapshot(spec: JsonMapping, target: str) -> SandboxRoot:
     """Mount the snapshot at `target`, writable and owned by the sandbox's user; the original is not changed."""
     source = _OLD + spec["snapshot"]["path"]
     upper, work = f"{_SCRATCH}/upper", f"{_SCRATCH}/work"
@@ -223,7 +227,7 @@ def _lay_over(spec: JsonMapping, target: str) -> Built:
                 syscalls.mount(source, _LOWER, None, syscalls.MS_BIND | syscalls.MS_REC)
                 options = ",userxattr"
             else:
-                with _owner_map(owner, spec["file_uid"]) as user_namespace:
+                with _owner_mapping(owner, spec["file_uid"]) as user_namespace:
                     syscalls.bind_with_owner(source, _LOWER, user_namespace)
                 options = ""
             layers = f"lowerdir={_LOWER},upperdir={upper},workdir={work}{options}"
@@ -233,18 +237,18 @@ def _lay_over(spec: JsonMapping, target: str) -> Built:
                 raise
         else:
             syscalls.mount(target, _VIEW, None, syscalls.MS_BIND)
-            return Built(_folder(_LOWER), _folder(_VIEW), _folder(upper))
-    _copy(source, upper, spec["file_uid"])
+            return SandboxRoot(_open_folder(_LOWER), _open_folder(_VIEW), _open_folder(upper))
+    _copy_tree(source, upper, spec["file_uid"])
     syscalls.mount(upper, target, None, syscalls.MS_BIND)
-    return Built(_folder(source), _folder(upper))
+    return SandboxRoot(_open_folder(source), _open_folder(upper))
 
 
-def _folder(path: str) -> int:
+def _open_folder(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 @contextlib.contextmanager
-def _owner_map(owner: os.stat_result, uid: int) -> Iterator[int]:
+def _owner_mapping(owner: os.stat_result, uid: int) -> Iterator[int]:
     """Hold a user namespace that maps the snapshot's owner to the sandbox's user; yield its descriptor."""
     ready, ready_write = os.pipe()
     go, go_write = os.pipe()
@@ -255,7 +259,7 @@ def _owner_map(owner: os.stat_result, uid: int) -> Iterator[int]:
         os.write(ready_write, os.fsencode(os.readlink(f"{_OLD}/proc/self")))  # the pid in the old root's /proc
         os.read(go, 1)
 
-    pid = syscalls.in_fork(hold)
+    pid = syscalls.run_in_fork(hold)
     os.close(ready_write)
     try:
         process = f"{_OLD}/proc/{os.read(ready, 32).decode()}"
@@ -275,7 +279,7 @@ def _owner_map(owner: os.stat_result, uid: int) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def _copy(source: str, target: str, uid: int) -> None:
+def _copy_tree(source: str, target: str, uid: int) -> None:
     """Copy the regular files, links and folders in a folder, with their modes and times, to another owner."""
     for entry in os.scandir(source):
         path = os.path.join(target, entry.name)
@@ -284,7 +288,7 @@ def _copy(source: str, target: str, uid: int) -> None:
             os.symlink(os.readlink(entry.path), path)
         elif entry.is_dir():
             os.mkdir(path)
-            _copy(entry.path, path, uid)
+            _copy_tree(entry.path, path, uid)
         elif entry.is_file():
             with open(entry.path, "rb") as old, open(path, "wb") as new:
                 while os.sendfile(new.fileno(), old.fileno(), None, 1 << 30):
@@ -301,9 +305,9 @@ def _bind_read_only(source: str, target: str) -> None:
     if os.path.isdir(source):
         _make_folder(target)
     else:
-        _put(target, "")
+        _put_file(target, "")
     syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
-    syscalls.read_only(target)
+    syscalls.make_read_only(target)
 
 
 def _make_folder(path: str) -> None:
@@ -317,7 +321,7 @@ def _make_folder(path: str) -> None:
             os.mkdir(folder, 0o755)
 
 
-def _put(path: str, text: str) -> None:
+def _put_file(path: str, text: str) -> None:
     _make_folder(os.path.dirname(path))
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)

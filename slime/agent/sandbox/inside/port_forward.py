@@ -19,7 +19,7 @@ def main_port_forward() -> None:
     life = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(life.fileno(), False)
     try:
-        listener = listener_inside(int(sys.argv[2]))
+        listener = open_listener_inside(int(sys.argv[2]))
     except OSError as error:
         fd_messages.send(life, {"error": error.strerror or str(error)})
         return
@@ -33,7 +33,7 @@ def main_port_forward() -> None:
             key.data(events)
 
 
-def listener_inside(pid: int) -> socket.socket:
+def open_listener_inside(pid: int) -> socket.socket:
     """Open a listening socket on another process's loopback interface; this process keeps its own namespace."""
     ours, theirs = socket.socketpair()
 
@@ -46,7 +46,7 @@ def listener_inside(pid: int) -> socket.socket:
         except OSError as error:
             fd_messages.send(theirs, {"error": error.strerror or str(error)})
 
-    child = syscalls.in_fork(listen)
+    child = syscalls.run_in_fork(listen)
     theirs.close()
     with ours:
         received = fd_messages.receive(ours)

@@ -7,15 +7,15 @@ import selectors
 import socket
 
 _CHUNK = 1 << 16
-_MOST_WAITING = 1 << 20
+_MAX_BUFFERED_BYTES = 1 << 20
 
 
-class Side:
+class RelayEnd:
     """One end of a forwarded connection, with the bytes still to be written to it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.other: Side | None = None
+        self.other: RelayEnd | None = None
         self.waiting = bytearray()
         self.ended = False
         """The other side has finished sending: shut down for writing once nothing is waiting."""
@@ -39,20 +39,20 @@ class Relay:
         except OSError:
             return
         try:
-            far = _connected(target)
+            far = _connect_target(target)
         except OSError:
             near.close()
             return
-        one, other = Side(near), Side(far)
+        one, other = RelayEnd(near), RelayEnd(far)
         one.other, other.other = other, one
         for side in (one, other):
             side.sock.setblocking(False)
             self._watch(side)
 
-    def _watch(self, side: Side) -> None:
+    def _watch(self, side: RelayEnd) -> None:
         assert side.other is not None
         events = 0
-        if not side.read_all and len(side.other.waiting) < _MOST_WAITING:
+        if not side.read_all and len(side.other.waiting) < _MAX_BUFFERED_BYTES:
             events |= selectors.EVENT_READ
         if side.waiting:
             events |= selectors.EVENT_WRITE
@@ -61,7 +61,7 @@ class Relay:
         if events:
             self.selector.register(side.sock, events, lambda ready: self._move(side, ready))
 
-    def _move(self, side: Side, ready: int) -> None:
+    def _move(self, side: RelayEnd, ready: int) -> None:
         other = side.other
         assert other is not None
         try:
@@ -84,7 +84,7 @@ class Relay:
         self._watch(side)
         self._watch(other)
 
-    def _flush(self, side: Side) -> None:
+    def _flush(self, side: RelayEnd) -> None:
         if side.waiting:
             with contextlib.suppress(BlockingIOError):
                 del side.waiting[: side.sock.send(side.waiting)]
@@ -92,7 +92,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 side.sock.shutdown(socket.SHUT_WR)
 
-    def _close(self, side: Side) -> None:
+    def _close(self, side: RelayEnd) -> None:
         for end in (side, side.other):
             assert end is not None
             with contextlib.suppress(KeyError, ValueError):
@@ -100,7 +100,7 @@ class Relay:
             end.sock.close()
 
 
-def _connected(target: str) -> socket.socket:
+def _connect_target(target: str) -> socket.socket:
     """Connect to a server on this machine, where connecting does not wait."""
     if target.startswith("/"):
         sock = socket.socket(socket.AF_UNIX)

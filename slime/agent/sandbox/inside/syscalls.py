@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 IS_LINUX = sys.platform.startswith("linux")
 
 
-def _checked(result: int, what: str) -> int:
+def _check_result(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -63,7 +63,7 @@ def _checked(result: int, what: str) -> int:
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces of the kinds that the flags name."""
-    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    _check_result(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def enter_network(pid: int) -> None:
@@ -73,7 +73,7 @@ def enter_network(pid: int) -> None:
         descriptor = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             if kind == "net" or os.fstat(descriptor).st_ino != own:
-                _checked(_libc.setns(descriptor, ctypes.c_int(flag)), f"setns {kind}")
+                _check_result(_libc.setns(descriptor, ctypes.c_int(flag)), f"setns {kind}")
         finally:
             os.close(descriptor)
 
@@ -81,23 +81,23 @@ def enter_network(pid: int) -> None:
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
     """Call mount(2)."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
-    _checked(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    _check_result(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
 
 def unmount(target: str) -> None:
     """Detach a mount; it is released after its last use."""
-    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+    _check_result(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
     """Make one folder the root and move the present root to another."""
     number = _PIVOT_ROOT[os.uname().machine]
-    _checked(_libc.syscall(number, os.fsencode(new_root), os.fsencode(put_old)), "pivot_root")
+    _check_result(_libc.syscall(number, os.fsencode(new_root), os.fsencode(put_old)), "pivot_root")
 
 
 def prctl(option: int, value: int) -> None:
     """Call prctl(2) with one argument."""
-    _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+    _check_result(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def die_with_parent(signum: int = 9) -> None:
@@ -114,11 +114,11 @@ def drop_capabilities() -> None:
         _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)  # fails where the kernel does not know one
     header = ctypes.create_string_buffer(struct.pack("<Ii", _CAPABILITY_VERSION_3, 0))
     nothing = ctypes.create_string_buffer(24)
-    _checked(_libc.syscall(_CAPSET[os.uname().machine], header, nothing), "capset")
+    _check_result(_libc.syscall(_CAPSET[os.uname().machine], header, nothing), "capset")
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def read_only(target: str) -> None:
+def make_read_only(target: str) -> None:
     """Make a mount and all mounts below it read-only, without set-uid programs and devices."""
     attributes = struct.pack("<QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)
     _set_attributes(_AT_FDCWD, target, _AT_RECURSIVE, attributes)
@@ -126,7 +126,7 @@ def read_only(target: str) -> None:
 
 def bind_with_owner(source: str, target: str, user_namespace: int) -> None:
     """Mount `source` read-only at `target`, with owners mapped as the user namespace says."""
-    tree = _checked(
+    tree = _check_result(
         _libc.syscall(_OPEN_TREE, ctypes.c_long(_AT_FDCWD), os.fsencode(source), ctypes.c_long(_OPEN_TREE_CLONE)),
         f"open_tree {source}",
     )
@@ -134,7 +134,7 @@ def bind_with_owner(source: str, target: str, user_namespace: int) -> None:
         attributes = struct.pack("<QQQQ", _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY, 0, 0, user_namespace)
         _set_attributes(tree, "", _AT_EMPTY_PATH, attributes)
         arguments = (tree, b"", ctypes.c_long(_AT_FDCWD), os.fsencode(target), ctypes.c_long(_MOVE_MOUNT_F_EMPTY_PATH))
-        _checked(_libc.syscall(_MOVE_MOUNT, *arguments), f"move_mount {target}")
+        _check_result(_libc.syscall(_MOVE_MOUNT, *arguments), f"move_mount {target}")
     finally:
         os.close(tree)
 
@@ -148,10 +148,10 @@ def _set_attributes(folder: int, path: str, flags: int, attributes: bytes) -> No
         buffer,
         ctypes.c_size_t(len(attributes)),
     )
-    _checked(_libc.syscall(_MOUNT_SETATTR, *arguments), f"mount_setattr {path}")
+    _check_result(_libc.syscall(_MOUNT_SETATTR, *arguments), f"mount_setattr {path}")
 
 
-def in_fork(run: Callable[[], None]) -> int:
+def run_in_fork(run: Callable[[], None]) -> int:
     """Fork, run the function in the child, which then exits even if it raises, and return the child's pid."""
     pid = os.fork()
     if pid:
@@ -173,11 +173,11 @@ def in_fork(run: Callable[[], None]) -> int:
 # a kernel built without them (ENOSYS) or for a user without the permission (EPERM), so programs use their fallbacks.
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-NOT_THERE = {
+MISSING_CALLS = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "clone3": (435, 435),
 }  # fmt: skip
 """Numbers on x86_64 and aarch64. The flags of `clone3` are in memory that a filter cannot read; libraries fall back."""
-FORBIDDEN = {
+FORBIDDEN_CALLS = {
     "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "bpf": (321, 280), "perf_event_open": (298, 241), "fanotify_init": (300, 262), "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265), "unshare": (272, 97), "setns": (308, 268), "chroot": (161, 51),
@@ -205,7 +205,7 @@ Step = tuple[int, int, str | None, str | None]
 """Operation, value, and the labels to jump to if the comparison holds and if not; None: the next step."""
 
 
-def program(machine: str) -> bytes:
+def seccomp_program(machine: str) -> bytes:
     """Build the filter for a machine architecture as BPF instructions in the kernel's format."""
     column = tuple(ARCHITECTURES).index(machine)
     steps: list[Step | str] = [
@@ -215,8 +215,8 @@ def program(machine: str) -> bytes:
     ]
     if machine == "x86_64":
         steps.append((_AT_LEAST, _X32, "not there", None))
-    steps += [(_EQUAL, numbers[column], "not there", None) for numbers in NOT_THERE.values()]
-    steps += [(_EQUAL, numbers[column], "forbidden", None) for numbers in FORBIDDEN.values()]
+    steps += [(_EQUAL, numbers[column], "not there", None) for numbers in MISSING_CALLS.values()]
+    steps += [(_EQUAL, numbers[column], "forbidden", None) for numbers in FORBIDDEN_CALLS.values()]
     for numbers, label in ((SOCKET, "socket"), (SOCKETPAIR, "socket"), (CLONE, "clone"), (IOCTL, "ioctl")):
         steps.append((_EQUAL, numbers[column], label, None))
     steps += ["allowed", (_RETURN, _ALLOW, None, None)]
@@ -247,12 +247,12 @@ def program(machine: str) -> bytes:
     )
 
 
-def install() -> bool:
+def install_seccomp() -> bool:
     """Install the filter permanently on this process and all its children; False where the kernel has no filters."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         return False
-    filters = program(machine)
+    filters = seccomp_program(machine)
     buffer = ctypes.create_string_buffer(filters, len(filters))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filters) // 8, ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -7,7 +7,7 @@ from slime.agent.server.dialects.chat_completions import ChatCompletions, model_
 from slime.agent.server.dialects.dialect import (
     Asked,
     Dialect,
-    Finished,
+    FinishedTurn,
     Kind,
     Problem,
     StreamWriter,
@@ -21,7 +21,7 @@ __all__ = [
     "DIALECTS",
     "Asked",
     "Dialect",
-    "Finished",
+    "FinishedTurn",
     "Kind",
     "Problem",
     "StreamWriter",

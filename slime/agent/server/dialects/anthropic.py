@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
-from slime.agent.server.dialects.errors import Answer, anthropic_error, messages_problem
-from slime.agent.server.dialects.request_fields import bad
+from slime.agent.server.dialects.dialect import Asked, FinishedTurn, Problem, Usage
+from slime.agent.server.dialects.errors import ErrorResponse, anthropic_error, messages_problem
+from slime.agent.server.dialects.request_fields import bad_field
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -41,27 +41,27 @@ class AnthropicMessages:
         return request_fields.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        fields = request_fields.a_mapping(body, "the body")
-        request_fields.known_only(fields, USED, NEUTRAL)
-        config = request_fields.a_mapping(fields.get("output_config") or {}, "output_config")
+        fields = request_fields.require_object(body, "the body")
+        request_fields.refuse_unknown_fields(fields, USED, NEUTRAL)
+        config = request_fields.require_object(fields.get("output_config") or {}, "output_config")
         if config.get("format") or fields.get("output_format"):
-            raise bad("output_config.format", "answers are sampled freely here: leave it out")
+            raise bad_field("output_config.format", "answers are sampled freely here: leave it out")
         if fields.get("mcp_servers"):
-            raise bad(
+            raise bad_field(
                 "mcp_servers", "no tools are run on this side: connect to the servers yourself and send their tools"
             )
         counting = path.rstrip("/").endswith("/count_tokens")
         tools, notes = _tools(fields.get("tools"))
         choice, parallel = _tool_choice(fields.get("tool_choice"), tools)
-        longest = request_fields.an_int(fields, "max_tokens", 1)
+        longest = request_fields.int_field(fields, "max_tokens", 1)
         if longest is None and not counting:
-            raise bad("max_tokens", "must be given")
+            raise bad_field("max_tokens", "must be given")
         messages = conversation(fields.get("system"), fields.get("messages"))
         params: JsonObject = {}
         for name in ("temperature", "top_p"):
-            if (number := request_fields.a_number(fields, name)) is not None:
+            if (number := request_fields.number_field(fields, name)) is not None:
                 params[name] = number
-        if (most := request_fields.an_int(fields, "top_k", 0)) is not None:
+        if (most := request_fields.int_field(fields, "top_k", 0)) is not None:
             params["top_k"] = most
         if fields.get("stop_sequences") and (stop := request_fields.texts(fields["stop_sequences"], "stop_sequences")):
             params["stop"] = stop
@@ -75,8 +75,8 @@ class AnthropicMessages:
         )
         return Asked(
             request=request,
-            model=request_fields.a_name(fields.get("model"), "model"),
-            stream=request_fields.a_flag(fields, "stream", False) and not counting,
+            model=request_fields.require_name(fields.get("model"), "model"),
+            stream=request_fields.flag_field(fields, "stream", False) and not counting,
             count_only=counting,
             notes=notes + request_fields.choice_notes(choice),
         )
@@ -84,12 +84,12 @@ class AnthropicMessages:
     def writer(self, asked: Asked, turn_ref: str) -> MessagesWriter:
         return MessagesWriter(asked, turn_ref)
 
-    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
+    def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         output = finished.output
         blocks: list[JsonObject] = []
-        if sse.worth_showing(output.reasoning):
+        if sse.has_visible_text(output.reasoning):
             blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": finished.reference})
-        if sse.worth_showing(output.text):
+        if sse.has_visible_text(output.text):
             blocks.append({"type": "text", "text": output.text})
         for call in output.calls:
             blocks.append(
@@ -110,7 +110,7 @@ class AnthropicMessages:
     def counted(self, tokens: int) -> JsonObject:
         return {"input_tokens": tokens}
 
-    def problem(self, problem: Problem) -> Answer:
+    def problem(self, problem: Problem) -> ErrorResponse:
         return messages_problem(problem)
 
 
@@ -120,7 +120,7 @@ class MessagesWriter:
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._asked = asked
         self._reference = turn_ref
-        self._shown = sse.Shown()
+        self._shown = sse.VisibleEvents()
         self._open: type | int | None = None  # the kind of the open block, or the number of its call
         self._blocks = 0
 
@@ -150,7 +150,7 @@ class MessagesWriter:
     def keep_alive(self) -> bytes:
         return sse.named({"type": "ping"})
 
-    def end(self, finished: Finished) -> bytes:
+    def end(self, finished: FinishedTurn) -> bytes:
         delta = {"stop_reason": stop_reason(finished), "stop_sequence": None}
         last = {"type": "message_delta", "delta": delta, "usage": usage_body(finished.usage)}
         return self._close() + sse.named(last) + sse.named({"type": "message_stop"})
@@ -180,7 +180,7 @@ class MessagesWriter:
         return signed + stop
 
 
-def stop_reason(finished: Finished) -> str:
+def stop_reason(finished: FinishedTurn) -> str:
     """The stop reason; `max_tokens` for a turn that was cut off, even inside a call."""
     return _STOP.get(finished.finish_reason) or ("tool_use" if finished.output.calls else "end_turn")
 
@@ -199,8 +199,8 @@ def conversation(system: object, value: object) -> tuple[Message, ...]:
     messages: list[Message] = []
     if instructions := request_fields.content_text(system, "system", ("text",)):
         messages.append(Message("system", instructions))
-    for i, entry in enumerate(request_fields.a_list(value, "messages")):
-        fields = request_fields.a_mapping(entry, f"messages[{i}]")
+    for i, entry in enumerate(request_fields.require_list(value, "messages")):
+        fields = request_fields.require_object(entry, f"messages[{i}]")
         content, place = fields.get("content"), f"messages[{i}].content"
         match fields.get("role"):
             case "system":
@@ -210,13 +210,13 @@ def conversation(system: object, value: object) -> tuple[Message, ...]:
             case "user":
                 added = _user(content, place)
             case _:
-                raise bad(f"messages[{i}].role", "must be user, assistant or system")
+                raise bad_field(f"messages[{i}].role", "must be user, assistant or system")
         for message in added:
             request_fields.add_message(messages, message)
     if not any(message.role != "system" for message in messages):
-        raise bad("messages", "must have at least one message")
+        raise bad_field("messages", "must have at least one message")
     if messages[-1].role == "assistant":
-        raise bad("messages", "must end with a message of the user: prefilled answers are not supported")
+        raise bad_field("messages", "must end with a message of the user: prefilled answers are not supported")
     return tuple(messages)
 
 
@@ -233,9 +233,9 @@ def _user(content: object, where: str) -> list[Message]:
                 messages.append(Message("user", "\n".join(texts)))
                 texts = []
             result = request_fields.result_text(entry.get("content"), f"{place}.content", ("text",))
-            if request_fields.a_flag(entry, "is_error", False) and not result.strip():
+            if request_fields.flag_field(entry, "is_error", False) and not result.strip():
                 result = "Error: the tool failed and said nothing."
-            call_id = request_fields.a_text(entry.get("tool_use_id"), f"{place}.tool_use_id")
+            call_id = request_fields.require_text(entry.get("tool_use_id"), f"{place}.tool_use_id")
             messages.append(Message("tool", result, tool_call_id=call_id))
         else:
             texts.append(request_fields.part_text(entry, place, ("text",)))
@@ -253,16 +253,16 @@ def _assistant(content: object, where: str) -> Message:
     reference = None
     for i, entry in enumerate(content):
         place = f"{where}[{i}]"
-        block = request_fields.a_mapping(entry, place)
+        block = request_fields.require_object(entry, place)
         match block.get("type"):
             case "thinking":
-                thoughts.append(request_fields.a_text(block.get("thinking"), f"{place}.thinking"))
-                reference = reference or request_fields.text_or_none(block, "signature", place) or None
+                thoughts.append(request_fields.require_text(block.get("thinking"), f"{place}.thinking"))
+                reference = reference or request_fields.text_field(block, "signature", place) or None
             case "redacted_thinking":
-                reference = reference or request_fields.text_or_none(block, "data", place) or None
+                reference = reference or request_fields.text_field(block, "data", place) or None
             case "tool_use":
-                call_id = request_fields.a_text(block.get("id"), f"{place}.id")
-                name = request_fields.a_text(block.get("name"), f"{place}.name")
+                call_id = request_fields.require_text(block.get("id"), f"{place}.id")
+                name = request_fields.require_text(block.get("name"), f"{place}.name")
                 calls.append(ToolCall(call_id, name, request_fields.as_json_text(block.get("input"), f"{place}.input")))
             case _:
                 texts.append(request_fields.part_text(block, place, ("text",)))
@@ -274,15 +274,19 @@ def _tools(value: object) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
     """The tools that the client runs, and a note about each ignored tool that only Anthropic's service runs."""
     tools = []
     notes = []
-    for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
+    for i, entry in enumerate(request_fields.require_list(value or [], "tools")):
         where = f"tools[{i}]"
-        tool = request_fields.a_mapping(entry, where)
+        tool = request_fields.require_object(entry, where)
         kind = tool.get("type") or "custom"
         if isinstance(kind, str) and kind.startswith(HOSTED):
-            notes.append(f"the tool {request_fields.clean(kind)!r} is run by Anthropic's service and is ignored here")
+            notes.append(
+                f"the tool {request_fields.replace_surrogates(kind)!r} is run by Anthropic's service and is ignored here"
+            )
             continue
         if kind != "custom":
-            raise bad(f"{where}.type", "only tools with a name and an input_schema are offered here: declare it as one")
+            raise bad_field(
+                f"{where}.type", "only tools with a name and an input_schema are offered here: declare it as one"
+            )
         tools.append(
             request_fields.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
         )
@@ -292,16 +296,16 @@ def _tools(value: object) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
 def _tool_choice(value: object, tools: tuple[JsonMapping, ...]) -> tuple[str, bool]:
     if value is None:
         return "auto", True
-    choice = request_fields.a_mapping(value, "tool_choice")
-    parallel = not request_fields.a_flag(choice, "disable_parallel_tool_use", False)
+    choice = request_fields.require_object(value, "tool_choice")
+    parallel = not request_fields.flag_field(choice, "disable_parallel_tool_use", False)
     match choice.get("type"):
         case "auto" | "none" as kind:
             return kind, parallel
         case "any":
             return "required", parallel
         case "tool":
-            return request_fields.chosen(choice.get("name"), tools), parallel
-    raise bad("tool_choice.type", "must be auto, any, tool or none")
+            return request_fields.named_tool_choice(choice.get("name"), tools), parallel
+    raise bad_field("tool_choice.type", "must be auto, any, tool or none")
 
 
 def _head(asked: Asked, reference: str) -> JsonObject:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
-from slime.agent.server.dialects.errors import Answer, chat_problem, openai_error
-from slime.agent.server.dialects.request_fields import bad
+from slime.agent.server.dialects.dialect import Asked, FinishedTurn, Problem, Usage
+from slime.agent.server.dialects.errors import ErrorResponse, chat_problem, openai_error
+from slime.agent.server.dialects.request_fields import bad_field
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -47,52 +47,52 @@ class ChatCompletions:
         return request_fields.session_key(headers)
 
     def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        fields = request_fields.a_mapping(body, "the body")
-        _refuse_other_answers(fields)
-        request_fields.known_only(fields, USED, NEUTRAL)
+        fields = request_fields.require_object(body, "the body")
+        _check_chat_features(fields)
+        request_fields.refuse_unknown_fields(fields, USED, NEUTRAL)
         tools = _tools(fields.get("tools"))
-        stream = request_fields.a_flag(fields, "stream", False)
-        options = request_fields.a_mapping(fields.get("stream_options") or {}, "stream_options")
-        longest = request_fields.an_int(fields, "max_completion_tokens", 1)
+        stream = request_fields.flag_field(fields, "stream", False)
+        options = request_fields.require_object(fields.get("stream_options") or {}, "stream_options")
+        longest = request_fields.int_field(fields, "max_completion_tokens", 1)
         choice: object = fields.get("tool_choice")
         if choice is None:
             tool_choice = "auto"
         elif isinstance(choice, str):
             if choice not in ("auto", "none", "required"):
-                raise bad("tool_choice", 'must be "auto", "none", "required" or a function')
+                raise bad_field("tool_choice", 'must be "auto", "none", "required" or a function')
             tool_choice = choice
         else:
-            named = request_fields.a_mapping(choice, "tool_choice")
+            named = request_fields.require_object(choice, "tool_choice")
             if named.get("type") != "function":
-                raise bad("tool_choice.type", 'must be "function"')
-            function = request_fields.a_mapping(named.get("function"), "tool_choice.function")
-            tool_choice = request_fields.chosen(function.get("name"), tools)
+                raise bad_field("tool_choice.type", 'must be "function"')
+            function = request_fields.require_object(named.get("function"), "tool_choice.function")
+            tool_choice = request_fields.named_tool_choice(function.get("name"), tools)
         request = TurnRequest(
             messages=conversation(fields.get("messages")),
             tools=tools,
             tool_choice=tool_choice,
-            parallel_tool_calls=request_fields.a_flag(fields, "parallel_tool_calls", True),
-            max_tokens=longest if longest is not None else request_fields.an_int(fields, "max_tokens", 1),
+            parallel_tool_calls=request_fields.flag_field(fields, "parallel_tool_calls", True),
+            max_tokens=longest if longest is not None else request_fields.int_field(fields, "max_tokens", 1),
             params=sampling_params(fields),
         )
         return Asked(
             request=request,
-            model=request_fields.a_name(fields.get("model"), "model"),
+            model=request_fields.require_name(fields.get("model"), "model"),
             stream=stream,
-            include_usage=not stream or request_fields.a_flag(options, "include_usage", False),
-            want_log_probs=request_fields.a_flag(fields, "logprobs", False),
+            include_usage=not stream or request_fields.flag_field(options, "include_usage", False),
+            want_log_probs=request_fields.flag_field(fields, "logprobs", False),
             notes=request_fields.choice_notes(tool_choice),
         )
 
     def writer(self, asked: Asked, turn_ref: str) -> ChatWriter:
         return ChatWriter(asked, turn_ref)
 
-    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
+    def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         output = finished.output
         message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
-        if sse.worth_showing(output.reasoning):
+        if sse.has_visible_text(output.reasoning):
             message["reasoning_content"] = output.reasoning
-        if sse.worth_showing(output.text):
+        if sse.has_visible_text(output.text):
             message["content"] = output.text
         elif not output.calls:
             message["content"] = ""
@@ -113,7 +113,7 @@ class ChatCompletions:
     def counted(self, tokens: int) -> JsonObject:
         return {"prompt_tokens": tokens}
 
-    def problem(self, problem: Problem) -> Answer:
+    def problem(self, problem: Problem) -> ErrorResponse:
         return chat_problem(problem)
 
 
@@ -123,7 +123,7 @@ class ChatWriter:
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._usage = asked.include_usage
         self._head = _head(asked, turn_ref, "chat.completion.chunk")
-        self._shown = sse.Shown()
+        self._shown = sse.VisibleEvents()
 
     def begin(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
@@ -147,9 +147,9 @@ class ChatWriter:
         return chunks
 
     def keep_alive(self) -> bytes:
-        return sse.COMMENT
+        return sse.KEEP_ALIVE_COMMENT
 
-    def end(self, finished: Finished) -> bytes:
+    def end(self, finished: FinishedTurn) -> bytes:
         last = self._chunk({}, finish=finish_reason(finished), log_probs=_log_probs(finished))
         if self._usage:
             last += sse.data({**self._head, "choices": [], "usage": usage_body(finished.usage)})
@@ -164,7 +164,7 @@ class ChatWriter:
         return sse.data({**chunk, "usage": None} if self._usage else chunk)
 
 
-def finish_reason(finished: Finished) -> str:
+def finish_reason(finished: FinishedTurn) -> str:
     """The finish reason; `length` for a turn that was cut off, even inside a call."""
     if finished.finish_reason in ("length", "abort"):
         return "length"
@@ -184,12 +184,12 @@ def usage_body(usage: Usage) -> JsonObject:
 def conversation(value: object) -> tuple[Message, ...]:
     """The messages; consecutive assistant messages are merged."""
     messages: list[Message] = []
-    for i, entry in enumerate(request_fields.a_list(value, "messages")):
+    for i, entry in enumerate(request_fields.require_list(value, "messages")):
         request_fields.add_message(
-            messages, _message(request_fields.a_mapping(entry, f"messages[{i}]"), f"messages[{i}]")
+            messages, _message(request_fields.require_object(entry, f"messages[{i}]"), f"messages[{i}]")
         )
     if not messages:
-        raise bad("messages", "must have at least one message")
+        raise bad_field("messages", "must have at least one message")
     return tuple(messages)
 
 
@@ -197,58 +197,61 @@ def sampling_params(fields: JsonMapping) -> JsonObject:
     """The sampling parameters that the client has set, by SGLang's names."""
     params: JsonObject = {}
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if (number := request_fields.a_number(fields, name)) is not None:
+        if (number := request_fields.number_field(fields, name)) is not None:
             params[name] = number
     for name, (ours, least) in _COUNTS.items():
-        if (count := request_fields.an_int(fields, name, least)) is not None:
+        if (count := request_fields.int_field(fields, name, least)) is not None:
             params[ours] = count
     if fields.get("stop") is not None and (stop := request_fields.texts(fields["stop"], "stop")):
         params["stop"] = stop
     if ids := fields.get("stop_token_ids"):
-        if not all(isinstance(token, int) for token in request_fields.a_list(ids, "stop_token_ids")):
-            raise bad("stop_token_ids", "must be a list of token ids")
+        if not all(isinstance(token, int) for token in request_fields.require_list(ids, "stop_token_ids")):
+            raise bad_field("stop_token_ids", "must be a list of token ids")
         params["stop_token_ids"] = list(ids)
     return params
 
 
-def _refuse_other_answers(fields: JsonMapping) -> None:
+def _check_chat_features(fields: JsonMapping) -> None:
     """Refuse requests whose answer is not one text with calls."""
-    if request_fields.an_int(fields, "n", 0) not in (None, 1):
-        raise bad("n", "only one choice a request is sampled here: ask again for another one")
-    if request_fields.an_int(fields, "top_logprobs", 0):
-        raise bad("top_logprobs", "only the log-probs of the tokens that were sampled are known: leave it out or set 0")
+    if request_fields.int_field(fields, "n", 0) not in (None, 1):
+        raise bad_field("n", "only one choice a request is sampled here: ask again for another one")
+    if request_fields.int_field(fields, "top_logprobs", 0):
+        raise bad_field(
+            "top_logprobs", "only the log-probs of the tokens that were sampled are known: leave it out or set 0"
+        )
     text_only = fields.get("modalities") in (None, [], ["text"])
     if not text_only or fields.get("audio"):
-        raise bad("modalities", "only text is sampled here")
+        raise bad_field("modalities", "only text is sampled here")
     for name in ("functions", "function_call"):
         if fields.get(name):
-            raise bad(name, "was replaced by tools and tool_choice: use these")
+            raise bad_field(name, "was replaced by tools and tool_choice: use these")
     if fields.get("logit_bias"):
-        raise bad(
+        raise bad_field(
             "logit_bias", "the distribution that is trained on must be the one that is sampled from: leave it out"
         )
-    refuse_formats(fields.get("response_format"), "response_format")
+    check_response_format(fields.get("response_format"), "response_format")
 
 
-def refuse_formats(value: object, where: str) -> None:
+def check_response_format(value: object, where: str) -> None:
     """Refuse a forced answer format: its tokens would come from a distribution other than the trained one."""
     if value is None:
         return
-    kind = request_fields.a_mapping(value, where).get("type", "text")
+    kind = request_fields.require_object(value, where).get("type", "text")
     if kind != "text":
-        raise bad(
-            where, f"answers are sampled freely here, {request_fields.clean(str(kind))!r} is not offered: leave it out"
+        raise bad_field(
+            where,
+            f"answers are sampled freely here, {request_fields.replace_surrogates(str(kind))!r} is not offered: leave it out",
         )
 
 
 def _tools(value: object) -> tuple[JsonMapping, ...]:
     tools = []
-    for i, entry in enumerate(request_fields.a_list(value or [], "tools")):
+    for i, entry in enumerate(request_fields.require_list(value or [], "tools")):
         where = f"tools[{i}]"
-        tool = request_fields.a_mapping(entry, where)
+        tool = request_fields.require_object(entry, where)
         if tool.get("type", "function") != "function":
-            raise bad(f"{where}.type", "only function tools are offered in chat completions")
-        function = request_fields.a_mapping(tool.get("function"), f"{where}.function")
+            raise bad_field(f"{where}.type", "only function tools are offered in chat completions")
+        function = request_fields.require_object(tool.get("function"), f"{where}.function")
         tools.append(
             request_fields.function_tool(
                 function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function"
@@ -261,29 +264,29 @@ def _message(entry: JsonMapping, where: str) -> Message:
     role = entry.get("role")
     if role in ("system", "developer", "user"):
         content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS)
-        name = request_fields.text_or_none(entry, "name", where)
+        name = request_fields.text_field(entry, "name", where)
         return Message("user" if role == "user" else "system", content, name=name)
     if role == "tool":
         return Message(
             "tool",
             request_fields.result_text(entry.get("content"), f"{where}.content", PARTS),
-            tool_call_id=request_fields.a_text(entry.get("tool_call_id"), f"{where}.tool_call_id"),
-            name=request_fields.text_or_none(entry, "name", where),
+            tool_call_id=request_fields.require_text(entry.get("tool_call_id"), f"{where}.tool_call_id"),
+            name=request_fields.text_field(entry, "name", where),
         )
     if role != "assistant":
-        raise bad(f"{where}.role", "must be system, developer, user, assistant or tool")
-    reasoning = request_fields.text_or_none(entry, "reasoning_content", where)
+        raise bad_field(f"{where}.role", "must be system, developer, user, assistant or tool")
+    reasoning = request_fields.text_field(entry, "reasoning_content", where)
     if reasoning is None:
-        reasoning = request_fields.text_or_none(entry, "reasoning", where)
-    entries = request_fields.a_list(entry.get("tool_calls") or [], f"{where}.tool_calls")
+        reasoning = request_fields.text_field(entry, "reasoning", where)
+    entries = request_fields.require_list(entry.get("tool_calls") or [], f"{where}.tool_calls")
     content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS, between="")
     calls = []
     for i, value in enumerate(entries):
         place = f"{where}.tool_calls[{i}]"
-        call = request_fields.a_mapping(value, place)
-        function = request_fields.a_mapping(call.get("function"), f"{place}.function")
-        call_id = request_fields.a_text(call.get("id"), f"{place}.id")
-        name = request_fields.a_text(function.get("name"), f"{place}.function.name")
+        call = request_fields.require_object(value, place)
+        function = request_fields.require_object(call.get("function"), f"{place}.function")
+        call_id = request_fields.require_text(call.get("id"), f"{place}.id")
+        name = request_fields.require_text(function.get("name"), f"{place}.function.name")
         arguments = request_fields.as_json_text(function.get("arguments"), f"{place}.function.arguments")
         calls.append(ToolCall(call_id, name, arguments))
     return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls))
@@ -297,7 +300,7 @@ def _call(id_: str, name: str, arguments: str) -> JsonObject:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _log_probs(finished: Finished) -> JsonObject | None:
+def _log_probs(finished: FinishedTurn) -> JsonObject | None:
     if finished.log_probs is None:
         return None
     content = [
@@ -307,7 +310,7 @@ def _log_probs(finished: Finished) -> JsonObject | None:
     return {"content": content, "refusal": None}
 
 
-_BORN = 1_700_000_000
+_MODEL_CREATED = 1_700_000_000
 
 
 def model_body(name: str) -> JsonObject:
@@ -315,7 +318,7 @@ def model_body(name: str) -> JsonObject:
         "id": name,
         "object": "model",
         "type": "model",
-        "created": _BORN,
+        "created": _MODEL_CREATED,
         "created_at": "2023-11-14T22:13:20Z",
         "owned_by": "slime",
         "display_name": name,

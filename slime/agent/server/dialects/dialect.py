@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from slime.agent.messages import TurnRequest
-from slime.models.parsers.events import Event, Output
+from slime.models.parsers.events import Event, ParsedOutput
 from slime.storage.json_types import JsonObject
 
 
@@ -67,7 +67,7 @@ class Problem(Exception):
         )
 
     @property
-    def ask_again(self) -> bool:
+    def is_retryable(self) -> bool:
         """True if a retry of the same request may succeed. For all other kinds a client must not retry."""
         return self.kind in (Kind.ENGINE_FAILED, Kind.FULL)
 
@@ -111,7 +111,7 @@ class TokenLogProb:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedTurn:
     """A recorded turn. `reference` is its id; the stream writer of the turn was created with the same id.
 
     `finish_reason` is "stop", "tool_calls", "length" or "abort". `log_probs` cover every sampled token, including those
@@ -119,7 +119,7 @@ class Finished:
     """
 
     reference: str
-    output: Output
+    output: ParsedOutput
     finish_reason: str
     usage: Usage
     log_probs: Sequence[TokenLogProb] | None = None
@@ -138,7 +138,7 @@ class StreamWriter(Protocol):
         """Encode a keep-alive, which is valid at any point of the stream."""
         ...
 
-    def end(self, finished: Finished) -> bytes: ...
+    def end(self, finished: FinishedTurn) -> bytes: ...
 
     def problem(self, problem: Problem) -> bytes:
         """Encode the end of a stream that fails after its beginning was sent."""
@@ -163,7 +163,7 @@ class Dialect(Protocol):
         """A writer for the stream of this answer; its turn will be recorded under the id `turn_ref`."""
         ...
 
-    def whole(self, asked: Asked, finished: Finished) -> JsonObject:
+    def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         """The complete, non-streamed answer, as JSON values."""
         ...
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 
 from slime.agent.server.dialects.dialect import Kind, Problem
-from slime.agent.session.limits import Closed, LimitReached, PromptTooLong, SessionRefusal
+from slime.agent.session.limits import LimitReached, PromptExceedsContext, SessionClosed, SessionRefusal
 from slime.storage.json_types import JsonObject
 
-Answer = tuple[int, dict[str, str], JsonObject]
+ErrorResponse = tuple[int, dict[str, str], JsonObject]
 
 _CHAT_STATUS = {
     Kind.NO_SESSION: 401,
@@ -55,24 +55,24 @@ _LIMITS = {"turns": Kind.TURN_LIMIT, "tokens": Kind.TOKEN_LIMIT, "deadline": Kin
 def refusal_problem(refusal: SessionRefusal) -> Problem:
     """Convert a session's refusal into a problem for the client."""
     match refusal:
-        case PromptTooLong():
+        case PromptExceedsContext():
             return Problem(Kind.TOO_LONG, str(refusal), tokens=refusal.tokens, limit=refusal.maximum)
         case LimitReached():
             return Problem(_LIMITS[refusal.kind], str(refusal))
-        case Closed():
+        case SessionClosed():
             return Problem(Kind.CLOSED, str(refusal))
     return Problem(Kind.REFUSED, str(refusal))
 
 
-def chat_problem(problem: Problem) -> Answer:
+def chat_problem(problem: Problem) -> ErrorResponse:
     return _CHAT_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
 
 
-def responses_problem(problem: Problem) -> Answer:
+def responses_problem(problem: Problem) -> ErrorResponse:
     return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
 
 
-def messages_problem(problem: Problem) -> Answer:
+def messages_problem(problem: Problem) -> ErrorResponse:
     return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), anthropic_error(problem)
 
 
@@ -102,13 +102,13 @@ def anthropic_error(problem: Problem) -> JsonObject:
 
 def stream_code(problem: Problem) -> str:
     """The error code of `response.failed`. Codex retries after any code except the last two."""
-    if problem.ask_again:
+    if problem.is_retryable:
         return _CODES[problem.kind]
     return "context_length_exceeded" if problem.kind is Kind.TOO_LONG else "invalid_prompt"
 
 
 def _headers(problem: Problem) -> dict[str, str]:
-    headers = {"x-should-retry": "true" if problem.ask_again else "false"}
+    headers = {"x-should-retry": "true" if problem.is_retryable else "false"}
     if problem.kind is Kind.FULL:
         headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
     return headers

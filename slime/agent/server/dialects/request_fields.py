@@ -18,15 +18,17 @@ from slime.storage.json_types import JsonMapping, JsonObject
 DEPTH = 64  # maximum nesting of a tool's schema, which is walked recursively
 
 
-def bad(where: str, why: str) -> Problem:
+def bad_field(where: str, why: str) -> Problem:
     return Problem(Kind.BAD_BODY, f"{where}: {why}", param=where)
 
 
-def no_media(where: str, kind: str) -> Problem:
-    return bad(where, f"this model reads text only, and {kind!r} is not text: leave it out, or describe it in words")
+def media_problem(where: str, kind: str) -> Problem:
+    return bad_field(
+        where, f"this model reads text only, and {kind!r} is not text: leave it out, or describe it in words"
+    )
 
 
-def clean(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace each half of a surrogate pair in the text by a replacement mark."""
     try:
         text.encode()
@@ -35,92 +37,92 @@ def clean(text: str) -> str:
     return text
 
 
-def a_mapping(value: object, where: str) -> JsonMapping:
+def require_object(value: object, where: str) -> JsonMapping:
     if not isinstance(value, dict):
-        raise bad(where, f"must be an object, not {_type_of(value)}")
+        raise bad_field(where, f"must be an object, not {_json_type(value)}")
     return value
 
 
-def a_list(value: object, where: str) -> list[object]:
+def require_list(value: object, where: str) -> list[object]:
     if not isinstance(value, list):
-        raise bad(where, f"must be a list, not {_type_of(value)}")
+        raise bad_field(where, f"must be a list, not {_json_type(value)}")
     return value
 
 
-def a_text(value: object, where: str) -> str:
+def require_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise bad(where, f"must be a string, not {_type_of(value)}")
-    return clean(value)
+        raise bad_field(where, f"must be a string, not {_json_type(value)}")
+    return replace_surrogates(value)
 
 
-def a_name(value: object, where: str) -> str:
-    if not a_text(value, where).strip():
-        raise bad(where, "must not be empty")
-    return clean(str(value))
+def require_name(value: object, where: str) -> str:
+    if not require_text(value, where).strip():
+        raise bad_field(where, "must not be empty")
+    return replace_surrogates(str(value))
 
 
-def text_or_none(values: JsonMapping, name: str, where: str) -> str | None:
+def text_field(values: JsonMapping, name: str, where: str) -> str | None:
     value = values.get(name)
-    return None if value is None else a_text(value, f"{where}.{name}" if where else name)
+    return None if value is None else require_text(value, f"{where}.{name}" if where else name)
 
 
-def a_flag(body: JsonMapping, name: str, default: bool) -> bool:
+def flag_field(body: JsonMapping, name: str, default: bool) -> bool:
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise bad(name, f"must be true or false, not {_type_of(value)}")
+        raise bad_field(name, f"must be true or false, not {_json_type(value)}")
     return value
 
 
-def a_number(body: JsonMapping, name: str) -> float | None:
+def number_field(body: JsonMapping, name: str) -> float | None:
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise bad(name, f"must be a number, not {_type_of(value)}")
+        raise bad_field(name, f"must be a number, not {_json_type(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise bad(name, "must be a finite number")
+        raise bad_field(name, "must be a finite number")
     return number
 
 
-def an_int(body: JsonMapping, name: str, least: int) -> int | None:
-    if a_number(body, name) is None:
+def int_field(body: JsonMapping, name: str, least: int) -> int | None:
+    if number_field(body, name) is None:
         return None
     value = body[name]
     if value != int(value) or not least <= value < 2**63:
-        raise bad(name, f"must be a whole number of at least {least}")
+        raise bad_field(name, f"must be a whole number of at least {least}")
     return int(value)
 
 
 def texts(value: object, where: str) -> list[str]:
     """A string, or a list of strings."""
     if isinstance(value, str):
-        return [clean(value)]
-    return [a_text(entry, f"{where}[{i}]") for i, entry in enumerate(a_list(value, where))]
+        return [replace_surrogates(value)]
+    return [require_text(entry, f"{where}[{i}]") for i, entry in enumerate(require_list(value, where))]
 
 
-def known_only(body: JsonMapping, used: Collection[str], neutral: Collection[str]) -> None:
+def refuse_unknown_fields(body: JsonMapping, used: Collection[str], neutral: Collection[str]) -> None:
     """Refuse unknown fields, unless they are null, false or empty and so have no effect."""
     for name, value in body.items():
         if name not in used and name not in neutral and value not in (None, [], {}, "", False):
-            raise bad(clean(str(name)), "this field is not known here: leave it out of the request")
+            raise bad_field(replace_surrogates(str(name)), "this field is not known here: leave it out of the request")
 
 
 def part_text(part: object, where: str, kinds: Collection[str]) -> str:
     """The text of one content part; its type must be one of `kinds`."""
     if isinstance(part, str):
-        return clean(part)
-    fields = a_mapping(part, where)
-    kind = a_text(fields.get("type"), f"{where}.type")
+        return replace_surrogates(part)
+    fields = require_object(part, where)
+    kind = require_text(fields.get("type"), f"{where}.type")
     if kind not in kinds:
-        raise no_media(f"{where}.type", kind)
+        raise media_problem(f"{where}.type", kind)
     name = "refusal" if kind == "refusal" else "text"
-    return a_text(fields.get(name), f"{where}.{name}")
+    return require_text(fields.get(name), f"{where}.{name}")
 
 
 def content_text(content: object, where: str, kinds: Collection[str], between: str = "\n") -> str:
@@ -128,8 +130,8 @@ def content_text(content: object, where: str, kinds: Collection[str], between: s
     if content is None:
         return ""
     if isinstance(content, str):
-        return clean(content)
-    parts = enumerate(a_list(content, where))
+        return replace_surrogates(content)
+    parts = enumerate(require_list(content, where))
     return between.join(part_text(part, f"{where}[{i}]", kinds) for i, part in parts)
 
 
@@ -141,7 +143,7 @@ def result_text(content: object, where: str, kinds: Collection[str]) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            texts.append(f"[{clean(kind)} left out: this model reads text only]")
+            texts.append(f"[{replace_surrogates(kind)} left out: this model reads text only]")
         else:
             texts.append(part_text(part, f"{where}[{i}]", kinds))
     return "\n".join(texts)
@@ -179,43 +181,43 @@ def as_json_text(value: object, where: str) -> str:
     """The arguments of a call as JSON text: text stays unchanged, a value is encoded."""
     if value is None or value == "":
         return "{}"
-    return clean(value) if isinstance(value, str) else json.dumps(plain(value, where), ensure_ascii=False)
+    return replace_surrogates(value) if isinstance(value, str) else json.dumps(plain(value, where), ensure_ascii=False)
 
 
 def plain(value: object, where: str, depth: int = 0) -> object:
     """Copy a JSON value with clean texts; refuses non-finite numbers and more than `DEPTH` levels."""
     if depth > DEPTH:
-        raise bad(where, f"is nested more than {DEPTH} deep")
+        raise bad_field(where, f"is nested more than {DEPTH} deep")
     if isinstance(value, str):
-        return clean(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
-        return {clean(str(name)): plain(entry, where, depth + 1) for name, entry in value.items()}
+        return {replace_surrogates(str(name)): plain(entry, where, depth + 1) for name, entry in value.items()}
     if isinstance(value, list):
         return [plain(entry, where, depth + 1) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise bad(where, "holds a number that is not finite")
+        raise bad_field(where, "holds a number that is not finite")
     return value
 
 
 def function_tool(name: object, description: object, parameters: object, where: str) -> JsonObject:
     """A tool in the form that chat templates read."""
-    function: JsonObject = {"name": a_name(name, f"{where}.name")}
+    function: JsonObject = {"name": require_name(name, f"{where}.name")}
     if description is not None:
-        function["description"] = a_text(description, f"{where}.description")
+        function["description"] = require_text(description, f"{where}.description")
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
-    function["parameters"] = plain(dict(a_mapping(schema, f"{where}.parameters")), f"{where}.parameters")
+    function["parameters"] = plain(dict(require_object(schema, f"{where}.parameters")), f"{where}.parameters")
     return {"type": "function", "function": function}
 
 
-def names_of(tools: Collection[JsonMapping]) -> set[str]:
+def function_names(tools: Collection[JsonMapping]) -> set[str]:
     return {tool["function"]["name"] for tool in tools}
 
 
-def chosen(name: object, tools: Collection[JsonMapping]) -> str:
+def named_tool_choice(name: object, tools: Collection[JsonMapping]) -> str:
     """The name in a tool choice; it must be the name of one of `tools`."""
-    text = a_name(name, "tool_choice")
-    if text not in names_of(tools):
-        raise bad("tool_choice", f"there is no tool {text!r} in this request")
+    text = require_name(name, "tool_choice")
+    if text not in function_names(tools):
+        raise bad_field("tool_choice", f"there is no tool {text!r} in this request")
     return text
 
 
@@ -235,6 +237,6 @@ def session_key(headers: Mapping[str, str]) -> str | None:
     return next((lower[name] for name in ("x-api-key", "x-slime-session", "x-session-id") if lower.get(name)), None)
 
 
-def _type_of(value: object) -> str:
+def _json_type(value: object) -> str:
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), "nothing")

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, Finished, Problem, Usage
+from slime.agent.server.dialects.dialect import Asked, FinishedTurn, Problem, Usage
 from slime.agent.server.dialects.errors import openai_message, stream_code
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 from slime.storage.json_types import JsonMapping, JsonObject
 
-_OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)\.\d+", re.DOTALL)
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)\.\d+", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class ToolForms:
 
 
 @dataclass(frozen=True)
-class Own:
+class ResponseContext:
     """State of a request that its answer needs: the forms of its tools, and fields that the response repeats."""
 
     forms: ToolForms
     echo: JsonMapping
 
 
-def reference_in(item_id: str | None) -> str | None:
+def turn_reference(item_id: str | None) -> str | None:
     """The reference of the turn that an item id belongs to; None for ids from elsewhere."""
-    found = _OWN_ID.fullmatch(item_id or "")
+    found = _ITEM_ID.fullmatch(item_id or "")
     return found[1] if found else None
 
 
@@ -52,13 +52,13 @@ def usage_body(usage: Usage) -> JsonObject:
     }
 
 
-def whole_response(asked: Asked, finished: Finished) -> JsonObject:
-    items = _Items(asked, finished.reference)
+def whole_response(asked: Asked, finished: FinishedTurn) -> JsonObject:
+    items = _OutputItems(asked, finished.reference)
     output = finished.output
-    if sse.worth_showing(output.reasoning):
+    if sse.has_visible_text(output.reasoning):
         items.begin(Reasoning(""))
         items.add(output.reasoning or "")
-    if sse.worth_showing(output.text):
+    if sse.has_visible_text(output.text):
         items.begin(Text(""))
         items.add(output.text)
     for i, call in enumerate(output.calls):
@@ -74,8 +74,8 @@ class ResponseWriter:
     def __init__(self, asked: Asked, turn_ref: str) -> None:
         self._asked = asked
         self._reference = turn_ref
-        self._items = _Items(asked, turn_ref)
-        self._shown = sse.Shown()
+        self._items = _OutputItems(asked, turn_ref)
+        self._shown = sse.VisibleEvents()
         self._open: type | int | None = None  # the kind of the open item, or the number of its call
         self._number = 0
 
@@ -100,7 +100,7 @@ class ResponseWriter:
                 item = self._items.begin(shown)
                 encoded += self._event("response.output_item.added", output_index=self._items.index, item=item)
                 if not isinstance(shown, CallBegun):
-                    part, place = _part(item["type"], ""), self._items.place
+                    part, place = _content_part(item["type"], ""), self._items.place
                     encoded += self._event("response.content_part.added", part=part, content_index=0, **place)
             self._open = what
             if isinstance(shown, CallBegun):
@@ -115,9 +115,9 @@ class ResponseWriter:
         return encoded
 
     def keep_alive(self) -> bytes:
-        return sse.COMMENT
+        return sse.KEEP_ALIVE_COMMENT
 
-    def end(self, finished: Finished) -> bytes:
+    def end(self, finished: FinishedTurn) -> bytes:
         closed = self._close()
         response = _finished_response(self._asked, finished, self._items.done)
         return closed + self._event(f"response.{response['status']}", response=response)
@@ -155,12 +155,12 @@ class ResponseWriter:
         return sse.named(event)
 
 
-class _Items:
+class _OutputItems:
     """Builds the output items one after the other: `begin`, `add` text, `finish`."""
 
     def __init__(self, asked: Asked, reference: str) -> None:
         self.done: list[JsonObject] = []
-        self._forms = asked.own.forms if isinstance(asked.own, Own) else ToolForms()
+        self._forms = asked.own.forms if isinstance(asked.own, ResponseContext) else ToolForms()
         self._reference = reference
         self._item: JsonObject | None = None
         self._texts: list[str] = []
@@ -214,9 +214,9 @@ class _Items:
                 item["arguments"] = text or "{}"
             case "custom_tool_call":
                 given = request_fields.parsed_arguments(text).get("input", text)
-                item["input"] = given if isinstance(given, str) else sse.dumped(given)
+                item["input"] = given if isinstance(given, str) else sse.ascii_json(given)
             case kind:
-                item["content"] = [_part(kind, text)]
+                item["content"] = [_content_part(kind, text)]
         self.done.append(item)
         self._item, self._texts = None, []
         return item
@@ -225,13 +225,13 @@ class _Items:
         return f"{prefix}_{self._reference}.{self.index}"
 
 
-def _part(kind: str, text: str) -> JsonObject:
+def _content_part(kind: str, text: str) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _finished_response(asked: Asked, finished: Finished, items: list[JsonObject]) -> JsonObject:
+def _finished_response(asked: Asked, finished: FinishedTurn, items: list[JsonObject]) -> JsonObject:
     """The response of a finished turn; a turn that was cut off is incomplete, and so is its last item."""
     cut = finished.finish_reason in ("length", "abort")
     if cut and items:
@@ -244,7 +244,7 @@ def _finished_response(asked: Asked, finished: Finished, items: list[JsonObject]
 
 
 def _response(asked: Asked, reference: str, status: str, items: list[JsonObject] | None = None) -> JsonObject:
-    echo = asked.own.echo if isinstance(asked.own, Own) else {}
+    echo = asked.own.echo if isinstance(asked.own, ResponseContext) else {}
     return {
         "id": f"resp_{reference}",
         "object": "response",

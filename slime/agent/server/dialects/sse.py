@@ -22,24 +22,24 @@ from slime.models.parsers.events import (
 )
 from slime.storage.json_types import JsonMapping
 
-COMMENT = b": waiting\n\n"
+KEEP_ALIVE_COMMENT = b": waiting\n\n"
 
 
-def dumped(value: object) -> str:
+def ascii_json(value: object) -> str:
     """Encode JSON in ASCII, so that no client takes a character of the text for the end of a line."""
     return json.dumps(value, separators=(",", ":"))
 
 
 def data(value: JsonMapping) -> bytes:
-    return f"data: {dumped(value)}\n\n".encode()
+    return f"data: {ascii_json(value)}\n\n".encode()
 
 
 def named(value: JsonMapping) -> bytes:
     """Encode an event whose name is its type, as in the Responses and the Messages API."""
-    return f"event: {value['type']}\ndata: {dumped(value)}\n\n".encode()
+    return f"event: {value['type']}\ndata: {ascii_json(value)}\n\n".encode()
 
 
-class Shown:
+class VisibleEvents:
     """Filters the model's events for a client: passes on text, and calls once they have ended."""
 
     def __init__(self) -> None:
@@ -78,6 +78,6 @@ class Shown:
                 pass  # the call follows as text
 
 
-def worth_showing(text: str | None) -> bool:
+def has_visible_text(text: str | None) -> bool:
     """True if a non-streamed answer includes this text: the counterpart of `Shown`."""
     return bool(text and text.strip())

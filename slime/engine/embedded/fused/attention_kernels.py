@@ -16,10 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.engine.embedded.model.triton_launch import early, gdc_launch_dependents, gdc_wait, launch, power
+from slime.engine.embedded.model.triton_launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    next_power_of_two,
+    pdl_arguments,
+)
 
-MOST_PARTS = 32  # parts of one context
-LEAST_KEYS = 32  # keys per part
+MAX_CONTEXT_PARTS = 32  # parts of one context
+MIN_PART_KEYS = 32  # keys per part
 _PROGRAMS = 1024  # enough programs to keep a large GPU busy
 
 
@@ -41,7 +47,7 @@ def _store(P, x, d, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
+def _norm_and_rotate(
     P, W, ok, COS, SIN, eps, D: tl.constexpr, DP: tl.constexpr, NORMED: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """Load the heads at `P` [R, 1], apply RMSNorm and the rotation of one position; returns [R, DP] in `dtype`."""
@@ -74,10 +80,12 @@ def _keep_kernel(
     angle = tl.load(POSITIONS + t).to(tl.int64) * (D // 2)
     heads = QKV + t * (HEADS + 2 * KV) * D
     mine = (kv * G + g) * D
-    q = _rotated(heads + mine, QW, g < G, COS + angle, SIN + angle, eps, D, DP, NORMED, dtype)
+    q = _norm_and_rotate(heads + mine, QW, g < G, COS + angle, SIN + angle, eps, D, DP, NORMED, dtype)
     tl.store(Q + t * HEADS * D + mine + d, q, mask=(g < G) & (d < D))
     one = tl.zeros((1, 1), tl.int32)
-    k = _rotated(heads + (HEADS + kv) * D + one, KW, one == 0, COS + angle, SIN + angle, eps, D, DP, NORMED, dtype)
+    k = _norm_and_rotate(
+        heads + (HEADS + kv) * D + one, KW, one == 0, COS + angle, SIN + angle, eps, D, DP, NORMED, dtype
+    )
     at = kv.to(tl.int64) * sk_h + tl.load(SLOTS + t).to(tl.int64) * sk_s + d
     _store(K + at, k, d, D, DP)
     _store(V + at, _load(heads + (HEADS + KV + kv) * D + d, d, D, DP), d, D, DP)
@@ -120,13 +128,13 @@ def _decode_kernel(
         if part >= parts:
             return
     heads = QKV + b.to(tl.int64) * (HEADS + 2 * KV) * D
-    q = _rotated(heads + (kv * G + g)[:, None] * D, QW, (g < G)[:, None], cos, sin, eps, D, DP, NORMED, dtype)
+    q = _norm_and_rotate(heads + (kv * G + g)[:, None] * D, QW, (g < G)[:, None], cos, sin, eps, D, DP, NORMED, dtype)
     m = tl.full((GP,), -1e30, tl.float32)
     l = tl.zeros((GP,), tl.float32)
     acc = tl.zeros((GP, DP), tl.float32)
     if part == 0:
         one = tl.zeros((1, 1), tl.int32)
-        k = _rotated(heads + (HEADS + kv) * D + one, KW, one == 0, cos, sin, eps, D, DP, NORMED, dtype)
+        k = _norm_and_rotate(heads + (HEADS + kv) * D + one, KW, one == 0, cos, sin, eps, D, DP, NORMED, dtype)
         v = _load(heads + (HEADS + KV + kv) * D + d[None, :], d[None, :], D, DP)
         at = kv * sk_h + tl.load(TABLE + row + past).to(tl.int64) * sk_s + d[None, :]
         _store(K + at, k, d[None, :], D, DP)
@@ -179,7 +187,7 @@ def _decode_kernel(
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionShape:
     """The shape of a layer's attention."""
 
     heads: int
@@ -193,7 +201,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class DecodeTuning:
     """Launch parameters of one program: keys per iteration, warps, pipeline stages (loads in flight)."""
 
     keys: int
@@ -207,18 +215,18 @@ class DecodeScratch:
     Invariant: `counts` is zero before and after every step.
     """
 
-    def __init__(self, shape: Heads, most: int, positions: int, device: torch.device) -> None:
-        counts = ((b, parts_for(b, shape, positions)) for b in range(1, most + 1))
+    def __init__(self, shape: AttentionShape, most: int, positions: int, device: torch.device) -> None:
+        counts = ((b, max_parts(b, shape, positions)) for b in range(1, most + 1))
         rows = shape.heads * max((parts * b for b, parts in counts if parts > 1), default=1)
-        self.parts = torch.zeros(rows, max(16, power(shape.dim)), dtype=torch.float32, device=device)
+        self.parts = torch.zeros(rows, max(16, next_power_of_two(shape.dim)), dtype=torch.float32, device=device)
         self.stats = torch.zeros(rows, 2, dtype=torch.float32, device=device)
         self.counts = torch.zeros(most * shape.kv_heads, dtype=torch.int32, device=device)
 
 
-def parts_for(batch: int, shape: Heads, positions: int) -> int:
+def max_parts(batch: int, shape: AttentionShape, positions: int) -> int:
     """Maximum number of parts for contexts of up to `positions` tokens, so that few sequences also fill a GPU."""
-    wanted = min(_PROGRAMS // (batch * shape.kv_heads), positions // LEAST_KEYS, MOST_PARTS)
-    return max(1, power(wanted + 1) // 2)
+    wanted = min(_PROGRAMS // (batch * shape.kv_heads), positions // MIN_PART_KEYS, MAX_CONTEXT_PARTS)
+    return max(1, next_power_of_two(wanted + 1) // 2)
 
 
 def decode(
@@ -233,13 +241,13 @@ def decode(
     k_norm: torch.Tensor | None,
     angles: tuple[torch.Tensor, torch.Tensor],
     scratch: DecodeScratch,
-    shape: Heads,
+    shape: AttentionShape,
     *,
     window: int = 0,
     parts: int = 1,
     pdl: bool = False,
-    least: int = LEAST_KEYS,
-    tuning: Tuning | None = None,
+    least: int = MIN_PART_KEYS,
+    tuning: DecodeTuning | None = None,
 ) -> None:
     """Compute `out [b, heads * dim]` from `qkv [b, (heads + 2 kv_heads) * dim]`, the output of the projection.
 
@@ -248,9 +256,9 @@ def decode(
     window.
     """
     batch, full = qkv.shape[0], qkv.dtype == torch.float32
-    group = max(16, power(shape.heads // shape.kv_heads))
+    group = max(16, next_power_of_two(shape.heads // shape.kv_heads))
     if tuning is None:
-        tuning = Tuning(32, 4, 1) if full else Tuning(32, group // 16, 3)
+        tuning = DecodeTuning(32, 4, 1) if full else DecodeTuning(32, group // 16, 3)
     cos, sin = angles
     launch(
         _decode_kernel, (batch, shape.kv_heads, parts),
@@ -258,9 +266,9 @@ def decode(
         cos, sin, scratch.parts, scratch.stats, scratch.counts,
         shape.eps, shape.scale * math.log2(math.e), window, keys.stride(0), keys.stride(1), table.stride(0),
         HEADS=shape.heads, KV=shape.kv_heads, GP=group,
-        D=shape.dim, DP=max(16, power(shape.dim)), N=tuning.keys, LEAST=least, MOST=MOST_PARTS if parts > 1 else 1,
+        D=shape.dim, DP=max(16, next_power_of_two(shape.dim)), N=tuning.keys, LEAST=least, MOST=MAX_CONTEXT_PARTS if parts > 1 else 1,
         NORMED=q_norm is not None, HAS_WINDOW=window > 0, PRECISION="ieee" if full else "tf32",
-        num_warps=tuning.warps, num_stages=tuning.stages, **early(pdl),
+        num_warps=tuning.warps, num_stages=tuning.stages, **pdl_arguments(pdl),
     )  # fmt: skip
 
 
@@ -274,7 +282,7 @@ def keep(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     angles: tuple[torch.Tensor, torch.Tensor],
-    shape: Heads,
+    shape: AttentionShape,
 ) -> None:
     """Normalise and rotate the queries and keys of prompt tokens, and store keys and values in their slots.
 
@@ -286,6 +294,6 @@ def keep(
         qkv, queries, keys, values, slots, positions,
         qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, cos, sin, shape.eps,
         keys.stride(0), keys.stride(1),
-        HEADS=shape.heads, KV=shape.kv_heads, GP=power(shape.heads // shape.kv_heads),
-        D=shape.dim, DP=power(shape.dim), NORMED=q_norm is not None, num_warps=1,
+        HEADS=shape.heads, KV=shape.kv_heads, GP=next_power_of_two(shape.heads // shape.kv_heads),
+        D=shape.dim, DP=next_power_of_two(shape.dim), NORMED=q_norm is not None, num_warps=1,
     )  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.engine.embedded.fused.mlp_kernels import normed
-from slime.engine.embedded.model.triton_launch import launch, power
+from slime.engine.embedded.fused.mlp_kernels import rms_norm
+from slime.engine.embedded.model.triton_launch import launch, next_power_of_two
 
 _BLOCK = 256
 
@@ -78,11 +78,11 @@ def _combine_kernel(
     h = tl.load(H + t * N + i, mask=ok, other=0.0) + total
     tl.store(H + t * N + i, h, mask=ok)
     w = tl.load(W + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(Y + t * N + i, normed(h, w, eps, N, Y.dtype.element_ty), mask=ok)
+    tl.store(Y + t * N + i, rms_norm(h, w, eps, N, Y.dtype.element_ty), mask=ok)
 
 
 @dataclass(frozen=True)
-class Routed:
+class ExpertRouting:
     """Routing of T tokens: pairs of a token and one of its experts, sorted by expert, in tiles of one expert each."""
 
     index: torch.Tensor  # int32 [T, topk]
@@ -94,7 +94,7 @@ class Routed:
     rows: int  # pairs per tile
 
 
-def route(logits: torch.Tensor, counts: torch.Tensor, topk: int, *, normalised: bool) -> Routed:
+def route(logits: torch.Tensor, counts: torch.Tensor, topk: int, *, normalised: bool) -> ExpertRouting:
     """Route T tokens by the router's logits `[T, E]`.
 
     `counts [E]` must be zero before the call; `combine` resets them.
@@ -107,18 +107,18 @@ def route(logits: torch.Tensor, counts: torch.Tensor, topk: int, *, normalised: 
     def room(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits.device)
 
-    routed = Routed(
+    routed = ExpertRouting(
         room(tokens, topk), logits.new_empty(tokens, topk), room(pairs), room(experts), room(experts), room(tiles), rows
     )
     ranks = room(pairs)
     launch(
         _route_kernel, (tokens,), logits, routed.index, routed.weights, ranks, counts,
-        E=experts, EP=power(experts), TOPK=topk, KP=power(topk), NORMALISED=normalised, num_warps=1,
+        E=experts, EP=next_power_of_two(experts), TOPK=topk, KP=next_power_of_two(topk), NORMALISED=normalised, num_warps=1,
     )  # fmt: skip
     launch(
         _lay_out_kernel, (triton.cdiv(max(pairs, tiles), _BLOCK),),
         routed.index, ranks, counts, routed.order, routed.ends, routed.tile_ends, routed.tile_expert, pairs, tiles,
-        E=experts, EP=power(experts), ROWS=rows, BLOCK=_BLOCK, num_warps=8,
+        E=experts, EP=next_power_of_two(experts), ROWS=rows, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return routed
 
@@ -139,5 +139,5 @@ def combine(
     tokens, n = stream.shape
     launch(
         _combine_kernel, (tokens,), products, weights, stream, norm, out, counts, eps,
-        E=len(counts), EP=power(len(counts)), TOPK=weights.shape[1], N=n, NP=power(n), num_warps=4,
+        E=len(counts), EP=next_power_of_two(len(counts)), TOPK=weights.shape[1], N=n, NP=next_power_of_two(n), num_warps=4,
     )  # fmt: skip

@@ -12,13 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.engine.embedded.model.triton_launch import early, gdc_launch_dependents, gdc_wait, launch, power
+from slime.engine.embedded.model.triton_launch import (
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+    next_power_of_two,
+    pdl_arguments,
+)
 
 _BLOCK = 1024
 
 
 @triton.jit
-def gated(gate, up, dtype: tl.constexpr):
+def silu_gate(gate, up, dtype: tl.constexpr):
     """silu(gate) * up of fp32 values, rounded where transformers rounds."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
@@ -32,28 +38,28 @@ def _swiglu_kernel(X, Y, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
         gdc_wait()
     gate = tl.load(X + t * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)
     up = tl.load(X + t * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
-    tl.store(Y + t * I + i, gated(gate, up, Y.dtype.element_ty).to(Y.dtype.element_ty), mask=i < I)
+    tl.store(Y + t * I + i, silu_gate(gate, up, Y.dtype.element_ty).to(Y.dtype.element_ty), mask=i < I)
 
 
 def swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
     """Compute `out [T, I]` = silu(gate) * up from `gate_up [T, 2 I]`, the output of one product."""
     tokens, width = out.shape
     grid = (tokens, triton.cdiv(width, _BLOCK))
-    launch(_swiglu_kernel, grid, gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **early(pdl))
+    launch(_swiglu_kernel, grid, gate_up, out, I=width, BLOCK=_BLOCK, num_warps=4, **pdl_arguments(pdl))
 
 
 _WIDE, _WIDEST = 2048, 32768  # row lengths: up to which two tokens use `gemv`, and up to which any does
 
 
 @triton.jit
-def _piece(W, n, rows, k, K: tl.constexpr):
+def _load_columns(W, n, rows, k, K: tl.constexpr):
     """Load columns `k` of rows `n`, zero outside the matrix."""
     ok = (n[:, None] < rows) & (k[None, :] < K)
     return tl.load(W + n[:, None].to(tl.int64) * K + k[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
-def _scaled(X, k, NORM_W, scale, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+def _load_normed(X, k, NORM_W, scale, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
     x = tl.load(X + k, mask=k < K, other=0.0).to(tl.float32)
     if NORM:
         w = tl.load(NORM_W + k, mask=k < K, other=0.0).to(tl.float32)
@@ -73,13 +79,13 @@ def _gemv_kernel(
     second = W + rows.to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
-    wa = _piece(W, n, rows, ka, K)
+    wa = _load_columns(W, n, rows, ka, K)
     if KB > 0:
-        wb = _piece(W, n, rows, kb, K)
+        wb = _load_columns(W, n, rows, kb, K)
     if GATED:
-        ua = _piece(second, n, rows, ka, K)
+        ua = _load_columns(second, n, rows, ka, K)
         if KB > 0:
-            ub = _piece(second, n, rows, kb, K)
+            ub = _load_columns(second, n, rows, kb, K)
     if PDL:
         gdc_wait()
     for t in tl.static_range(M):
@@ -91,12 +97,12 @@ def _gemv_kernel(
                 b = tl.load(X + t * K + kb, mask=kb < K, other=0.0).to(tl.float32)
                 squares += tl.sum(b * b, 0)
             scale = tl.rsqrt(squares / K + eps)
-        xa = _scaled(X + t * K, ka, NORM_W, scale, K, NORM, dtype)
+        xa = _load_normed(X + t * K, ka, NORM_W, scale, K, NORM, dtype)
         y = tl.sum(wa.to(tl.float32) * xa[None, :], 1)
         if GATED:
             u = tl.sum(ua.to(tl.float32) * xa[None, :], 1)
         if KB > 0:
-            xb = _scaled(X + t * K, kb, NORM_W, scale, K, NORM, dtype)
+            xb = _load_normed(X + t * K, kb, NORM_W, scale, K, NORM, dtype)
             y += tl.sum(wb.to(tl.float32) * xb[None, :], 1)
             if GATED:
                 u += tl.sum(ub.to(tl.float32) * xb[None, :], 1)
@@ -105,29 +111,29 @@ def _gemv_kernel(
             if GATED:
                 u += tl.load(BIAS + rows + n, mask=n < rows, other=0.0).to(tl.float32)
         if GATED:
-            y = gated(y, u, dtype)
+            y = silu_gate(y, u, dtype)
         out = Y + t * rows + n
         if ADD:
             y += tl.load(out, mask=n < rows, other=0.0).to(tl.float32)
         tl.store(out, y.to(Y.dtype.element_ty), mask=n < rows)
 
 
-def most_tokens(hidden: int, intermediate: int) -> int:
+def max_gemv_tokens(hidden: int, intermediate: int) -> int:
     """Number of tokens up to which `gemv` is faster than cuBLAS, for a model of these sizes."""
     if max(hidden, intermediate) > _WIDEST:
         return 0
     return 2 if hidden <= _WIDE else 1
 
 
-def pieces(k: int) -> tuple[int, int]:
+def split_row(k: int) -> tuple[int, int]:
     """Split a row of `k` elements into two pieces, each a power of two; into one (and 0) where that wastes little."""
-    whole = power(k)
+    whole = next_power_of_two(k)
     if whole == k or whole < 512:
         return whole, 0
-    return whole // 2, power(k - whole // 2)
+    return whole // 2, next_power_of_two(k - whole // 2)
 
 
-def tile_for(k: int, gate: bool) -> tuple[int, int]:
+def choose_tile(k: int, gate: bool) -> tuple[int, int]:
     """Rows and warps of one program, the fastest on an H200; a thread holds at most 160 elements."""
     if k <= 1024:
         return (2, 1) if gate else (4, 1)
@@ -157,18 +163,18 @@ def gemv(
     rows and warps of one program; None: chosen by size.
     """
     k, rows = weight.shape[1], weight.shape[0] // (2 if gate else 1)
-    first, second = pieces(k)
-    rows_each, warps = tile or tile_for(k, gate)
+    first, second = split_row(k)
+    rows_each, warps = tile or choose_tile(k, gate)
     launch(
         _gemv_kernel, (triton.cdiv(rows, rows_each),),
         x, weight, weight if bias is None else bias, out, x if norm is None else norm, eps, rows,
         K=k, KA=first, KB=second, M=x.shape[0], BN=rows_each, NORM=norm is not None, GATED=gate,
-        HAS_BIAS=bias is not None, ADD=add, num_warps=warps, **early(pdl),
+        HAS_BIAS=bias is not None, ADD=add, num_warps=warps, **pdl_arguments(pdl),
     )  # fmt: skip
 
 
 @triton.jit
-def normed(x, w, eps, N: tl.constexpr, dtype: tl.constexpr):
+def rms_norm(x, w, eps, N: tl.constexpr, dtype: tl.constexpr):
     """RMSNorm over the last axis of fp32 `x` [R, NP], rounded where transformers rounds; lanes beyond N are zero."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     return ((x * scale[:, None]).to(dtype).to(tl.float32) * w).to(dtype)
@@ -188,7 +194,7 @@ def _add_norm_kernel(X, H, W, Y, eps, N: tl.constexpr, NP: tl.constexpr, ADD: tl
     if ADD:
         h += tl.load(X + at + i, mask=ok, other=0.0).to(tl.float32)
         tl.store(H + at + i, h, mask=ok)
-    tl.store(Y + at + i, normed(h, w, eps, N, Y.dtype.element_ty), mask=ok)
+    tl.store(Y + at + i, rms_norm(h, w, eps, N, Y.dtype.element_ty), mask=ok)
 
 
 def add_norm(
@@ -205,7 +211,7 @@ def add_norm(
     launch(
         _add_norm_kernel, (tokens,),
         stream if x is None else x, stream, weight, out, eps,
-        N=n, NP=power(n), ADD=x is not None, num_warps=4, **early(pdl),
+        N=n, NP=next_power_of_two(n), ADD=x is not None, num_warps=4, **pdl_arguments(pdl),
     )  # fmt: skip
 
 
@@ -228,11 +234,11 @@ def _begin_kernel(
     h = tl.load(EMBED + token.to(tl.int64) * N + i, mask=i < N, other=0.0).to(tl.float32)
     tl.store(H + b * N + i, h, mask=i < N)
     if NORM:
-        y = normed(h[None, :], w[None, :], eps, N, Y.dtype.element_ty)
+        y = rms_norm(h[None, :], w[None, :], eps, N, Y.dtype.element_ty)
         tl.store(Y + b * N + i[None, :], y, mask=i[None, :] < N)
 
 
-def begin(
+def embed_decode_tokens(
     known: torch.Tensor,
     tokens: torch.Tensor,
     rows: torch.Tensor,
@@ -256,5 +262,5 @@ def begin(
     launch(
         _begin_kernel, (stream.shape[0],),
         known, tokens, rows, lens, slots, table, embedding, norm, stream, stream if out is None else out,
-        eps, table.stride(0), N=n, NP=power(n), NORM=out is not None, num_warps=4, **early(pdl),
+        eps, table.stride(0), N=n, NP=next_power_of_two(n), NORM=out is not None, num_warps=4, **pdl_arguments(pdl),
     )  # fmt: skip

@@ -21,13 +21,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.cluster.garbage_collection import collector_at_rest
+from slime.cluster.garbage_collection import gc_disabled_in_all_threads
 from slime.engine.embedded.fused import attention_kernels, mlp_kernels
-from slime.engine.embedded.fused.attention_kernels import DecodeScratch, Heads
+from slime.engine.embedded.fused.attention_kernels import AttentionShape, DecodeScratch
 from slime.engine.embedded.fused.expert_kernels import combine, route
-from slime.engine.embedded.fused.mlp_kernels import add_norm, begin, swiglu
-from slime.engine.embedded.fused.runner import Dense, FusedWeights, Layer, Product, Sparse
-from slime.engine.embedded.fused.supported_models import Block, tensor_shapes
+from slime.engine.embedded.fused.mlp_kernels import add_norm, embed_decode_tokens, swiglu
+from slime.engine.embedded.fused.runner import (
+    DenseMlp,
+    FusedLayerWeights,
+    FusedWeights,
+    LinearProduct,
+    MoeMlp,
+)
+from slime.engine.embedded.fused.supported_models import FusedModelSpec, tensor_shapes
 from slime.engine.embedded.model.attention import AttentionContext
 from slime.engine.embedded.model.expert_kernels import experts_product
 from slime.engine.embedded.model.interface import DecodeBatch
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from slime.engine.embedded.model.experts import RoutedExperts
 
 
-class FusedBody:
+class FusedModel:
     """A fused model as a CUDA decoder runs it.
 
     `context` has the KV slots and the table. At most `most` sequences of up to `positions` tokens decode at once.
@@ -49,7 +55,7 @@ class FusedBody:
 
     def __init__(
         self,
-        block: Block,
+        block: FusedModelSpec,
         tensors: Mapping[str, torch.Tensor],
         context: AttentionContext,
         *,
@@ -59,12 +65,12 @@ class FusedBody:
     ) -> None:
         self._weights = FusedWeights(block, tensors)
         self._block, self._context = block, context
-        self._shape = Heads(block.heads, block.kv_heads, block.head_dim, block.eps)
+        self._shape = AttentionShape(block.heads, block.kv_heads, block.head_dim, block.eps)
         device, dtype = self._weights.embedding.device, self._weights.embedding.dtype
         self._angles = block.rope.tables(block.head_dim, positions, dtype, device)
         self._scratch = DecodeScratch(self._shape, most, positions, device)
         self._positions = positions
-        self._few = 0 if block.experts is not None else mlp_kernels.most_tokens(block.hidden, block.intermediate)
+        self._few = 0 if block.experts is not None else mlp_kernels.max_gemv_tokens(block.hidden, block.intermediate)
         self._routed = routed if block.experts is not None else None
         if block.experts is not None:
             self._counts = torch.zeros(block.experts.count, dtype=torch.int32, device=device)
@@ -84,15 +90,15 @@ class FusedBody:
         few, weights = b <= self._few, self._weights
         self._context.slots = batch.slots
         pdl = b == 1 and few
-        begin(
+        embed_decode_tokens(
             batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, self._context.table, weights.embedding,
             weights.layers[0].norm, self._stream[:b], None if few else self._normed[:b], self._block.eps, pdl=pdl,
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):
             if few:
-                self._few_tokens(index, layer, batch, pdl)
+                self._decode_few(index, layer, batch, pdl)
             else:
-                self._many_tokens(index, layer, batch)
+                self._decode_many(index, layer, batch)
         logits = self._logits[:b]
         if few:
             mlp_kernels.gemv(self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, pdl=pdl)
@@ -100,22 +106,22 @@ class FusedBody:
             _project(self._normed[:b], weights.head, logits)
         return logits
 
-    def _attend(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> torch.Tensor:
+    def _attend(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch, pdl: bool) -> torch.Tensor:
         b, context = batch.rows.shape[0], self._context
         attention_kernels.decode(
             self._qkv[:b], context.keys[index], context.values[index], self._mixed[:b], context.table, batch.rows,
             batch.lens, layer.q_norm, layer.k_norm, self._angles, self._scratch, self._shape, window=layer.window,
-            parts=attention_kernels.parts_for(b, self._shape, self._positions), pdl=pdl,
+            parts=attention_kernels.max_parts(b, self._shape, self._positions), pdl=pdl,
         )  # fmt: skip
         return self._mixed[:b]
 
-    def _few_tokens(self, index: int, layer: Layer, batch: DecodeBatch, pdl: bool) -> None:
+    def _decode_few(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch, pdl: bool) -> None:
         b, eps = batch.rows.shape[0], self._block.eps
         stream, inner = self._stream[:b], self._inner[:b]
 
         def product(
             x: torch.Tensor,
-            by: Product,
+            by: LinearProduct,
             out: torch.Tensor,
             *,
             norm: torch.Tensor | None = None,
@@ -126,24 +132,24 @@ class FusedBody:
 
         product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
         product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True)
-        assert isinstance(layer.mlp, Dense)
+        assert isinstance(layer.mlp, DenseMlp)
         product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
         product(inner, layer.mlp.down, stream, add=True)
 
-    def _many_tokens(self, index: int, layer: Layer, batch: DecodeBatch) -> None:
+    def _decode_many(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch) -> None:
         b, eps = batch.rows.shape[0], self._block.eps
         stream, normed, delta = self._stream[:b], self._normed[:b], self._delta[:b]
         layer.qkv(normed, self._qkv[:b])
         layer.out(self._attend(index, layer, batch, False), delta)
         add_norm(delta, stream, layer.mlp_norm, normed, eps)
-        if isinstance(layer.mlp, Sparse):
+        if isinstance(layer.mlp, MoeMlp):
             self._experts(index, layer.mlp, stream, normed)
             return
         swiglu(layer.mlp.gate_up(normed, self._gate_up[:b]), self._inner[:b])
         layer.mlp.down(self._inner[:b], delta)
-        add_norm(delta, stream, self._norm_behind(index), normed, eps)
+        add_norm(delta, stream, self._next_norm(index), normed, eps)
 
-    def _experts(self, index: int, mlp: Sparse, stream: torch.Tensor, normed: torch.Tensor) -> None:
+    def _experts(self, index: int, mlp: MoeMlp, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Add the experts' output for `normed` to `stream`, then write the next norm of `stream` into `normed`."""
         facts = self._block.experts
         assert facts is not None
@@ -155,9 +161,9 @@ class FusedBody:
         inner = gate_up.new_empty(len(gate_up), facts.width)
         swiglu(gate_up, inner)
         products = experts_product(inner, mlp.down, None, *tiles, False, False)
-        combine(products, found.weights, stream, self._norm_behind(index), normed, self._counts, self._block.eps)
+        combine(products, found.weights, stream, self._next_norm(index), normed, self._counts, self._block.eps)
 
-    def _norm_behind(self, index: int) -> torch.Tensor:
+    def _next_norm(self, index: int) -> torch.Tensor:
         """Weight of the norm that follows a layer."""
         layers = self._weights.layers
         return layers[index + 1].norm if index + 1 < len(layers) else self._weights.norm
@@ -184,11 +190,11 @@ class FusedBody:
             )  # fmt: skip
             mixed = extend_attention(queries, keys, values, context.table, tiles, None, shape.scale, 0.0, layer.window)
             add_norm(layer.out(mixed.view(tokens, -1)), stream, layer.mlp_norm, normed, eps)
-            if isinstance(layer.mlp, Sparse):
+            if isinstance(layer.mlp, MoeMlp):
                 self._experts(index, layer.mlp, stream, normed)
                 continue
             swiglu(layer.mlp.gate_up(normed), inner)
-            add_norm(layer.mlp.down(inner), stream, self._norm_behind(index), normed, eps)
+            add_norm(layer.mlp.down(inner), stream, self._next_norm(index), normed, eps)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -200,7 +206,7 @@ class FusedBody:
 def _project(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write fp32 logits into `out`; CUDA accumulates half-precision products in fp32 and returns them unrounded."""
     if hidden.dtype == torch.float32 or hidden.is_meta:
-        return Product(head)(hidden, out)
+        return LinearProduct(head)(hidden, out)
     if hidden.is_cuda:
         return torch.mm(hidden, head.t(), out_dtype=torch.float32, out=out)
     return out.copy_(hidden @ head.t())
@@ -213,14 +219,14 @@ _TOKENS = 128  # prompt tokens; only the attention kernel depends on their numbe
 _TILES = (4, 512)  # attention tiles: few and many are distributed differently
 
 
-@collector_at_rest()
-def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> None:
+@gc_disabled_in_all_threads()
+def compile_kernels(block: FusedModelSpec, dtype: torch.dtype, *, most: int, positions: int) -> None:
     """Compile the kernels of decode steps of 1, 2 and `most` sequences and of extend steps.
 
     `positions` is the number of columns of the slot table.
     """
     began = time.perf_counter()
-    body = meta_body(block, dtype, most=most, positions=positions)
+    body = meta_fused_model(block, dtype, most=most, positions=positions)
     ids, positions_there, slots = torch.empty(3, _TOKENS, dtype=torch.int64, device=_META).unbind(0)
     tiles = [ExtendTiles(*torch.empty(4, count, dtype=torch.int32, device=_META).unbind(0)) for count in _TILES]
 
@@ -242,7 +248,7 @@ def compile_kernels(block: Block, dtype: torch.dtype, *, most: int, positions: i
     log.info("compiled kernels in %.1f s", time.perf_counter() - began)
 
 
-def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) -> FusedBody:
+def meta_fused_model(block: FusedModelSpec, dtype: torch.dtype, *, most: int, positions: int) -> FusedModel:
     """Make a fused model of `meta` tensors, which use no memory."""
     tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
     context = AttentionContext(_META)
@@ -250,4 +256,4 @@ def meta_body(block: Block, dtype: torch.dtype, *, most: int, positions: int) ->
         cache = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
         context.keys[layer] = context.values[layer] = cache
     context.table = torch.empty(most + 1, positions, dtype=torch.int32, device=_META)
-    return FusedBody(block, tensors, context, most=most, positions=positions)
+    return FusedModel(block, tensors, context, most=most, positions=positions)

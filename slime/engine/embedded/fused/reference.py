@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from slime.engine.embedded.fused.supported_models import (
     EMBEDDING,
     FINAL_NORM,
-    Block,
-    expert_names,
-    layer_names,
+    FusedModelSpec,
+    expert_tensor_names,
+    layer_tensor_names,
 )
 
 
-class PlainModel:
+class ReferenceModel:
     """Computes logits of whole sequences from the tensors of a model folder, which need not be contiguous."""
 
-    def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, block: FusedModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self._block = block
         self._tensors = tensors
 
@@ -33,8 +33,8 @@ class PlainModel:
         x = F.embedding(ids, tensors[EMBEDDING])
         angles = block.rope.tables(block.head_dim, ids.shape[1], x.dtype, x.device)
         for layer in range(block.layers):
-            x = x + self._attention(layer, self._norm(x, layer_names(layer, "norm")[0]), angles)
-            y = self._norm(x, layer_names(layer, "mlp_norm")[0])
+            x = x + self._attention(layer, self._norm(x, layer_tensor_names(layer, "norm")[0]), angles)
+            y = self._norm(x, layer_tensor_names(layer, "mlp_norm")[0])
             if block.sparse[layer]:
                 x = x + self._experts(layer, y.flatten(0, 1)).view(y.shape)
             else:
@@ -48,15 +48,18 @@ class PlainModel:
         return self._tensors[name] * full.to(x.dtype)
 
     def _products(self, layer: int, projection: str, x: torch.Tensor) -> list[torch.Tensor]:
-        found = zip(layer_names(layer, projection), layer_names(layer, projection, "bias"), strict=True)
+        found = zip(layer_tensor_names(layer, projection), layer_tensor_names(layer, projection, "bias"), strict=True)
         return [F.linear(x, self._tensors[weight], self._tensors.get(bias)) for weight, bias in found]
 
     def _attention(self, layer: int, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         block = self._block
         q, k, v = (part.unflatten(-1, (-1, block.head_dim)) for part in self._products(layer, "qkv", x))
         if block.qk_norm:
-            q, k = self._norm(q, layer_names(layer, "q_norm")[0]), self._norm(k, layer_names(layer, "k_norm")[0])
-        q, k, v = (part.transpose(1, 2) for part in (_rotated(q, angles), _rotated(k, angles), v))
+            q, k = (
+                self._norm(q, layer_tensor_names(layer, "q_norm")[0]),
+                self._norm(k, layer_tensor_names(layer, "k_norm")[0]),
+            )
+        q, k, v = (part.transpose(1, 2) for part in (_rotate(q, angles), _rotate(k, angles), v))
         k, v = (part.repeat_interleave(block.heads // block.kv_heads, 1) for part in (k, v))
         key = torch.arange(x.shape[1], device=x.device)
         seen = key <= key[:, None]
@@ -69,13 +72,13 @@ class PlainModel:
     def _experts(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         facts = self._block.experts
         assert facts is not None
-        probs = (x @ self._tensors[layer_names(layer, "router")[0]].t()).softmax(-1, dtype=torch.float32)
+        probs = (x @ self._tensors[layer_tensor_names(layer, "router")[0]].t()).softmax(-1, dtype=torch.float32)
         weights, index = probs.topk(facts.topk, -1)
         if facts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
-        gate_up = expert_names(layer, facts.count, "gate_up")
-        down = expert_names(layer, facts.count, "down")
+        gate_up = expert_tensor_names(layer, facts.count, "gate_up")
+        down = expert_tensor_names(layer, facts.count, "down")
         out = torch.zeros_like(x)
         for expert in index.unique().tolist():
             token, at = (index == expert).nonzero(as_tuple=True)
@@ -85,7 +88,7 @@ class PlainModel:
         return out
 
 
-def _rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate x `[B, T, heads, dim]`; the two halves of a head are the coordinates of its rotation planes."""
     cos, sin = (torch.cat([table, table], -1)[:, None] for table in angles)
     first, second = x.chunk(2, -1)

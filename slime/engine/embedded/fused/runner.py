@@ -17,10 +17,10 @@ from torch import nn
 from slime.engine.embedded.fused.supported_models import (
     EMBEDDING,
     FINAL_NORM,
-    Block,
-    Experts,
-    expert_names,
-    layer_names,
+    ExpertSpec,
+    FusedModelSpec,
+    expert_tensor_names,
+    layer_tensor_names,
 )
 from slime.engine.embedded.model.attention import LayerShape
 from slime.engine.embedded.model.experts import RoutedExperts
@@ -31,7 +31,7 @@ from slime.models.heads import OutputHead
 class FusedRunner(ModelRunner):
     """Owns the weights and KV slots of a fused model, whose steps run in a `CudaDecoder`, not here."""
 
-    def __init__(self, weights: nn.Module, block: Block, table: np.ndarray) -> None:
+    def __init__(self, weights: nn.Module, block: FusedModelSpec, table: np.ndarray) -> None:
         self._hold(weights, table)
         self.context.shapes = {
             layer: LayerShape(block.kv_heads, block.head_dim, block.head_dim) for layer in range(block.layers)
@@ -45,7 +45,7 @@ class FusedRunner(ModelRunner):
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearProduct:
     """A linear product."""
 
     weight: torch.Tensor  # [out, in]
@@ -64,63 +64,63 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseMlp:
     """Weights of a dense SwiGLU layer."""
 
-    gate_up: Product
-    down: Product
+    gate_up: LinearProduct
+    down: LinearProduct
 
 
 @dataclass(frozen=True)
-class Sparse:
+class MoeMlp:
     """Weights of a mixture-of-experts layer."""
 
-    router: Product  # [E, H]
+    router: LinearProduct  # [E, H]
     gate_up: torch.Tensor  # [E, 2 * width, H]
     down: torch.Tensor  # [E, H, width]
 
 
 @dataclass(frozen=True)
-class Layer:
+class FusedLayerWeights:
     """Weights of one decoder layer; window 0: full attention."""
 
     norm: torch.Tensor
-    qkv: Product
+    qkv: LinearProduct
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Product
+    out: LinearProduct
     mlp_norm: torch.Tensor
-    mlp: Dense | Sparse
+    mlp: DenseMlp | MoeMlp
     window: int
 
 
 class FusedWeights:
     """All weights of a fused model, from the tensors of its folder."""
 
-    def __init__(self, block: Block, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, block: FusedModelSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.embedding = tensors[EMBEDDING]
         self.norm = tensors[FINAL_NORM]
         self.head = tensors[block.head_name]
-        self.layers = [_layer(block, layer, tensors) for layer in range(block.layers)]
+        self.layers = [_layer_weights(block, layer, tensors) for layer in range(block.layers)]
 
 
-def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Layer:
+def _layer_weights(block: FusedModelSpec, layer: int, tensors: Mapping[str, torch.Tensor]) -> FusedLayerWeights:
     def joined(projection: str, kind: str = "weight") -> torch.Tensor:
-        return one_view([tensors[name] for name in layer_names(layer, projection, kind)])
+        return contiguous_view([tensors[name] for name in layer_tensor_names(layer, projection, kind)])
 
-    def product(projection: str, has_bias: bool) -> Product:
-        return Product(joined(projection), joined(projection, "bias") if has_bias else None)
+    def product(projection: str, has_bias: bool) -> LinearProduct:
+        return LinearProduct(joined(projection), joined(projection, "bias") if has_bias else None)
 
-    def sparse(experts: Experts) -> Sparse:
+    def sparse(experts: ExpertSpec) -> MoeMlp:
         gate_up, down = (
-            one_view([tensors[name] for name in expert_names(layer, experts.count, part)]).unflatten(
+            contiguous_view([tensors[name] for name in expert_tensor_names(layer, experts.count, part)]).unflatten(
                 0, (experts.count, -1)
             )
             for part in ("gate_up", "down")
         )
-        return Sparse(product("router", has_bias=False), gate_up, down)
+        return MoeMlp(product("router", has_bias=False), gate_up, down)
 
-    return Layer(
+    return FusedLayerWeights(
         norm=joined("norm"),
         qkv=product("qkv", block.qkv_bias),
         q_norm=joined("q_norm") if block.qk_norm else None,
@@ -129,12 +129,12 @@ def _layer(block: Block, layer: int, tensors: Mapping[str, torch.Tensor]) -> Lay
         mlp_norm=joined("mlp_norm"),
         mlp=sparse(block.experts)
         if block.experts is not None and block.sparse[layer]
-        else Dense(product("gate_up", block.mlp_bias), product("down", block.mlp_bias)),
+        else DenseMlp(product("gate_up", block.mlp_bias), product("down", block.mlp_bias)),
         window=block.windows[layer],
     )
 
 
-def one_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def contiguous_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one view over contiguous tensors, concatenated along the first axis; ValueError if they are not."""
     first, after = tensors[0], tensors[0].data_ptr()
     rows = sum(tensor.shape[0] for tensor in tensors)

@@ -39,7 +39,7 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertSpec:
     """Experts of the sparse layers: each token uses `topk` of `count`, each a SwiGLU of `width`."""
 
     count: int
@@ -49,7 +49,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Block:
+class FusedModelSpec:
     """Configuration of a fused model: sizes, options, windows, rotary embedding."""
 
     model_type: str
@@ -68,7 +68,7 @@ class Block:
     tied: bool
     windows: tuple[int, ...]  # by layer; 0: full attention
     rope: Rope
-    experts: Experts | None = None
+    experts: ExpertSpec | None = None
     sparse: tuple[bool, ...] = ()  # by layer
 
     @property
@@ -84,7 +84,7 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 
 
-def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
+def layer_tensor_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
     """Names, in the model folder, of the tensors that one fused product of a layer reads, in memory order."""
     parts = {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -100,13 +100,13 @@ def layer_names(layer: int, projection: str, kind: str = "weight") -> list[str]:
     return [f"model.layers.{layer}.{part}.{kind}" for part in parts]
 
 
-def expert_names(layer: int, count: int, projection: str) -> list[str]:
+def expert_tensor_names(layer: int, count: int, projection: str) -> list[str]:
     """Names of the expert tensors of a layer, in memory order: all of one expert before the next."""
     parts = ("gate_proj", "up_proj") if projection == "gate_up" else ("down_proj",)
     return [f"model.layers.{layer}.mlp.experts.{e}.{part}.weight" for e in range(count) for part in parts]
 
 
-def block_of(facts: JsonMapping) -> Block:
+def block_of(facts: JsonMapping) -> FusedModelSpec:
     """Return the configuration of a fused model from the fields of its (text) config; raises NotFused."""
     model_type = str(facts.get("model_type"))
     family = _FAMILIES.get(SAME_CODE.get(model_type, model_type))
@@ -120,7 +120,7 @@ def block_of(facts: JsonMapping) -> Block:
     if heads % kv_heads or head_dim % 2 or head_dim > 256:
         raise NotFused(f"{heads} query heads and {kv_heads} key heads of dimension {head_dim} are not supported")
     attention_bias = family.has_attention_bias and bool(facts.get("attention_bias"))
-    block = Block(
+    block = FusedModelSpec(
         model_type=model_type,
         hidden=hidden,
         intermediate=int(facts["intermediate_size"]),
@@ -143,7 +143,7 @@ def block_of(facts: JsonMapping) -> Block:
         return block
     count = facts["num_experts"] if "num_experts" in facts else facts["num_local_experts"]
     topk, width = int(facts["num_experts_per_tok"]), int(facts["moe_intermediate_size"])
-    experts = Experts(int(count), topk, width, bool(facts.get("norm_topk_prob", False)))
+    experts = ExpertSpec(int(count), topk, width, bool(facts.get("norm_topk_prob", False)))
     dense, step = facts.get("mlp_only_layers") or [], int(facts.get("decoder_sparse_step", 1))
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     return replace(block, experts=experts, sparse=sparse)
@@ -165,23 +165,23 @@ def _windows(family: _Family, facts: JsonMapping, layers: int) -> tuple[int, ...
     return (int(window or 0),) * layers
 
 
-def together(block: Block) -> list[list[str]]:
+def together(block: FusedModelSpec) -> list[list[str]]:
     """Groups of tensor names that must be contiguous in memory, so that one product can read them."""
     groups = []
     for layer in range(block.layers):
-        groups.append(layer_names(layer, "qkv"))
+        groups.append(layer_tensor_names(layer, "qkv"))
         if block.experts is not None and block.sparse[layer]:
-            groups += [expert_names(layer, block.experts.count, part) for part in ("gate_up", "down")]
+            groups += [expert_tensor_names(layer, block.experts.count, part) for part in ("gate_up", "down")]
         else:
-            groups.append(layer_names(layer, "gate_up"))
+            groups.append(layer_tensor_names(layer, "gate_up"))
         if block.qkv_bias:
-            groups.append(layer_names(layer, "qkv", "bias"))
+            groups.append(layer_tensor_names(layer, "qkv", "bias"))
         if block.mlp_bias:
-            groups.append(layer_names(layer, "gate_up", "bias"))
+            groups.append(layer_tensor_names(layer, "gate_up", "bias"))
     return groups
 
 
-def tensor_shapes(block: Block) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(block: FusedModelSpec) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors in a folder of this model, by name."""
     hidden, inner, dim = block.hidden, block.intermediate, block.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (block.vocab, hidden), FINAL_NORM: (hidden,)}
@@ -198,15 +198,15 @@ def tensor_shapes(block: Block) -> dict[str, tuple[int, ...]]:
         for projection, (rows, depth, has_bias) in products.items():
             if sparse is not None and projection in ("gate_up", "down"):
                 continue
-            for name, count in zip(layer_names(layer, projection), rows, strict=True):
+            for name, count in zip(layer_tensor_names(layer, projection), rows, strict=True):
                 shapes[name] = (count, depth)
             if has_bias:
-                shapes |= {n: (r,) for n, r in zip(layer_names(layer, projection, "bias"), rows, strict=True)}
+                shapes |= {n: (r,) for n, r in zip(layer_tensor_names(layer, projection, "bias"), rows, strict=True)}
         if sparse is not None:
-            shapes[layer_names(layer, "router")[0]] = (sparse.count, hidden)
-            shapes |= dict.fromkeys(expert_names(layer, sparse.count, "gate_up"), (sparse.width, hidden))
-            shapes |= dict.fromkeys(expert_names(layer, sparse.count, "down"), (hidden, sparse.width))
-        shapes |= {layer_names(layer, norm)[0]: (hidden,) for norm in ("norm", "mlp_norm")}
+            shapes[layer_tensor_names(layer, "router")[0]] = (sparse.count, hidden)
+            shapes |= dict.fromkeys(expert_tensor_names(layer, sparse.count, "gate_up"), (sparse.width, hidden))
+            shapes |= dict.fromkeys(expert_tensor_names(layer, sparse.count, "down"), (hidden, sparse.width))
+        shapes |= {layer_tensor_names(layer, norm)[0]: (hidden,) for norm in ("norm", "mlp_norm")}
         if block.qk_norm:
-            shapes |= {layer_names(layer, norm)[0]: (dim,) for norm in ("q_norm", "k_norm")}
+            shapes |= {layer_tensor_names(layer, norm)[0]: (dim,) for norm in ("q_norm", "k_norm")}
     return shapes

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from slime.engine.embedded.engine import EngineCore
-from slime.engine.embedded.errors import BadRequest, RequestFailed, StaleWeights, TooMany
+from slime.engine.embedded.errors import BadRequest, RequestFailed, StaleWeights, TooManySamples
 from slime.engine.embedded.http.json_writer import AnswerWriter
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
-from slime.engine.embedded.http.responses import Cutter, Piece, TokenJson, final_text
+from slime.engine.embedded.http.responses import OutputPiece, OutputSplitter, TokenJson, final_text
 from slime.engine.embedded.scheduler import Sequence
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedSequence:
     """A finished sequence, and the JSON of its tokens if it is written; the last tokens may still be missing there."""
 
     request: GenerateRequest
@@ -59,14 +59,16 @@ class EngineBridge:
         if count > most:
             raise BadRequest(f"the request has {count} samples, --max-samples-per-request allows {most}", "n")
         if self._open + count > room:
-            raise TooMany(f"{self._open} samples wait or run here and --max-queued-requests allows {room}: retry later")
+            raise TooManySamples(
+                f"{self._open} samples wait or run here and --max-queued-requests allows {room}: retry later"
+            )
         self._open += count
         try:
             yield
         finally:
             self._open -= count
 
-    async def run(self, request: GenerateRequest, *, writes: bool = True) -> list[Finished]:
+    async def run(self, request: GenerateRequest, *, writes: bool = True) -> list[FinishedSequence]:
         """Generate all samples of a request; cancelling aborts them. `writes`: write JSON while tokens are sampled."""
         loop = asyncio.get_running_loop()
         left = request.params.n
@@ -90,9 +92,11 @@ class EngineBridge:
             self.writer.forget(sequences)
         for seq in sequences:
             _raise_failure(seq)
-        return [Finished(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
+        return [FinishedSequence(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
 
-    async def run_all(self, requests: SequenceOf[GenerateRequest], *, writes: bool = True) -> list[list[Finished]]:
+    async def run_all(
+        self, requests: SequenceOf[GenerateRequest], *, writes: bool = True
+    ) -> list[list[FinishedSequence]]:
         """Generate all samples of several requests.
 
         If one fails, the others are aborted, and have left the engine before the exception is raised.
@@ -107,18 +111,18 @@ class EngineBridge:
             await self.call(lambda: None, meets_steps=True)  # runs after their aborts
             raise
 
-    async def answered(self, finished: SequenceOf[Finished], make: Callable[[list[str]], T]) -> T:
+    async def make_answer(self, finished: SequenceOf[FinishedSequence], make: Callable[[list[str]], T]) -> T:
         """Call `make` with the texts of finished sequences, in the thread that writes answers."""
         return await self.writer.make([final_text(each.sequence) for each in finished], make)
 
     def _abandon(self, sequences: list[Sequence]) -> None:
         self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"), meets_steps=True)
 
-    async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, Piece]]:
+    async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, OutputPiece]]:
         """Yield the pieces of a streaming request, each of `stream_interval` tokens (or --stream-interval)."""
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Piece] = asyncio.Queue()
-        cutter = Cutter(request.params.stream_interval or self.core.options.stream_interval)
+        news: asyncio.Queue[OutputPiece] = asyncio.Queue()
+        cutter = OutputSplitter(request.params.stream_interval or self.core.options.stream_interval)
 
         def notify(seq: Sequence) -> None:
             if (piece := cutter.next(seq)) is not None:
@@ -151,7 +155,7 @@ def _raise_failure(seq: Sequence) -> None:
         raise kind(seq.finish["message"])
 
 
-def in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+def run_in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Like `asyncio.to_thread`, but the end of the process does not wait for it."""
     result: ThreadFuture[T] = ThreadFuture()
 

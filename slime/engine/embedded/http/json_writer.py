@@ -33,7 +33,7 @@ _MOST_OF_TIME = 20  # the pause between two passes over the running sequences, i
 _TOGETHER = 64  # answers that are sent while the next ones are written
 
 
-class _Job(Generic[T]):
+class _AnswerJob(Generic[T]):
     """A call of `make` with the texts of some sequences, and its result."""
 
     def __init__(self, wanted: Sequence[FinalText], make: Callable[[list[str]], T]) -> None:
@@ -51,7 +51,7 @@ class _Job(Generic[T]):
             self.result.set_exception(error)
 
 
-_AnyJob = _Job[Any]
+_AnyJob = _AnswerJob[Any]
 
 
 class AnswerWriter:
@@ -83,7 +83,7 @@ class AnswerWriter:
 
     async def make(self, wanted: Sequence[FinalText], make: Callable[[list[str]], T]) -> T:
         """Call `make` with the `wanted` texts, in their order, in the writer's thread; returns its result."""
-        job = _Job(wanted, make)
+        job = _AnswerJob(wanted, make)
         with self._news:
             self._jobs.append(job)
             self._begin(wake=True)

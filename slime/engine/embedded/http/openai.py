@@ -24,12 +24,12 @@ import orjson
 from aiohttp import web
 from jinja2.exceptions import TemplateError
 
-from slime.data.chat_template import checked_messages, is_conversation
+from slime.data.chat_template import is_conversation, normalize_messages
 from slime.engine.embedded.errors import BadRequest, is_neutral, shown
-from slime.engine.embedded.http.async_engine import EngineBridge, Finished
+from slime.engine.embedded.http.async_engine import EngineBridge, FinishedSequence
 from slime.engine.embedded.http.http_io import Fields, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
-from slime.engine.embedded.http.responses import Piece, whole
+from slime.engine.embedded.http.responses import OutputPiece, whole
 from slime.engine.embedded.scheduler import Sequence as EngineSequence
 from slime.errors import UserError
 from slime.models.parsers.events import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # importing transformers takes longer than a start without it
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
              "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
-_READ = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
+_KNOWN_FIELDS = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
          "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
          "stream_options", "separate_reasoning"}  # fmt: skip
 _NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}
@@ -64,7 +64,7 @@ _CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_sea
 _MOST_TOKENS = 1 << 31
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, fields: Fields) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, fields: Fields) -> str:
     """Render the prompt of a chat request, up to where the assistant's message begins."""
     if tokenizer.chat_template is None:
         raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
@@ -89,7 +89,7 @@ def _messages(fields: Fields) -> list[JsonObject]:
     if not isinstance(messages, list) or not is_conversation(messages):
         raise BadRequest("messages must be a non-empty list of objects with a role", "messages")
     try:
-        checked = checked_messages(messages, "messages")
+        checked = normalize_messages(messages, "messages")
     except UserError as cause:
         raise BadRequest(str(cause), "messages") from cause
     rendered = []
@@ -152,7 +152,7 @@ def _tools(fields: Fields) -> list[JsonMapping] | None:
 
 
 @dataclass(frozen=True)
-class Reading:
+class AnswerFormat:
     """The formats in which answers to one chat are parsed; `opening`: a call's beginning at the end of the prompt."""
 
     formats: Formats
@@ -164,23 +164,23 @@ class Reading:
     def has_marks(self) -> bool:
         return self.formats != Formats()
 
-    def reply(self) -> Reply:
+    def reply(self) -> ChatChoice:
         """Start to parse an answer."""
         if not self.has_marks:
-            return Reply(None)
+            return ChatChoice(None)
         parser = make_parser(self.formats, tools=self.tools, starts_in_reasoning=self.starts_in_reasoning)
-        return Reply(parser, parser.feed(self.opening))
+        return ChatChoice(parser, parser.feed(self.opening))
 
 
-def reading_of(formats: Formats, given: JsonMapping, *, separate_reasoning: bool) -> Reading:
+def choose_answer_format(formats: Formats, given: JsonMapping, *, separate_reasoning: bool) -> AnswerFormat:
     """Choose how to parse the answers: calls in chats with tools, and reasoning if `separate_reasoning`."""
     tools = [] if given.get("tool_choice") == "none" else given.get("tools") or []
     if not tools:
         formats = replace(formats, tool=None)
-    return Reading(formats if separate_reasoning else replace(formats, reasoning=None), tools)
+    return AnswerFormat(formats if separate_reasoning else replace(formats, reasoning=None), tools)
 
 
-class Reply:
+class ChatChoice:
     """One choice of an answer, parsed from its text; without a parser it has the text only."""
 
     def __init__(self, parser: OutputParser | None, told: Sequence[Event] = ()) -> None:
@@ -261,12 +261,12 @@ class OpenAIRoutes:
         ids, reading = await asyncio.to_thread(self._chat, body)  # long chats take long to render and encode
         return await self._complete(request, body, {"input_ids": ids}, reading)
 
-    def _chat(self, body: Fields) -> tuple[list[int], Reading]:
+    def _chat(self, body: Fields) -> tuple[list[int], AnswerFormat]:
         """Return the token ids of a chat's prompt, and how its answers are parsed."""
         facts = self._engine.loaded
-        prompt = chat_text(facts.tokenizer if facts.chat_tokenizer is None else facts.chat_tokenizer(), body)
+        prompt = render_chat(facts.tokenizer if facts.chat_tokenizer is None else facts.chat_tokenizer(), body)
         separate = body.flag("separate_reasoning", default=True)
-        reading = reading_of(self._engine.core.options.formats, body.body, separate_reasoning=separate)
+        reading = choose_answer_format(self._engine.core.options.formats, body.body, separate_reasoning=separate)
         begun = opens_reasoning(reading.formats, prompt)
         reading = replace(reading, starts_in_reasoning=begun)
         is_forced, name = forced_call(body)
@@ -289,10 +289,10 @@ class OpenAIRoutes:
             raise BadRequest(f"prompt must be a string, token ids, or a list of them, not {shown(prompt)}", "prompt")
         return await self._complete(request, body, {"input_ids": prompt})
 
-    def _parse(self, body: Fields, prompt: JsonObject, reading: Reading | None) -> list[GenerateRequest]:
+    def _parse(self, body: Fields, prompt: JsonObject, reading: AnswerFormat | None) -> list[GenerateRequest]:
         """Convert a body to requests; refuses unknown fields that would change tokens, and notes the others."""
         given = body.body
-        for name in sorted(given.keys() - _READ):
+        for name in sorted(given.keys() - _KNOWN_FIELDS):
             has_effect = not is_neutral(given[name]) and given[name] != _NEUTRAL.get(name)
             if name in _CHANGES_TOKENS and has_effect:
                 raise BadRequest(f"{name} is not supported by the embedded engine", name)
@@ -315,7 +315,7 @@ class OpenAIRoutes:
         return parse_generate(request, self._engine.loaded)[0]
 
     async def _complete(
-        self, http: web.Request, body: Fields, prompt: JsonObject, reading: Reading | None = None
+        self, http: web.Request, body: Fields, prompt: JsonObject, reading: AnswerFormat | None = None
     ) -> web.StreamResponse:
         """Complete a prompt; the answer is a message if there is a `reading`."""
         requests = self._parse(body, prompt, reading)
@@ -328,29 +328,33 @@ class OpenAIRoutes:
                 return await self._stream(http, body, requests, head, reading)
             results = await self._engine.run_all(requests)
         done = [each for finished in results for each in finished]
-        usage = _counted([[each.sequence for each in finished] for finished in results])
+        usage = _count_usage([[each.sequence for each in finished] for finished in results])
         rest = {"usage": usage, "metadata": {"weight_version": self._engine.core.weight_version}}
 
         def make(texts: list[str]) -> web.Response:
             choices: list[JsonObject] = []
             for at, (each, text) in enumerate(zip(done, texts, strict=True)):
                 piece = whole(each.sequence, text)
-                reply = Reply(None) if reading is None else reading.reply()
+                reply = ChatChoice(None) if reading is None else reading.reply()
                 content: JsonObject = {"text": text} if reading is None else {"message": reply.message(text)}
                 logprobs = self._logprobs(piece, each.request, is_chat=chat)
-                choices.append({**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs, "index": at})
+                choices.append(
+                    {**content, "finish_reason": _openai_finish_reason(piece, reply), "logprobs": logprobs, "index": at}
+                )
             return json_answer({**head, "object": kind, "choices": choices, **rest})
 
-        return await self._engine.answered(done, make)
+        return await self._engine.make_answer(done, make)
 
-    def _choice(self, finished: Finished, text: str, reading: Reading | None) -> JsonObject:
+    def _choice(self, finished: FinishedSequence, text: str, reading: AnswerFormat | None) -> JsonObject:
         piece = whole(finished.sequence, text)
-        reply = Reply(None) if reading is None else reading.reply()
+        reply = ChatChoice(None) if reading is None else reading.reply()
         content = {"text": text} if reading is None else {"message": reply.message(text)}
         logprobs = self._logprobs(piece, finished.request, is_chat=reading is not None)
-        return {**content, "finish_reason": _reason(piece, reply), "logprobs": logprobs}
+        return {**content, "finish_reason": _openai_finish_reason(piece, reply), "logprobs": logprobs}
 
-    def _logprobs(self, piece: Piece, request: GenerateRequest, *, is_chat: bool, offset: int = 0) -> JsonObject | None:
+    def _logprobs(
+        self, piece: OutputPiece, request: GenerateRequest, *, is_chat: bool, offset: int = 0
+    ) -> JsonObject | None:
         """Return a piece's log-probs in the form of chats or of completions, whose text it continues at `offset`.
 
         Completions name the likeliest of several tokens with one text, and always the sampled token.
@@ -385,14 +389,14 @@ class OpenAIRoutes:
         body: Fields,
         requests: list[GenerateRequest],
         head: JsonObject,
-        reading: Reading | None,
+        reading: AnswerFormat | None,
     ) -> web.StreamResponse:
         if len(requests) > 1 or requests[0].params.n > 1:
             raise BadRequest("stream takes one prompt and n = 1", "stream")
         [request] = requests
         with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
         kind = "text_completion" if reading is None else "chat.completion.chunk"
-        reply, offset = Reply(None) if reading is None else reading.reply(), 0
+        reply, offset = ChatChoice(None) if reading is None else reading.reply(), 0
         async with event_stream(http) as response:
             async for seq, piece in self._engine.pieces(request):
                 content: JsonObject = {"text": piece.text}
@@ -401,21 +405,21 @@ class OpenAIRoutes:
                 logprobs = self._logprobs(piece, request, is_chat=reading is not None, offset=offset)
                 if logprobs is not None and reading is None:
                     offset += sum(map(len, logprobs["tokens"]))
-                ends = {"finish_reason": _reason(piece, reply), "logprobs": logprobs}
+                ends = {"finish_reason": _openai_finish_reason(piece, reply), "logprobs": logprobs}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **content, **ends}]})
                 if piece.finish is not None and with_usage:
-                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _counted([[seq]])})
+                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _count_usage([[seq]])})
         return response
 
 
-def _reason(piece: Piece, reply: Reply) -> str | None:
+def _openai_finish_reason(piece: OutputPiece, reply: ChatChoice) -> str | None:
     if piece.finish is None:
         return None
     kind = str(piece.finish["type"])
     return "tool_calls" if reply.calls and kind == "stop" else kind
 
 
-def _counted(results: list[list[EngineSequence]]) -> JsonObject:
+def _count_usage(results: list[list[EngineSequence]]) -> JsonObject:
     """Count the tokens of an answer; each prompt counts once, for any number of samples."""
     prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
     completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)

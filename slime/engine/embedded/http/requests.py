@@ -18,15 +18,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
-from slime.engine.embedded.errors import BadRequest, LeftOut, is_neutral, shown
+from slime.engine.embedded.errors import BadRequest, IgnoredFields, is_neutral, shown
 from slime.engine.embedded.http.http_io import Fields
 from slime.engine.embedded.model.cpu_sampler import stream_seed
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.tokenizer import EngineTokenizer, NoTokenizer, TextStream
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory
-from slime.engine.embedded.weights.process_groups import DTYPES, Announced, Rendezvous
-from slime.models.peft_adapter import AdapterFacts, BadAdapter
+from slime.engine.embedded.weights.process_groups import DTYPES, AnnouncedBucket, Rendezvous
+from slime.models.peft_adapter import AdapterConfig, BadAdapter
 from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
@@ -60,7 +60,7 @@ class ModelFacts:
     has_experts: bool = False
     chat_tokenizer: Callable[[], PreTrainedTokenizerBase] | None = field(default=None, compare=False)
     """Loads transformers' tokenizer; the first call may take seconds."""
-    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
+    left_out: IgnoredFields = field(default_factory=IgnoredFields, compare=False)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Encode a prompt; a text that is certainly too long is refused before it is tokenised."""
@@ -134,10 +134,10 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
         raise BadRequest("give exactly one of text and input_ids")
     prompts, batched = _prompts(body, facts)
     each = [
-        {k: _nth(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
+        {k: _value_for_prompt(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
         for i in range(len(prompts))
     ]
-    return [_one(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
+    return [_parse_request(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
 
 
 def _prompts(body: JsonMapping, facts: ModelFacts) -> tuple[list[list[int]], bool]:
@@ -155,7 +155,7 @@ def _prompts(body: JsonMapping, facts: ModelFacts) -> tuple[list[list[int]], boo
     return (ids if batched else [ids]), batched
 
 
-def _nth(value: object, i: int, count: int, batched: bool, name: str) -> object:
+def _value_for_prompt(value: object, i: int, count: int, batched: bool, name: str) -> object:
     """Return a field's value for prompt `i`: batch requests may give a field once, or once for each prompt."""
     if not batched or not isinstance(value, list):
         if batched and name == "rid" and value is not None and count > 1:
@@ -166,7 +166,7 @@ def _nth(value: object, i: int, count: int, batched: bool, name: str) -> object:
     return value[i]
 
 
-def _one(ids: object, fields: Fields, facts: ModelFacts) -> GenerateRequest:
+def _parse_request(ids: object, fields: Fields, facts: ModelFacts) -> GenerateRequest:
     if not isinstance(ids, list) or not ids:
         raise BadRequest("the prompt has no tokens", "input_ids")
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
@@ -245,7 +245,7 @@ def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
     return DeviceMemory(handle, fields.integer("offset", 0, low=0, high=1 << 50), fields.optional_string("device"))
 
 
-def announced(fields: Fields) -> Announced:
+def parse_bucket(fields: Fields) -> AnnouncedBucket:
     """Parse the announcement of a bucket: SGLang's fields, and two of ours.
 
     `bucket` is the bucket's number and the count of the update's buckets ([1, 3]: the first of three); `adapter` (`r`,
@@ -267,15 +267,15 @@ def announced(fields: Fields) -> Announced:
     group = group_name(fields)
     checked_shapes = [_integers(shape, "shapes", _MOST) for shape in shapes]
     given = fields.body.get("adapter")
-    adapter: AdapterFacts | None = None
+    adapter: AdapterConfig | None = None
     if given is not None:
         if not isinstance(given, dict):
             raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")
         try:
-            adapter = AdapterFacts.from_dict(given)
+            adapter = AdapterConfig.from_dict(given)
         except BadAdapter as cause:
             raise BadRequest(f"adapter: {cause}", "adapter") from cause
-    return Announced(group, names, [DTYPES[kind] for kind in dtypes], checked_shapes, number, count, adapter)
+    return AnnouncedBucket(group, names, [DTYPES[kind] for kind in dtypes], checked_shapes, number, count, adapter)
 
 
 def memory_tags(fields: Fields) -> list[str]:

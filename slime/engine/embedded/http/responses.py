@@ -21,7 +21,7 @@ from slime.storage.json_types import JsonObject
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputPiece:
     """A range of a sequence's tokens; `count` and the fields after it describe the whole sequence up to its end."""
 
     ids: list[int]
@@ -33,7 +33,7 @@ class Piece:
     cached_tokens: int
     finish: JsonObject | None
 
-    def join(self, later: Piece) -> None:
+    def join(self, later: OutputPiece) -> None:
         """Append the piece that follows this one."""
         self.ids += later.ids
         self.logprobs += later.logprobs
@@ -43,24 +43,24 @@ class Piece:
         self.cached_tokens, self.finish = later.cached_tokens, later.finish
 
 
-class Cutter:
+class OutputSplitter:
     """Splits a streamed sequence into pieces of at least `interval` tokens; runs in the engine's thread."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._cut = 0
 
-    def next(self, seq: Sequence) -> Piece | None:
+    def next(self, seq: Sequence) -> OutputPiece | None:
         """Return the new piece, or None while it has too few tokens for an event."""
         if seq.finish is None and len(seq.output_ids) - self._cut < self._interval:
             return None
-        piece = _from(seq, self._cut, seq.text.take() if seq.text is not None and seq.finish is None else "")
+        piece = _make_piece(seq, self._cut, seq.text.take() if seq.text is not None and seq.finish is None else "")
         self._cut = piece.count
         return piece
 
 
-def _from(seq: Sequence, start: int, text: str) -> Piece:
-    return Piece(
+def _make_piece(seq: Sequence, start: int, text: str) -> OutputPiece:
+    return OutputPiece(
         seq.output_ids[start:],
         seq.logprobs[start:],
         seq.output_top[start:],
@@ -72,9 +72,9 @@ def _from(seq: Sequence, start: int, text: str) -> Piece:
     )
 
 
-def whole(seq: Sequence, text: str) -> Piece:
+def whole(seq: Sequence, text: str) -> OutputPiece:
     """Return all of a finished sequence, whose text is `text`, as one piece."""
-    return _from(seq, 0, text)
+    return _make_piece(seq, 0, text)
 
 
 def final_text(seq: Sequence) -> FinalText:
@@ -122,7 +122,7 @@ class TokenJson:
         return orjson.Fragment(b"[" + b",".join(self._entries) + b"]")
 
 
-def columns(piece: Piece) -> dict[str, str]:
+def columns(piece: OutputPiece) -> dict[str, str]:
     """Encode the tokens of a piece as two columns, instead of `[logprob, id, null]` for each.
 
     The columns are base64 of int32 ids, and of float32 log-probs where these are exact, else of float64. Neither side
@@ -135,7 +135,7 @@ def columns(piece: Piece) -> dict[str, str]:
     return {"ids": base64.b64encode(ids.tobytes()).decode(), "logprobs": base64.b64encode(exact.tobytes()).decode()}
 
 
-def column_answer(seq: Sequence, piece: Piece, request: GenerateRequest, version: str) -> JsonObject:
+def column_answer(seq: Sequence, piece: OutputPiece, request: GenerateRequest, version: str) -> JsonObject:
     """Make the `answer` for a client that reads columns; with log-probs the ids are in the columns only."""
     meta = _meta_info(seq, piece, request, version, TokenJson())
     if request.return_logprob:
@@ -149,7 +149,7 @@ def _entries(logprobs: SequenceOf[float | None], ids: SequenceOf[int]) -> bytes:
 
 
 def answer(
-    seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson | None = None
+    seq: Sequence, piece: OutputPiece, request: GenerateRequest, version: str, written: TokenJson | None = None
 ) -> JsonObject:
     """Make SGLang's JSON of a piece, for orjson.
 
@@ -163,7 +163,9 @@ def answer(
     return {"text": piece.text, "output_ids": written.ids, "meta_info": meta}
 
 
-def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: str, written: TokenJson) -> JsonObject:
+def _meta_info(
+    seq: Sequence, piece: OutputPiece, request: GenerateRequest, version: str, written: TokenJson
+) -> JsonObject:
     meta: JsonObject = {
         "id": seq.rid,
         "finish_reason": piece.finish,
@@ -182,11 +184,11 @@ def _meta_info(seq: Sequence, piece: Piece, request: GenerateRequest, version: s
         if seq.top_logprobs:
             meta["output_top_logprobs"] = [[(lp, t, None) for lp, t in best] for best in piece.top]
     if piece.finish is not None:
-        meta |= _at_the_end(seq)
+        meta |= _final_meta_info(seq)
     return meta
 
 
-def _at_the_end(seq: Sequence) -> JsonObject:
+def _final_meta_info(seq: Sequence) -> JsonObject:
     """Return the fields of a finished sequence only; an aborted one may have scores for part of its prompt only.
 
     Routed experts have SGLang's form: base64 of int32 `[positions, layers, topk]`, for all tokens except the last,

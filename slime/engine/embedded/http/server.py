@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 import slime
-from slime.cluster.http_checks import Refusal, foreign, not_json, shows_key
+from slime.cluster.http_checks import Refusal, carries_key, foreign, not_json
 from slime.cluster.http_server import Connections
 from slime.engine.embedded.engine import PAUSE_MODES
-from slime.engine.embedded.errors import BadRequest, NotArrived
-from slime.engine.embedded.http.async_engine import EngineBridge, Finished, in_daemon_thread
+from slime.engine.embedded.errors import BadRequest, BucketNotReceived
+from slime.engine.embedded.http.async_engine import EngineBridge, FinishedSequence, run_in_daemon_thread
 from slime.engine.embedded.http.http_io import error_answer, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.requests import (
     GenerateRequest,
-    announced,
     group_name,
     memory_tags,
+    parse_bucket,
     parse_generate,
     rendezvous,
     shared_memory,
@@ -138,7 +138,7 @@ class EngineServer:
         options, is_open = self.core.options, resource is None or resource.canonical in _OPEN
         control = options.admin_api_key or options.api_key
         keys = (options.api_key, control) if is_open else (control,)
-        if not any(shows_key(request.headers, key) for key in keys):
+        if not any(carries_key(request.headers, key) for key in keys):
             if options.api_key is not None or not is_open:
                 return Refusal(401, "give the API key of this engine: Authorization: Bearer KEY")
             if (cross_site := foreign(request.headers, names=(options.host,))) is not None:
@@ -172,7 +172,7 @@ class EngineServer:
                     answers.append(answer(seq, whole(seq, text), each.request, version, written))
             return json_answer(answers if is_list else answers[0])
 
-        return await self._engine.answered(done, make)
+        return await self._engine.make_answer(done, make)
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         """Send events with the whole answer so far, as SGLang does, or with the new part if its flag is set."""
@@ -201,7 +201,7 @@ class EngineServer:
         a token for the check.
         """
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
-        probe: asyncio.Future[list[Finished]] | None = None
+        probe: asyncio.Future[list[FinishedSequence]] | None = None
         began, deadline = self.core.counters.computed, time.monotonic() + _PROBE_SECONDS
         try:
             while time.monotonic() < deadline:
@@ -290,7 +290,7 @@ class EngineServer:
         body = await json_body(request)
         folder = body.string("model_path")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(lambda: self.core.update_from_folder(folder, version, flush=flush))
+        return await self._run_update(lambda: self.core.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """Load safetensors files of this machine that the JSON names, or the safetensors blob in the body."""
@@ -298,7 +298,7 @@ class EngineServer:
             blob = await request.clone(client_max_size=_MAX_BLOB).read()
             version = request.query.get("weight_version")
             flush = request.query.get("flush_cache", "true") == "true"
-            return await self._updated(lambda: self.core.update_from_bytes(blob, version, flush=flush))
+            return await self._run_update(lambda: self.core.update_from_bytes(blob, version, flush=flush))
         body = await json_body(request)
         if "serialized_named_tensors" in body:
             raise BadRequest(
@@ -308,23 +308,23 @@ class EngineServer:
         if body.optional_string("load_format") != "safetensors_file" or not (paths := body.strings("paths")):
             raise BadRequest("give load_format safetensors_file and paths, a list of safetensors files")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(lambda: self.core.update_from_files(paths, version, flush=flush))
+        return await self._run_update(lambda: self.core.update_from_files(paths, version, flush=flush))
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
         meeting = rendezvous(await json_body(request))
-        await in_daemon_thread(lambda: self.core.groups.join(meeting))  # waits for the other ranks, maybe minutes
+        await run_in_daemon_thread(lambda: self.core.groups.join(meeting))  # waits for the other ranks, maybe minutes
         return json_answer({"success": True, "message": "joined"})
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        bucket = announced(body)
+        bucket = parse_bucket(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
-            return await self._updated(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
-        except (NotArrived, asyncio.CancelledError):  # the bucket is lost; cancelled: its sender disconnected
-            self.core.call(lambda: self.core.break_off(bucket.group_name))
+            return await self._run_update(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
+        except (BucketNotReceived, asyncio.CancelledError):  # the bucket is lost; cancelled: its sender disconnected
+            self.core.call(lambda: self.core.fail_partial_update(bucket.group_name))
             raise
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
@@ -333,12 +333,12 @@ class EngineServer:
         It is opened outside of the engine's thread, which is interrupted for the copy only.
         """
         body = await json_body(request)
-        memory, bucket = shared_memory(body), announced(body)
+        memory, bucket = shared_memory(body), parse_bucket(body)
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
         mode = body.one_of("pause_mode", PAUSE_MODES, "abort") if "pause_mode" in body else None
         opened = await asyncio.to_thread(self.core.open_shared, memory, bucket)
         try:
-            return await self._updated(
+            return await self._run_update(
                 lambda: self.core.update_from_shared(opened, version, flush=flush, pause_mode=mode), opened.seconds
             )
         finally:
@@ -346,8 +346,8 @@ class EngineServer:
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
-        await in_daemon_thread(lambda: self.core.groups.leave(name))
-        await self._engine.call(lambda: self.core.break_off(name))
+        await run_in_daemon_thread(lambda: self.core.groups.leave(name))
+        await self._engine.call(lambda: self.core.fail_partial_update(name))
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
@@ -355,7 +355,7 @@ class EngineServer:
         body = await json_body(request)
         name, folder = body.string("lora_name"), body.string("lora_path")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(
+        return await self._run_update(
             lambda: self.core.load_adapter(name, folder, version, flush=flush), {"loaded_adapters": {name: folder}}
         )
 
@@ -363,7 +363,7 @@ class EngineServer:
         body = await json_body(request)
         name = body.string("lora_name")
         version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        return await self._updated(
+        return await self._run_update(
             lambda: self.core.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
         )
 
@@ -372,7 +372,7 @@ class EngineServer:
         found = await self._engine.call(lambda: self.core.check_weights(action))
         return json_answer({"success": True, "message": "", **found})
 
-    async def _updated(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
+    async def _run_update(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
         """Update the weights in the engine's thread; `more` has additional fields of the answer."""
 
         def timed() -> tuple[int, float]:

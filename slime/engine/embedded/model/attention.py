@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _names = itertools.count()
 
-Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+MakeZeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Allocates a zeroed cache tensor of a shape and a dtype."""
 
 
@@ -102,7 +102,7 @@ class GatheredGroup:
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, room, KV, D]
         self._first = torch.arange(span.b) * self._room
         self._newest = self._first + (span.key_len - 1)  # index of each member's newest token in a store
-        self._in_order = _counts_up(span.query_index.tolist())
+        self._in_order = _is_range(span.query_index.tolist())
 
     @property
     def full(self) -> bool:
@@ -128,7 +128,7 @@ class GatheredGroup:
     def grow(self, query_index: list[int]) -> None:
         """Extend every sequence by one token; `query_index` is their new position in the batch."""
         old = self.span
-        self._in_order = _counts_up(query_index)
+        self._in_order = _is_range(query_index)
         self.span = SpanGroup(torch.tensor(query_index), old.slots, old.b, 1, old.n + 1, old.key_len + 1)
         self._newest = self._first + old.key_len
 
@@ -162,11 +162,11 @@ class GatheredGroup:
         return store
 
 
-def _counts_up(numbers: list[int]) -> bool:
+def _is_range(numbers: list[int]) -> bool:
     return numbers == list(range(len(numbers)))
 
 
-class DecodeWindow:
+class GatheredCache:
     """Gathered keys and values for CPU decode steps, reused between steps while the same sequences run.
 
     Without it every step would copy all keys and values out of their slots.
@@ -214,7 +214,7 @@ class DecodeWindow:
         self._lens, self.groups = {}, []
 
 
-class Slack(NamedTuple):
+class PaddingLimit(NamedTuple):
     """Limit on the longest sequence of a group, relative to the shortest: a factor plus a number of tokens."""
 
     factor: float
@@ -222,11 +222,11 @@ class Slack(NamedTuple):
 
 
 # Prefill copies and multiplies its padding. A decode step is short: another call costs more than some padding.
-PREFILL_SLACK, DECODE_SLACK = Slack(1.25, 16), Slack(2.0, 256)
+PREFILL_SLACK, DECODE_SLACK = PaddingLimit(1.25, 16), PaddingLimit(2.0, 256)
 
 
 def group_spans(
-    query_lens: Sequence[int], key_slots: Sequence[np.ndarray], slack: Slack, max_cells: int = 1 << 24
+    query_lens: Sequence[int], key_slots: Sequence[np.ndarray], slack: PaddingLimit, max_cells: int = 1 << 24
 ) -> list[SpanGroup]:
     """Group sequences of equal query length and similar key length; a single group keeps the given order."""
     starts = np.concatenate([[0], np.cumsum(query_lens)])
@@ -277,13 +277,13 @@ class AttentionContext:
         self.opaque: Callable[..., torch.Tensor] | None = None  # CUDA: `attend` as one op for torch.compile
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64, device=device)  # slot of each new token
         self.groups: list[SpanGroup] = []  # CPU, prefill
-        self.window = DecodeWindow()  # CPU, decode
+        self.window = GatheredCache()  # CPU, decode
         self.tiles: ExtendTiles  # CUDA, prefill; set by every extend step
         self.table: torch.Tensor = torch.empty(0, dtype=torch.int32, device=device)  # CUDA: slot by [row, position]
         self.rows: torch.Tensor = self.slots  # CUDA, decode: table row of each sequence
         self.lens: torch.Tensor = self.table  # CUDA, decode: length of each sequence, new token included
 
-    def allocate(self, slots: int, dtype: torch.dtype, zeros: Zeros) -> None:
+    def allocate(self, slots: int, dtype: torch.dtype, zeros: MakeZeros) -> None:
         """Allocate `slots` token slots, plus the padding slot 0, in every layer."""
         for layer, shape in self.shapes.items():
             for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
@@ -411,7 +411,7 @@ def register_attention(context: AttentionContext, mask: torch.Tensor | None = No
     return name
 
 
-class SeesAll(nn.Module):
+class DenseIndexer(nn.Module):
     """Replaces an indexer that would select every token; has its parameters under their names."""
 
     def __init__(self, plain: nn.Module) -> None:
@@ -432,6 +432,6 @@ def replace_indexers(model: nn.Module) -> bool:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("Indexer") and hasattr(child, "index_topk"):
-                setattr(parent, name, SeesAll(child))
+                setattr(parent, name, DenseIndexer(child))
                 found = True
     return found

@@ -104,17 +104,17 @@ def inputs_of_linears(model: nn.Module) -> Iterator[Inputs]:
 
 def prepare_layers(model: nn.Module, inputs: Inputs, *, pack: bool) -> Callable[[], None]:
     """Replace layers by their fast forms; returns a function to call after the weights have changed."""
-    fast: dict[nn.Module, nn.Module] = {m: norm for m in model.modules() if (norm := plain_rms_norm(m)) is not None}
+    fast: dict[nn.Module, nn.Module] = {m: norm for m in model.modules() if (norm := torch_rms_norm(m)) is not None}
     packed = []
     if pack:
-        for layers in worth_packing(model, inputs):
+        for layers in packable_groups(model, inputs):
             packed.append(PackedWeights(layers))
             fast |= {layer: PackedLinear(layer, packed[-1], place) for place, layer in enumerate(layers)}
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if layer in fast:
                 setattr(parent, name, fast[layer])
-    store_by_input(model)
+    store_column_major(model)
 
     def forget() -> None:
         for weights in packed:
@@ -123,7 +123,7 @@ def prepare_layers(model: nn.Module, inputs: Inputs, *, pack: bool) -> Callable[
     return forget
 
 
-def worth_packing(model: nn.Module, inputs: Inputs) -> Iterable[list[nn.Linear]]:
+def packable_groups(model: nn.Module, inputs: Inputs) -> Iterable[list[nn.Linear]]:
     """Return groups of linear layers of one parent that read the same tensor, where a group is large enough."""
     groups: dict[tuple[int, ...], list[nn.Linear]] = {}
     for parent in model.modules():
@@ -134,7 +134,7 @@ def worth_packing(model: nn.Module, inputs: Inputs) -> Iterable[list[nn.Linear]]
     return [g for g in groups.values() if sum(layer.weight.numel() for layer in g) >= _PACKED_ELEMENTS]
 
 
-def plain_rms_norm(layer: nn.Module) -> nn.RMSNorm | None:
+def torch_rms_norm(layer: nn.Module) -> nn.RMSNorm | None:
     """Return torch's RMSNorm with the weight of `layer` if both give the same bits: one call instead of eight."""
     numbers = [value for value in vars(layer).values() if isinstance(value, float)]
     if (
@@ -152,7 +152,7 @@ def plain_rms_norm(layer: nn.Module) -> nn.RMSNorm | None:
         return norm if torch.equal(norm(probe), layer(probe)) else None
 
 
-def store_by_input(model: nn.Module) -> None:
+def store_column_major(model: nn.Module) -> None:
     """Store every linear weight `[out, in]` column by column, without changing its shape or values.
 
     The CPU's fp32 product of 8 to 64 rows with such a matrix is 1.5 to 2.5 times as fast, and with more rows it is not

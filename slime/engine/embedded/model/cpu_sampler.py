@@ -44,13 +44,13 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample tokens and log-probs `[b]` from fp32 logits `[b, V]`; None: all temperatures are 1, no row is greedy."""
     logprobs = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
-    tokens = _invert(logprobs.exp(), uniform)
+    tokens = _inverse_cdf(logprobs.exp(), uniform)
     if greedy is not None:
         tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first index whose cumulative weight exceeds `uniform` of the total; never one of weight zero."""
     cumulative = weights.cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
@@ -61,10 +61,10 @@ def draw_each(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], uniform: torch.Tensor, greedy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample every row with its own penalties and filters."""
-    edited = torch.stack([edit(row, seq) for row, seq in zip(logits, sequences, strict=True)])
+    edited = torch.stack([edit_logits(row, seq) for row, seq in zip(logits, sequences, strict=True)])
     temperature = torch.tensor([temperature_of(s) for s in sequences], device=logits.device)
     logprobs = (edited / temperature[:, None]).log_softmax(-1)
-    drawn = _invert(restrict(logprobs, sequences).exp(), uniform)
+    drawn = _inverse_cdf(mask_unsampled(logprobs, sequences).exp(), uniform)
     tokens = torch.where(greedy, logprobs.argmax(-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
@@ -73,7 +73,7 @@ def temperature_of(seq: Sequence) -> float:
     return 1.0 if seq.params.greedy and seq.params.temperature == 0.0 else seq.params.temperature
 
 
-def edit(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
+def edit_logits(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
     """Apply penalties, biases and the ban on stopping before `min_new_tokens` to one row."""
     params = seq.params
     if not params.edits_logits:
@@ -95,7 +95,7 @@ def edit(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
     return logits
 
 
-def restrict(scaled: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+def mask_unsampled(scaled: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
     """Set -inf outside each row's top-k and top-p nucleus, and below min-p times the most likely token."""
     if all(s.params.greedy_or_full_support for s in sequences):
         return scaled

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from slime.engine.embedded.model.cpu_sampler import temperature_of, uniforms_at
-from slime.engine.embedded.model.gated_delta_net import lay_out
-from slime.engine.embedded.model.interface import Body, DecodeBatch, Draw, DrawBatch
+from slime.engine.embedded.model.gated_delta_net import group_pieces
+from slime.engine.embedded.model.interface import DecodeBatch, DeviceModel, DeviceSampler, DrawBatch
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles
 from slime.engine.embedded.model.runner import ModelRunner, Sampled, last_token
 from slime.engine.embedded.scheduler import Extend, Sequence
@@ -32,7 +32,7 @@ _PROMPT_TOKENS = (128, 256, 512, 1024, 2048)  # captured sizes of extend steps; 
 
 
 @dataclass
-class OnDevice:
+class LaunchedStep:
     """A launched step; its results are on the host once `done`."""
 
     results: torch.Tensor  # [rows, 2], pinned
@@ -45,7 +45,7 @@ class CudaDecoder:
 
     looks_ahead = True
 
-    def __init__(self, runner: ModelRunner, body: Body, draw: Draw, *, max_running: int) -> None:
+    def __init__(self, runner: ModelRunner, body: DeviceModel, draw: DeviceSampler, *, max_running: int) -> None:
         self._runner = runner
         self._body = body
         self._draw = draw
@@ -56,9 +56,9 @@ class CudaDecoder:
         self._results = torch.zeros(max_running, 2, dtype=torch.float64, device=self._device)
         self._graphs: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}  # replay, logits
         self._prompts: dict[int, _PromptGraph] = {}
-        self._members = _Members([])
+        self._members = _BatchConstants([])
         self._sizes = batch_sizes(body.fewest_rows, max_running)
-        self._side_stream, self._pool = self._for_captures()
+        self._side_stream, self._pool = self._capture_resources()
         # the largest first, so that the others fit into its memory; the largest and the smallest decode any batch
         self._uncaptured = [max_running, *(s for s in self._sizes[:1] if s < max_running)]
         self._uncaptured += reversed(self._sizes[1:-1])
@@ -101,7 +101,7 @@ class CudaDecoder:
             graph.replay, graph.hidden = self._captured(lambda: self._body.extend(ids, positions, slots, graph.tiles))
             self._prompts = {size: graph, **self._prompts}
 
-    def _for_captures(self) -> tuple[torch.cuda.Stream, Any]:
+    def _capture_resources(self) -> tuple[torch.cuda.Stream, Any]:
         """Return the stream of all captures, since memory used in a stream stays with it, and the graphs' pool."""
         return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
@@ -127,21 +127,21 @@ class CudaDecoder:
     # decode
 
     @torch.inference_mode()
-    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> OnDevice:
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> LaunchedStep:
         count = len(running)
         size = min(s for s in self._graphs if s >= count)
         host = self._host_inputs(count, size)
         numbers, floats = host.numbers.numpy(), host.floats.numpy()
         rows = numbers[0, :count]
         rows[:] = [s.row for s in running]
-        members = self._members = self._members.or_of(running)
+        members = self._members = self._members.for_batch(running)
         drawn = np.array([len(s.output_ids) + more for s, more in zip(running, ahead, strict=True)])
         lens = numbers[1, :count]
         lens[:] = members.prompts + drawn
         numbers[2, :count] = slots
         numbers[3, :count] = [-1 if more else last_token(s) for s, more in zip(running, ahead, strict=True)]
         floats[:, :count] = members.drawing(drawn)
-        self._make_states(running, (lens - 1).tolist())
+        self._rebuild_states(running, (lens - 1).tolist())
         held = self._runner.states.held
         held[rows] = -1
         self._runner.set_table(rows, lens - 1, slots)
@@ -150,7 +150,7 @@ class CudaDecoder:
         replay()
         held[rows] = lens
         arrived = self._redraw(logits[:count], self._draw_batch(count), running, ahead)
-        return self._bring(self._results[:count], arrived)
+        return self._copy_to_host(self._results[:count], arrived)
 
     def _host_inputs(self, used: int, size: int) -> _StepInputs:
         """Make pinned inputs; the rows from `used` to `size` write to slot 0 of the dummy row, at position 0."""
@@ -166,13 +166,13 @@ class CudaDecoder:
             return None
         return self._draw.special(logits, batch, sequences, ahead)
 
-    def _bring(self, results: torch.Tensor, arrived: Callable[[], None] | None) -> OnDevice:
+    def _copy_to_host(self, results: torch.Tensor, arrived: Callable[[], None] | None) -> LaunchedStep:
         """Copy results to the host asynchronously; both sides must be contiguous, or the copy would block."""
         host = _pinned(results.shape, results.dtype)
         host.copy_(results, non_blocking=True)
-        return OnDevice(host, _mark(self._device), arrived)
+        return LaunchedStep(host, _record_event(self._device), arrived)
 
-    def collect(self, launched: OnDevice) -> Sampled:
+    def collect(self, launched: LaunchedStep) -> Sampled:
         if launched.done is not None:
             launched.done.synchronize()
         if launched.arrived is not None:
@@ -186,25 +186,25 @@ class CudaDecoder:
     # extend
 
     @torch.inference_mode()
-    def launch_extend(self, extends: list[Extend]) -> OnDevice:
+    def launch_extend(self, extends: list[Extend]) -> LaunchedStep:
         """Compute the pieces and sample a token for each one that `is_sampled`, in order."""
-        self._make_states([e.sequence for e in extends], [e.start for e in extends])
+        self._rebuild_states([e.sequence for e in extends], [e.start for e in extends])
         hidden = self._pieces(extends)
         ends = np.cumsum([e.end - e.start for e in extends])
         self._runner.score_prompts(extends, hidden, ends)
         wanted = [i for i, e in enumerate(extends) if e.is_sampled]
         if not wanted:
-            return OnDevice(_pinned((0, 2), torch.float64), _mark(self._device))
+            return LaunchedStep(_pinned((0, 2), torch.float64), _record_event(self._device))
         sequences = [extends[i].sequence for i in wanted]
         ahead = [0] * len(wanted)
-        drawing = _Members(sequences).drawing(np.array([len(s.output_ids) for s in sequences]))
+        drawing = _BatchConstants(sequences).drawing(np.array([len(s.output_ids) for s in sequences]))
         rows, last, floats = _upload([np.array([s.row for s in sequences]), ends[wanted] - 1, drawing], self._device)
         logits = self._runner.logits(hidden[last])
         results = torch.empty(len(wanted), 2, dtype=torch.float64, device=self._device)
         uniform, temperature, greedy = floats.unbind(0)
         batch = DrawBatch(rows, uniform, temperature, greedy, self._tokens, results)
         self._draw.plain(logits, batch)
-        return self._bring(results, self._redraw(logits, batch, sequences, ahead))
+        return self._copy_to_host(results, self._redraw(logits, batch, sequences, ahead))
 
     def _pieces(self, extends: list[Extend]) -> torch.Tensor:
         """Return the last hidden states `[T, H]` of the pieces, concatenated; a captured graph may pad the end."""
@@ -219,7 +219,7 @@ class CudaDecoder:
         self._runner.context.table.view(-1).index_copy_(0, places, kept)
         states = self._runner.states
         if states:
-            states.spans = lay_out(rows.tolist(), starts.tolist(), (ends - starts).tolist(), self._device)
+            states.spans = group_pieces(rows.tolist(), starts.tolist(), (ends - starts).tolist(), self._device)
         states.held[rows] = -1
         inputs = np.stack([ids, positions, slots])
         fits = (g for g in self._prompts.values() if g.has_room(inputs.shape[1], tiles.shape[1]))
@@ -234,12 +234,12 @@ class CudaDecoder:
         states.held[rows] = ends
         return hidden
 
-    def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+    def _rebuild_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         if stale := self._runner.stale_states(sequences, counts):
             self._pieces(stale)
 
 
-class _Members:
+class _BatchConstants:
     """Sampling inputs of a batch that do not change while the same sequences are in it.
 
     The sequences are compared by identity. This holds references to them, so a new sequence cannot be mistaken for an
@@ -253,9 +253,9 @@ class _Members:
         self._degrees = np.array([temperature_of(s) for s in sequences], np.float32)
         self._greedy = np.array([s.params.greedy for s in sequences], np.float32)
 
-    def or_of(self, sequences: SequenceOf[Sequence]) -> _Members:
+    def for_batch(self, sequences: SequenceOf[Sequence]) -> _BatchConstants:
         """Return self if it is for exactly these sequences, else a new one."""
-        return self if self._sequences == sequences else _Members(sequences)
+        return self if self._sequences == sequences else _BatchConstants(sequences)
 
     def drawing(self, drawn: np.ndarray) -> np.ndarray:
         """Return `[3, b]`: uniform numbers after `drawn` tokens each, temperatures and greedy flags."""
@@ -312,7 +312,7 @@ def _pinned(shape: SequenceOf[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | None:
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
     """Record an event in the stream; None on a device without asynchronous execution."""
     if device.type != "cuda":
         return None

@@ -14,7 +14,12 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.model.attention import AttentionContext, Rules
-from slime.engine.embedded.model.prefill_kernels import ExtendTiles, extend_attention, padded, precision
+from slime.engine.embedded.model.prefill_kernels import (
+    ExtendTiles,
+    dot_precision,
+    extend_attention,
+    padded_size,
+)
 
 
 @triton.jit
@@ -103,8 +108,8 @@ def paged_decode(
         scale, softcap, window,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1), table.stride(0),
-        G=group, GP=padded(group), D=dim, DP=padded(dim), DV=value_dim, DVP=padded(value_dim), N=64,
-        HAS_CAP=softcap > 0, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype),
+        G=group, GP=padded_size(group), D=dim, DP=padded_size(dim), DV=value_dim, DVP=padded_size(value_dim), N=64,
+        HAS_CAP=softcap > 0, HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, PRECISION=dot_precision(q.dtype),
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -54,7 +54,7 @@ def _product_kernel(
     )
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Pairs of tokens and experts, sorted by expert, in tiles of at most `rows` pairs."""
 
     order: torch.Tensor  # [S], the pairs
@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
     rows: int
 
 
-def make_tiles(index: torch.Tensor, experts: int) -> Tiles:
+def make_tiles(index: torch.Tensor, experts: int) -> ExpertTiles:
     flat = index.reshape(-1)
     pairs = flat.shape[0]
     rows = 16 if pairs <= 16 * experts else 64
@@ -73,7 +73,7 @@ def make_tiles(index: torch.Tensor, experts: int) -> Tiles:
     tile_ends = ((counts + rows - 1) // rows).cumsum(0)
     most = pairs // rows + min(pairs, experts)
     expert = torch.searchsorted(tile_ends, torch.arange(most, device=flat.device), right=True)
-    return Tiles(order, counts.cumsum(0), tile_ends, expert, rows)
+    return ExpertTiles(order, counts.cumsum(0), tile_ends, expert, rows)
 
 
 @torch.library.custom_op("slime::experts_product", mutates_args=())

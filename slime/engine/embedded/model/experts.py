@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slime.engine.embedded.model.attention import AttentionContext, Zeros
+from slime.engine.embedded.model.attention import AttentionContext, MakeZeros
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a start
     from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ class RoutedExperts:
 
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"], write  # torch's own grouped product: one call for all experts
 
-    def allocate(self, slots: int, zeros: Zeros) -> None:
+    def allocate(self, slots: int, zeros: MakeZeros) -> None:
         if self.topk:
             self._rows = zeros((slots + 1, self._layers, self.topk), self._kind)
 

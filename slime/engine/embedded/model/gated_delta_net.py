@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slime.engine.embedded.model.attention import Zeros
+from slime.engine.embedded.model.attention import MakeZeros
 
 _CHUNK = 64  # tokens for which the delta rule is solved at once
 
@@ -39,7 +39,7 @@ class StateShape:
 
 
 @dataclass(frozen=True)
-class Spans:
+class PaddedPieces:
     """Pieces of sequences of similar length, padded: piece `i` is `lens[i]` tokens of table row `rows[i]`."""
 
     rows: torch.Tensor  # [b]
@@ -56,7 +56,9 @@ class Spans:
         return wide.view(len(self.rows), self.longest, *values.shape[1:])
 
 
-def lay_out(rows: SequenceOf[int], starts: SequenceOf[int], lens: SequenceOf[int], device: torch.device) -> list[Spans]:
+def group_pieces(
+    rows: SequenceOf[int], starts: SequenceOf[int], lens: SequenceOf[int], device: torch.device
+) -> list[PaddedPieces]:
     """Group consecutive pieces of a batch by similar length."""
     first = np.concatenate([[0], np.cumsum(lens)])
     groups: list[list[int]] = []
@@ -75,12 +77,12 @@ def _spans(
     lens: SequenceOf[int],
     first: np.ndarray,
     device: torch.device,
-) -> Spans:
+) -> PaddedPieces:
     longest = max(lens[i] for i in members)
     tokens = np.concatenate([first[i] + np.arange(lens[i]) for i in members])
     places = np.concatenate([at * longest + np.arange(lens[i]) for at, i in enumerate(members)])
     begun = torch.tensor([float(starts[i] > 0) for i in members], device=device).view(-1, 1, 1)
-    return Spans(
+    return PaddedPieces(
         torch.tensor([rows[i] for i in members], device=device),
         begun,
         torch.tensor([lens[i] for i in members], device=device),
@@ -90,13 +92,13 @@ def _spans(
     )
 
 
-class States:
+class DeltaNetStates:
     """States of all gated delta net layers, and their inputs for the batch in flight."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.shapes: dict[int, StateShape] = {}
         self.held = np.full(rows, -1)
-        self.spans: list[Spans] | None = None  # of an extend step; None: a decode step, one token per row
+        self.spans: list[PaddedPieces] | None = None  # of an extend step; None: a decode step, one token per row
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # of a decode step
         self.convolve: Callable[..., torch.Tensor]
         self.step: Callable[..., torch.Tensor]
@@ -115,7 +117,7 @@ class States:
     def total_bytes(self, dtype: torch.dtype) -> int:
         return len(self.held) * sum(shape.bytes_per_row(dtype) for shape in self.shapes.values())
 
-    def allocate(self, dtype: torch.dtype, zeros: Zeros) -> None:
+    def allocate(self, dtype: torch.dtype, zeros: MakeZeros) -> None:
         rows = len(self.held)
         for layer, s in self.shapes.items():
             self.conv[layer] = zeros((rows, s.kernel - 1, s.channels), dtype)
@@ -141,7 +143,7 @@ class DeltaNet(nn.Module):
     in_proj_b: nn.Linear
     in_proj_a: nn.Linear
 
-    def __init__(self, plain: nn.Module, layer: int, states: States) -> None:
+    def __init__(self, plain: nn.Module, layer: int, states: DeltaNetStates) -> None:
         super().__init__()
         for name, parameter in plain.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
@@ -191,7 +193,7 @@ class DeltaNet(nn.Module):
         q, k = (x.repeat_interleave(repeat, -2) for x in (q * self._key_dim**-0.5, k))
         return q, k, v.unflatten(-1, (self._heads, -1))
 
-    def _extend(self, spans: Spans, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    def _extend(self, spans: PaddedPieces, qkv: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
         """Return `[b, longest, heads, value_dim]` in fp32.
 
         After the end of a piece beta and decay are zero, so padding does not change the state.
@@ -273,9 +275,9 @@ def delta_rule(
     return out.flatten(2, 3)[:, :, :m].transpose(1, 2), state
 
 
-def adopt_states(model: nn.Module, rows: int, device: torch.device) -> States:
+def replace_delta_nets(model: nn.Module, rows: int, device: torch.device) -> DeltaNetStates:
     """Replace the model's gated delta nets by `DeltaNet` layers; returns their states."""
-    states = States(rows, device)
+    states = DeltaNetStates(rows, device)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer).__name__.endswith("GatedDeltaNet") and hasattr(layer, "head_k_dim"):

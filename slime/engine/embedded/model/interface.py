@@ -44,7 +44,7 @@ class DrawBatch:
     results: torch.Tensor  # float64 [b, 2]: token, log-prob
 
 
-class Body(Protocol):
+class DeviceModel(Protocol):
     """Computes the forward pass of decode and extend steps on CUDA."""
 
     fewest_rows: int
@@ -66,7 +66,7 @@ class Body(Protocol):
         ...
 
 
-class Draw(Protocol):
+class DeviceSampler(Protocol):
     """Samples tokens from logits on CUDA."""
 
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
@@ -87,7 +87,7 @@ class Draw(Protocol):
         ...
 
 
-class GeneralBody:
+class TransformersModel:
     """Runs transformers' own modules, for every model; with `compile_layers`, decode steps use compiled layers."""
 
     def __init__(self, runner: ModelRunner, *, compile_layers: bool) -> None:

@@ -181,17 +181,17 @@ def extend_attention(
         scale * LOG2_E, softcap * LOG2_E, window,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1), table.stride(0),
-        G=heads // kv_heads, HEADS=tuning.heads, TILE=ExtendTiles.TILE, D=dim, DP=padded(dim), DV=value_dim,
-        DVP=padded(value_dim), N=tuning.keys, HAS_CAP=softcap > 0, HAS_WINDOW=window > 0,
-        HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
+        G=heads // kv_heads, HEADS=tuning.heads, TILE=ExtendTiles.TILE, D=dim, DP=padded_size(dim), DV=value_dim,
+        DVP=padded_size(value_dim), N=tuning.keys, HAS_CAP=softcap > 0, HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None, PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     return out
 
 
-def padded(n: int) -> int:
+def padded_size(n: int) -> int:
     """Return the next size that a Triton matrix product supports: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 
-def precision(dtype: torch.dtype) -> str:
+def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -19,7 +19,7 @@ import torch
 from slime.engine.embedded.model.attention import (
     PREFILL_SLACK,
     AttentionContext,
-    Zeros,
+    MakeZeros,
     group_spans,
     register_attention,
     replace_indexers,
@@ -28,7 +28,7 @@ from slime.engine.embedded.model.attention import (
 from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
 from slime.engine.embedded.model.cpu_sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.model.experts import watch_experts
-from slime.engine.embedded.model.gated_delta_net import adopt_states, lay_out
+from slime.engine.embedded.model.gated_delta_net import group_pieces, replace_delta_nets
 from slime.engine.embedded.scheduler import Extend, Sequence
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
@@ -42,14 +42,14 @@ Sampled = tuple[list[int], list[float]]
 
 
 @dataclass
-class Launched:
+class CpuStep:
     """A computed step on the CPU: its sampled tokens."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
 
 
-class Decoder(Protocol):
+class StepDecoder(Protocol):
     """Runs steps in two halves, launch and collect, so that the next step can start before this one is read.
 
     Steps are computed in launch order, and each passes the sampled token of a sequence on to the next one. A launched
@@ -111,7 +111,7 @@ class ModelRunner:
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.context = AttentionContext(self.device)
-        self.states = adopt_states(model, len(table), self.device)
+        self.states = replace_delta_nets(model, len(table), self.device)
         self._table = table
         self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last token of each row
 
@@ -124,7 +124,7 @@ class ModelRunner:
         mask = torch.zeros(1, 1, 1, 1, device=self.device) if replace_indexers(self.model) else None
         self.model.set_attn_implementation(register_attention(self.context, mask))
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        self.states.spans = lay_out([0], [0], [2], self.device)
+        self.states.spans = group_pieces([0], [0], [2], self.device)
         with torch.inference_mode():
             self.hidden(ids, torch.arange(2, device=self.device)[None])
         self.context.is_probed = False
@@ -144,7 +144,7 @@ class ModelRunner:
         values = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.context.shapes.values())
         return values * self.dtype.itemsize
 
-    def allocate_kv(self, slots: int, zeros: Zeros | None = None) -> None:
+    def allocate_kv(self, slots: int, zeros: MakeZeros | None = None) -> None:
         """Allocate KV slots for `slots` tokens, with `zeros` or in torch's memory."""
         zeros = zeros or partial(zeros_on, self.device)
         self.context.allocate(slots, self.dtype, zeros)
@@ -184,14 +184,14 @@ class ModelRunner:
     # extend
 
     @torch.inference_mode()
-    def launch_extend(self, extends: list[Extend]) -> Launched:
-        self._make_states([e.sequence for e in extends], [e.start for e in extends])
+    def launch_extend(self, extends: list[Extend]) -> CpuStep:
+        self._rebuild_states([e.sequence for e in extends], [e.start for e in extends])
         hidden = self._pieces(extends)
         ends = np.cumsum([e.end - e.start for e in extends])
         self.score_prompts(extends, hidden, ends)
         wanted = [i for i, e in enumerate(extends) if e.is_sampled]
         if not wanted:
-            return Launched(self._tokens[:0], torch.empty(0))
+            return CpuStep(self._tokens[:0], torch.empty(0))
         logits = self.logits(hidden[torch.from_numpy(ends[wanted] - 1)])
         return self._drawn(logits, [extends[i].sequence for i in wanted], [0] * len(wanted))
 
@@ -207,13 +207,13 @@ class ModelRunner:
         key_slots = [self._table[row, : e.end] for row, e in zip(rows, extends, strict=True)]
         context.groups = group_spans(lens, key_slots, PREFILL_SLACK)
         if self.states:
-            self.states.spans = lay_out(rows, [e.start for e in extends], lens, self.device)
+            self.states.spans = group_pieces(rows, [e.start for e in extends], lens, self.device)
         self.states.held[rows] = -1
         hidden = self.hidden(ids[None], positions[None])
         self.states.held[rows] = [e.end for e in extends]
         return hidden
 
-    def _make_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+    def _rebuild_states(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         if stale := self.stale_states(sequences, counts):
             self._pieces(stale)
 
@@ -260,10 +260,10 @@ class ModelRunner:
     # decode
 
     @torch.inference_mode()
-    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> Launched:
+    def launch(self, running: SequenceOf[Sequence], slots: np.ndarray, ahead: SequenceOf[int]) -> CpuStep:
         rows = np.array([s.row for s in running])
         lens = np.array([s.length + more for s, more in zip(running, ahead, strict=True)])
-        self._make_states(running, (lens - 1).tolist())
+        self._rebuild_states(running, (lens - 1).tolist())
         self.set_table(rows, lens - 1, slots)
         self.states.spans, self.states.rows = None, torch.from_numpy(rows)
         self.states.held[rows] = -1
@@ -276,7 +276,7 @@ class ModelRunner:
         self.states.held[rows] = lens
         return self._drawn(self.logits(hidden), running, ahead)
 
-    def collect(self, launched: Launched) -> Sampled:
+    def collect(self, launched: CpuStep) -> Sampled:
         return launched.tokens.tolist(), launched.logprobs.tolist()
 
     def foresees(self, seq: Sequence) -> bool:
@@ -285,11 +285,11 @@ class ModelRunner:
     def capture_next(self) -> bool:
         return False
 
-    def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> Launched:
+    def _drawn(self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]) -> CpuStep:
         tokens, logprobs = self._draw(logits, sequences, ahead)
         if self.looks_ahead:  # the next step is launched before they are read
             self._tokens[[s.row for s in sequences]] = tokens
-        return Launched(tokens, logprobs)
+        return CpuStep(tokens, logprobs)
 
     def _draw(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from slime.engine.embedded.model.runner import Decoder, ModelRunner
+from slime.engine.embedded.model.runner import ModelRunner, StepDecoder
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import Extend, Sequence
 from slime.errors import UserError
@@ -42,36 +42,36 @@ if TYPE_CHECKING:  # importing transformers takes longer than the rest of a star
 log = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (3, 17, 9)
-FEW_TOKENS = (3, 5, 4)  # prompt lengths for fused models
-_WIDE = 64  # widest window that prompts are made longer than
+FUSED_PROMPT_LENGTHS = (3, 5, 4)  # prompt lengths for fused models
+_WIDEST_TESTED = 64  # widest window that prompts are made longer than
 # Tolerated log-prob error, in standard deviations of the position's log-probs. A wrong computation is off by whole
 # standard deviations; rounding by 1e-5 in float32 and by up to 0.1 in half precision.
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.5
-_DRAWS = 3
+_ATTEMPTS = 3
 """Random token draws before a mismatch counts: a token with tied experts may use either, but a wrong computation
 differs for every draw."""
 
 
-class WrongNumbers(UserError):
+class NumericsMismatch(UserError):
     """Raised when the engine's log-probs differ from those of the model's plain forward."""
 
 
 @contextmanager
-def refusing(model_type: str) -> Iterator[None]:
+def refuse_model_errors(model_type: str) -> Iterator[None]:
     """Turn errors of model code, which is not called as transformers calls it, into a refusal of one sentence."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as cause:
-        raise WrongNumbers(
+        raise NumericsMismatch(
             f"the embedded engine cannot compute {model_type} models ({first_line(cause)}): serve it with SGLang "
             "instead"
         ) from cause
 
 
-def exact_until(facts: JsonMapping) -> tuple[int, str] | None:
+def exact_length_limit(facts: JsonMapping) -> tuple[int, str] | None:
     """Return the length up to which the engine matches the model of this (text) config, and what changes there.
 
     None: no limit. Beyond their original length, the rotary frequencies of `dynamic` and `longrope` models change, so
@@ -92,12 +92,12 @@ def exact_until(facts: JsonMapping) -> tuple[int, str] | None:
 
 def prompt_lengths(facts: JsonMapping, *, is_fused: bool) -> tuple[int, int, int]:
     """Return the test prompts' lengths; one is longer than the windows of this (text) config, unless these are wide."""
-    short, middle, last = FEW_TOKENS if is_fused else PROMPT_LENGTHS
-    widths = [width for width in window_fields(facts).values() if width <= _WIDE]
+    short, middle, last = FUSED_PROMPT_LENGTHS if is_fused else PROMPT_LENGTHS
+    widths = [width for width in window_fields(facts).values() if width <= _WIDEST_TESTED]
     return short, max([middle, *(width + 3 for width in widths)]), last
 
 
-def check_small_of(model: PreTrainedModel) -> None:
+def check_small_variant(model: PreTrainedModel) -> None:
     """Compare the engine with a small model of this class and config; raises if the log-probs differ.
 
     If transformers cannot make a small model, the model passes unless its windows are wide: no other check covers wide
@@ -106,39 +106,39 @@ def check_small_of(model: PreTrainedModel) -> None:
     from slime.models.small import small_model
 
     try:
-        check_small(lambda: small_model(type(model), model.config))
-    except WrongNumbers:
+        compare_small_model(lambda: small_model(type(model), model.config))
+    except NumericsMismatch:
         raise
     except UserError as cause:
-        if max(window_fields(model.config.get_text_config().to_dict()).values(), default=0) > _WIDE:
+        if max(window_fields(model.config.get_text_config().to_dict()).values(), default=0) > _WIDEST_TESTED:
             raise
         log.info("self-test: no small model, only the model's own weights are compared: %s", cause)
 
 
-def check_small(make: Callable[[], PreTrainedModel]) -> None:
+def compare_small_model(make: Callable[[], PreTrainedModel]) -> None:
     """Compare the engine with eager small models, one from `make` per draw; raises if all log-probs differ."""
     wrong = None
-    for seed in range(_DRAWS):
+    for seed in range(_ATTEMPTS):
         small = make()
         facts = small.config.get_text_config().to_dict()
-        plain = _plain_numbers(small, facts, seed)
-        table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDE), dtype=np.int32)
-        with refusing(facts["model_type"]):
+        plain = _small_plain_forward(small, facts, seed)
+        table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDEST_TESTED), dtype=np.int32)
+        with refuse_model_errors(facts["model_type"]):
             runner = ModelRunner(small, table)
             runner.allocate_kv(plain.slots)
         try:
             plain.compare(runner, runner, table)
             return
-        except WrongNumbers as error:
+        except NumericsMismatch as error:
             wrong = error
     assert wrong is not None
     raise wrong
 
 
-def _plain_numbers(small: PreTrainedModel, facts: JsonMapping, seed: int) -> PlainNumbers:
-    limit = exact_until(facts)
+def _small_plain_forward(small: PreTrainedModel, facts: JsonMapping, seed: int) -> PlainForward:
+    limit = exact_length_limit(facts)
     try:
-        return PlainNumbers(
+        return PlainForward(
             lambda ids: small(input_ids=ids, use_cache=False).logits,
             model_type=facts["model_type"],
             vocab_size=facts["vocab_size"],
@@ -155,7 +155,7 @@ def _plain_numbers(small: PreTrainedModel, facts: JsonMapping, seed: int) -> Pla
         ) from cause
 
 
-class PlainNumbers:
+class PlainForward:
     """Reference log-probs of the test prompts, from one call of `logits`, which maps tokens `[B, T]` to `[B, T, V]`."""
 
     def __init__(
@@ -190,15 +190,15 @@ class PlainNumbers:
                 "or check its weights"
             )
 
-    def compare(self, runner: ModelRunner, decoder: Decoder, table: np.ndarray) -> None:
+    def compare(self, runner: ModelRunner, decoder: StepDecoder, table: np.ndarray) -> None:
         """Run the prompts through the engine; raises if its log-probs differ."""
         batches = self.batches(len(table) - 1, runner.cuda)
-        with refusing(self._model_type):
+        with refuse_model_errors(self._model_type):
             worst = max((self._run(members, runner, decoder, table) for members in batches), key=lambda gap: gap[0])
         runner.context.window.forget()
         gap, difference = worst
         if not gap <= _TOLERANCE.get(self._dtype, _HALF_TOLERANCE):
-            raise WrongNumbers(
+            raise NumericsMismatch(
                 f"the embedded engine computes {self._model_type} models wrongly (a log-prob differs by "
                 f"{difference:.2g} from its plain forward): serve it with SGLang instead"
             )
@@ -210,7 +210,7 @@ class PlainNumbers:
         return [*whole, *(prompts[:few] for few in (2, 1) if cuda and few < len(whole[0]))]
 
     def _run(
-        self, members: SequenceOf[int], runner: ModelRunner, decoder: Decoder, table: np.ndarray
+        self, members: SequenceOf[int], runner: ModelRunner, decoder: StepDecoder, table: np.ndarray
     ) -> tuple[float, float]:
         greedy = SamplingParams(temperature=0.0)
         sequences = [

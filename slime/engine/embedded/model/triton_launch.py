@@ -50,11 +50,11 @@ def _has_early_launch() -> bool:
     return version >= (3, 4) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
-def early(wanted: bool) -> dict[str, bool]:
+def pdl_arguments(wanted: bool) -> dict[str, bool]:
     """Return the launch arguments that enable PDL if it is wanted and supported."""
     return {"PDL": True, "launch_pdl": True} if wanted and _has_early_launch() else {"PDL": False}
 
 
-def power(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """Return the next power of two."""
     return int(triton.next_power_of_2(n))

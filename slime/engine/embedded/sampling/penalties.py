@@ -21,12 +21,12 @@ import triton.language as tl
 
 from slime.engine.embedded.model.interface import DrawBatch
 from slime.engine.embedded.sampling.sample_kernels import (
-    BY_PLACE,
     EDITS,
     FREQUENCY,
     MIN_NEW,
     PRESENCE,
     REPETITION,
+    UNALIGNED_ARGUMENTS,
     kind_of,
     settings_of,
 )
@@ -41,7 +41,7 @@ ENDS = tl.constexpr(2)
 SAMPLED = tl.constexpr(4)  # times the number of samples
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def edit_kernel(LOGITS, ROWS, SETTINGS, IDS, MARKS, BIASES, LENGTHS, MADE, stride, room, BLOCK: tl.constexpr):
     """Edit the logits of one row in place."""
     b = tl.program_id(0)
@@ -69,7 +69,7 @@ def edit_kernel(LOGITS, ROWS, SETTINGS, IDS, MARKS, BIASES, LENGTHS, MADE, strid
         tl.store(logits + token, x, mask=real)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def note_kernel(ROWS, SETTINGS, TOKENS, IDS, MARKS, BIASES, LENGTHS, MADE, room, BLOCK: tl.constexpr):
     """Add the sampled token to the entries of its row."""
     b = tl.program_id(0)
@@ -125,7 +125,7 @@ def put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> None:
         into.index_copy_(0, at.long(), values.to(into.dtype))
 
 
-def bring(there: torch.Tensor) -> torch.Tensor:
+def copy_to_host(there: torch.Tensor) -> torch.Tensor:
     """Copy to the host asynchronously; the result may be read once the stream has reached this point."""
     host = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
     host.copy_(there, non_blocking=True)
@@ -135,7 +135,7 @@ def bring(there: torch.Tensor) -> torch.Tensor:
 _BLOCK = 1024
 
 
-class Entries:
+class PenaltyEntries:
     """The entries of all table rows; memory is allocated at the first edit and grows with the sequences."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, run: Launch = launch) -> None:
@@ -157,7 +157,7 @@ class Entries:
         stale = [i for i, seq in enumerate(sequences) if owners[seq.row] is not seq or included[i] != wanted[i]]
         if unread := [sequences[i] for i in stale if ahead[i]]:
             raise RuntimeError(f"request {unread[0].rid} has unread tokens that the entries of its row do not include")
-        fresh = [Fresh.of(sequences[i], self._vocab) for i in stale]
+        fresh = [SequenceEntries.of(sequences[i], self._vocab) for i in stale]
         for made in fresh:
             self._most[made.row] = made.length
         needed, room = int(self._most[rows].max()) + 1, self._ids.shape[1]
@@ -198,7 +198,7 @@ class Entries:
         self._included[rows] = included
         self._most[rows] += 1
 
-    def _load(self, fresh: list[Fresh]) -> None:
+    def _load(self, fresh: list[SequenceEntries]) -> None:
         """Write the entries of some rows with one asynchronous copy."""
         room = self._ids.shape[1]
         places = np.concatenate([f.row * room + np.arange(len(f.ids)) for f in fresh])
@@ -215,7 +215,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Fresh:
+class SequenceEntries:
     """Entries of one sequence, built from its tokens."""
 
     row: int
@@ -229,7 +229,7 @@ class Fresh:
         return len(self.ids)
 
     @classmethod
-    def of(cls, seq: Sequence, vocab: int) -> Fresh:
+    def of(cls, seq: Sequence, vocab: int) -> SequenceEntries:
         params = seq.params
         empty = np.zeros(0, np.int64)
         prompt = np.unique(seq.prompt_ids) if params.repetition_penalty != 1.0 else empty

@@ -27,7 +27,7 @@ PRESENCE = tl.constexpr(6)
 MIN_NEW = tl.constexpr(7)
 COLUMNS = tl.constexpr(8)
 
-BY_PLACE = ("ROWS", "TEMPERATURE", "GREEDY", "UNIFORM", "RESULTS")
+UNALIGNED_ARGUMENTS = ("ROWS", "TEMPERATURE", "GREEDY", "UNIFORM", "RESULTS")
 """Arguments whose start depends on the batch; without alignment specialisation, kernels are not recompiled in a run."""
 
 
@@ -55,13 +55,13 @@ def distance(top, x, inverse):
 
 
 @triton.jit
-def largest(tops):
+def finite_max(tops):
     """Largest logit; 0 when all are -inf, so that differences are not NaN."""
     top = tl.max(tops, 0)
     return tl.where(top == -float("inf"), 0.0, top)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def mass_kernel(
     LOGITS, ROWS, TEMPERATURE, GREEDY, SETTINGS, TOPS, MASSES, BEST, vocab, stride, tiles, idle,
     REDRAW: tl.constexpr, TILE: tl.constexpr,
@@ -80,7 +80,7 @@ def mass_kernel(
     inverse = inverse_of(TEMPERATURE, b)
     top = tl.max(x, 0)
     tl.store(TOPS + b * tiles + t, top)
-    tl.store(MASSES + b * tiles + t, tl.sum(tl.exp(-distance(largest(x), x, inverse)), 0))
+    tl.store(MASSES + b * tiles + t, tl.sum(tl.exp(-distance(finite_max(x), x, inverse)), 0))
     if tl.load(GREEDY + b) != 0:
         tl.store(BEST + b * tiles + t, tl.min(tl.where(x == top, i, vocab - 1), 0))
 
@@ -91,19 +91,19 @@ def tile_masses(TOPS, MASSES, b, tiles, inverse, TP: tl.constexpr):
     t = tl.arange(0, TP)
     tops = tl.load(TOPS + b * tiles + t, mask=t < tiles, other=-float("inf"))
     masses = tl.load(MASSES + b * tiles + t, mask=t < tiles, other=0.0)
-    top = largest(tops)
+    top = finite_max(tops)
     return top, masses * tl.exp(-distance(top, tops, inverse))
 
 
 @triton.jit
-def crossing(weights, places, target):
+def first_crossing(weights, places, target):
     """First of `places` at which the cumulative weight exceeds `target`; never one of weight zero."""
     last = tl.max(tl.where(weights > 0, places, 0), 0)
     over = (tl.cumsum(weights, 0) > target) & (weights > 0)
     return tl.minimum(tl.min(tl.where(over, places, 2147483647), 0), last)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def pick_kernel(
     LOGITS, ROWS, TEMPERATURE, GREEDY, UNIFORM, SETTINGS, TOPS, MASSES, BEST, KEPT, LIMIT, LAST, TOKENS, RESULTS,
     vocab, stride, tiles, idle,
@@ -137,7 +137,7 @@ def pick_kernel(
         if (kind & CUTS) != 0:
             masses = tl.load(KEPT + b * tiles + t, mask=t < tiles, other=0.0)
         target = tl.load(UNIFORM + b) * tl.sum(masses, 0)
-        tile = crossing(masses, t, target)
+        tile = first_crossing(masses, t, target)
         rest = target - tl.sum(tl.where(t < tile, masses, 0.0), 0)
         i = tile * TILE + tl.arange(0, TILE)
         far = distance(top, tl.load(logits + i, mask=i < vocab, other=-float("inf")), inverse)
@@ -146,7 +146,7 @@ def pick_kernel(
             limit = tl.load(LIMIT + b)
             stays = (far < limit) | ((far == limit) & (i <= tl.load(LAST + b)))
             weights = tl.where(stays, weights, 0.0)
-        token = crossing(weights, i, rest)
+        token = first_crossing(weights, i, rest)
     token = tl.minimum(token, vocab - 1)
     score = -distance(top, tl.load(logits + token), inverse) - tl.log(total)
     score = tl.where(total > 0, score, float("nan"))

@@ -12,11 +12,19 @@ import numpy as np
 import torch
 import triton
 
-from slime.cluster.garbage_collection import collector_at_rest
+from slime.cluster.garbage_collection import gc_disabled_in_all_threads
 from slime.engine.embedded.model.cpu_sampler import draw_each
 from slime.engine.embedded.model.interface import DrawBatch
 from slime.engine.embedded.sampling import sample_kernels, top_p_kernels
-from slime.engine.embedded.sampling.penalties import Entries, Launch, bring, compile_only, launch, put, send
+from slime.engine.embedded.sampling.penalties import (
+    Launch,
+    PenaltyEntries,
+    compile_only,
+    copy_to_host,
+    launch,
+    put,
+    send,
+)
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import Sequence
 
@@ -51,8 +59,8 @@ class KernelDraw:
         self._settings = torch.zeros(rows + 1, sample_kernels.COLUMNS.value, device=device)
         self._kinds = np.zeros(rows, np.int64)  # the host's copy of the column KIND
         self._owners: list[Sequence | None] = [None] * rows
-        self._entries = Entries(rows + 1, vocab, device, run)
-        self._cuts: _Cuts | None = None
+        self._entries = PenaltyEntries(rows + 1, vocab, device, run)
+        self._cuts: _CutBuffers | None = None
         self._is_compiled = threading.Event()
         self._is_compiled.set()
 
@@ -61,7 +69,7 @@ class KernelDraw:
             return False
         return not seq.params.edits_logits or self._entries.follow(seq)
 
-    def prepare_aside(self, compiles: Launch = compile_only) -> threading.Thread:
+    def prepare_in_background(self, compiles: Launch = compile_only) -> threading.Thread:
         """Run `prepare` in a background thread; until it has ended, `special` samples with torch."""
         self._is_compiled.clear()
 
@@ -77,7 +85,7 @@ class KernelDraw:
         thread.start()
         return thread
 
-    @collector_at_rest()
+    @gc_disabled_in_all_threads()
     def prepare(self, compiles: Launch = compile_only) -> None:
         """Compile the kernels of `special` ahead of their use, without launching any; callable from any thread."""
         meta = torch.device("meta")
@@ -91,7 +99,7 @@ class KernelDraw:
             twin.special(logits, DrawBatch(place, number, number, number, place, results), [seq], [0])
 
     @classmethod
-    @collector_at_rest()
+    @gc_disabled_in_all_threads()
     def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only, tile: int = _TILE) -> None:
         """Compile the kernels of `plain`; needs no model."""
         meta = torch.device("meta")
@@ -108,7 +116,7 @@ class KernelDraw:
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]
     ) -> Callable[[], None] | None:
         """Sample again, after `plain`; the caller calls the returned function once the results are on the host."""
-        tops = self._bring_top(logits, batch, sequences)
+        tops = self._copy_top_logprobs(logits, batch, sequences)
         if not self._is_compiled.is_set():
             _draw_with_torch(logits, batch, sequences)
             return tops
@@ -159,7 +167,7 @@ class KernelDraw:
     def _cut(self, logits: torch.Tensor, batch: DrawBatch, *, counts: bool) -> None:
         """Compute where top-k, top-p and min-p cut each row, and the mass that its tiles keep."""
         if self._cuts is None:
-            self._cuts = _Cuts(self._rows, self._tiles, self._room, self._device)
+            self._cuts = _CutBuffers(self._rows, self._tiles, self._room, self._device)
         cuts, grid = self._cuts, (len(logits), self._tiles)
         exact = {"num_warps": 8, "enable_fp_fusion": False}  # see `top_p_kernels`
         row = (logits, batch.rows, batch.temperature, self._settings, self._tops, self._masses)
@@ -183,7 +191,7 @@ class KernelDraw:
             **exact,
         )  # fmt: skip
 
-    def _bring_top(
+    def _copy_top_logprobs(
         self, logits: torch.Tensor, batch: DrawBatch, sequences: SequenceOf[Sequence]
     ) -> Callable[[], None] | None:
         """Copy the most likely tokens before any edit to the host asynchronously, for sequences that request them."""
@@ -197,7 +205,7 @@ class KernelDraw:
         best = tops.amax(1, keepdim=True)
         total = (self._masses[rows] * ((tops - best) * inverse).exp()).sum(1, keepdim=True)
         logprobs = (torch.cat([f.values for f in found]) - best) * inverse - total.log()
-        values, indices = bring(logprobs), bring(torch.cat([f.indices for f in found]))
+        values, indices = copy_to_host(logprobs), copy_to_host(torch.cat([f.indices for f in found]))
 
         def arrived() -> None:
             for (_, seq), value, index in zip(members, values.tolist(), indices.tolist(), strict=True):
@@ -220,7 +228,7 @@ def _draw_with_torch(logits: torch.Tensor, batch: DrawBatch, sequences: Sequence
         batch.results[places] = torch.stack([tokens.double(), logprobs.double()], 1)
 
 
-class _Cuts:
+class _CutBuffers:
     """Buffers shared by the kernels that compute cuts."""
 
     def __init__(self, rows: int, tiles: int, room: int, device: torch.device) -> None:

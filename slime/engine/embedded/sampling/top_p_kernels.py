@@ -28,11 +28,11 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.sampling.sample_kernels import (
-    BY_PLACE,
     CUTS,
     REACH,
     TOP_K,
     TOP_P,
+    UNALIGNED_ARGUMENTS,
     distance,
     inverse_of,
     kind_of,
@@ -42,8 +42,8 @@ from slime.engine.embedded.sampling.sample_kernels import (
 
 PROBES = tl.constexpr(8)  # distances measured per pass
 STATE = tl.constexpr(8)  # stored values per bracket
-MOST = tl.constexpr(1024.0)  # maximum tokens in a bracket that is listed
-NOTHING = tl.constexpr(2147483647)  # larger than the key of every distance
+MAX_LISTED = tl.constexpr(1024.0)  # maximum tokens in a bracket that is listed
+NO_KEY = tl.constexpr(2147483647)  # larger than the key of every distance
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def key_of(far):
 @triton.jit
 def is_narrow(a, b, mass_a, mass_b):
     """True if the bracket's tokens fit a list or are at one distance; each of them weighs at least exp(-b)."""
-    return (key_of(b) - key_of(a) <= 1) | ((mass_b - mass_a) * tl.exp(b) <= MOST)
+    return (key_of(b) - key_of(a) <= 1) | ((mass_b - mass_a) * tl.exp(b) <= MAX_LISTED)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def wanted(own, total):
 
 
 @triton.jit
-def beginning(own, total, vocab):
+def initial_limit(own, total, vocab):
     """End of the first bracket: beyond it is less than 1 - p of the mass, even if every token were just there."""
     p = tl.load(own + TOP_P)
     rest = tl.where(p < 1, (1 - p) * total, 0.0)
@@ -76,7 +76,7 @@ def beginning(own, total, vocab):
 
 
 @triton.jit
-def limits_in(a, b, mass_a, mass_b, count_a, count_b, k, target):
+def probe_limits(a, b, mass_a, mass_b, count_a, count_b, k, target):
     """Distances to measure inside the bracket: some evenly spaced, some around the interpolated target.
 
     The first bracket starts below every token (a < 0); its distances are denser near its start and include its end.
@@ -99,7 +99,7 @@ def limits_in(a, b, mass_a, mass_b, count_a, count_b, k, target):
 
 
 @triton.jit
-def narrowed(a, b, mass_a, mass_b, count_a, count_b, limits, masses, counts, k, target):
+def narrow_bracket(a, b, mass_a, mass_b, count_a, count_b, limits, masses, counts, k, target):
     """Bracket narrowed by the masses and counts measured at the limits."""
     enough = (counts >= k) | (masses >= target)
     end = tl.min(tl.where(enough, limits, float("inf")), 0)
@@ -120,7 +120,7 @@ def load_state(STATES, b):
 
 
 @triton.jit
-def bracket(
+def load_bracket(
     own, SUMS, STATES, b, total, vocab, tiles, k, target, FIRST: tl.constexpr, COUNTS: tl.constexpr, TP: tl.constexpr
 ):  # fmt: skip
     """Bracket after the previous probe; the initial one if there was none.
@@ -128,13 +128,13 @@ def bracket(
     SUMS [b, tiles, 2, PROBES] has the measurements of each tile, STATES [b, STATE] the bracket of these measurements.
     """
     if FIRST:
-        end = beginning(own, total, vocab)
+        end = initial_limit(own, total, vocab)
         a, mass_a, count_a = end * 0.0 - 1.0, end * 0.0, end * 0.0
         mass_b, count_b = total, end * 0.0 + vocab
     else:
         a, end, mass_a, mass_b, count_a, count_b = load_state(STATES, b)
         if is_narrow(a, end, mass_a, mass_b) == 0:
-            limits = limits_in(a, end, mass_a, mass_b, count_a, count_b, k, target)
+            limits = probe_limits(a, end, mass_a, mass_b, count_a, count_b, k, target)
             t, j = tl.arange(0, TP), tl.arange(0, PROBES)
             at = SUMS + b * tiles * 2 * PROBES + t[:, None] * 2 * PROBES + j[None, :]
             masses = tl.sum(tl.load(at, mask=t[:, None] < tiles, other=0.0), 0)
@@ -142,7 +142,7 @@ def bracket(
                 counts = tl.sum(tl.load(at + PROBES, mask=t[:, None] < tiles, other=0.0), 0)
             else:
                 counts = tl.zeros((PROBES,), tl.float32)
-            a, end, mass_a, mass_b, count_a, count_b = narrowed(
+            a, end, mass_a, mass_b, count_a, count_b = narrow_bracket(
                 a, end, mass_a, mass_b, count_a, count_b, limits, masses, counts, k, target
             )
     return a, end, mass_a, mass_b, count_a, count_b
@@ -160,13 +160,13 @@ def store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b):
 
 
 @triton.jit
-def distances(logits, start, end, top, inverse, WIDTH: tl.constexpr):
+def load_distances(logits, start, end, top, inverse, WIDTH: tl.constexpr):
     """Indices and distances of the tokens from `start` on; distances beyond `end` are infinite."""
     i = start + tl.arange(0, WIDTH)
     return i, distance(top, tl.load(logits + i, mask=i < end, other=-float("inf")), inverse)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def probe_kernel(
     LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, SUMS, STATES, vocab, stride, tiles,
     FIRST: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, TP: tl.constexpr,
@@ -183,14 +183,14 @@ def probe_kernel(
     top, masses = tile_masses(TOPS, MASSES, b, tiles, inverse, TP)
     total = tl.sum(masses, 0)
     k, target = wanted(own, total)
-    a, end, mass_a, mass_b, count_a, count_b = bracket(
+    a, end, mass_a, mass_b, count_a, count_b = load_bracket(
         own, SUMS_BEFORE, STATES_BEFORE, b, total, vocab, tiles, k, target, FIRST, COUNTS, TP
     )
     if tile == 0:
         store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b)
     if is_narrow(a, end, mass_a, mass_b) == 0:
-        limits = limits_in(a, end, mass_a, mass_b, count_a, count_b, k, target)
-        _, far = distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
+        limits = probe_limits(a, end, mass_a, mass_b, count_a, count_b, k, target)
+        _, far = load_distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
         weights = tl.exp(-far)
         at = SUMS + (b * tiles + tile) * 2 * PROBES
         for j in tl.static_range(PROBES):
@@ -200,7 +200,7 @@ def probe_kernel(
                 tl.store(at + PROBES + j, tl.sum((far <= limit).to(tl.int32), 0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def gather_kernel(
     LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, SUMS_BEFORE, STATES_BEFORE, STATES, KEPT, SPANS, LISTED, INDEX,
     vocab, stride, tiles,
@@ -220,18 +220,18 @@ def gather_kernel(
     top, masses = tile_masses(TOPS, MASSES, b, tiles, inverse, TP)
     total = tl.sum(masses, 0)
     k, target = wanted(own, total)
-    a, end, mass_a, mass_b, count_a, count_b = bracket(
+    a, end, mass_a, mass_b, count_a, count_b = load_bracket(
         own, SUMS_BEFORE, STATES_BEFORE, b, total, vocab, tiles, k, target, False, COUNTS, TP
     )
     if tile == 0:
         store_state(STATES, b, a, end, mass_a, mass_b, count_a, count_b)
-    i, far = distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
+    i, far = load_distances(LOGITS + b.to(tl.int64) * stride, tile * TILE, vocab, top, inverse, TILE)
     place = b * tiles + tile
     tl.store(KEPT + place, tl.sum(tl.where(far <= a, tl.exp(-far), 0.0), 0))
     inside = (far > a) & (far <= end)
     key = key_of(far)
     span = SPANS + b * 3 * tiles + tile
-    tl.store(span, tl.min(tl.where(inside, key, NOTHING), 0))
+    tl.store(span, tl.min(tl.where(inside, key, NO_KEY), 0))
     tl.store(span + tiles, tl.max(tl.where(inside, key, -1), 0))
     found = tl.sum(inside.to(tl.int32), 0)
     tl.store(span + 2 * tiles, found)
@@ -242,7 +242,7 @@ def gather_kernel(
 
 
 @triton.jit
-def spanned(far, low, middle, high):
+def measure_span(far, low, middle, high):
     """For each distance: mass and count within (low, middle], its key there, and its key in (middle, high]."""
     key = key_of(far)
     is_near, is_beyond = (key > low) & (key <= middle), (key > middle) & (key <= high)
@@ -250,25 +250,25 @@ def spanned(far, low, middle, high):
         tl.where(is_near, tl.exp(-far), 0.0),
         is_near.to(tl.int32),
         tl.where(is_near, key, -1),
-        tl.where(is_beyond, key, NOTHING),
+        tl.where(is_beyond, key, NO_KEY),
     )
 
 
 @triton.jit
-def spanned_in_row(logits, vocab, top, inverse, low, middle, high, BLOCK: tl.constexpr):
+def measure_row_span(logits, vocab, top, inverse, low, middle, high, BLOCK: tl.constexpr):
     """Total mass and count of a row within (low, middle], the furthest key there, and the nearest key beyond."""
     mass, count = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    furthest, nearest = tl.full((BLOCK,), -1, tl.int32), tl.full((BLOCK,), NOTHING, tl.int32)
+    furthest, nearest = tl.full((BLOCK,), -1, tl.int32), tl.full((BLOCK,), NO_KEY, tl.int32)
     for start in range(0, vocab, BLOCK):
-        _, far = distances(logits, start, vocab, top, inverse, BLOCK)
-        more, others, near, beyond = spanned(far, low, middle, high)
+        _, far = load_distances(logits, start, vocab, top, inverse, BLOCK)
+        more, others, near, beyond = measure_span(far, low, middle, high)
         mass += more
         count += others
         furthest, nearest = tl.maximum(furthest, near), tl.minimum(nearest, beyond)
     return tl.sum(mass, 0), tl.sum(count, 0), tl.max(furthest, 0), tl.min(nearest, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_PLACE)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGUMENTS)
 def settle_kernel(
     LOGITS, ROWS, TEMPERATURE, SETTINGS, TOPS, MASSES, STATES, KEPT, SPANS, LISTED, INDEX, LIMIT, LAST,
     vocab, stride, tiles,
@@ -290,7 +290,7 @@ def settle_kernel(
     logits = LOGITS + b.to(tl.int64) * stride
     span, real = SPANS + b * 3 * tiles + t, t < tiles
     high = tl.max(tl.load(span + tiles, mask=real, other=-1), 0)
-    low = tl.minimum(tl.min(tl.load(span, mask=real, other=NOTHING), 0), high) - 1
+    low = tl.minimum(tl.min(tl.load(span, mask=real, other=NO_KEY), 0), high) - 1
     found = tl.load(span + 2 * tiles, mask=real, other=0)
     is_listed = tl.max(found, 0) <= ROOM
     slot = tl.arange(0, ROOM)[None, :]
@@ -300,11 +300,11 @@ def settle_kernel(
     while high - low > 1:
         middle = low + (high - low) // 2
         if is_listed:
-            masses_2d, counts_2d, near, beyond = spanned(listed, low, middle, high)
+            masses_2d, counts_2d, near, beyond = measure_span(listed, low, middle, high)
             more, others = tl.sum(tl.sum(masses_2d, 1), 0), tl.sum(tl.sum(counts_2d, 1), 0)
             furthest, nearest = tl.max(tl.max(near, 1), 0), tl.min(tl.min(beyond, 1), 0)
         else:
-            more, others, furthest, nearest = spanned_in_row(logits, vocab, top, inverse, low, middle, high, BLOCK)
+            more, others, furthest, nearest = measure_row_span(logits, vocab, top, inverse, low, middle, high, BLOCK)
         if (mass + more >= target) | (count + others >= k):
             high = tl.where(others > 0, furthest, middle)
         else:
@@ -328,7 +328,7 @@ def settle_kernel(
     else:
         seen = 0
         for tile in range(0, tiles):
-            i, far = distances(logits, tile * TILE, vocab, top, inverse, TILE)
+            i, far = load_distances(logits, tile * TILE, vocab, top, inverse, TILE)
             ties = (far == end).to(tl.int32)
             stays = (far < end) | ((ties != 0) & (seen + tl.cumsum(ties, 0) <= staying))
             tl.store(KEPT + b * tiles + tile, tl.sum(tl.where(stays, tl.exp(-far), 0.0), 0))

@@ -3,7 +3,7 @@
 Several threads read pieces of the safetensors files, each into pinned memory of its own, and copy them to the device
 while they read the next ones: a gigabyte that the system has in memory takes a fraction of a second.
 Invariant: a tensor that `read_into` filled holds the values of the file, rounded if the tensor has another dtype. Files
-are described by their headers alone; for a folder that these do not describe, `stored_in` returns None.
+are described by their headers alone; for a folder that these do not describe, `list_folder_tensors` returns None.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Stored:
+class FolderTensor:
     """The location of a tensor in a file, with its dtype and shape."""
 
     file: Path
@@ -46,7 +46,7 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def stored_in(folder: Path) -> dict[str, Stored] | None:
+def list_folder_tensors(folder: Path) -> dict[str, FolderTensor] | None:
     """List the tensors of a folder by name; None if it has other than floating-point tensors in safetensors files."""
     try:
         index = folder / "model.safetensors.index.json"
@@ -55,7 +55,7 @@ def stored_in(folder: Path) -> dict[str, Stored] | None:
             files = sorted(set(names.values())) if names else []
         else:
             names, files = None, ["model.safetensors"]
-        found: dict[str, Stored] = {}
+        found: dict[str, FolderTensor] = {}
         for file in files:
             header = _header(folder / file)
             found |= {n: header[n] for n in header if names is None or names.get(n) == file}
@@ -64,7 +64,7 @@ def stored_in(folder: Path) -> dict[str, Stored] | None:
         return None
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, FolderTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
@@ -75,14 +75,14 @@ def _header(file: Path) -> dict[str, Stored]:
     found = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
-        tensor = Stored(file, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        tensor = FolderTensor(file, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if tensor.nbytes != end - begin or 8 + length + end > size:
             raise ValueError(f"{name} is not within {file}")
         found[name] = tensor
     return found
 
 
-def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> int:
+def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, FolderTensor]) -> int:
     """Fill each target from the tensor of its name; returns the bytes read.
 
     Targets are contiguous and on one device.
@@ -93,7 +93,7 @@ def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored])
     try:
         for file in files:
             opened[file] = os.open(file, os.O_RDONLY)
-        pieces = _Shared(_pieces(targets, stored))
+        pieces = _PieceQueue(_pieces(targets, stored))
         threads = min(_MOST_THREADS, cpu_cores())
         with ThreadPoolExecutor(threads) as pool:
             readers = [pool.submit(_read_pieces, pieces, opened, device) for _ in range(threads)]
@@ -106,7 +106,7 @@ def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored])
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FilePiece:
     file: Path
     begin: int
     target: torch.Tensor  # flat
@@ -117,29 +117,29 @@ class _Piece:
         return self.target.numel() * self.dtype.itemsize
 
 
-def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[_Piece]:
+def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, FolderTensor]) -> Iterator[_FilePiece]:
     for name, target in targets.items():
         tensor, flat = stored[name], target.detach().view(-1)
         step = _PIECE // tensor.dtype.itemsize
         for first in range(0, flat.numel(), step):
             begin = tensor.begin + first * tensor.dtype.itemsize
-            yield _Piece(tensor.file, begin, flat[first : first + step], tensor.dtype)
+            yield _FilePiece(tensor.file, begin, flat[first : first + step], tensor.dtype)
 
 
-class _Shared:
+class _PieceQueue:
     """An iterator over pieces for several threads."""
 
-    def __init__(self, pieces: Iterable[_Piece]) -> None:
+    def __init__(self, pieces: Iterable[_FilePiece]) -> None:
         self._pieces = list(pieces)
         self._next = itertools.count()
 
-    def take(self) -> _Piece | None:
+    def take(self) -> _FilePiece | None:
         at = next(self._next)  # one operation of the interpreter: no other thread gets the same number
         return self._pieces[at] if at < len(self._pieces) else None
 
 
 @torch.inference_mode()
-def _read_pieces(pieces: _Shared, opened: Mapping[Path, int], device: torch.device) -> int:
+def _read_pieces(pieces: _PieceQueue, opened: Mapping[Path, int], device: torch.device) -> int:
     """Read pieces until none is left; returns the bytes read."""
     cuda = device.type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None

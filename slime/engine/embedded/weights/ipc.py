@@ -18,12 +18,12 @@ from typing import Protocol
 
 import torch
 
-from slime.cluster.memory.cuda_driver import CudaDriver, CudaRefused, DeviceBytes
-from slime.cluster.memory.regions import HostRegion, aligned
-from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, shown
+from slime.cluster.memory.cuda_driver import CudaDriver, CudaDriverError, DeviceBytes
+from slime.cluster.memory.regions import HostRegion, align_up
+from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, shown
 from slime.engine.embedded.weights.loading import check_shapes
 from slime.engine.embedded.weights.parameter_views import FolderViews
-from slime.engine.embedded.weights.process_groups import Announced
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 
 _SOURCE = "the shared memory"
 
@@ -45,7 +45,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemorySlice:
     """The location of a tensor in the memory, in bytes."""
 
     begin: int
@@ -67,7 +67,7 @@ class Source(Protocol):
     @property
     def size(self) -> int: ...
 
-    def copies(self, places: Sequence[Place]) -> Copy: ...
+    def copies(self, places: Sequence[MemorySlice]) -> Copy: ...
 
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ class Source(Protocol):
 class OpenBucket:
     """The tensors of a bucket in a trainer's memory, which stays open while they are copied."""
 
-    def __init__(self, bucket: Announced, source: Source, places: Sequence[Place]) -> None:
+    def __init__(self, bucket: AnnouncedBucket, source: Source, places: Sequence[MemorySlice]) -> None:
         self.bucket = bucket
         self._source = source
         self._copy: Copy | None = source.copies(places)
@@ -95,7 +95,7 @@ class OpenBucket:
             try:
                 self._copy([targets[name] for name in self.bucket.names])
             except RuntimeError as cause:
-                raise HalfWritten(f"weights of {_SOURCE} could not be copied: {cause}") from cause
+                raise PartialWrite(f"weights of {_SOURCE} could not be copied: {cause}") from cause
             self.seconds["copy_seconds"] = time.perf_counter() - began
         return self._bytes
 
@@ -114,16 +114,16 @@ class SharedMemory:
         self._lock = threading.Lock()
 
     def open(
-        self, memory: DeviceMemory | HostMemory, bucket: Announced, views: FolderViews, device: torch.device
+        self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket, views: FolderViews, device: torch.device
     ) -> OpenBucket:
         """Open the tensors of a bucket, which are stored in their order, each at a multiple of 512 bytes."""
         began = time.perf_counter()
         check_shapes(views, dict(zip(bucket.names, bucket.shapes, strict=True)), _SOURCE)
         sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(bucket.shapes, bucket.dtypes, strict=True)]
         places = [
-            Place(end - aligned(size), size, kind, shape)
+            MemorySlice(end - align_up(size), size, kind, shape)
             for size, end, kind, shape in zip(
-                sizes, accumulate(map(aligned, sizes)), bucket.dtypes, bucket.shapes, strict=True
+                sizes, accumulate(map(align_up, sizes)), bucket.dtypes, bucket.shapes, strict=True
             )
         ]
         source = self._host(memory, device) if isinstance(memory, HostMemory) else _device(memory, device)
@@ -148,22 +148,22 @@ class SharedMemory:
                 except (OSError, ValueError) as cause:
                     raise Conflict(f"cannot open the shared memory {shown(memory.path)}: {cause}", "region") from cause
             assert self._region is not None
-            return _FromHost(self._region.data, device)
+            return _HostTrainerMemory(self._region.data, device)
 
 
-class _FromHost:
+class _HostTrainerMemory:
     def __init__(self, held: torch.Tensor, device: torch.device) -> None:
         self._held = held
         self._device = device
         self.size = held.numel()
 
-    def copies(self, places: Sequence[Place]) -> Copy:
+    def copies(self, places: Sequence[MemorySlice]) -> Copy:
         sources = [place.within(self._held) for place in places]
 
         def copy(targets: Sequence[torch.Tensor]) -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            _settle(self._device)
+            _synchronize(self._device)
 
         return copy
 
@@ -171,7 +171,7 @@ class _FromHost:
         """Do nothing: the region stays open for the next update."""
 
 
-class _SameDevice:
+class _SameDeviceMemory:
     def __init__(self, driver: CudaDriver, memory: DeviceMemory, device: torch.device) -> None:
         self._driver = driver
         self._device = device
@@ -179,25 +179,25 @@ class _SameDevice:
         self.size = size - memory.offset
         self._first = self._address + memory.offset
 
-    def copies(self, places: Sequence[Place]) -> Copy:
+    def copies(self, places: Sequence[MemorySlice]) -> Copy:
         held = torch.as_tensor(DeviceBytes(self._first, self.size), device=self._device)
         sources = [place.within(held) for place in places]
 
         def copy(targets: Sequence[torch.Tensor]) -> None:
             torch._foreach_copy_(list(targets), sources)
-            _settle(self._device)
+            _synchronize(self._device)
 
         return copy
 
     def close(self) -> None:
-        _use_in_this_thread(self._device)
+        _set_thread_device(self._device)
         self._driver.close(self._address)
 
 
-class _OtherDevice(_SameDevice):
+class _OtherDeviceMemory(_SameDeviceMemory):
     """Memory of a GPU that this process may not see: torch cannot address it, so bytes are copied by address."""
 
-    def copies(self, places: Sequence[Place]) -> Copy:
+    def copies(self, places: Sequence[MemorySlice]) -> Copy:
         def copy(targets: Sequence[torch.Tensor]) -> None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
             for target, place in zip(targets, places, strict=True):
@@ -207,7 +207,7 @@ class _OtherDevice(_SameDevice):
                     arrived = torch.empty(place.shape, dtype=place.dtype, device=self._device)
                     self._driver.copy(arrived.data_ptr(), self._first + place.begin, place.size, stream)
                     target.copy_(arrived)
-            _settle(self._device)
+            _synchronize(self._device)
 
         return copy
 
@@ -215,21 +215,21 @@ class _OtherDevice(_SameDevice):
 def _device(memory: DeviceMemory, device: torch.device) -> Source:
     if device.type != "cuda":
         raise Conflict(f"this engine computes on {device.type}: it cannot open memory of a GPU", "handle")
-    _use_in_this_thread(device)
+    _set_thread_device(device)
     driver = CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
     own = str(torch.cuda.get_device_properties(device).uuid)
-    kind = _SameDevice if memory.device in (None, own) else _OtherDevice
+    kind = _SameDeviceMemory if memory.device in (None, own) else _OtherDeviceMemory
     try:
         return kind(driver, memory, device)
-    except CudaRefused as reason:
+    except CudaDriverError as reason:
         raise Conflict(f"this engine cannot open the trainer's memory: {reason}", "handle") from reason
 
 
-def _use_in_this_thread(device: torch.device) -> None:
+def _set_thread_device(device: torch.device) -> None:
     """Make `device` current for the driver's calls in this thread; a thread without CUDA calls has no device yet."""
     torch.cuda.current_stream(device).query()
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

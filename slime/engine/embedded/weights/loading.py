@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, shown
 from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.errors import UserError
-from slime.models.delta.folder import BadDelta, DeltaIndex, OtherBase, delta_entries
+from slime.models.delta.folder import BadDelta, BaseMismatch, DeltaIndex, delta_entries
 from slime.models.folder import read_config_json
 
 _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
@@ -38,7 +38,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
     written to parts of the model's own tensors; if that is impossible, transformers' loader reads the files, with the
     config of `config_folder`.
     """
-    with _readable(paths) as files:
+    with _open_files(paths) as files:
         names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
         targets = views.targets(names)
         if not names.keys() <= targets.keys() and fuses_weights(views.model, config_folder):
@@ -58,7 +58,7 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
 
 def fuses_weights(model: nn.Module, folder: str) -> bool:
     """True if the model's own names differ from those of its folder."""
-    with _readable([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
+    with _open_files([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
         return not {name for _, tensors in files for name in tensors.keys()} <= model.state_dict().keys()  # noqa: SIM118
 
 
@@ -79,7 +79,7 @@ def _load_through_transformers(
 
 
 @contextmanager
-def _readable(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
+def _open_files(paths: Sequence[str]) -> Iterator[list[tuple[Path, safe_open]]]:
     try:
         if strange := [p for p in paths if not Path(p).is_file()]:
             raise BadRequest(f"cannot read weights from {shown(strange[0])}: there is no such file", "paths")
@@ -129,7 +129,7 @@ def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote
         return load_from_files(views, paths, config_folder=folder)
     if trust_remote_code and Path(folder).resolve() != Path(home).resolve():
         if "auto_map" in read_config_json(home):
-            files = _file_of_each(paths)
+            files = _files_by_tensor(paths)
             return _load_through_transformers(views, paths, files, home, trust_remote_code=True)
         trust_remote_code = False
     from slime.models.loading import load_causal_lm  # transformers
@@ -149,12 +149,12 @@ def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote
 
 def names_in(paths: Sequence[str]) -> set[str]:
     """List the tensors of safetensors files."""
-    return set(_file_of_each(paths))
+    return set(_files_by_tensor(paths))
 
 
-def _file_of_each(paths: Sequence[str]) -> dict[str, str]:
+def _files_by_tensor(paths: Sequence[str]) -> dict[str, str]:
     """Map each tensor to the name of its file."""
-    with _readable(paths) as files:
+    with _open_files(paths) as files:
         return {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
 
 
@@ -173,7 +173,7 @@ def is_whole(views: FolderViews, names: set[str]) -> bool:
 
 def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, version: str) -> int:
     """Bring the model from `version` to the delta's; returns the bytes of its blobs."""
-    from slime.models.delta.apply import HalfApplied, WrongResult, apply_to_tensors  # zstandard, xxhash
+    from slime.models.delta.apply import ChecksumMismatch, PartiallyApplied, apply_to_tensors  # zstandard, xxhash
 
     try:
         index.require_base(version, delta=folder, owner="this engine")
@@ -183,12 +183,12 @@ def load_from_delta(views: FolderViews, folder: Path, index: DeltaIndex, *, vers
             if entry.name not in targets:
                 raise BadRequest(f"{folder} changes a tensor {entry.name!r} that this model does not have on its own")
         return apply_to_tensors(targets, entries, index)
-    except OtherBase as cause:
+    except BaseMismatch as cause:
         raise Conflict(str(cause)) from cause
-    except WrongResult as cause:
+    except ChecksumMismatch as cause:
         raise DifferentWeights(str(cause)) from cause
-    except HalfApplied as cause:
-        raise HalfWritten(f"the delta was applied in part: {cause}") from cause
+    except PartiallyApplied as cause:
+        raise PartialWrite(f"the delta was applied in part: {cause}") from cause
     except (OSError, BadDelta, MemoryError, RuntimeError) as cause:  # a GPU without memory is a RuntimeError
         raise BadRequest(f"cannot apply the delta: {cause}") from cause
 
@@ -209,5 +209,5 @@ def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> int:
             target.copy_(tensor, non_blocking=False)
             copied += tensor.nbytes
     except (OSError, RuntimeError, SafetensorError) as cause:
-        raise HalfWritten(f"new weights could not be copied after {copied} bytes: {cause}") from cause
+        raise PartialWrite(f"new weights could not be copied after {copied} bytes: {cause}") from cause
     return copied

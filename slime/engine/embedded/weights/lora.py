@@ -12,12 +12,19 @@ from pathlib import Path
 
 import torch
 
-from slime.engine.embedded.errors import BadRequest, Conflict, HalfWritten, shown
+from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, shown
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.parameter_views import FolderViews
-from slime.engine.embedded.weights.process_groups import Announced
+from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.errors import UserError
-from slime.models.peft_adapter import Adapter, AdapterFacts, BadAdapter, merged, module_of, read_adapter
+from slime.models.peft_adapter import (
+    Adapter,
+    AdapterConfig,
+    BadAdapter,
+    merge_lora,
+    read_adapter,
+    split_tensor_name,
+)
 
 
 class MergedAdapter:
@@ -33,7 +40,7 @@ class MergedAdapter:
         self._is_overwritten = False
         self.name: str | None = None
 
-    def overwritten(self) -> None:
+    def mark_overwritten(self) -> None:
         """Record that the model's base weights may not be those of its folder any more."""
         self._is_overwritten, self.name = True, None
 
@@ -49,10 +56,10 @@ class MergedAdapter:
         dtype = adapter.facts.base_dtype or self._own_dtype
         fresh = shapes.keys() - self._base.keys()
         if self._is_overwritten or dtype != self._dtype or (fresh and dtype != self._own_dtype):
-            self._start_over(shapes.keys(), dtype)
+            self._reload_base(shapes.keys(), dtype)
         else:
             current = self._views.targets(shapes.keys())
-            self._base |= {name: _on_host(current[name], pin=current[name].is_cuda) for name in fresh}
+            self._base |= {name: _host_copy(current[name], pin=current[name].is_cuda) for name in fresh}
         targets = self._views.targets(shapes)
         try:
             self._restore(self._merged - shapes.keys())
@@ -60,10 +67,10 @@ class MergedAdapter:
             for module, (a, b) in adapter.pairs.items():
                 target, base = targets[f"{module}.weight"], self._base[f"{module}.weight"]
                 base, a, b = (tensor.to(target.device, non_blocking=True) for tensor in (base, a, b))
-                target.copy_(merged(base, a, b, scale=adapter.facts.scale, dtype=target.dtype))
+                target.copy_(merge_lora(base, a, b, scale=adapter.facts.scale, dtype=target.dtype))
         except RuntimeError as cause:
-            self.overwritten()
-            raise HalfWritten(f"the adapter was merged only in part: {cause}") from cause
+            self.mark_overwritten()
+            raise PartialWrite(f"the adapter was merged only in part: {cause}") from cause
         self.name = name
         return adapter.nbytes
 
@@ -72,7 +79,7 @@ class MergedAdapter:
         """Restore the weights of the folder; returns the bytes restored."""
         self.name = None
         if self._is_overwritten or self._dtype != self._own_dtype:
-            return self._start_over(set(), self._own_dtype)
+            return self._reload_base(set(), self._own_dtype)
         return self._restore(set(self._merged))
 
     def _restore(self, names: set[str]) -> int:
@@ -82,7 +89,7 @@ class MergedAdapter:
         self._merged -= names
         return sum(targets[name].nbytes for name in names)
 
-    def _start_over(self, names: Set[str], dtype: torch.dtype) -> int:
+    def _reload_base(self, names: Set[str], dtype: torch.dtype) -> int:
         """Read the folder in `dtype` into the model, and keep the weights of `names` on the host."""
         from slime.models.loading import load_causal_lm  # transformers
 
@@ -96,10 +103,10 @@ class MergedAdapter:
             )
         except UserError as cause:
             raise BadRequest(f"the base weights of the adapter cannot be read: {cause}") from cause
-        self.overwritten()
-        copied = loading.load_tensors(self._views, self._views.same_of(model), self._folder)
+        self.mark_overwritten()
+        copied = loading.load_tensors(self._views, self._views.weights_like(model), self._folder)
         targets, pin = FolderViews(model).targets(names), next(self._views.model.parameters()).is_cuda
-        self._base = {name: _on_host(targets[name], pin=pin) for name in names}
+        self._base = {name: _host_copy(targets[name], pin=pin) for name in names}
         self._merged, self._dtype, self._is_overwritten = set(), dtype, False
         return copied
 
@@ -112,13 +119,13 @@ class ArrivingAdapter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._next = 1
 
-    def expect(self, bucket: Announced, facts: AdapterFacts) -> None:
+    def expect(self, bucket: AnnouncedBucket, facts: AdapterConfig) -> None:
         """Refuse a bucket that does not follow the one before, or that has a tensor without a matching weight."""
         if bucket.number == 1:
             self._tensors, self._next = {}, 1
         self._require_next(bucket)
         try:
-            modules = [module_of(name) for name in bucket.names]
+            modules = [split_tensor_name(name) for name in bucket.names]
         except BadAdapter as cause:
             raise BadRequest(str(cause), "names") from cause
         targets = self._views.targets({f"{module}.weight" for module, _ in modules})
@@ -130,7 +137,9 @@ class ArrivingAdapter:
             if shape != fits:
                 raise BadRequest(f"{name} has shape {shape}, but this model needs {fits}", "shapes")
 
-    def take(self, bucket: Announced, tensors: Mapping[str, torch.Tensor], facts: AdapterFacts) -> Adapter | None:
+    def take(
+        self, bucket: AnnouncedBucket, tensors: Mapping[str, torch.Tensor], facts: AdapterConfig
+    ) -> Adapter | None:
         """Keep the tensors of a bucket; returns the adapter with the last one."""
         self._require_next(bucket)  # another update may have begun while this one arrived
         self._tensors |= tensors
@@ -143,12 +152,12 @@ class ArrivingAdapter:
         except BadAdapter as cause:
             raise BadRequest(str(cause)) from cause
 
-    def _require_next(self, bucket: Announced) -> None:
+    def _require_next(self, bucket: AnnouncedBucket) -> None:
         if bucket.number != self._next:
             raise Conflict(f"bucket {bucket.number} of {bucket.count} arrived instead of bucket {self._next}")
 
 
-def adapter_in(folder: str) -> Adapter:
+def read_adapter_folder(folder: str) -> Adapter:
     """Read the adapter of a folder in PEFT's format."""
     try:
         found = read_adapter(Path(folder)) if Path(folder).is_dir() else None
@@ -159,6 +168,6 @@ def adapter_in(folder: str) -> Adapter:
     return found
 
 
-def _on_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+def _host_copy(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
     """Copy a tensor to host memory, pinned if a GPU will read it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)

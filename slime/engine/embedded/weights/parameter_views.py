@@ -30,7 +30,7 @@ class NoLayout(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """A tensor of a folder: elements of the parameter `source` with regular strides."""
 
     source: str
@@ -40,14 +40,14 @@ class Part:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of this part; strides count elements in C order, but a whole tensor may have any order."""
-        if self.offset == 0 and self.shape == tuple(tensor.shape) and self.stride == _steps(self.shape):
+        if self.offset == 0 and self.shape == tuple(tensor.shape) and self.stride == _contiguous_strides(self.shape):
             return tensor
         if not tensor.is_contiguous():
             raise NoLayout(f"{self.source} is not stored in C order")
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
-Layout = dict[str, Part]
+Layout = dict[str, ParameterPart]
 
 
 class FolderViews:
@@ -72,13 +72,13 @@ class FolderViews:
     def missing(self, names: Collection[str]) -> list[str]:
         """List the tensors that an update of `names` does not write, by the folder's names; tied tensors are one."""
         own = self.model.state_dict()
-        seen = {_place(own[name]) for name in names if name in own}
+        seen = {_storage_key(own[name]) for name in names if name in own}
         optional = self._optional()
         left = set()
         for name, tensor in own.items():
-            if _place(tensor) not in seen and not any(pattern.search(name) for pattern in optional):
+            if _storage_key(tensor) not in seen and not any(pattern.search(name) for pattern in optional):
                 left.add(name)
-                seen.add(_place(tensor))
+                seen.add(_storage_key(tensor))
         layout = (self._known_layout() if left else None) or {}
         parts = [name for name, part in layout.items() if part.source in left]
         fused = {layout[name].source for name in parts}
@@ -97,7 +97,7 @@ class FolderViews:
             return None
         return self._layout
 
-    def same_of(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
+    def weights_like(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the weights of another model of the same type, under the names of this model's weights."""
         return other.state_dict()
 
@@ -115,7 +115,7 @@ class FolderViews:
         return _as_in_folder(self.model, dict(own))
 
 
-class OwnNames(FolderViews):
+class DirectViews(FolderViews):
     """Views of weights that were read straight from the folder, so their own names are the folder's."""
 
     def __init__(self, weights: nn.Module) -> None:
@@ -127,7 +127,7 @@ class OwnNames(FolderViews):
     def _known_layout(self) -> Layout | None:
         return None
 
-    def same_of(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
+    def weights_like(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
         theirs = FolderViews(other).readable()
         return {name: theirs[name] for name in self.model.state_dict()}
 
@@ -144,7 +144,7 @@ def folder_layout(model: PreTrainedModel) -> Layout:
         own = {name: shapes[name] for name in members}
         form = tuple((name.removeprefix(prefix), shape) for name, shape in own.items())
         if form not in known:
-            found = _parts(model, own)
+            found = _group_layout(model, own)
             known[form] = {
                 name.removeprefix(prefix): replace(part, source=part.source.removeprefix(prefix))
                 for name, part in found.items()
@@ -159,11 +159,13 @@ def folder_views(model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tens
     return targets | {name: part.of(targets[part.source]) for name, part in layout.items()}
 
 
-def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
+def _group_layout(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
     """Compute the layout of tensors that are converted together."""
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     kept = set(_as_in_folder(model, empty)) & set(shapes)
-    layout = {name: Part(name, shapes[name], _steps(shapes[name]), 0) for name in shapes if name in kept}
+    layout = {
+        name: ParameterPart(name, shapes[name], _contiguous_strides(shapes[name]), 0) for name in shapes if name in kept
+    }
     fused = [name for name in shapes if name not in kept]
     counts = [torch.Size(shapes[name]).numel() for name in fused]
     starts = [0, *itertools.accumulate(counts)]
@@ -174,7 +176,7 @@ def _parts(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout
     }
     for name, numbers in (_as_in_folder(model, dict(numbered)) if fused else {}).items():
         source = fused[bisect.bisect_right(starts, int(numbers[(0,) * numbers.dim()])) - 1]
-        layout[name] = _regular(name, numbers, source, numbered[source])
+        layout[name] = _find_part(name, numbers, source, numbered[source])
     return layout
 
 
@@ -185,23 +187,23 @@ def _as_in_folder(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> d
     return found
 
 
-def _regular(name: str, numbers: torch.Tensor, source: str, whole: torch.Tensor) -> Part:
+def _find_part(name: str, numbers: torch.Tensor, source: str, whole: torch.Tensor) -> ParameterPart:
     """Return the part of `whole`, which counts up in C order, that has exactly the elements `numbers`."""
     first = numbers[(0,) * numbers.dim()]
     stride = tuple(int(numbers.select(d, 1)[(0,) * (numbers.dim() - 1)] - first) if size > 1 else 1
                    for d, size in enumerate(numbers.shape))  # fmt: skip
-    part = Part(source, tuple(numbers.shape), stride, int(first - whole[(0,) * whole.dim()]))
+    part = ParameterPart(source, tuple(numbers.shape), stride, int(first - whole[(0,) * whole.dim()]))
     last = part.offset + sum(step * (size - 1) for step, size in zip(stride, numbers.shape, strict=True))
     if min(stride, default=1) < 0 or last >= whole.numel() or not torch.equal(part.of(whole), numbers):
         raise NoLayout(f"{name} is not a regular part of {source}")
     return part
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+def _storage_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
-def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 

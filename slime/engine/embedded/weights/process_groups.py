@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from slime.cluster.process_group import join_process_group, leave_process_group
-from slime.engine.embedded.errors import BadRequest, Conflict, NotArrived
-from slime.models.peft_adapter import AdapterFacts
+from slime.engine.embedded.errors import BadRequest, BucketNotReceived, Conflict
+from slime.models.peft_adapter import AdapterConfig
 
 _JOIN_TIMEOUT_S = 600.0
 _MOST_GROUPS = 8
@@ -28,7 +28,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Announced:
+class AnnouncedBucket:
     """A bucket that a trainer announced: the tensors that it will send, and their part of the update."""
 
     group_name: str
@@ -37,7 +37,7 @@ class Announced:
     shapes: Sequence[tuple[int, ...]]
     number: int
     count: int
-    adapter: AdapterFacts | None = None
+    adapter: AdapterConfig | None = None
     """Set if the tensors are those of a LoRA adapter."""
 
     @property
@@ -113,24 +113,24 @@ class WeightGroups:
                     del self._groups[name]
         if was_left:
             leave_process_group(group)
-            raise NotArrived(f"the group {name!r} was left before all its members had joined")
+            raise BucketNotReceived(f"the group {name!r} was left before all its members had joined")
 
     def leave(self, name: str) -> None:
-        """Leave a group, or stop joining it; its buckets that have not arrived end with `NotArrived`."""
+        """Leave a group, or stop joining it; its buckets that have not arrived end with `BucketNotReceived`."""
         with self._lock:
             own = self._groups.pop(name, None)
             if own is None:
                 raise BadRequest(f"this engine is not in a group {name!r}", "group_name")
             ended, own.arriving = own.arriving, []
         for future in ended:
-            future.set_exception(NotArrived(f"the group {name!r} was left before the bucket arrived"))
+            future.set_exception(BucketNotReceived(f"the group {name!r} was left before the bucket arrived"))
         if own.group is not None:
             held, own.group = [own.group], None
             leave_process_group(held[0], is_busy=bool(ended))
             # Dropping the last reference to a gloo group waits for its collectives: another thread does it.
             threading.Thread(target=held.clear, name="leave", daemon=True).start()
 
-    def receive(self, bucket: Announced, device: torch.device) -> Future[Tensors]:
+    def receive(self, bucket: AnnouncedBucket, device: torch.device) -> Future[Tensors]:
         """Receive the tensors of a bucket to `device`, in a thread of their own.
 
         After the group was left, gloo holds that thread until the sender closes its connection or the group's timeout
@@ -155,7 +155,7 @@ class WeightGroups:
         self,
         own: _Membership,
         group: dist.ProcessGroup,
-        bucket: Announced,
+        bucket: AnnouncedBucket,
         device: torch.device,
         future: Future[Tensors],
         before: Future[Tensors] | None,
@@ -170,7 +170,7 @@ class WeightGroups:
         except Exception as cause:  # noqa: BLE001 - torch has no narrower type for these errors
             # Raised without the cause, whose frames refer to the group: dropping the last reference to a gloo group
             # waits for its collectives, and a cycle would be collected in any thread, such as the event loop's.
-            failure = NotArrived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
+            failure = BucketNotReceived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
         with self._lock:
             if future not in own.arriving:
                 return  # the group was left
@@ -180,7 +180,7 @@ class WeightGroups:
         else:
             future.set_exception(failure)
 
-    def _arrived(self, group: dist.ProcessGroup, bucket: Announced, device: torch.device) -> Tensors:
+    def _arrived(self, group: dist.ProcessGroup, bucket: AnnouncedBucket, device: torch.device) -> Tensors:
         tensors = {
             name: torch.empty(shape, dtype=kind, device=device)
             for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)

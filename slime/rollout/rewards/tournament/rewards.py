@@ -20,12 +20,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from slime.config.plugins import is_async
-from slime.data.json_samples import prompt_text
+from slime.data.json_samples import format_prompt
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import UserError
 from slime.rollout.event_loop import DaemonThreads
-from slime.rollout.outcomes import FailureLog, contained
+from slime.rollout.outcomes import FailureLog, call_contained
 from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Pair, Score, play, rank_rewards
 from slime.rollout.rewards.worker_pool import RewardError
 
@@ -94,8 +94,10 @@ class Match:
             try:
                 async with self._seats:
                     call = partial(self.judge, args, first, second)
-                    return _share(
-                        await contained(call if is_async(self.judge) else partial(self._result_of, call), "the judge")
+                    return _verdict_share(
+                        await call_contained(
+                            call if is_async(self.judge) else partial(self._result_of, call), "the judge"
+                        )
                     )
             except UserError:
                 raise
@@ -114,7 +116,7 @@ class Match:
         return await result if inspect.isawaitable(result) else result
 
 
-def _share(verdict: Any) -> float:
+def _verdict_share(verdict: Any) -> float:
     """Convert a verdict to a number in [0, 1]."""
     if isinstance(verdict, str | bytes) or not hasattr(verdict, "__float__"):
         raise JudgeFailed(f"a judge must return 1, 0 or 1/2, not {verdict!r:.80}")
@@ -124,12 +126,12 @@ def _share(verdict: Any) -> float:
     return share
 
 
-NOTED = "tournament"
+TOURNAMENT_KEY = "tournament"
 """Metadata key of a group's first sample for the tournament's counts, which `rollout/tournament_*` sum up."""
 
 
 @dataclass(frozen=True)
-class Account:
+class TournamentCounts:
     """Counts of a group's tournament, for metrics."""
 
     matches: int
@@ -186,8 +188,8 @@ class Tournament:
                     sample.failure = "reward: the judge decided none of its matches"
                 earned[id(sample)] = 0.0 if reward is None else reward
         first = next(iter(rollouts.values()))[0]
-        first.metadata[NOTED] = asdict(
-            Account(len(played.matches), calls.made, calls.failed, played.ties, played.undecided)
+        first.metadata[TOURNAMENT_KEY] = asdict(
+            TournamentCounts(len(played.matches), calls.made, calls.failed, played.ties, played.undecided)
         )
         return [earned.get(id(sample), 0.0) for sample in samples]
 
@@ -235,7 +237,7 @@ def said_in_the_end(sample: Sample) -> str:
 def asked_for(sample: Sample) -> str:
     """The request that the judge sees: the prompt, or the last user message of a conversation."""
     if not isinstance(sample.prompt, list):
-        return prompt_text(sample.prompt)
+        return format_prompt(sample.prompt)
     return next((str(one["content"]) for one in reversed(sample.prompt) if one.get("role") == "user"), "")
 
 

@@ -121,7 +121,7 @@ def swiss(n: int) -> Rounds:
             resting = next(player for player in reversed(order) if player not in had_bye)
             order.remove(resting)
             had_bye.add(resting)
-        pairs = _not_yet_met(order, met)
+        pairs = _pair_unmet(order, met)
         scores = yield pairs
         for (a, b), score in zip(pairs, scores, strict=True):
             share = TIE if score is None else score
@@ -143,13 +143,13 @@ def single_elimination(n: int) -> Rounds:
     rounds = math.ceil(math.log2(n)) if n > 1 else 0
     for number in range(rounds):
         passing = 2 ** (rounds - number) - len(alive)
-        pairs = _folded(alive[passing:])
+        pairs = _pair_ends(alive[passing:])
         scores = yield pairs
         fell = _losers(pairs, scores, shares)
         for player in alive:
             level[player] = number if player in fell else number + 1
         alive = [player for player in alive if player not in fell]
-    return _with_shares(level, shares)
+    return _levels_after_ties(level, shares)
 
 
 def seeded_single_elimination(n: int) -> Rounds:
@@ -182,7 +182,7 @@ def double_elimination(n: int) -> Rounds:
     level, shares, step = [0] * n, dict[int, int](), 0
     while len(unbeaten) > 1 or len(beaten) > 1:
         step += 1
-        upper, lower = _folded(unbeaten[len(unbeaten) % 2 :]), _folded(beaten[len(beaten) % 2 :])
+        upper, lower = _pair_ends(unbeaten[len(unbeaten) % 2 :]), _pair_ends(beaten[len(beaten) % 2 :])
         scores = yield [*upper, *lower]
         dropped = _losers(upper, scores[: len(upper)], {})
         out = _losers(lower, scores[len(upper) :], shares)
@@ -198,7 +198,7 @@ def double_elimination(n: int) -> Rounds:
         last = TIE if scores[0] is None else scores[0]
         level[final[0]] += last >= TIE
         level[final[1]] += last <= TIE
-    return _with_shares(level, shares)
+    return _levels_after_ties(level, shares)
 
 
 TOPOLOGIES: dict[str, Topology] = {
@@ -222,7 +222,7 @@ def expected_matches(name: str, n: int) -> int:
     }[name]
 
 
-def _folded(players: Sequence[int]) -> list[Pair]:
+def _pair_ends(players: Sequence[int]) -> list[Pair]:
     """Pair the best seed with the worst, the second with the last but one, ..."""
     return [(players[i], players[-1 - i]) for i in range(len(players) // 2)]
 
@@ -240,7 +240,7 @@ def _losers(pairs: Sequence[Pair], scores: Sequence[Score], shares: dict[int, in
     return losers
 
 
-def _with_shares(level: Sequence[int], shares: dict[int, int]) -> list[Level]:
+def _levels_after_ties(level: Sequence[int], shares: dict[int, int]) -> list[Level]:
     """Build the levels; a player that lost by a tie gets the final level of the player that it tied with."""
     found: list[Level] = []
     for player in range(len(level)):
@@ -250,13 +250,13 @@ def _with_shares(level: Sequence[int], shares: dict[int, int]) -> list[Level]:
     return found
 
 
-def _not_yet_met(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
+def _pair_unmet(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
     """Pair neighbours in `order`, avoiding players that have met as far as swaps allow."""
     left, pairs = list(order), list[Pair]()
     while left:
         first = left.pop(0)
         at = next((i for i, other in enumerate(left) if other not in met[first]), None)
-        if at is None and (swapped := _swapped(first, left[0], pairs, met)) is not None:
+        if at is None and (swapped := _find_swap(first, left[0], pairs, met)) is not None:
             pairs[swapped[0]], pair = swapped[1], swapped[2]
             pairs.append(pair)
             left.pop(0)
@@ -265,7 +265,7 @@ def _not_yet_met(order: Sequence[int], met: Sequence[set[int]]) -> list[Pair]:
     return pairs
 
 
-def _swapped(a: int, b: int, pairs: Sequence[Pair], met: Sequence[set[int]]) -> tuple[int, Pair, Pair] | None:
+def _find_swap(a: int, b: int, pairs: Sequence[Pair], met: Sequence[set[int]]) -> tuple[int, Pair, Pair] | None:
     """Find the latest pair with which a and b, who have met, can exchange partners; return it and the two new pairs."""
     for at in range(len(pairs) - 1, 0, -1):  # the first pair, which plays for the lead, is never changed
         c, d = pairs[at]

@@ -22,16 +22,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from slime.errors import UserError
 from slime.models.shape import check_context_parallel
 from slime.models.windows import WindowMasks, window_of
-from slime.train.backends.attention import causal_attention, picked_attention, runs
+from slime.train.backends.attention import causal_attention, equal_length_runs, picked_attention
 from slime.train.backends.delta_kernels import check_delta_kernels
 from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet, is_delta_net
 from slime.train.backends.fsdp.packed_context import PackedContext, PackedIndexer, is_indexer
-from slime.train.backends.fsdp.shared_prompt_ops import spread, take_first
+from slime.train.backends.fsdp.shared_prompt_ops import expand_to_row, select_first_copies
 from slime.train.samples.packing import PackedLayout, SharedPrompts
 from slime.train.topology import Ranks, exchange
 
 
-def to_own_heads(
+def exchange_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranks: Ranks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Exchange this rank's tokens [1, heads, t, D] for this rank's heads [1, heads / n, T, D]; `sinks`: one a head."""
@@ -51,7 +51,7 @@ def to_own_heads(
     return own_query, own_key, own_value, own_sinks
 
 
-def to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
+def exchange_heads_for_tokens(output: Tensor, ranks: Ranks) -> Tensor:
     """Exchange this rank's heads [1, T, heads / n, D] for this rank's tokens [1, t, heads, D]."""
     received = exchange(output[0].unflatten(0, (ranks.size, -1)), ranks)  # [n, t, heads / n, D], in the heads' order
     return received.transpose(0, 1).flatten(1, 2)[None]
@@ -78,8 +78,8 @@ def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> Pa
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _depends_on_length(child):
-                setattr(parent, name, RopeOfEachSequence(child, context))
+            if _has_length_dependent_frequencies(child):
+                setattr(parent, name, PerSequenceRope(child, context))
             elif is_delta_net(child):
                 setattr(parent, name, PackedDeltaNet(child, context))
                 replaced += 1
@@ -109,7 +109,7 @@ def _check_layers(model: PreTrainedModel, delta_nets: int, *, is_indexed: bool) 
         )
 
 
-class RopeOfEachSequence(nn.Module):
+class PerSequenceRope(nn.Module):
     """Rotary embedding whose frequencies depend on the longest position, called for one sequence length at a time.
 
     Neighbouring sequences of one length share a call. `dynamic` keeps the frequencies of the longest sequence so far
@@ -132,7 +132,7 @@ class RopeOfEachSequence(nn.Module):
             position_ids = whole.expand(*position_ids.shape[:-1], -1)
         start = position_ids.new_zeros(1, 1)
         made = []
-        for positions in position_ids.split([length * count for length, count in runs(layout)], dim=-1):
+        for positions in position_ids.split([length * count for length, count in equal_length_runs(layout)], dim=-1):
             self.rope(states, start, **keywords)
             made.append(self.rope(states, positions, **keywords))
         if isinstance(made[0], Tensor):
@@ -140,7 +140,7 @@ class RopeOfEachSequence(nn.Module):
         return tuple(torch.cat(parts, dim=1)[:, own] for parts in zip(*made, strict=True))
 
 
-def _depends_on_length(module: nn.Module) -> bool:
+def _has_length_dependent_frequencies(module: nn.Module) -> bool:
     """Return True for a rotary embedding with other frequencies for long sequences, in some kind of layer."""
     kinds = module.__dict__.get("rope_type", "")
     return any(
@@ -176,7 +176,7 @@ def packed_attention(
     **_kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention function with transformers' signature; returns [1, T, heads, D]. `indices`: an indexer's picks."""
-    context = context_of(module)
+    context = packed_context_of(module)
     layout, ranks = context.read(), context.sharing
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if context.is_indexed:
@@ -189,26 +189,30 @@ def packed_attention(
         return picked_attention(q, k, v, indices[0], layout, scale)[None], None
     window = window_of(attention_mask, sliding_window)
     if ranks is None:
-        return _attention(query, key, value, layout, scale, window, softcap, s_aux, shared=context.shared), None
-    query, key, value, s_aux = to_own_heads(query, key, value, s_aux, ranks)
-    return to_own_tokens(_attention(query, key, value, layout, scale, window, softcap, s_aux), ranks), None
+        return _attend_whole_sequences(
+            query, key, value, layout, scale, window, softcap, s_aux, shared=context.shared
+        ), None
+    query, key, value, s_aux = exchange_tokens_for_heads(query, key, value, s_aux, ranks)
+    return exchange_heads_for_tokens(
+        _attend_whole_sequences(query, key, value, layout, scale, window, softcap, s_aux), ranks
+    ), None
 
 
-def attend_to_all(
+def shared_prompt_attention(
     context: PackedContext, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> Tensor:
     """Attend in a row with shared prompts: heads of all tokens [T, heads, D] to the computed tokens [t, heads, D]."""
     assert context.shared is not None
-    return take_first(causal_attention(query, key, value, context.read(), scale, window), context.shared)
+    return select_first_copies(causal_attention(query, key, value, context.read(), scale, window), context.shared)
 
 
-def context_of(module: nn.Module) -> PackedContext:
+def packed_context_of(module: nn.Module) -> PackedContext:
     """The context that `attach_context` gave the module."""
     context: PackedContext = module.__dict__[CONTEXT_ATTRIBUTE]
     return context
 
 
-def _attention(
+def _attend_whole_sequences(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,5 +228,5 @@ def _attention(
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     if shared is None:
         return causal_attention(q, k, v, layout, scale, window, softcap, sinks)[None]
-    q, k, v = (spread(states, shared) for states in (q, k, v))
-    return take_first(causal_attention(q, k, v, layout, scale, window, softcap, sinks), shared)[None]
+    q, k, v = (expand_to_row(states, shared) for states in (q, k, v))
+    return select_first_copies(causal_attention(q, k, v, layout, scale, window, softcap, sinks), shared)[None]

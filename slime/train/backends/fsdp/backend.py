@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from slime.config import Config
-from slime.config.initial_weights import Start, base_path
+from slime.config.initial_weights import InitialWeights, adapter_base_path
 from slime.errors import UserError
-from slime.models.loading import as_in_folder, persistent_buffers
+from slime.models.loading import persistent_buffers, split_fused_weights
 from slime.models.lora import is_adapter
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.hf_export import HfExport
@@ -36,45 +36,45 @@ from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import (
     gather_ahead,
-    keeps_whole,
+    gather_full_tensor,
     local_part,
     part_on_device,
-    reduce_gradients,
     reshard,
+    set_gradient_sync,
     shard,
+    stays_gathered,
     total_norm,
-    whole,
 )
 from slime.train.backends.fsdp.state import (
-    FrozenSets,
-    Placed,
+    LocalPart,
+    ShardedFrozenSets,
     optimizer_tensors,
-    own_parts,
-    placed,
+    parts_to_write,
     read_optimizer,
     read_parts,
+    with_local_parts,
 )
-from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.backends.protocol import (
     OPTIMIZER_STATE,
     POLICY,
     NamedTensor,
     Objective,
-    Reads,
-    Resident,
-    Scores,
-    Totals,
+    ObjectiveInput,
+    ResidentTensors,
+    StepTotals,
+    TokenScores,
     TrainedAdapter,
 )
-from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, Part
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Topology
 
 
-class Arrivals:
+class AsyncHostCopies:
     """Asynchronous copies from the device to the host; tensors on a CPU are returned directly.
 
     Invariant: `wait` waits for the copies started before it and for nothing that was launched after the last of them.
@@ -133,8 +133,8 @@ class FSDPBackend:
         module: PackedModel,
         *,
         compute_dtype: torch.dtype,
-        progress: Progress,
-        load_frozen: Callable[[Start], PolicyModel],
+        progress: RankProgress,
+        load_frozen: Callable[[InitialWeights], PolicyModel],
         layers: LoraLayers | None = None,
         base: Path = Path(),
     ) -> None:
@@ -147,7 +147,7 @@ class FSDPBackend:
         model = module.model
         self.model_config = model.config
         if config.share_prompts:
-            module.check_sharing()
+            module.check_prompt_sharing()
         if config.fp8:
             check_float8(model, compute_dtype, topology.device)
         if mesh.device_type == "cuda":
@@ -159,13 +159,15 @@ class FSDPBackend:
             choose_trainable(model, **patterns)
         self._on_host = config.fsdp_cpu_offload
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        self._has_whole = keeps_whole(module, mesh, on_host=self._on_host)
+        self._has_whole = stays_gathered(module, mesh, on_host=self._on_host)
         self._gathers_ahead = False  # until FSDP has completed a step and created its streams
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         self._parameters = dict(model.named_parameters())
-        self._frozen = FrozenSets(module, mesh, load_frozen, progress, on_host=self._on_host, in_float8=config.fp8)
-        self._base_of = partial(base_path, config)
+        self._frozen = ShardedFrozenSets(
+            module, mesh, load_frozen, progress, on_host=self._on_host, in_float8=config.fp8
+        )
+        self._base_of = partial(adapter_base_path, config)
         self._adapted: AdaptedModel | None = None
         self.adapter: TrainedAdapter | None = None
         if layers is not None:
@@ -177,7 +179,7 @@ class FSDPBackend:
         self._leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
         self._export = HfExport(
             self._leaves,
-            partial(as_in_folder, model),
+            partial(split_fused_weights, model),
             rank=topology.world.rank,
             world_size=topology.world.size,
             value=self._leaving,
@@ -193,15 +195,15 @@ class FSDPBackend:
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         *,
-        reads: Reads = "log_probs",
+        reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
-    ) -> Totals:
+    ) -> StepTotals:
         assert self._active is self.module, "gradients are those of the policy"
-        totals = Totals()
+        totals = StepTotals()
         each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
         for index, micro in enumerate(each):
             last = index == len(micro_batches) - 1
-            reduce_gradients(self.module, self._mesh, last=last, keeps=self._has_whole, on_host=self._on_host)
+            set_gradient_sync(self.module, self._mesh, last=last, keeps=self._has_whole, on_host=self._on_host)
             values, entropies = self.module(micro.row, reads=reads, entropy=entropy, routing=micro.routing)
             outcome = objective(micro, values, entropies)
             outcome.loss.backward()
@@ -216,13 +218,13 @@ class FSDPBackend:
         weights: str = POLICY,
         entropy: bool = False,
         own_routing: bool = False,
-    ) -> list[Scores]:
-        found, arrivals = [], Arrivals()
+    ) -> list[TokenScores]:
+        found, arrivals = [], AsyncHostCopies()
         with self.using(weights):
             for micro in self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches)):
                 routing = None if own_routing else micro.routing
                 values, entropies = self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing)
-                found.append(Scores(arrivals.send(values), arrivals.send(entropies) if entropy else None))
+                found.append(TokenScores(arrivals.send(values), arrivals.send(entropies) if entropy else None))
             reshard(self._active)
             if self._gathers_ahead and self._active is not self.module:
                 gather_ahead(self.module)  # overlaps with the host's work on the scores
@@ -249,28 +251,28 @@ class FSDPBackend:
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def forget_optimizer_state(self) -> None:
+    def reset_optimizer_state(self) -> None:
         self._before_update()
         self.optimizer.state.clear()
 
     # device memory
 
-    def resident(self) -> Iterator[Resident]:
+    def resident(self) -> Iterator[ResidentTensors]:
         reshard(self.module)
         own = list(self._parameters.values())
         for kind, trained in (("weights", True), ("weights that are not trained", False)):
             parts = [local_part(one.detach()) for one in own if one.requires_grad == trained]
-            yield Resident(kind, parts, None if trained else 0)
+            yield ResidentTensors(kind, parts, None if trained else 0)
         states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
-        yield Resident(OPTIMIZER_STATE, [local_part(tensor) for tensor in states if isinstance(tensor, Tensor)])
+        yield ResidentTensors(OPTIMIZER_STATE, [local_part(tensor) for tensor in states if isinstance(tensor, Tensor)])
         yield from self._frozen.resident()
 
-    def before_update(self, call: Callable[[], None]) -> None:
+    def register_update_hook(self, call: Callable[[], None]) -> None:
         self._before_update = call
 
     # frozen sets
 
-    def load_frozen(self, name: str, source: Start) -> None:
+    def load_frozen(self, name: str, source: InitialWeights) -> None:
         if self._adapted is not None and self._base_of(source) == self._adapted.info.base:
             self._adapted.sets.add_base(name)
         else:
@@ -314,14 +316,14 @@ class FSDPBackend:
             yield from self._frozen.model(weights).full_parameters()
         else:
             for name, tensor in self._saved().items():
-                yield name, whole(tensor.detach())
+                yield name, gather_full_tensor(tensor.detach())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._saved().items()}
 
-    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[SavedPart]:
         for kind in kinds:
-            yield from own_parts(kind, self._state(kind), rank=self.topology.world.rank)
+            yield from parts_to_write(kind, self._state(kind), rank=self.topology.world.rank)
 
     def load_parts(self, kind: str, saved: SavedTensors) -> None:
         if kind == OPTIMIZER:
@@ -338,14 +340,14 @@ class FSDPBackend:
                 frozen.start_average()
         read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
         if kind in self._frozen:
-            self._frozen.model(kind).follow_average()
+            self._frozen.model(kind).round_average()
 
-    def _state(self, kind: str) -> Iterator[Placed]:
+    def _state(self, kind: str) -> Iterator[LocalPart]:
         """Tensors of one kind, with this rank's parts of them."""
         if kind == OPTIMIZER:
-            return placed(optimizer_tensors(self.optimizer, self._parameters))
+            return with_local_parts(optimizer_tensors(self.optimizer, self._parameters))
         if kind == MODEL:
-            return placed(self._saved().items())
+            return with_local_parts(self._saved().items())
         if self._adapted is not None and kind in self._adapted.sets:
             return self._adapted.sets.placed(kind)
         return self._frozen.model(kind).state()
@@ -369,7 +371,7 @@ class FSDPBackend:
         max_bytes: int,
         *,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,  # unused: shards are small here, and owners compare the tensors
+        earlier: PreviousExport | None = None,  # unused: shards are small here, and owners compare the tensors
     ) -> Iterator[HfBucket]:
         with nullcontext() if self._adapted is None else self._adapted.gathered():
             yield from self._export.buckets(dtype, max_bytes, owners)

@@ -25,25 +25,25 @@ from transformers import PreTrainedModel
 
 from slime.algorithms.logprobs import KEPT_BYTES
 from slime.config import Config
-from slime.config.batch import copy_size
-from slime.config.initial_weights import Start, base_path
+from slime.config.batch import model_replica_size
+from slime.config.initial_weights import InitialWeights, adapter_base_path
 from slime.errors import UserError
 from slime.models.folder import first_line
-from slime.models.meta_model import ModelOutline, outline_causal_lm
+from slime.models.meta_model import MetaModel, load_meta_model
 from slime.models.small import plain_logits, sample_tokens, small_model
-from slime.models.tensor_sources import Held
-from slime.models.torch_dist.hugging_face import read_in_place_of
+from slime.models.tensor_sources import MemorySource
+from slime.models.torch_dist.hugging_face import checkpoint_sources
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.backend import FSDPBackend
 from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel, ValueModel
 from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.samples.packing import pack
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks, Topology
 
 
-def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyModel:
+def load_policy(config: Config, source: InitialWeights, dtype: torch.dtype) -> PolicyModel:
     """Load a language model, without its weights.
 
     `dtype` is float32 for a trained model (its master weights) and the compute dtype for a frozen one.
@@ -61,27 +61,27 @@ def load_policy(config: Config, source: Start, dtype: torch.dtype) -> PolicyMode
         gdn_backend=config.qwen_gdn_backend,
     )
     if config.use_routing_replay:
-        policy.repeat_routing()
+        policy.enable_routing_replay()
     return policy
 
 
-def load_critic(config: Config, source: Start, dtype: torch.dtype) -> ValueModel:
+def load_critic(config: Config, source: InitialWeights, dtype: torch.dtype) -> ValueModel:
     """Load a language model's body, without its weights, with a new value head."""
     outline = _outline(config, source, dtype)
     outline.put_value_head()
     return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
 
 
-def _outline(config: Config, source: Start, dtype: torch.dtype) -> ModelOutline:
+def _outline(config: Config, source: InitialWeights, dtype: torch.dtype) -> MetaModel:
     """Outline of the model in the source's folder, or in --hf-checkpoint if the source is a checkpoint."""
     register_packed_attention()
     folder = source.hf_folder or Path(config.hf_checkpoint)
-    return outline_causal_lm(
+    return load_meta_model(
         folder,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         trust_remote_code=config.trust_remote_code,
-        weights=None if source.megatron is None else read_in_place_of(folder, source.megatron),
+        weights=None if source.megatron is None else checkpoint_sources(folder, source.megatron),
     )
 
 
@@ -96,7 +96,7 @@ class ShardedTopology:
     mesh: DeviceMesh
 
 
-def shard_ranks(world: Ranks, *, copy_size: int, context_size: int = 1) -> ShardedTopology:
+def build_sharded_topology(world: Ranks, *, copy_size: int, context_size: int = 1) -> ShardedTopology:
     """Form the groups of ranks: `copy_size` ranks share a copy of the model, `context_size` of these share samples.
 
     The flags have been checked for divisibility. All ranks form all groups together, in the same order.
@@ -172,16 +172,18 @@ def _difference(small: PreTrainedModel, sequences: list[list[int]]) -> float:
 class FSDPBuilder:
     """Builds a run's FSDP2 models; master weights are float32, frozen weights are in the compute dtype."""
 
-    def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: RankProgress) -> None:
         self._config = config
         self._compute_dtype = compute_dtype
         self.progress = progress
-        sharded = shard_ranks(world, copy_size=copy_size(config), context_size=config.context_parallel_size)
+        sharded = build_sharded_topology(
+            world, copy_size=model_replica_size(config), context_size=config.context_parallel_size
+        )
         self.topology, self._mesh = sharded.topology, sharded.mesh
         self._checked: set[str] = set()  # configs whose packed forward was checked
 
-    def policy(self, config: Config, start: Start) -> FSDPBackend:
-        module = self._load(start, self._held_in(config))
+    def policy(self, config: Config, start: InitialWeights) -> FSDPBackend:
+        module = self._load(start, self._trained_dtype(config))
         if module.routers is not None:
             module.routers.check()
         return self._trained(
@@ -191,27 +193,31 @@ class FSDPBuilder:
             lambda source: self._load(source, self._compute_dtype),
         )
 
-    def critic(self, config: Config, start: Start) -> FSDPBackend:
-        module = load_critic(config, start, self._held_in(config))
+    def critic(self, config: Config, start: InitialWeights) -> FSDPBackend:
+        module = load_critic(config, start, self._trained_dtype(config))
         self._check(module)
-        module.share_rows(self.topology.context)
+        module.set_context_ranks(self.topology.context)
         return self._trained(config, start, module, _loads_nothing)
 
-    def _held_in(self, config: Config) -> torch.dtype:
+    def _trained_dtype(self, config: Config) -> torch.dtype:
         """Dtype of a trained model's weights: float32, or with LoRA the compute dtype, as they are frozen."""
         return torch.float32 if lora_of(config) is None else self._compute_dtype
 
     def _trained(
-        self, config: Config, start: Start, module: PackedModel, load_frozen: Callable[[Start], PolicyModel]
+        self,
+        config: Config,
+        start: InitialWeights,
+        module: PackedModel,
+        load_frozen: Callable[[InitialWeights], PolicyModel],
     ) -> FSDPBackend:
         lora, layers = lora_of(config), None
         if lora is not None:
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             layers = put_adapter(module.model, lora, **patterns)
             values = layers.start_values(config.seed, config.lora_load)
-            module.sources |= {name: Held(value) for name, value in values}
+            module.sources |= {name: MemorySource(value) for name, value in values}
         elif start.resumes:  # the checkpoint has all weights
-            module.read_nothing()
+            module.use_zero_sources()
         if layers is not None and isinstance(module, ValueModel):
             train_head(module.model)
         return FSDPBackend(
@@ -223,16 +229,16 @@ class FSDPBuilder:
             progress=self.progress,
             load_frozen=load_frozen,
             layers=layers,
-            base=base_path(config, start),
+            base=adapter_base_path(config, start),
         )
 
-    def _load(self, source: Start, dtype: torch.dtype) -> PolicyModel:
+    def _load(self, source: InitialWeights, dtype: torch.dtype) -> PolicyModel:
         """Load a model without its weights; a resumed checkpoint is loaded into it later."""
         module = load_policy(self._config, source, dtype)
         self._check(module)
-        module.share_rows(self.topology.context)
+        module.set_context_ranks(self.topology.context)
         if source.checkpoint is not None and not source.resumes:
-            CheckpointFolder(source.checkpoint).put_weights_into(module.model, module.sources, self._config)
+            CheckpointFolder(source.checkpoint).provide_weights(module.model, module.sources, self._config)
         return module
 
     def _check(self, module: PackedModel) -> None:
@@ -243,6 +249,6 @@ class FSDPBuilder:
             self._checked.add(facts)
 
 
-def _loads_nothing(source: Start) -> PolicyModel:
+def _loads_nothing(source: InitialWeights) -> PolicyModel:
     """The `load_frozen` of a critic."""
     raise RuntimeError("a value model has no frozen sets")

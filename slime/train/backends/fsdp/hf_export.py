@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from slime.models.hf_tensor_plan import Convert, Piece, pieces_of
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, cut_buckets, leaving_dtype
+from slime.models.hf_tensor_plan import ConversionPiece, Convert, plan_pieces
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, export_dtype, plan_bucket_ranges
 
 
 @dataclass(frozen=True)
-class Load:
+class PieceBucket:
     """Pieces that are sent to one owner as one bucket."""
 
     owner: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ConversionPiece, ...]
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:
@@ -50,21 +50,21 @@ class HfExport:
         self._rank = rank
         self._world_size = world_size
         self._value = value
-        self._pieces: dict[torch.dtype, list[Piece]] = {}
-        self._cuts: dict[str, Cut] = {}
+        self._pieces: dict[torch.dtype, list[ConversionPiece]] = {}
+        self._cuts: dict[str, RowSharding] = {}
 
-    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
+    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PieceBucket]:
         """Plan the owners' pieces, in the order of `buckets`.
 
         Owners take turns, so that one consumes its bucket while the buckets of the others are gathered.
         """
         if dtype not in self._pieces:
-            facts = {name: (tuple(t.shape), leaving_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
-            self._pieces[dtype] = pieces_of(facts, self._convert)
+            facts = {name: (tuple(t.shape), export_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
+            self._pieces[dtype] = plan_pieces(facts, self._convert)
         loads = []
-        for owner, own in _spread(self._pieces[dtype], owners or range(self._world_size)).items():
-            ranges = cut_buckets([piece.nbytes for piece in own], max_bytes)
-            loads.append([Load(owner, tuple(own[begin:end])) for begin, end in ranges])
+        for owner, own in _split_among_owners(self._pieces[dtype], owners or range(self._world_size)).items():
+            ranges = plan_bucket_ranges([piece.nbytes for piece in own], max_bytes)
+            loads.append([PieceBucket(owner, tuple(own[begin:end])) for begin, end in ranges])
         return [load for turn in zip_longest(*loads) for load in turn if load is not None]
 
     @torch.no_grad()
@@ -72,21 +72,21 @@ class HfExport:
         """Gather and yield the buckets; all ranks iterate together, and only the owner has a bucket's tensors."""
         sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
         device = None if sharded is None else sharded.device_mesh.device_type
-        if sharded is not None and device == "cuda" and (cut := Cut.of(sharded)).size > 1:
+        if sharded is not None and device == "cuda" and (cut := RowSharding.of(sharded)).size > 1:
             # NCCL needs all ranks of a group in its first operation, and a transfer has only two
             dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
         for load in self.plan(dtype, max_bytes, owners):
-            gathered = self._gathered(load)
-            yield HfBucket(load.owner, load.tensors, None if gathered is None else self._converted(load, gathered))
+            gathered = self._gather_pieces(load)
+            yield HfBucket(load.owner, load.tensors, None if gathered is None else self._convert_pieces(load, gathered))
 
-    def _gathered(self, load: Load) -> list[dict[str, Tensor]] | None:
+    def _gather_pieces(self, load: PieceBucket) -> list[dict[str, Tensor]] | None:
         """Gather the parameters (or rows) of each piece on the owner; None elsewhere."""
         wholes: list[dict[str, Tensor]] = []
         transfers: list[dist.P2POp] = []
         for piece in load.pieces:
             members: dict[str, Tensor] = {}
             for name in piece.sources:
-                whole, more = self._transfers_of(name, piece, load.owner)
+                whole, more = self._plan_transfers(name, piece, load.owner)
                 transfers += more
                 if whole is not None:
                     members[name] = whole
@@ -95,12 +95,12 @@ class HfExport:
             work.wait()
         return wholes if load.owner == self._rank else None
 
-    def _transfers_of(self, name: str, piece: Piece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:
+    def _plan_transfers(self, name: str, piece: ConversionPiece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:
         """The owner's tensor of a parameter, complete when the transfers are done, and this rank's transfers."""
         tensor, dtype, is_owner = self._tensors[name], piece.makes[0].dtype, owner == self._rank
         if not isinstance(tensor, DTensor):  # all ranks have it
             return (self._value(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
-        cut = self._cuts.get(name) or self._cuts.setdefault(name, Cut.of(tensor))
+        cut = self._cuts.get(name) or self._cuts.setdefault(name, RowSharding.of(tensor))
         if owner not in cut.ranks:  # the ranks of the owner's copy of the model send it
             return None, []
         begin, end = piece.rows or (0, cut.count)
@@ -123,7 +123,7 @@ class HfExport:
                 target.copy_(part)
         return whole, transfers
 
-    def _converted(self, load: Load, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _convert_pieces(self, load: PieceBucket, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Convert to the tensors of a model folder.
 
         Whole parameters are converted together and rows of stacked parameters piece by piece; pieces that are the same
@@ -146,7 +146,7 @@ class HfExport:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowSharding:
     """Row sharding of a parameter over a group; `ranks` are numbers in the world, in the order of their rows."""
 
     count: int
@@ -154,7 +154,7 @@ class Cut:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Cut:
+    def of(cls, tensor: DTensor) -> RowSharding:
         places = [place for place, how in enumerate(tensor.placements) if isinstance(how, Shard)]
         if len(places) != 1 or tensor.placements[places[0]] != Shard(0):
             raise RuntimeError(f"a parameter is placed as {tensor.placements}, not in rows over one group of ranks")
@@ -176,10 +176,10 @@ class Cut:
         return (max(first, begin), min(last, end)) if max(first, begin) < min(last, end) else None
 
 
-def _spread(pieces: Sequence[Piece], owners: Sequence[int]) -> dict[int, list[Piece]]:
+def _split_among_owners(pieces: Sequence[ConversionPiece], owners: Sequence[int]) -> dict[int, list[ConversionPiece]]:
     """Assign consecutive pieces to the owners, with about equal bytes for each."""
     total = sum(piece.nbytes for piece in pieces)
-    spread: dict[int, list[Piece]] = {owner: [] for owner in owners}
+    spread: dict[int, list[ConversionPiece]] = {owner: [] for owner in owners}
     before = 0
     for piece in pieces:
         middle = before + piece.nbytes / 2

@@ -27,7 +27,7 @@ from slime.models.peft_adapter import BadAdapter, read_adapter
 
 
 @dataclass
-class Switch:
+class AdapterSwitch:
     """Switch of a model's adapters, shared by its layers."""
 
     on: bool = True
@@ -36,7 +36,7 @@ class Switch:
 class LoraLinear(nn.Linear):
     """Linear layer `x W^T + b + scale * x A^T B^T`, without the last term while the switch is off."""
 
-    def __init__(self, linear: nn.Linear, lora: Lora, switch: Switch) -> None:
+    def __init__(self, linear: nn.Linear, lora: Lora, switch: AdapterSwitch) -> None:
         nn.Module.__init__(self)  # not nn.Linear's: it would create a weight, and the layer's own is used
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -63,7 +63,9 @@ class LoraLinear(nn.Linear):
 class LoraLayers:
     """The adapter of one model: its layers, their initial values, and its switch."""
 
-    def __init__(self, lora: Lora, modules: dict[str, tuple[int, int]], linears: list[str], switch: Switch) -> None:
+    def __init__(
+        self, lora: Lora, modules: dict[str, tuple[int, int]], linears: list[str], switch: AdapterSwitch
+    ) -> None:
         self.lora = lora
         self.modules = modules
         self.linears = linears
@@ -142,7 +144,7 @@ def put_adapter(
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     able = [name for name, module in linears.items() if module is not head and not is_of_expert(name)]
     chosen = choose_targets(able, lora.targets, type(model).__name__, freeze=freeze, only_train=only_train)
-    switch = Switch()
+    switch = AdapterSwitch()
     for name in chosen:
         model.set_submodule(name, LoraLinear(linears[name], lora, switch))
     modules = {name: (linears[name].out_features, linears[name].in_features) for name in chosen}

@@ -18,14 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from slime.models.lora import LORA_A, LORA_B, is_adapter, peft_targets
-from slime.models.peft_adapter import AdapterFacts, merged, peft_name
+from slime.models.peft_adapter import AdapterConfig, merge_lora, peft_name
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.backends.fsdp.sharding import gather_like, local_part, part_on_device, reshard, whole
-from slime.train.backends.fsdp.state import Placed
+from slime.train.backends.fsdp.sharding import (
+    gather_full_tensor,
+    gather_like,
+    local_part,
+    part_on_device,
+    reshard,
+)
+from slime.train.backends.fsdp.state import LocalPart
 from slime.train.backends.protocol import NamedTensor, TrainedAdapter
 
-Parts = Mapping[str, Tensor]
+AdapterParts = Mapping[str, Tensor]
 """This rank's parts of the matrices, by name."""
 
 
@@ -37,7 +43,7 @@ class AdapterSets:
         self._layers = layers
         parameters = dict(policy.model.named_parameters())
         self._adapter: dict[str, nn.Parameter] = {name: parameters[name] for name in layers.shapes}
-        self._sets: dict[str, Parts | None] = {}
+        self._sets: dict[str, AdapterParts | None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._sets
@@ -72,18 +78,18 @@ class AdapterSets:
         for key, parameter, part in self.placed(name):
             yield key, gather_like(parameter, part.to(parameter.device))
 
-    def placed(self, name: str) -> Iterator[Placed]:
+    def placed(self, name: str) -> Iterator[LocalPart]:
         """Yield this rank's parts of the matrices of a set, with the parameters that are sharded like them."""
         parts = self._sets[name]
         for key, parameter in self._adapter.items():
             yield key, parameter, torch.zeros_like(local_part(parameter)) if parts is None else parts[key]
 
-    def _copy(self, device: str | None) -> Parts:
+    def _copy(self, device: str | None) -> AdapterParts:
         parts = ((name, local_part(parameter.detach())) for name, parameter in self._adapter.items())
         return {name: part.to(device or part.device, copy=True) for name, part in parts}
 
     @torch.no_grad()
-    def _put(self, parts: Parts) -> None:
+    def _put(self, parts: AdapterParts) -> None:
         reshard(self._policy)
         for name, parameter in self._adapter.items():
             local_part(parameter).copy_(parts[name])
@@ -97,7 +103,7 @@ class AdaptedModel:
         self._layers = layers
         self._whole_a: dict[str, Tensor] = {}
         self.sets = AdapterSets(module, layers)
-        facts = AdapterFacts(layers.lora.rank, layers.lora.alpha, base_dtype)
+        facts = AdapterConfig(layers.lora.rank, layers.lora.alpha, base_dtype)
         targets = peft_targets(layers.modules, layers.linears)
         self.info = TrainedAdapter(facts, layers.lora.targets, tuple(targets), base)
 
@@ -114,7 +120,9 @@ class AdaptedModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather every A for `rows` inside the context; all ranks enter together."""
-        self._whole_a = {module: whole(self._parameters[module + LORA_A].detach()) for module in self._layers.modules}
+        self._whole_a = {
+            module: gather_full_tensor(self._parameters[module + LORA_A].detach()) for module in self._layers.modules
+        }
         try:
             yield
         finally:
@@ -126,9 +134,9 @@ class AdaptedModel:
         if module not in self._whole_a:
             return own
         b = part_on_device(self._parameters[module + LORA_B].detach())
-        return merged(own, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
+        return merge_lora(own, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """Yield the whole matrices under their names in PEFT's files; all ranks iterate together."""
         for name in self._layers.shapes:
-            yield peft_name(name), whole(self._parameters[name].detach())
+            yield peft_name(name), gather_full_tensor(self._parameters[name].detach())

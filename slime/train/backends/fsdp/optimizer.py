@@ -150,7 +150,7 @@ def _signed(number: int) -> int:
 
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DECAYED = "decayed"
+DECAY_KEY = "decayed"
 """Key of a group of parameters: True if the group uses the schedule's weight decay."""
 
 
@@ -158,7 +158,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
     """Set the learning rate and the weight decay of the next update."""
     for group in optimizer.param_groups:
         group["lr"] = rates.learning_rate
-        group["weight_decay"] = rates.weight_decay if group[DECAYED] else 0.0
+        group["weight_decay"] = rates.weight_decay if group[DECAY_KEY] else 0.0
 
 
 def choose_trainable(module: nn.Module, *, freeze: Sequence[str] | None, only_train: Sequence[str] | None) -> None:
@@ -182,8 +182,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.
     """Make the optimizer of the flags; decoupled weight decay applies to matrices only, not to biases and norms."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay, DECAYED: True},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, DECAYED: False},
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay, DECAY_KEY: True},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, DECAY_KEY: False},
     ]
     groups = [group for group in groups if group["params"]]
     if config.use_stateless_adam:

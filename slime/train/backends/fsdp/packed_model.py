@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from slime.algorithms.logprobs import KEPT_BYTES, linear_log_probs
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
-from slime.models.tensor_sources import Source, Zeros
-from slime.train.backends.fsdp.attention import RopeOfEachSequence, attach_context
+from slime.models.tensor_sources import Source, ZeroSource
+from slime.train.backends.fsdp.attention import PerSequenceRope, attach_context
 from slime.train.backends.fsdp.fused.layer import is_plain
 from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet
 from slime.train.backends.fsdp.packed_context import PackedIndexer
-from slime.train.backends.fsdp.routing_replay import Routers
-from slime.train.backends.fsdp.shared_prompt_ops import spread
-from slime.train.backends.protocol import Reads
+from slime.train.backends.fsdp.routing_replay import RouterReplayHooks
+from slime.train.backends.fsdp.shared_prompt_ops import expand_to_row
+from slime.train.backends.protocol import ObjectiveInput
 from slime.train.samples.micro_batch import Routing
 from slime.train.samples.packing import PackedRow, RowPart
 from slime.train.topology import Ranks, gather_parts
@@ -42,17 +42,17 @@ class PackedModel(nn.Module):
         self.model = model
         self.sources: dict[str, Source] = dict(sources or {})
         self.context = attach_context(model, gdn_backend)
-        self.routers: Routers | None = None
-        mixing = (PackedDeltaNet, PackedIndexer, RopeOfEachSequence)
+        self.routers: RouterReplayHooks | None = None
+        mixing = (PackedDeltaNet, PackedIndexer, PerSequenceRope)
         self._mixing = sorted({type(module).__name__ for module in model.modules() if isinstance(module, mixing)})
         # attention reads no mask, but without one transformers synchronizes with the device to detect a packed row
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if any(map(is_plain, model.modules())) else None
 
-    def read_nothing(self) -> None:
+    def use_zero_sources(self) -> None:
         """Replace the sources by zeros, for a model whose weights will all be overwritten."""
-        self.sources = {name: Zeros(source.shape, source.dtype) for name, source in self.sources.items()}
+        self.sources = {name: ZeroSource(source.shape, source.dtype) for name, source in self.sources.items()}
 
-    def share_rows(self, ranks: Ranks) -> None:
+    def set_context_ranks(self, ranks: Ranks) -> None:
         """Make each of these ranks compute a part of every row; all of them pass the same rows."""
         if self.context.is_indexed and ranks.size > 1:
             raise UserError(
@@ -64,16 +64,16 @@ class PackedModel(nn.Module):
                 module.check_ranks(ranks.size)
         self.context.ranks = ranks
 
-    def repeat_routing(self) -> None:
+    def enable_routing_replay(self) -> None:
         """Make the routers of experts follow the routing given with each row."""
-        self.routers = Routers(self.model)
+        self.routers = RouterReplayHooks(self.model)
 
     @property
     def _can_share_prompts(self) -> bool:
         """True if only attention depends on other tokens, routing is not replayed, and this rank has whole rows."""
         return not self._mixing and self.routers is None and self.context.sharing is None
 
-    def check_sharing(self) -> None:
+    def check_prompt_sharing(self) -> None:
         """Raise UserError if `--share-prompts` does not support the model."""
         if self._mixing:
             raise UserError(
@@ -105,7 +105,7 @@ class PackedModel(nn.Module):
         found = body(input_ids=tokens, position_ids=places, attention_mask=self._mask, use_cache=False)
         hidden: Tensor = found.last_hidden_state.squeeze(0)
         if shared is not None:
-            hidden = spread(hidden, shared)
+            hidden = expand_to_row(hidden, shared)
         if self.routers is not None:
             self.routers.keep()
         if self.context.reads == 0:
@@ -136,7 +136,12 @@ class PolicyModel(PackedModel):
         self.head = OutputHead.from_config(model.config)
 
     def forward(
-        self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
+        self,
+        row: PackedRow,
+        *,
+        reads: ObjectiveInput = "log_probs",
+        entropy: bool = True,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probs [R] of the targets, and entropies [R] (zeros if not requested).
 
@@ -175,7 +180,12 @@ class ValueModel(PackedModel):
     """The critic: predicts the expected return before each response token."""
 
     def forward(
-        self, row: PackedRow, *, reads: Reads = "log_probs", entropy: bool = True, routing: Routing | None = None
+        self,
+        row: PackedRow,
+        *,
+        reads: ObjectiveInput = "log_probs",
+        entropy: bool = True,
+        routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute values [R], float32, instead of log-probs; its routers always choose themselves."""
         part = self.own_part(row)

@@ -26,7 +26,7 @@ _ROUTER = re.compile(r"Top[Kk]Router$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-class Routers:
+class RouterReplayHooks:
     """Forward hooks on all routers of a model; `begin` sets the routing of the next pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:

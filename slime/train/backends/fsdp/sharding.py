@@ -17,16 +17,21 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, whole_region
-from slime.models.tensor_sources import read_onto
+from slime.models.tensor_sources import read_to_device
 from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 
 COMPILE_MIN_PARAMETERS = 100_000_000  # for smaller models, half a minute of compiling costs more than it saves
 
 
 def shard(
-    packed: PackedModel, mesh: DeviceMesh, precision: MixedPrecisionPolicy, progress: Progress, *, on_host: bool = False
+    packed: PackedModel,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    progress: RankProgress,
+    *,
+    on_host: bool = False,
 ) -> None:
     """Shard with one group per decoder layer and the rest (embedding, last norm, head) at the root.
 
@@ -40,8 +45,8 @@ def shard(
     layer_names = set(packed.model._no_split_modules or ())
     num_parameters = sum(parameter.numel() for parameter in packed.parameters())
     trained = sum(parameter.numel() for parameter in packed.parameters() if parameter.requires_grad)
-    keep = keeps_whole(packed, mesh, on_host=on_host)
-    is_cut = trained > 0 or copy_size(mesh) > 1 or on_host
+    keep = stays_gathered(packed, mesh, on_host=on_host)
+    is_cut = trained > 0 or replica_size(mesh) > 1 or on_host
     adapted = 0 < 2 * trained < num_parameters  # with an adapter at every matrix, compiling takes minutes
     worth_compiling = mesh.device_type == "cuda" and num_parameters >= COMPILE_MIN_PARAMETERS and not adapted
     for module in list(packed.modules()):
@@ -75,14 +80,14 @@ def shard(
             )
         assert isinstance(packed, FSDPModule)
         packed.set_reduce_scatter_unused_params(True)
-    _read_parts(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
+    _load_local_weights(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
 
 
-def keeps_whole(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
+def stays_gathered(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
     """Return True if one rank has all weights, on the device, and most are trained: they stay gathered for backward."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in packed.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
-    return copy_size(mesh) == 1 and 2 * trained > sum(size for size, _ in sizes) and not on_host
+    return replica_size(mesh) == 1 and 2 * trained > sum(size for size, _ in sizes) and not on_host
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -92,7 +97,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 @torch.no_grad()
-def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -> None:
+def _load_local_weights(packed: PackedModel, device: torch.device, progress: RankProgress) -> None:
     """Read this rank's parts of the parameters on the meta device; keeps ties, and releases the sources."""
     owners: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     for module in packed.modules():
@@ -100,7 +105,7 @@ def _read_parts(packed: PackedModel, device: torch.device, progress: Progress) -
             owners.setdefault(parameter, []).append((module, key))
     unread = {name: tensor for name, tensor in packed.model.named_parameters() if local_part(tensor).is_meta}
     for name, parameter in progress.over(unread.items(), "reading weights: tensor", len(unread)):
-        part = read_onto(packed.sources[name], local_region(parameter), device).to(parameter.dtype)
+        part = read_to_device(packed.sources[name], local_region(parameter), device).to(parameter.dtype)
         # unlike `DTensor.from_local`, `empty_like` also works on another device than the mesh's
         placed = torch.empty_like(parameter, device=device)
         local_part(placed).copy_(part)
@@ -124,12 +129,12 @@ def local_region(parameter: torch.Tensor) -> Region:
     return tuple(region)
 
 
-def copy_size(mesh: DeviceMesh) -> int:
+def replica_size(mesh: DeviceMesh) -> int:
     """Number of ranks that share one copy of the model."""
     return mesh.size(mesh.ndim - 1)
 
 
-def reduce_gradients(
+def set_gradient_sync(
     packed: PackedModel, mesh: DeviceMesh, *, last: bool, keeps: bool = False, on_host: bool = False
 ) -> None:
     """Set if the next backward reduces its gradients; `last`: the step's last one, after which they are whole sums.
@@ -139,7 +144,7 @@ def reduce_gradients(
     `keeps` whole until the backward are also kept for the next forward.
     """
     assert isinstance(packed, FSDPModule)
-    packed.set_requires_gradient_sync(last or copy_size(mesh) > 1 or on_host)
+    packed.set_requires_gradient_sync(last or replica_size(mesh) > 1 or on_host)
     packed.set_reshard_after_backward(last or not keeps)
     packed.set_requires_all_reduce(last)
 
@@ -172,7 +177,7 @@ def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor on the device; a collective for a sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -190,7 +195,7 @@ def total_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Global norm of sharded gradients on the host; the ranks of a copy add their squares up on the device."""
     own = nn.utils.get_total_norm([local_part(gradient) for gradient in gradients])
     squared = own.to(mesh.device_type).square()
-    if copy_size(mesh) > 1:
+    if replica_size(mesh) > 1:
         dist.all_reduce(squared, group=mesh.get_group(mesh.ndim - 1))
     return squared.sqrt()
 
@@ -203,7 +208,7 @@ def gather_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Gather a tensor that is sharded as `parameter` is, from this rank's part; a collective for a sharded one."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return part
-    return whole(placed_like(parameter, part))
+    return gather_full_tensor(placed_like(parameter, part))
 
 
 def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

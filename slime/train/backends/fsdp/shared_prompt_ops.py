@@ -14,12 +14,12 @@ from torch import Tensor
 from slime.train.samples.packing import SharedPrompts
 
 
-def spread(computed: Tensor, shared: SharedPrompts) -> Tensor:
+def expand_to_row(computed: Tensor, shared: SharedPrompts) -> Tensor:
     """Copy computed tokens [t, ...] to all tokens of the row [T, ...]."""
     return cast(Tensor, _Spread.apply(computed, shared))
 
 
-def take_first(states: Tensor, shared: SharedPrompts) -> Tensor:
+def select_first_copies(states: Tensor, shared: SharedPrompts) -> Tensor:
     """Select the first of each token's copies, which are equal: [T, ...] to [t, ...]. The others get no gradient."""
     return cast(Tensor, _TakeFirst.apply(states, shared))
 

@@ -17,33 +17,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.optimizer import MOMENTS, StreamedAdam
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
-from slime.train.backends.fsdp.sharding import local_part, reshard, shard, whole
-from slime.train.backends.protocol import NamedTensor, Resident
-from slime.train.checkpoints.rank_files import Part
+from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, reshard, shard
+from slime.train.backends.protocol import NamedTensor, ResidentTensors
+from slime.train.checkpoints.rank_files import SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 
 STEP = "step"
 
-Placed = tuple[str, torch.Tensor, torch.Tensor]
+LocalPart = tuple[str, torch.Tensor, torch.Tensor]
 """(name of a tensor, a tensor that is sharded like it, this rank's part of it)."""
 
 
-def placed(tensors: Iterable[NamedTensor]) -> Iterator[Placed]:
+def with_local_parts(tensors: Iterable[NamedTensor]) -> Iterator[LocalPart]:
     """Pair tensors with this rank's parts of them."""
     return ((name, tensor, local_part(tensor.detach())) for name, tensor in tensors)
 
 
-def own_parts(kind: str, tensors: Iterable[Placed], *, rank: int) -> Iterator[Part]:
+def parts_to_write(kind: str, tensors: Iterable[LocalPart], *, rank: int) -> Iterator[SavedPart]:
     """Yield the parts that this rank has to write; rank 0 writes tensors that are whole on every rank."""
     for turn, (name, like, part) in enumerate(tensors):
         if _writes(like, turn, rank) and (part.numel() or not like.numel()):
-            yield Part(kind, name, part, tuple(like.shape), own_offset(like))
+            yield SavedPart(kind, name, part, tuple(like.shape), local_offset(like))
 
 
 def optimizer_tensors(
@@ -57,10 +57,10 @@ def optimizer_tensors(
             yield f"{STEP}/{name}", state[STEP].reshape(1)
 
 
-def read_parts(saved: SavedTensors, tensors: Iterable[Placed]) -> None:
+def read_parts(saved: SavedTensors, tensors: Iterable[LocalPart]) -> None:
     """Overwrite this rank's parts of the tensors from a checkpoint."""
     for name, like, part in tensors:
-        saved.read_into(name, part, own_offset(like))
+        saved.read_into(name, part, local_offset(like))
 
 
 @torch.no_grad()
@@ -79,11 +79,11 @@ def read_optimizer(saved: SavedTensors, optimizer: torch.optim.Optimizer, parame
             state = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
             state[STEP] = torch.zeros((), device=parameter.device)
         optimizer.state[parameter] = state
-        read_parts(saved, placed((f"{moment}/{name}", state[moment]) for moment in MOMENTS))
+        read_parts(saved, with_local_parts((f"{moment}/{name}", state[moment]) for moment in MOMENTS))
         saved.read_into(f"{STEP}/{name}", state[STEP].view(1))
 
 
-def own_offset(tensor: torch.Tensor) -> tuple[int, ...]:
+def local_offset(tensor: torch.Tensor) -> tuple[int, ...]:
     """Offset of this rank's part within the whole tensor, for each dimension."""
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -108,11 +108,11 @@ def _writes(tensor: torch.Tensor, turn: int, rank: int) -> bool:
     return place == turn % count
 
 
-class FrozenModel:
+class ShardedFrozenModel:
     """A sharded model in the compute dtype that is not trained."""
 
     def __init__(
-        self, module: PolicyModel, mesh: DeviceMesh, progress: Progress, *, on_host: bool, in_float8: bool
+        self, module: PolicyModel, mesh: DeviceMesh, progress: RankProgress, *, on_host: bool, in_float8: bool
     ) -> None:
         self.module = module
         module.requires_grad_(False)
@@ -125,11 +125,11 @@ class FrozenModel:
         self._average: dict[str, torch.Tensor] = {}
         self._changes = 0
 
-    def resident(self, name: str) -> Resident:
+    def resident(self, name: str) -> ResidentTensors:
         """The model's tensors on the device."""
         reshard(self.module)
         parts = [local_part(parameter.detach()) for parameter in self._parameters.values()]
-        return Resident(f"frozen {name}", [*parts, *self._average.values()], self._changes)
+        return ResidentTensors(f"frozen {name}", [*parts, *self._average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: PackedModel, *, decay: float = 0.0) -> None:
@@ -151,14 +151,14 @@ class FrozenModel:
             self._average = {name: part.to(torch.float32, copy=True) for name, part in parts}
 
     @torch.no_grad()
-    def follow_average(self) -> None:
+    def round_average(self) -> None:
         """Overwrite the weights with the rounded average, if there is one."""
         reshard(self.module)
         self._changes += 1
         for name, average in self._average.items():
             local_part(self._parameters[name]).copy_(average)
 
-    def state(self) -> Iterator[Placed]:
+    def state(self) -> Iterator[LocalPart]:
         """Tensors of a checkpoint, with this rank's parts: the average if there is one, else the weights."""
         parts = ((name, parameter, local_part(parameter.detach())) for name, parameter in self._parameters.items())
         return ((name, parameter, self._average.get(name, part)) for name, parameter, part in parts)
@@ -174,10 +174,10 @@ class FrozenModel:
     def full_parameters(self) -> Iterator[NamedTensor]:
         """Yield whole parameters; all ranks iterate together."""
         for name, parameter in self._parameters.items():
-            yield name, whole(parameter.detach())
+            yield name, gather_full_tensor(parameter.detach())
 
 
-class FrozenSets:
+class ShardedFrozenSets:
     """Frozen sets of weights, by name.
 
     `load` makes a module that is not sharded yet; given an empty `Start`, one of the policy's shape.
@@ -187,31 +187,31 @@ class FrozenSets:
         self,
         policy: PackedModel,
         mesh: DeviceMesh,
-        load: Callable[[Start], PolicyModel],
-        progress: Progress,
+        load: Callable[[InitialWeights], PolicyModel],
+        progress: RankProgress,
         *,
         on_host: bool,
         in_float8: bool,
     ) -> None:
         self._policy = policy
         self._load = load
-        self._freeze = lambda module: FrozenModel(module, mesh, progress, on_host=on_host, in_float8=in_float8)
-        self._resident: dict[str, FrozenModel] = {}
+        self._freeze = lambda module: ShardedFrozenModel(module, mesh, progress, on_host=on_host, in_float8=in_float8)
+        self._resident: dict[str, ShardedFrozenModel] = {}
         self._on_host: dict[str, list[torch.Tensor]] = {}
-        self._stage: FrozenModel | None = None
+        self._stage: ShardedFrozenModel | None = None
         self._staged: str | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._resident or name in self._on_host
 
-    def resident(self) -> Iterator[Resident]:
+    def resident(self) -> Iterator[ResidentTensors]:
         """Yield the tensors of the sets on the device."""
         for name, model in self._resident.items():
             yield model.resident(name)
         if self._stage is not None:
             yield self._stage.resident("stage of the host's sets")
 
-    def load(self, name: str, source: Start) -> None:
+    def load(self, name: str, source: InitialWeights) -> None:
         self._resident[name] = self._freeze(self._load(source))
 
     def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
@@ -228,10 +228,10 @@ class FrozenSets:
         self._on_host[name] = local_copy(self._stage.module)
         self._staged = name
 
-    def _like_policy(self) -> FrozenModel:
+    def _like_policy(self) -> ShardedFrozenModel:
         """Make a model of the policy's shape, with weights of zero, to copy the policy into."""
-        module = self._load(Start())
-        module.read_nothing()
+        module = self._load(InitialWeights())
+        module.use_zero_sources()
         return self._freeze(module)
 
     def forget(self, name: str) -> None:
@@ -240,7 +240,7 @@ class FrozenSets:
         if self._staged == name:
             self._staged = None
 
-    def model(self, name: str) -> FrozenModel:
+    def model(self, name: str) -> ShardedFrozenModel:
         """The set on the device, copied there if it was on the host."""
         if name in self._resident:
             return self._resident[name]

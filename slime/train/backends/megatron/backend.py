@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from slime.config import Config
-from slime.config.initial_weights import Start
-from slime.models.families.tp_sharding import Whole
-from slime.models.families.weight_map import Entry
-from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor
+from slime.config.initial_weights import InitialWeights
+from slime.models.families.tp_sharding import Replicated
+from slime.models.families.weight_map import ParameterEntry
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT, ValueHead
 from slime.train.backends.megatron.fp32_params import find_masters
-from slime.train.backends.megatron.hf_export import HfExport
-from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, sum_gradients
+from slime.train.backends.megatron.hf_export import MegatronHfExport
+from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, wrap_with_ddp
 from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
-from slime.train.backends.megatron.plugin_hooks import Hooks
-from slime.train.backends.megatron.shard_map import Placement
+from slime.train.backends.megatron.plugin_hooks import MegatronHooks
+from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.backends.megatron.state import (
-    FrozenSets,
+    FrozenStageSets,
     master_parts,
     optimizer_parts,
     read_optimizer,
@@ -40,21 +40,21 @@ from slime.train.backends.protocol import (
     POLICY,
     NamedTensor,
     Objective,
-    Reads,
-    Resident,
-    Scores,
-    Totals,
+    ObjectiveInput,
+    ResidentTensors,
+    StepTotals,
+    TokenScores,
     TrainedAdapter,
 )
-from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, Part
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 
 VALUE_HEAD = "lm_head.weight"
 """The name of a critic's output layer in a checkpoint."""
-WHOLE_AT_ONCE = 256 * 2**20
+MAX_GATHERED_BYTES = 256 * 2**20
 """Maximum size of a bucket, in bytes, when every rank gathers all weights."""
 
 
@@ -69,9 +69,9 @@ class MegatronBackend:
         model: StagedModel,
         folder: ModelFolder,
         *,
-        progress: Progress,
-        hooks: Hooks,
-        load_frozen: Callable[[Start], StagedModel],
+        progress: RankProgress,
+        hooks: MegatronHooks,
+        load_frozen: Callable[[InitialWeights], StagedModel],
         like_policy: Callable[[], StagedModel],
     ) -> None:
         self.groups = model.groups
@@ -84,13 +84,13 @@ class MegatronBackend:
         patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
         choose_trainable(self._parameters, self.topology.world, **patterns)
         self._tensors: dict[str, Tensor] = {**self._parameters, **global_buffers(model.stages)}
-        wrapped = sum_gradients(model.stages, ddp_config(config, model.groups.layout))
+        wrapped = wrap_with_ddp(model.stages, ddp_config(config, model.groups.layout))
         self.model = replace(model, wrapped=wrapped)
         settings = optimizer_config(config, compute_dtype=model.config.params_dtype)
         self.optimizer = StepOptimizer(wrapped, settings, is_stateless=config.use_stateless_adam)
-        self.frozen = FrozenSets(self._tensors, load_frozen, like_policy)
+        self.frozen = FrozenStageSets(self._tensors, load_frozen, like_policy)
         self._averages = config.ref_update_decay > 0
-        self._placement = place_model(model, folder, self._tensors)
+        self._placement = build_shard_map(model, folder, self._tensors)
         self.masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
         self._active = self.model
         self._has_gradients = False
@@ -106,9 +106,9 @@ class MegatronBackend:
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         *,
-        reads: Reads = "log_probs",
+        reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
-    ) -> Totals:
+    ) -> StepTotals:
         assert self._active is self.model, "only the policy has gradients"
         assert not self._has_gradients, "gradients are summed over the ranks once per update"
         self._has_gradients = True
@@ -121,7 +121,7 @@ class MegatronBackend:
         weights: str = POLICY,
         entropy: bool = False,
         own_routing: bool = False,
-    ) -> list[Scores]:
+    ) -> list[TokenScores]:
         with self.using(weights), self._evaluating():
             self._hooks.before_log_probs(self._active.wrapped, weights)
             return score_passes(
@@ -159,26 +159,26 @@ class MegatronBackend:
         self.optimizer.drop_gradients()
         self._has_gradients = False
 
-    def forget_optimizer_state(self) -> None:
+    def reset_optimizer_state(self) -> None:
         self._before_update()
         self.optimizer.forget_state()
 
     # device memory
 
-    def resident(self) -> Iterator[Resident]:
+    def resident(self) -> Iterator[ResidentTensors]:
         self.optimizer.gather_parameters()
-        yield Resident("weights", list(self._tensors.values()))
-        yield Resident("gradients", self.optimizer.gradient_buffers(), is_zero=True)
+        yield ResidentTensors("weights", list(self._tensors.values()))
+        yield ResidentTensors("gradients", self.optimizer.gradient_buffers(), is_zero=True)
         mains = [master.main for master in self.masters.values() if master.main is not None]
-        yield Resident(OPTIMIZER_STATE, [*mains, *self.optimizer.state_tensors()])
+        yield ResidentTensors(OPTIMIZER_STATE, [*mains, *self.optimizer.state_tensors()])
         yield from self.frozen.resident()
 
-    def before_update(self, call: Callable[[], None]) -> None:
+    def register_update_hook(self, call: Callable[[], None]) -> None:
         self._before_update = call
 
     # frozen sets
 
-    def load_frozen(self, name: str, source: Start) -> None:
+    def load_frozen(self, name: str, source: InitialWeights) -> None:
         self.frozen.load(name, source)
 
     def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
@@ -211,14 +211,14 @@ class MegatronBackend:
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Yield whole tensors under the names of the folder, on every rank."""
-        export = HfExport(self._placement, self.topology.world, self.tensors(weights))
-        for bucket in export.buckets(torch.float32, WHOLE_AT_ONCE):
-            yield from bucket.on_all_ranks(self.topology.world)
+        export = MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
+        for bucket in export.buckets(torch.float32, MAX_GATHERED_BYTES):
+            yield from bucket.broadcast_tensors(self.topology.world)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in self._placement.tensors}
 
-    def state_parts(self, kinds: Sequence[str]) -> Iterator[Part]:
+    def state_parts(self, kinds: Sequence[str]) -> Iterator[SavedPart]:
         for kind in kinds:
             if kind == OPTIMIZER:
                 yield from optimizer_parts(self._placement, self.masters)
@@ -238,14 +238,14 @@ class MegatronBackend:
             if self._averages:
                 frozen.start_average()
             read_weights(saved, self._placement, self.progress.over(frozen.kept.items(), reading), {})
-            frozen.follow_average()
+            frozen.round_average()
 
     # export
 
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
     ) -> list[tuple[HfTensor, ...]]:
-        export = HfExport(self._placement, self.topology.world, self._tensors)
+        export = MegatronHfExport(self._placement, self.topology.world, self._tensors)
         return [load.tensors for load in export.plan(dtype, max_bytes, owners)]
 
     def hf_buckets(
@@ -254,20 +254,20 @@ class MegatronBackend:
         max_bytes: int,
         *,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,
+        earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
-        export = HfExport(self._placement, self.topology.world, self.tensors())
+        export = MegatronHfExport(self._placement, self.topology.world, self.tensors())
         yield from export.buckets(dtype, max_bytes, owners, earlier)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         return iter(())
 
 
-def place_model(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> Placement:
+def build_shard_map(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> ShardMap:
     """Map the parts of a folder's tensors to ranks; a value head replaces the output layer. All ranks together."""
     entries, shapes = dict(folder.entries), {name: source.shape for name, source in folder.sources.items()}
     if isinstance(model.head, ValueHead):
-        entries[OUTPUT_WEIGHT] = Entry(OUTPUT_WEIGHT, (VALUE_HEAD,), Whole())
+        entries[OUTPUT_WEIGHT] = ParameterEntry(OUTPUT_WEIGHT, (VALUE_HEAD,), Replicated())
         shapes[VALUE_HEAD] = (1, int(folder.fields["hidden_size"]))
     groups = model.groups
-    return Placement(groups.layout, groups.topology.world, entries.values(), shapes, own)
+    return ShardMap(groups.layout, groups.topology.world, entries.values(), shapes, own)

@@ -17,12 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.config import Config
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.models.families.tp_sharding import padded_vocab
 from slime.models.families.weight_map import Fields
 from slime.models.heads import OutputHead
 from slime.models.tensor_sources import Source
-from slime.models.torch_dist.hugging_face import read_in_place_of
+from slime.models.torch_dist.hugging_face import checkpoint_sources
 from slime.train.backends.megatron.backend import MegatronBackend
 from slime.train.backends.megatron.config import transformer_config
 from slime.train.backends.megatron.cpu_runtime import prepare
@@ -31,22 +31,22 @@ from slime.train.backends.megatron.embedding_and_head import (
     Head,
     PolicyHead,
     ValueHead,
-    hand_on_hidden,
-    leave_padding,
+    emit_hidden_states,
+    freeze_padding_lookups,
 )
 from slime.train.backends.megatron.layout import Layout
 from slime.train.backends.megatron.pipeline import StagedModel
-from slime.train.backends.megatron.plugin_hooks import Hooks
+from slime.train.backends.megatron.plugin_hooks import MegatronHooks
 from slime.train.backends.megatron.process_groups import form_groups
-from slime.train.backends.megatron.routing_replay import Routers
+from slime.train.backends.megatron.routing_replay import MegatronRoutingReplay
 from slime.train.backends.megatron.spec.linear import mark_tensor_parallel
 from slime.train.backends.megatron.spec.provider import block_spec
 from slime.train.backends.megatron.weights import ModelFolder, read_masters, read_weights
 from slime.train.checkpoints.folder import CheckpointFolder
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 
-_ARGUMENTS = (
+_GPT_MODEL_FIELDS = (
     "max_sequence_length",
     "position_embedding_type",
     "rotary_percent",
@@ -64,7 +64,7 @@ def build_stages(
     *,
     vocab_multiple: int = 128,
     value_head: bool = False,
-    hooks: Hooks | None = None,
+    hooks: MegatronHooks | None = None,
 ) -> list[GPTModel]:
     """Build the stage of this process, or its interleaved stages in order.
 
@@ -73,16 +73,16 @@ def build_stages(
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual is not None and virtual > 1 else [None]
-    return [_stage(config, fields, vocab_multiple, value_head, vp_stage, hooks) for vp_stage in stages]
+    return [_build_stage(config, fields, vocab_multiple, value_head, vp_stage, hooks) for vp_stage in stages]
 
 
-def _stage(
+def _build_stage(
     config: TransformerConfig,
     fields: Fields,
     vocab_multiple: int,
     value_head: bool,
     vp_stage: int | None,
-    hooks: Hooks | None,
+    hooks: MegatronHooks | None,
 ) -> GPTModel:
     alone = vp_stage is None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=vp_stage)
@@ -97,7 +97,7 @@ def _stage(
             post_process=last,
             share_embeddings_and_output_weights=fields["share_embeddings_and_output_weights"] and not value_head,
             vp_stage=vp_stage,
-            **{name: fields[name] for name in _ARGUMENTS if name in fields},
+            **{name: fields[name] for name in _GPT_MODEL_FIELDS if name in fields},
         )
 
     stage = default() if hooks is None else hooks.stage(config, first, last, vp_stage, default)
@@ -128,27 +128,27 @@ class MegatronValueHead(nn.Module):
 class MegatronBuilder:
     """Builds the models of a run: trained ones with float32 master weights, frozen ones in the compute dtype."""
 
-    def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: RankProgress) -> None:
         self._config = config
         self._compute_dtype = compute_dtype
         self.progress = progress
         if world.device.type == "cpu":
             prepare()
-        num_layers = self._folder(Start()).fields["num_layers"]
+        num_layers = self._folder(InitialWeights()).fields["num_layers"]
         self.groups = form_groups(Layout.from_config(config, num_layers=num_layers, world=world.size), world)
         self.topology = self.groups.topology
         model_parallel_cuda_manual_seed(config.seed)
-        self._hooks = Hooks(config)
-        self._hooks.initialised()
+        self._hooks = MegatronHooks(config)
+        self._hooks.after_init()
 
-    def policy(self, config: Config, start: Start) -> MegatronBackend:
+    def policy(self, config: Config, start: InitialWeights) -> MegatronBackend:
         folder = self._folder(start)
         return self._trained(config, start, folder, self._policy_head(folder))
 
-    def critic(self, config: Config, start: Start) -> MegatronBackend:
+    def critic(self, config: Config, start: InitialWeights) -> MegatronBackend:
         return self._trained(config, start, self._folder(start), ValueHead())
 
-    def _trained(self, config: Config, start: Start, folder: ModelFolder, head: Head) -> MegatronBackend:
+    def _trained(self, config: Config, start: InitialWeights, folder: ModelFolder, head: Head) -> MegatronBackend:
         model = self._model(config, folder, head)
         if not start.resumes:  # otherwise the checkpoint has all weights
             self._read(model, folder)
@@ -162,10 +162,10 @@ class MegatronBuilder:
             like_policy=partial(self._model, config, folder, head),
         )
         if not start.resumes:
-            read_masters(backend.masters, folder, self.groups, without=_new(head))
+            read_masters(backend.masters, folder, self.groups, without=_parameters_without_source(head))
         return backend
 
-    def _load_frozen(self, source: Start) -> StagedModel:
+    def _load_frozen(self, source: InitialWeights) -> StagedModel:
         folder = self._folder(source)
         model = self._model(self._config, folder, self._policy_head(folder))
         self._read(model, folder)
@@ -188,15 +188,17 @@ class MegatronBuilder:
             hooks=self._hooks,
         )
         if self.groups.is_last_stage:
-            hand_on_hidden(stages[-1])
+            emit_hidden_states(stages[-1])
         padding = folder.config.get_text_config().pad_token_id
         if stages[0].pre_process and padding is not None:
-            leave_padding(stages[0], padding % folder.fields["vocab_size"], self.groups.tensor)
+            freeze_padding_lookups(stages[0], padding % folder.fields["vocab_size"], self.groups.tensor)
         repeats = config.use_routing_replay and not isinstance(head, ValueHead)
-        return StagedModel(stages, stages, head, self.groups, Routers(stages, self.groups) if repeats else None)
+        return StagedModel(
+            stages, stages, head, self.groups, MegatronRoutingReplay(stages, self.groups) if repeats else None
+        )
 
     def _read(self, model: StagedModel, folder: ModelFolder) -> None:
-        read_weights(model.stages, folder, self.groups, self.progress, without=_new(model.head))
+        read_weights(model.stages, folder, self.groups, self.progress, without=_parameters_without_source(model.head))
 
     def _policy_head(self, folder: ModelFolder) -> PolicyHead:
         config = self._config
@@ -208,24 +210,24 @@ class MegatronBuilder:
             chunk_rows=config.log_probs_chunk_size,
         )
 
-    def _folder(self, source: Start) -> ModelFolder:
+    def _folder(self, source: InitialWeights) -> ModelFolder:
         config = self._config
         return ModelFolder.read(
             Path(str(source.hf_folder or config.hf_checkpoint)),
             vocab_multiple=config.make_vocab_size_divisible_by,
             trust_remote_code=config.trust_remote_code,
-            instead=partial(self._instead, source) if source.folder not in (None, source.hf_folder) else None,
+            instead=partial(self._override_sources, source) if source.folder not in (None, source.hf_folder) else None,
         )
 
-    def _instead(self, source: Start, folder: ModelFolder) -> dict[str, Source]:
+    def _override_sources(self, source: InitialWeights, folder: ModelFolder) -> dict[str, Source]:
         """Return the tensors of the checkpoint that a model starts from; a resumed checkpoint is loaded later."""
         if source.megatron is not None:
-            return read_in_place_of(folder.path, source.megatron)
+            return checkpoint_sources(folder.path, source.megatron)
         if source.checkpoint is None or source.resumes:
             return {}
         return CheckpointFolder(source.checkpoint).weight_sources(folder.config, folder.shapes, self._config)
 
 
-def _new(head: Head) -> tuple[str, ...]:
+def _parameters_without_source(head: Head) -> tuple[str, ...]:
     """Return the parameters that no folder has: a new value head stays zero."""
     return (OUTPUT_WEIGHT,) if isinstance(head, ValueHead) else ()

@@ -45,14 +45,14 @@ _DEFAULTS: Fields = {
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-_OTHER_NAMES: dict[str, str] = {
+_RENAMED_FIELDS: dict[str, str] = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
 """Fields with another name than their flag, by the name of the flag."""
 
-_CONVERTED: dict[str, Callable[..., object]] = {
+_CONVERTERS: dict[str, Callable[..., object]] = {
     "attention_backend": AttnBackend.__getitem__,
     "exp_avg_dtype": _DTYPES.__getitem__,
     "exp_avg_sq_dtype": _DTYPES.__getitem__,
@@ -74,9 +74,9 @@ def transformer_config(
     values = {
         **_DEFAULTS,
         **{name: value for name, value in fields.items() if name in _names(kind)},
-        **_given(kind, config, device.type),
-        **_computed(layout, compute_dtype, device),
-        "transformer_impl": _implementation(config, device),
+        **_flag_values(kind, config, device.type),
+        **_fixed_values(layout, compute_dtype, device),
+        "transformer_impl": _transformer_impl(config, device),
     }
     values["activation_func"] = _activation(values["activation_func"])
     if values.get("experimental_attention_variant") == "gated_delta_net":
@@ -85,7 +85,7 @@ def transformer_config(
     if not values.get("num_moe_experts"):
         dispatcher = "moe_token_dispatcher_type"  # checked without experts too
         values = {name: value for name, value in values.items() if not name.startswith("moe_") or name == dispatcher}
-    made = _made(kind, values)
+    made = _build_config(kind, values)
     for name, value in fields.items():
         if name.startswith("yarn_"):  # GPTModel reads these from the config, which does not declare them
             setattr(made, name, value)
@@ -95,28 +95,28 @@ def transformer_config(
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
     """Build the config of the gradient reduction over data-parallel ranks: sums in float32."""
     values = {
-        **_given(DistributedDataParallelConfig, config, _device_type()),
+        **_flag_values(DistributedDataParallelConfig, config, _device_type()),
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # the gradient norm shows non-finite gradients
         "overlap_grad_reduce": config.overlap_grad_reduce and layout.data * layout.context > 1,
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
     }
-    return _made(DistributedDataParallelConfig, values)
+    return _build_config(DistributedDataParallelConfig, values)
 
 
 def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> OptimizerConfig:
     """Build the config of Adam, equal to the FSDP backend's. The rates are set before each update."""
     values = {
-        **_given(OptimizerConfig, config, _device_type()),
+        **_flag_values(OptimizerConfig, config, _device_type()),
         "overlap_param_gather": config.overlap_param_gather and config.use_distributed_optimizer,
         "bf16": compute_dtype == torch.bfloat16,
         "fp16": False,
         "params_dtype": compute_dtype,
     }
-    return _made(OptimizerConfig, values)
+    return _build_config(OptimizerConfig, values)
 
 
-def _computed(layout: Layout, compute_dtype: torch.dtype, device: torch.device) -> Fields:
+def _fixed_values(layout: Layout, compute_dtype: torch.dtype, device: torch.device) -> Fields:
     """Return the fields that no flag changes: parallel sizes, dtypes, and what the passes of this backend require."""
     interleaved = layout.virtual > 1
     return {
@@ -143,7 +143,7 @@ def _computed(layout: Layout, compute_dtype: torch.dtype, device: torch.device) 
     }
 
 
-def _implementation(config: Config, device: torch.device) -> str:
+def _transformer_impl(config: Config, device: torch.device) -> str:
     if not uses_transformer_engine(config, device.type):
         return "local"
     if device.type != "cuda" or importlib.util.find_spec("transformer_engine") is None:
@@ -171,19 +171,19 @@ def _device_type() -> str:
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
-def _given(kind: type, config: Config, device_type: str) -> Fields:
+def _flag_values(kind: type, config: Config, device_type: str) -> Fields:
     """Return the fields of one class that flags set: flags of slime under Megatron's names, and carried flags."""
     own = {
-        _OTHER_NAMES.get(field.name, field.name): getattr(config, field.name) for field in dataclasses.fields(config)
+        _RENAMED_FIELDS.get(field.name, field.name): getattr(config, field.name) for field in dataclasses.fields(config)
     }
     found = {**own, **given_settings(config.carried)}
     has_engine = uses_transformer_engine(config, device_type)
     unused = unused_fields(transformer_engine=has_engine, on_gpu=device_type == "cuda")
     values = {name: found[name] for name in (_names(kind) & found.keys()) - unused if found[name] is not None}
-    return {name: _CONVERTED[name](value) if name in _CONVERTED else value for name, value in values.items()}
+    return {name: _CONVERTERS[name](value) if name in _CONVERTERS else value for name, value in values.items()}
 
 
-def _made(kind: type[Settings], values: Fields) -> Settings:
+def _build_config(kind: type[Settings], values: Fields) -> Settings:
     """Build one of Megatron's config classes, and raise UserError if its own checks fail."""
     try:
         return kind(**{name: value for name, value in values.items() if name in _names(kind)})

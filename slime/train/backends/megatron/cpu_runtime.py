@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 CPU = torch.device("cpu")
-_MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
-_TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+_FACTORY_FUNCTIONS = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+_CPU_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 
 
 def prepare() -> None:
@@ -29,40 +29,40 @@ def prepare() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     random._set_cuda_rng_state = lambda state, *_args, **_keywords: torch.set_rng_state(state)
-    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
         (optimizer.Float16OptimizerWithFloat16Params, "__init__"),
         (distrib_optimizer.DistributedOptimizer, "__init__"),
         (distrib_optimizer.DistributedOptimizer, "_build_model_and_main_param_groups"),
     ):
-        _respell(owner, name, constants=_TYPE_NAMES)
-    _respell(LanguageModule, "setup_embeddings_and_output_layer", names={"cuda": "detach"})
-    _respell(rope_utils, "get_pos_emb_on_this_cp_rank", names={"cuda": "to"})
+        _patch_code(owner, name, constants=_CPU_TENSOR_TYPES)
+    _patch_code(LanguageModule, "setup_embeddings_and_output_layer", names={"cuda": "detach"})
+    _patch_code(rope_utils, "get_pos_emb_on_this_cp_rank", names={"cuda": "to"})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron."):
-            _sweep(module)
+            _patch_module(module)
 
 
-def _sweep(module: types.ModuleType) -> None:
+def _patch_module(module: types.ModuleType) -> None:
     """Replace torch in one module by `_TORCH`, and compiled functions by the originals from before torch.compile."""
     if vars(module).get("torch") is torch:
         module.__dict__["torch"] = _TORCH
     for name, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__:
             for attribute, member in list(vars(value).items()):
-                if (plain := _uncompiled(member)) is not None:
+                if (plain := _original_function(member)) is not None:
                     setattr(value, attribute, plain)
-        elif (plain := _uncompiled(value)) is not None:
+        elif (plain := _original_function(value)) is not None:
             module.__dict__[name] = plain
 
 
-def _uncompiled(value: object) -> Callable[..., object] | None:
+def _original_function(value: object) -> Callable[..., object] | None:
     """Return the original of a function that torch.compile wrapped, or None for anything else."""
     return vars(value).get("_torchdynamo_orig_callable") if isinstance(value, types.FunctionType) else None
 
 
-def _respell(
+def _patch_code(
     owner: type | types.ModuleType,
     name: str,
     *,
@@ -88,7 +88,7 @@ def _respell(
     )
 
 
-def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+def _to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -104,17 +104,17 @@ class _StandIn(types.ModuleType):
         return getattr(self.__dict__["_original"], name)
 
 
-class _Stream:
+class _CpuStream:
     """A stream of the CPU, where every operation is complete when its call returns; its methods do nothing."""
 
     def __init__(self, *_args: object, **_keywords: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+    def __getattr__(self, name: str) -> Callable[..., _CpuStream]:
         return lambda *_args, **_keywords: self
 
 
-def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _create_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap one of torch's factory functions to create tensors on the CPU instead of CUDA."""
 
     def made(*args: object, device: object = None, pin_memory: bool = False, **keywords: object) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return made
 
 
-def _nothing(*_args: object, **_keywords: object) -> None:
+def _no_op(*_args: object, **_keywords: object) -> None:
     return None
 
 
@@ -134,15 +134,15 @@ def _rng_state(*_args: object, **_keywords: object) -> torch.Tensor:
 _CUDA = _StandIn(
     torch.cuda,
     current_device=lambda: CPU,
-    synchronize=_nothing,
-    empty_cache=_nothing,
+    synchronize=_no_op,
+    empty_cache=_no_op,
     manual_seed=torch.manual_seed,
     get_rng_state=_rng_state,
-    Stream=_Stream,
-    current_stream=_Stream,
-    default_stream=_Stream,
+    Stream=_CpuStream,
+    current_stream=_CpuStream,
+    default_stream=_CpuStream,
     stream=lambda _stream: contextlib.nullcontext(),
     random=_StandIn(torch.cuda.random, get_rng_state=_rng_state),
-    nvtx=_StandIn(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
+    nvtx=_StandIn(torch.cuda.nvtx, range_push=_no_op, range_pop=_no_op),
 )
-_TORCH = _StandIn(torch, cuda=_CUDA, **{name: _made_on_cpu(getattr(torch, name)) for name in _MAKERS})
+_TORCH = _StandIn(torch, cuda=_CUDA, **{name: _create_on_cpu(getattr(torch, name)) for name in _FACTORY_FUNCTIONS})

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
 from slime.models.heads import OutputHead
 from slime.train.backends.megatron.cp_rows import RowSlices
-from slime.train.backends.megatron.process_groups import Groups
-from slime.train.backends.protocol import Reads
+from slime.train.backends.megatron.process_groups import MegatronGroups
+from slime.train.backends.protocol import ObjectiveInput
 from slime.train.topology import Ranks
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ OUTPUT_WEIGHT = "output_layer.weight"
 """The weight that a head reads; if it is tied to the embedding, only a stage without the embedding has it."""
 
 
-class HiddenOutput(nn.Module):
+class HiddenStatesOutput(nn.Module):
     """Replaces Megatron's output layer and has that layer's weight (None if it is the embedding's)."""
 
     def __init__(self, weight: nn.Parameter | None, *, sequence_parallel: bool) -> None:
@@ -44,13 +44,13 @@ class HiddenOutput(nn.Module):
         return hidden, None
 
 
-def hand_on_hidden(stage: GPTModel) -> None:
+def emit_hidden_states(stage: GPTModel) -> None:
     """Make the forward of a last stage return hidden states [1, t, H]."""
     old = stage.output_layer
-    stage.output_layer = HiddenOutput(old.weight, sequence_parallel=stage.config.sequence_parallel)
+    stage.output_layer = HiddenStatesOutput(old.weight, sequence_parallel=stage.config.sequence_parallel)
 
 
-def leave_padding(stage: GPTModel, token: int, ranks: Ranks) -> None:
+def freeze_padding_lookups(stage: GPTModel, token: int, ranks: Ranks) -> None:
     """Exclude lookups of the padding token from the gradient of its embedding, as transformers' embeddings do."""
 
     def detach_padding(
@@ -66,7 +66,14 @@ def leave_padding(stage: GPTModel, token: int, ranks: Ranks) -> None:
 
 class Head(Protocol):
     def __call__(
-        self, stage: GPTModel, hidden: Tensor, slices: RowSlices, groups: Groups, *, reads: Reads, entropy: bool
+        self,
+        stage: GPTModel,
+        hidden: Tensor,
+        slices: RowSlices,
+        groups: MegatronGroups,
+        *,
+        reads: ObjectiveInput,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return (numbers [R], entropies [R] or zeros) of the row; or logits [1, T, V] and a zero."""
 
@@ -81,7 +88,14 @@ class PolicyHead:
     chunk_rows: int = -1
 
     def __call__(
-        self, stage: GPTModel, hidden: Tensor, slices: RowSlices, groups: Groups, *, reads: Reads, entropy: bool
+        self,
+        stage: GPTModel,
+        hidden: Tensor,
+        slices: RowSlices,
+        groups: MegatronGroups,
+        *,
+        reads: ObjectiveInput,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         weight = output_weight(stage)
         if reads == "logits":
@@ -118,7 +132,14 @@ class ValueHead:
     """Computes a critic's values: the expected return before each response token."""
 
     def __call__(
-        self, stage: GPTModel, hidden: Tensor, slices: RowSlices, groups: Groups, *, reads: Reads, entropy: bool
+        self,
+        stage: GPTModel,
+        hidden: Tensor,
+        slices: RowSlices,
+        groups: MegatronGroups,
+        *,
+        reads: ObjectiveInput,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         chosen = hidden[0].index_select(0, slices.predict_index)
         own = nn.functional.linear(chosen, stage.output_layer.weight).float().squeeze(-1)

@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Span:
+class ParamRange:
     """The range [begin, end) of a parameter's flattened numbers that one rank of the world updates."""
 
     rank: int
@@ -31,11 +31,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Master:
+class MasterParam:
     """The master copy of one trained parameter: the ranges that ranks update, and this rank's numbers."""
 
     parameter: nn.Parameter
-    spans: tuple[Span, ...]
+    spans: tuple[ParamRange, ...]
     optimizer: torch.optim.Optimizer
     """The inner optimizer, which computes the update."""
     main: Tensor | None
@@ -48,7 +48,7 @@ class Master:
         """Moments and step; empty before the first update."""
         return {} if self.main is None else self.optimizer.state.get(self.main, {})
 
-    def own(self, rank: int) -> Span | None:
+    def own(self, rank: int) -> ParamRange | None:
         return next((span for span in self.spans if span.rank == rank), None)
 
     @property
@@ -84,20 +84,26 @@ class Master:
         return next(group for group in self.optimizer.param_groups if any(one is self.main for one in group["params"]))
 
 
-def find_masters(optimizer: ChainedOptimizer, parameters: Mapping[str, nn.Parameter], rank: int) -> dict[str, Master]:
+def find_masters(
+    optimizer: ChainedOptimizer, parameters: Mapping[str, nn.Parameter], rank: int
+) -> dict[str, MasterParam]:
     """Return the master copies of all trained parameters by global name; `optimizer` is Megatron's for the model."""
     by_parameter = {id(parameter): name for name, parameter in parameters.items()}
-    found: dict[str, Master] = {}
+    found: dict[str, MasterParam] = {}
     for one in optimizer.chained_optimizers:
         if one.is_stub_optimizer:
             continue
-        for master in _shared(one) if isinstance(one, DistributedOptimizer) else _alone(one, parameters, rank):
+        for master in (
+            _distributed_masters(one)
+            if isinstance(one, DistributedOptimizer)
+            else _local_masters(one, parameters, rank)
+        ):
             if id(master.parameter) in by_parameter:
                 found[by_parameter[id(master.parameter)]] = master
     return {name: found[name] for name in parameters if name in found}
 
 
-def _shared(optimizer: DistributedOptimizer) -> Iterator[Master]:
+def _distributed_masters(optimizer: DistributedOptimizer) -> Iterator[MasterParam]:
     """Yield the parameters of a distributed optimizer, whose ranks split each gradient bucket evenly."""
     for buffer in optimizer.buffers:
         members = dist.get_process_group_ranks(buffer.data_parallel_group)
@@ -106,20 +112,22 @@ def _shared(optimizer: DistributedOptimizer) -> Iterator[Master]:
             each = bucket.grad_data.numel() // len(members)
             begin, end = begin - bucket.offset, end - bucket.offset
             spans = tuple(
-                Span(members[number], max(begin, number * each) - begin, min(end, (number + 1) * each) - begin)
+                ParamRange(members[number], max(begin, number * each) - begin, min(end, (number + 1) * each) - begin)
                 for number in range(begin // each, -(-end // each))
             )
             place = optimizer.model_param_group_index_map.get(parameter)
             main = None if place is None else optimizer.optimizer.param_groups[place[0]]["params"][place[1]]
-            yield Master(parameter, spans, optimizer.optimizer, main, is_shared=True)
+            yield MasterParam(parameter, spans, optimizer.optimizer, main, is_shared=True)
 
 
-def _alone(optimizer: MegatronOptimizer, parameters: Mapping[str, nn.Parameter], rank: int) -> Iterator[Master]:
+def _local_masters(
+    optimizer: MegatronOptimizer, parameters: Mapping[str, nn.Parameter], rank: int
+) -> Iterator[MasterParam]:
     """Yield the parameters of an optimizer that updates all of their numbers on this rank."""
     updated = {id(one) for group in optimizer.optimizer.param_groups for one in group["params"]}
     for parameter in parameters.values():
         copy = getattr(parameter, "main_param", None)
         main = parameter if copy is None else copy
         if id(main) in updated:
-            whole = (Span(rank, 0, parameter.numel()),)
-            yield Master(parameter, whole, optimizer.optimizer, main, is_shared=False)
+            whole = (ParamRange(rank, 0, parameter.numel()),)
+            yield MasterParam(parameter, whole, optimizer.optimizer, main, is_shared=False)

@@ -2,7 +2,7 @@
 
 Invariant: every rank computes the same plan without communication. Only the owner of a tensor ever has all of it, and
 the owner holds a part of it wherever possible. The other ranks send their parts in the export dtype, as one message for
-each bucket. With an `Earlier` they send only the numbers that changed since the last export. At most one bucket is
+each bucket. With an `PreviousExport` they send only the numbers that changed since the last export. At most one bucket is
 whole in memory at a time.
 
 Invariant: the owner restores each part from its message bit for bit. A message of changes is never longer than one of
@@ -20,52 +20,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.train.backends.hf_buckets import Earlier, HfBucket, HfTensor, cut_buckets
-from slime.train.backends.megatron.shard_map import HeldPart, HeldTensor, Placement
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport, plan_bucket_ranges
+from slime.train.backends.megatron.shard_map import PartitionedTensor, ShardMap, TensorPart
 from slime.train.topology import Ranks
 
-WHOLE = -1
+ALL_CHANGED = -1
 """Value of `changed` in a message that has all numbers of a part, without indices."""
-_PLACE = torch.int32
-_LARGEST = torch.iinfo(_PLACE).max
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEX_DTYPE = torch.int32
+_MAX_INDEX = torch.iinfo(_INDEX_DTYPE).max
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Message:
-    """Bytes of one part, which encode `changed` numbers, or all of them (`WHOLE`)."""
+class PartMessage:
+    """Bytes of one part, which encode `changed` numbers, or all of them (`ALL_CHANGED`)."""
 
     changed: int
     pieces: tuple[Tensor, ...]
 
 
-def whole_message(part: Tensor) -> Message:
-    return Message(WHOLE, (_bytes(part),))
+def full_message(part: Tensor) -> PartMessage:
+    return PartMessage(ALL_CHANGED, (_bytes(part),))
 
 
-def changes_of(part: Tensor, key: str, earlier: Earlier) -> Message:
+def delta_message(part: Tensor, key: str, earlier: PreviousExport) -> PartMessage:
     """Encode a part as the difference from the last export, and store it as the base of the next one."""
     before = earlier.given.get(key)
     if before is None:
         earlier.given[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
-        return whole_message(part)
+        return full_message(part)
     new = _bits(part).view(-1)
     places = (new != _bits(before.to(part.device, non_blocking=True)).view(-1)).nonzero().view(-1)
     if not len(places):
-        return Message(0, ())
+        return PartMessage(0, ())
     before.copy_(part)
-    if part.numel() > _LARGEST or message_bytes(len(places), part.numel(), part.itemsize) >= part.nbytes:
-        return whole_message(part)
-    return Message(len(places), (_bytes(places.to(_PLACE)), _bytes(new[places])))
+    if part.numel() > _MAX_INDEX or message_bytes(len(places), part.numel(), part.itemsize) >= part.nbytes:
+        return full_message(part)
+    return PartMessage(len(places), (_bytes(places.to(_INDEX_DTYPE)), _bytes(new[places])))
 
 
 def message_bytes(changed: int, count: int, width: int) -> int:
     """Size in bytes of the message for a part of `count` numbers of `width` bytes."""
-    return count * width if changed == WHOLE else changed * (_PLACE.itemsize + width)
+    return count * width if changed == ALL_CHANGED else changed * (_INDEX_DTYPE.itemsize + width)
 
 
 @dataclass
-class Received:
+class ReceivedParts:
     """The concatenated messages that one rank sent for the parts of a bucket."""
 
     raw: Tensor
@@ -74,10 +74,10 @@ class Received:
     def apply_to(self, block: Tensor) -> None:
         """Consume the next message, and set the block of the tensor to the sender's values."""
         changed = self.changed.pop(0)
-        if changed == WHOLE:
+        if changed == ALL_CHANGED:
             block.copy_(self._next(block.nbytes, block.dtype).view(block.shape))
         elif changed:
-            places = self._next(changed * _PLACE.itemsize, _PLACE).long()
+            places = self._next(changed * _INDEX_DTYPE.itemsize, _INDEX_DTYPE).long()
             values = self._next(changed * block.itemsize, block.dtype)
             flat = block.contiguous().view(-1)
             _bits(flat)[places] = _bits(values)
@@ -94,45 +94,45 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_SAME_WIDTH[tensor.element_size()])
+    return tensor.view(_INTEGER_DTYPES[tensor.element_size()])
 
 
 @dataclass(frozen=True)
-class Load:
+class PlannedBucket:
     """The planned tensors of one bucket, all for the same owner."""
 
     owner: int
-    members: tuple[HeldTensor, ...]
+    members: tuple[PartitionedTensor, ...]
     tensors: tuple[HfTensor, ...]
 
-    def parts(self) -> Iterator[tuple[int, HfTensor, HeldPart, int]]:
+    def parts(self) -> Iterator[tuple[int, HfTensor, TensorPart, int]]:
         """Yield (index of the tensor, the tensor, one of its parts, the rank that sends this part to the owner)."""
         for number, (member, tensor) in enumerate(zip(self.members, self.tensors, strict=True)):
             for part in member.parts:  # the owner's own copy if it has one, else that of the nearest rank
                 yield number, tensor, part, min(part.ranks, key=lambda rank: (abs(rank - self.owner), rank))
 
 
-class HfExport:
+class MegatronHfExport:
     """Exports the weights of one model; `weights` are this rank's parameters by their global names."""
 
-    def __init__(self, placement: Placement, world: Ranks, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, placement: ShardMap, world: Ranks, weights: Mapping[str, Tensor]) -> None:
         self._placement = placement
         self._world = world
         self._weights = weights
 
-    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[Load]:
+    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PlannedBucket]:
         """Assign tensors to owners and buckets, in the order of `buckets`.
 
         Owners alternate: one stores its bucket while the buckets of the others are gathered.
         """
-        spread = _spread(self._placement.tensors, dtype, owners)
+        spread = _assign_owners(self._placement.tensors, dtype, owners)
         loads = []
         for owner, own in sorted(spread.items()):
             described = [HfTensor(one.name, one.shape, dtype, owner) for one in own]
             loads.append(
                 [
-                    Load(owner, tuple(own[begin:end]), tuple(described[begin:end]))
-                    for begin, end in cut_buckets([tensor.nbytes for tensor in described], max_bytes)
+                    PlannedBucket(owner, tuple(own[begin:end]), tuple(described[begin:end]))
+                    for begin, end in plan_bucket_ranges([tensor.nbytes for tensor in described], max_bytes)
                 ]
             )
         return [load for turn in zip_longest(*loads) for load in turn if load is not None]
@@ -143,7 +143,7 @@ class HfExport:
         dtype: torch.dtype,
         max_bytes: int,
         owners: Sequence[int] | None = None,
-        earlier: Earlier | None = None,
+        earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
         """Gather and yield all buckets; only the owner has a bucket's tensors. All ranks iterate together."""
         if self._world.device.type == "cuda":
@@ -155,43 +155,45 @@ class HfExport:
                 yield HfBucket(load.owner, load.tensors, None)
             else:
                 yield HfBucket(
-                    load.owner, load.tensors, self._put_together(load, self._received(load, earlier), earlier)
+                    load.owner, load.tensors, self._assemble(load, self._receive_parts(load, earlier), earlier)
                 )
 
-    def _send(self, load: Load, earlier: Earlier | None) -> None:
+    def _send(self, load: PlannedBucket, earlier: PreviousExport | None) -> None:
         messages = []
         for _, tensor, part, giver in load.parts():
             if giver == self._world.rank:
                 own = self._local(part).to(tensor.dtype).contiguous()
                 messages.append(
-                    whole_message(own) if earlier is None else changes_of(own, f"{tensor.name} {part.place}", earlier)
+                    full_message(own) if earlier is None else delta_message(own, f"{tensor.name} {part.place}", earlier)
                 )
         if messages and earlier is not None:
             lengths = torch.tensor([message.changed for message in messages], device=self._world.device)
-            _finish([dist.P2POp(dist.isend, lengths, load.owner)])
+            _wait_transfers([dist.P2POp(dist.isend, lengths, load.owner)])
         raw = [piece for message in messages for piece in message.pieces]
         if raw and sum(map(len, raw)):
-            _finish([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
+            _wait_transfers([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
 
-    def _received(self, load: Load, earlier: Earlier | None) -> dict[int, Received]:
+    def _receive_parts(self, load: PlannedBucket, earlier: PreviousExport | None) -> dict[int, ReceivedParts]:
         """Receive the messages of all other ranks for a bucket, by rank."""
         expected: dict[int, list[tuple[int, int]]] = {}
         for _, tensor, part, giver in load.parts():
             if giver != self._world.rank:
                 expected.setdefault(giver, []).append((part.count, tensor.dtype.itemsize))
-        counts = {giver: torch.full((len(parts),), WHOLE) for giver, parts in expected.items()}
+        counts = {giver: torch.full((len(parts),), ALL_CHANGED) for giver, parts in expected.items()}
         if earlier is not None:
             counts = {giver: lengths.to(self._world.device) for giver, lengths in counts.items()}
-            _finish([dist.P2POp(dist.irecv, lengths, giver) for giver, lengths in counts.items()])
+            _wait_transfers([dist.P2POp(dist.irecv, lengths, giver) for giver, lengths in counts.items()])
         received = {}
         for giver, parts in expected.items():
             changed = counts[giver].tolist()
             size = sum(message_bytes(one, *part) for one, part in zip(changed, parts, strict=True))
-            received[giver] = Received(torch.empty(size, dtype=torch.uint8, device=self._world.device), changed)
-        _finish([dist.P2POp(dist.irecv, one.raw, giver) for giver, one in received.items() if len(one.raw)])
+            received[giver] = ReceivedParts(torch.empty(size, dtype=torch.uint8, device=self._world.device), changed)
+        _wait_transfers([dist.P2POp(dist.irecv, one.raw, giver) for giver, one in received.items() if len(one.raw)])
         return received
 
-    def _put_together(self, load: Load, received: dict[int, Received], earlier: Earlier | None) -> dict[str, Tensor]:
+    def _assemble(
+        self, load: PlannedBucket, received: dict[int, ReceivedParts], earlier: PreviousExport | None
+    ) -> dict[str, Tensor]:
         """Assemble the tensors of a bucket from this rank's parts and the received ones."""
         wholes: dict[str, Tensor] = {}
         for number, tensor, part, giver in load.parts():
@@ -212,23 +214,23 @@ class HfExport:
                 received[giver].apply_to(block)
         return wholes
 
-    def _local(self, part: HeldPart) -> Tensor:
+    def _local(self, part: TensorPart) -> Tensor:
         """Slice one of this rank's parts out of its parameter."""
         parameter = self._weights[part.entry.megatron].detach()
         return self._placement.own_shard(part.entry).split(parameter)[part.number]
 
 
-def _finish(transfers: list[dist.P2POp]) -> None:
+def _wait_transfers(transfers: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
 
 
-def _spread(
-    tensors: Sequence[HeldTensor], dtype: torch.dtype, owners: Sequence[int] | None
-) -> dict[int, list[HeldTensor]]:
+def _assign_owners(
+    tensors: Sequence[PartitionedTensor], dtype: torch.dtype, owners: Sequence[int] | None
+) -> dict[int, list[PartitionedTensor]]:
     """Choose owners so that each gets about the same number of bytes and holds a part of its tensors if possible."""
     loads: dict[int, int] = {}
-    spread: dict[int, list[HeldTensor]] = {}
+    spread: dict[int, list[PartitionedTensor]] = {}
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     allowed = None if owners is None else set(owners)
     for tensor in tensors:

@@ -53,11 +53,11 @@ class Layout:
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
     @property
-    def sequence_unit(self) -> int:
+    def sequence_multiple(self) -> int:
         """The multiple to which every sequence is padded: two slices for each context-parallel rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
-    def token_unit(self) -> int:
+    def row_multiple(self) -> int:
         """The multiple to which a row is padded."""
-        return self.sequence_unit * (self.tensor if self.sequence_parallel else 1)
+        return self.sequence_multiple * (self.tensor if self.sequence_parallel else 1)

@@ -51,7 +51,7 @@ def choose_trainable(
         )
 
 
-def sum_gradients(
+def wrap_with_ddp(
     stages: Sequence[MegatronModule], settings: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Wrap the stages in Megatron's DDP, which sums their gradients, and set its hooks in their config."""
@@ -68,7 +68,7 @@ def sum_gradients(
 
 
 class StepOptimizer:
-    """The optimizer of stages wrapped by `sum_gradients`.
+    """The optimizer of stages wrapped by `wrap_with_ddp`.
 
     With `is_stateless` it drops the moments after each update, so that every update is Adam's first.
     """

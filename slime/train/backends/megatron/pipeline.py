@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
 from slime.train.backends.megatron.embedding_and_head import Head
-from slime.train.backends.megatron.process_groups import Groups
-from slime.train.backends.megatron.routing_replay import Routers
-from slime.train.backends.megatron.spec.attention import RowParams
-from slime.train.backends.protocol import Objective, Reads, Scores, Totals
+from slime.train.backends.megatron.process_groups import MegatronGroups
+from slime.train.backends.megatron.routing_replay import MegatronRoutingReplay
+from slime.train.backends.megatron.spec.attention import PackedRowParams
+from slime.train.backends.protocol import Objective, ObjectiveInput, StepTotals, TokenScores
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import PackedRow, pack
-from slime.train.timers import Progress
+from slime.train.timers import RankProgress
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-Finish = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+ComputeLoss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
 """Called with (micro-batch, the head's numbers, entropies); returns the loss."""
 
 LossOutput = tuple[Tensor, Tensor, dict[str, object]]
@@ -49,8 +49,8 @@ class StagedModel:
     stages: list[GPTModel]
     wrapped: list[nn.Module]
     head: Head
-    groups: Groups
-    routers: Routers | None = None
+    groups: MegatronGroups
+    routers: MegatronRoutingReplay | None = None
     """Set if the routers of experts replay the routing of micro-batches."""
 
     @property
@@ -62,13 +62,13 @@ def train_passes(
     model: StagedModel,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
-    progress: Progress,
+    progress: RankProgress,
     *,
-    reads: Reads,
+    reads: ObjectiveInput,
     entropy: bool,
-) -> Totals:
+) -> StepTotals:
     """Compute the gradients of the objective's losses, and return its sums, which only the last stage has."""
-    totals = Totals()
+    totals = StepTotals()
 
     def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
         outcome = objective(micro, values, entropies)
@@ -76,7 +76,7 @@ def train_passes(
         return outcome.loss
 
     progress.begin("update: micro-batch", len(micro_batches))
-    _run(model, micro_batches, finish, progress, reads=reads, entropy=entropy, forward_only=False)
+    _run_schedule(model, micro_batches, finish, progress, reads=reads, entropy=entropy, forward_only=False)
     return totals
 
 
@@ -84,12 +84,12 @@ def train_passes(
 def score_passes(
     model: StagedModel,
     micro_batches: Sequence[MicroBatch],
-    progress: Progress,
+    progress: RankProgress,
     *,
     entropy: bool,
     doing: str,
     own_routing: bool = False,
-) -> list[Scores]:
+) -> list[TokenScores]:
     """Compute the head's numbers for each micro-batch, and return them on all stages.
 
     With `own_routing` the routers choose experts themselves.
@@ -102,22 +102,22 @@ def score_passes(
 
     progress.begin(f"{doing}: micro-batch", len(micro_batches))
     model = replace(model, routers=None) if own_routing else model
-    _run(model, micro_batches, finish, progress, reads="log_probs", entropy=entropy, forward_only=True)
+    _run_schedule(model, micro_batches, finish, progress, reads="log_probs", entropy=entropy, forward_only=True)
     counts = [sum(micro.lengths) for micro in micro_batches]
-    values = _from_last_stage([one for one, _ in found], counts, model.groups)
+    values = _broadcast_from_last_stage([one for one, _ in found], counts, model.groups)
     if not entropy:
-        return [Scores(one) for one in values]
-    entropies = _from_last_stage([one for _, one in found], counts, model.groups)
-    return [Scores(one, other) for one, other in zip(values, entropies, strict=True)]
+        return [TokenScores(one) for one in values]
+    entropies = _broadcast_from_last_stage([one for _, one in found], counts, model.groups)
+    return [TokenScores(one, other) for one, other in zip(values, entropies, strict=True)]
 
 
-def _run(
+def _run_schedule(
     model: StagedModel,
     micro_batches: Sequence[MicroBatch],
-    finish: Finish,
-    progress: Progress,
+    finish: ComputeLoss,
+    progress: RankProgress,
     *,
-    reads: Reads,
+    reads: ObjectiveInput,
     entropy: bool,
     forward_only: bool,
 ) -> None:
@@ -146,7 +146,7 @@ def _run(
             input_ids=slices.tokens,
             position_ids=slices.position_ids,
             attention_mask=None,
-            packed_seq_params=RowParams.of(slices.layout, on_host=model.config.transformer_impl == "local"),
+            packed_seq_params=PackedRowParams.of(slices.layout, on_host=model.config.transformer_impl == "local"),
         )
         if model.routers is not None:
             model.routers.keep(place)
@@ -171,7 +171,7 @@ def _run(
         model.routers.forget()
 
 
-def _from_last_stage(found: list[Tensor], counts: Sequence[int], groups: Groups) -> list[Tensor]:
+def _broadcast_from_last_stage(found: list[Tensor], counts: Sequence[int], groups: MegatronGroups) -> list[Tensor]:
     """Broadcast the numbers of all micro-batches from the last stage to every stage."""
     pipeline = groups.pipeline
     if pipeline.size == 1:

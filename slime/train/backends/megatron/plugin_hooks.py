@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., object]
 
-_PREFIXES = {"ref": "ref_", "teacher": "teacher_"}
+_LOG_PROB_PREFIXES = {"ref": "ref_", "teacher": "teacher_"}
 """Upstream's name prefixes for log-probs, by frozen set; snapshots of the policy have none."""
 
 
-class Hooks:
+class MegatronHooks:
     """The user's hooks, loaded once; a hook that is not set does nothing."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._init = _found(config.custom_megatron_init_path, "--custom-megatron-init-path")
-        self._before_log_probs = _found(
+        self._init = _load_hook(config.custom_megatron_init_path, "--custom-megatron-init-path")
+        self._before_log_probs = _load_hook(
             config.custom_megatron_before_log_prob_hook_path, "--custom-megatron-before-log-prob-hook-path"
         )
-        self._before_step = _found(
+        self._before_step = _load_hook(
             config.custom_megatron_before_train_step_hook_path, "--custom-megatron-before-train-step-hook-path"
         )
-        self._provider = _found(config.custom_model_provider_path, "--custom-model-provider-path")
+        self._provider = _load_hook(config.custom_model_provider_path, "--custom-model-provider-path")
 
-    def initialised(self) -> None:
+    def after_init(self) -> None:
         """Call the init hook, after the process groups exist."""
         if self._init is not None:
             self._init(plugin_args(self._config))
 
     def before_log_probs(self, model: Sequence[nn.Module], weights: str) -> None:
         if self._before_log_probs is not None:
-            self._before_log_probs(plugin_args(self._config), list(model), _PREFIXES.get(weights, ""))
+            self._before_log_probs(plugin_args(self._config), list(model), _LOG_PROB_PREFIXES.get(weights, ""))
 
     def before_step(
         self, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: MegatronOptimizer, rates: Rates
@@ -85,5 +85,5 @@ class Hooks:
         return made
 
 
-def _found(path: str | None, flag: str) -> Hook | None:
+def _load_hook(path: str | None, flag: str) -> Hook | None:
     return None if path is None else load_plugin(path, flag)

@@ -15,7 +15,7 @@ from slime.train.topology import COLLECTIVE_MINUTES, Ranks, Topology
 
 
 @dataclass(frozen=True)
-class Groups:
+class MegatronGroups:
     """The process groups of a run.
 
     `tensor`: ranks with other parts of the same matrices. `expert_tensor`: the same for the matrices of experts.
@@ -33,7 +33,7 @@ class Groups:
         return self.topology.is_last_stage
 
 
-def form_groups(layout: Layout, world: Ranks) -> Groups:
+def form_groups(layout: Layout, world: Ranks) -> MegatronGroups:
     """Create Megatron's process groups. All ranks call it together."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -56,7 +56,7 @@ def form_groups(layout: Layout, world: Ranks) -> Groups:
         model=ranks(parallel_state.get_model_parallel_group()),
         is_last_stage=parallel_state.get_pipeline_model_parallel_rank() == layout.pipeline - 1,
     )
-    return Groups(
+    return MegatronGroups(
         layout,
         topology,
         tensor=ranks(parallel_state.get_tensor_model_parallel_group()),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.train.backends.megatron.cp_rows import RowSlices
-from slime.train.backends.megatron.process_groups import Groups
+from slime.train.backends.megatron.process_groups import MegatronGroups
 from slime.train.samples.micro_batch import UNKNOWN, Routing
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-class Routers:
+class MegatronRoutingReplay:
     """Replays routing in the routers of this rank's stages of one model."""
 
-    def __init__(self, stages: Sequence[GPTModel], groups: Groups) -> None:
+    def __init__(self, stages: Sequence[GPTModel], groups: MegatronGroups) -> None:
         self._groups = groups
         self._stages = [_StageRouting() for _ in stages]
         for stage, routing in zip(stages, self._stages, strict=True):
             for module in stage.modules():
                 if isinstance(module, TopKRouter):
                     check_routers(module.config)
-                    module.router_replay = _Repeat(module.layer_number - 1, routing)
+                    module.router_replay = _LayerReplay(module.layer_number - 1, routing)
 
     def forget(self) -> None:
         """Stop the replay, before and after passes over micro-batches: routers choose themselves."""
@@ -49,7 +49,7 @@ class Routers:
 
         With `counts` the pass counts the replayed choices that differ from the routers' own.
         """
-        row = None if routing is None else _Row(routing, self._own_rows(routing, slices), counts=counts)
+        row = None if routing is None else _RowRouting(routing, self._own_rows(routing, slices), counts=counts)
         self._stages[stage].begin(row)
 
     def keep(self, stage: int) -> None:
@@ -72,7 +72,7 @@ class Routers:
         return rows.chunk(self._groups.tensor.size)[self._groups.tensor.rank]
 
 
-class _Row:
+class _RowRouting:
     """The routing of a row in one stage: the choices to replay, and new ones to record."""
 
     def __init__(self, routing: Routing, given: Tensor | None, *, counts: bool) -> None:
@@ -100,20 +100,20 @@ class _StageRouting:
     """The rows of a stage's forwards, in order."""
 
     def __init__(self) -> None:
-        self._rows: list[_Row | None] = []
+        self._rows: list[_RowRouting | None] = []
         self._repeated: dict[int, int] = {}  # number of recomputations in backward, by layer
 
     def forget(self) -> None:
         self._rows, self._repeated = [], {}
 
-    def begin(self, row: _Row | None) -> None:
+    def begin(self, row: _RowRouting | None) -> None:
         self._rows.append(row)
 
     def keep(self) -> None:
         if self._rows[-1] is not None:
             self._rows[-1].keep()
 
-    def row(self, layer: int, *, in_backward: bool) -> _Row | None:
+    def row(self, layer: int, *, in_backward: bool) -> _RowRouting | None:
         """Return the row that a layer computes now; in backward it recomputes the rows in order."""
         if not self._rows:
             return None
@@ -124,7 +124,7 @@ class _StageRouting:
         return self._rows[number]
 
 
-class _Repeat:
+class _LayerReplay:
     """Replaces Megatron's `RouterReplay`; `topk_routing_with_score_function` calls it."""
 
     def __init__(self, layer: int, stage: _StageRouting) -> None:

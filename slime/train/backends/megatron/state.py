@@ -18,59 +18,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.config.initial_weights import Start
+from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
-from slime.models.families.weight_map import Entry
+from slime.models.families.weight_map import ParameterEntry
 from slime.models.safetensors_io import region_shape
-from slime.train.backends.megatron.fp32_params import MOMENTS, Master
+from slime.train.backends.megatron.fp32_params import MOMENTS, MasterParam
 from slime.train.backends.megatron.pipeline import StagedModel
-from slime.train.backends.megatron.shard_map import Placement
+from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.backends.megatron.weights import global_buffers, global_names
-from slime.train.backends.protocol import NamedTensor, Resident
-from slime.train.checkpoints.rank_files import OPTIMIZER, Part
+from slime.train.backends.protocol import NamedTensor, ResidentTensors
+from slime.train.checkpoints.rank_files import OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 
 STEP = "step"
 
 
-def weight_parts(kind: str, placement: Placement, tensors: Iterable[NamedTensor]) -> Iterator[Part]:
+def weight_parts(kind: str, placement: ShardMap, tensors: Iterable[NamedTensor]) -> Iterator[SavedPart]:
     """Yield the parts this rank writes of weights that are equal in all copies of the model."""
     for turn, (name, tensor) in enumerate(tensors):
         entry = placement.entries[name]
-        if placement.is_mine_to_write(entry, turn):
-            yield from _cut(kind, placement, entry, tensor.detach())
+        if placement.writes_part(entry, turn):
+            yield from _parts_of_shard(kind, placement, entry, tensor.detach())
 
 
 def master_parts(
-    kind: str, placement: Placement, masters: Mapping[str, Master], tensors: Iterable[NamedTensor]
-) -> Iterator[Part]:
+    kind: str, placement: ShardMap, masters: Mapping[str, MasterParam], tensors: Iterable[NamedTensor]
+) -> Iterator[SavedPart]:
     """Yield the same in float32, from the master copies where weights are in another dtype; all ranks together."""
     for turn, (name, tensor) in enumerate(tensors):
         entry, master = placement.entries[name], masters.get(name)
         whole: Tensor | None = tensor.detach()
         if master is not None and tensor.dtype != torch.float32:
-            whole = _put_together(placement, entry, master, master.main)
-            if not master.is_shared and not placement.is_mine_to_write(entry, turn):
+            whole = _gather_on_writer(placement, entry, master, master.main)
+            if not master.is_shared and not placement.writes_part(entry, turn):
                 continue
-        elif not placement.is_mine_to_write(entry, turn):
+        elif not placement.writes_part(entry, turn):
             continue
         if whole is not None:
-            yield from _cut(kind, placement, entry, whole)
+            yield from _parts_of_shard(kind, placement, entry, whole)
 
 
-def optimizer_parts(placement: Placement, masters: Mapping[str, Master]) -> Iterator[Part]:
+def optimizer_parts(placement: ShardMap, masters: Mapping[str, MasterParam]) -> Iterator[SavedPart]:
     """Yield `{moment}/{tensor}` and `step/{tensor}` of all updated parameters; all ranks together."""
     for turn, (name, master) in enumerate(masters.items()):
         entry, step = placement.entries[name], master.step
-        if step is None or (not master.is_shared and not placement.is_mine_to_write(entry, turn)):
+        if step is None or (not master.is_shared and not placement.writes_part(entry, turn)):
             continue
         for moment in MOMENTS:
-            whole = _put_together(placement, entry, master, master.state[moment])
+            whole = _gather_on_writer(placement, entry, master, master.state[moment])
             if whole is not None:
-                yield from _cut(OPTIMIZER, placement, entry, whole, f"{moment}/")
+                yield from _parts_of_shard(OPTIMIZER, placement, entry, whole, f"{moment}/")
         if whole is not None:
             yield from (
-                Part(OPTIMIZER, f"{STEP}/{entry.hf[share.source]}", step, (1,), (0,))
+                SavedPart(OPTIMIZER, f"{STEP}/{entry.hf[share.source]}", step, (1,), (0,))
                 for share in placement.own_shard(entry).shares
                 if all(part.start == 0 < part.stop for part in share.region)
             )
@@ -78,11 +78,11 @@ def optimizer_parts(placement: Placement, masters: Mapping[str, Master]) -> Iter
 
 @torch.no_grad()
 def read_weights(
-    saved: SavedTensors, placement: Placement, tensors: Iterable[NamedTensor], masters: Mapping[str, Master]
+    saved: SavedTensors, placement: ShardMap, tensors: Iterable[NamedTensor], masters: Mapping[str, MasterParam]
 ) -> None:
     """Overwrite this rank's parameters and their master copies."""
     for name, tensor in tensors:
-        local, master = _read(saved, placement, placement.entries[name]), masters.get(name)
+        local, master = _read_shard(saved, placement, placement.entries[name]), masters.get(name)
         tensor.copy_(local)
         own = None if master is None else master.own(placement.rank)
         if master is not None and master.main is not None and own is not None:
@@ -90,7 +90,7 @@ def read_weights(
 
 
 @torch.no_grad()
-def read_optimizer(saved: SavedTensors, placement: Placement, masters: Iterable[tuple[str, Master]]) -> None:
+def read_optimizer(saved: SavedTensors, placement: ShardMap, masters: Iterable[tuple[str, MasterParam]]) -> None:
     """Restore this rank's numbers of the moments, for the parameters that have moments in the checkpoint."""
     for name, master in masters:
         entry, own = placement.entries[name], master.own(placement.rank)
@@ -101,22 +101,25 @@ def read_optimizer(saved: SavedTensors, placement: Placement, masters: Iterable[
         if found != keys:
             raise UserError(f"checkpoint {saved.folder} is damaged: the optimizer state of {entry.hf[0]} is incomplete")
         moments = {
-            moment: _read(saved, placement, entry, f"{moment}/").reshape(-1)[own.begin : own.end] for moment in MOMENTS
+            moment: _read_shard(saved, placement, entry, f"{moment}/").reshape(-1)[own.begin : own.end]
+            for moment in MOMENTS
         }
         step = torch.zeros(1)
         saved.read_into(f"{STEP}/{entry.hf[0]}", step)
         master.put_state(moments, step.item())
 
 
-def _cut(kind: str, placement: Placement, entry: Entry, local: Tensor, prefix: str = "") -> Iterator[Part]:
+def _parts_of_shard(
+    kind: str, placement: ShardMap, entry: ParameterEntry, local: Tensor, prefix: str = ""
+) -> Iterator[SavedPart]:
     shard = placement.own_shard(entry)
     for share, part in zip(shard.shares, shard.split(local), strict=True):
         if part.numel():
             name, offset = entry.hf[share.source], tuple(cut.start for cut in share.region)
-            yield Part(kind, prefix + name, part, placement.shapes[name], offset)
+            yield SavedPart(kind, prefix + name, part, placement.shapes[name], offset)
 
 
-def _read(saved: SavedTensors, placement: Placement, entry: Entry, prefix: str = "") -> Tensor:
+def _read_shard(saved: SavedTensors, placement: ShardMap, entry: ParameterEntry, prefix: str = "") -> Tensor:
     """Read this rank's part of a parameter, on the host and in float32."""
     shard, parts = placement.own_shard(entry), []
     for share in shard.shares:
@@ -127,7 +130,9 @@ def _read(saved: SavedTensors, placement: Placement, entry: Entry, prefix: str =
     return shard.join(parts)
 
 
-def _put_together(placement: Placement, entry: Entry, master: Master, own: Tensor | None) -> Tensor | None:
+def _gather_on_writer(
+    placement: ShardMap, entry: ParameterEntry, master: MasterParam, own: Tensor | None
+) -> Tensor | None:
     """Gather the whole parameter on the rank that writes it; returns None on other ranks."""
     if entry.is_copy or own is None or (master.is_shared and placement.own_shard(entry).is_copy):
         return None
@@ -135,7 +140,7 @@ def _put_together(placement: Placement, entry: Entry, master: Master, own: Tenso
     if len(master.spans) == 1:
         return own.detach().view(shape)
     if rank != master.writer:
-        _finish([dist.P2POp(dist.isend, own.detach().contiguous(), master.writer)])
+        _wait_transfers([dist.P2POp(dist.isend, own.detach().contiguous(), master.writer)])
         return None
     whole = torch.empty(master.parameter.numel(), dtype=own.dtype, device=own.device)
     transfers = []
@@ -145,16 +150,16 @@ def _put_together(placement: Placement, entry: Entry, master: Master, own: Tenso
             target.copy_(own.detach())
         else:
             transfers.append(dist.P2POp(dist.irecv, target, span.rank))
-    _finish(transfers)
+    _wait_transfers(transfers)
     return whole.view(shape)
 
 
-def _finish(transfers: list[dist.P2POp]) -> None:
+def _wait_transfers(transfers: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(transfers):
         work.wait()
 
 
-class FrozenModel:
+class FrozenStages:
     """The stages of one frozen set, in the compute dtype."""
 
     def __init__(self, model: StagedModel) -> None:
@@ -166,9 +171,9 @@ class FrozenModel:
         self.average: dict[str, Tensor] = {}
         self._changes = 0
 
-    def resident(self, name: str) -> Resident:
+    def resident(self, name: str) -> ResidentTensors:
         """Return its tensors on the device."""
-        return Resident(f"frozen {name}", [*self.tensors.values(), *self.average.values()], self._changes)
+        return ResidentTensors(f"frozen {name}", [*self.tensors.values(), *self.average.values()], self._changes)
 
     @torch.no_grad()
     def take(self, policy: Mapping[str, Tensor], *, decay: float = 0.0) -> None:
@@ -194,7 +199,7 @@ class FrozenModel:
         return self.average or self.tensors
 
     @torch.no_grad()
-    def follow_average(self) -> None:
+    def round_average(self) -> None:
         """Set the weights to the rounded average, if there is one."""
         self._changes += 1
         for name, average in self.average.items():
@@ -207,7 +212,7 @@ class FrozenModel:
             self.tensors[name].copy_(part)
 
 
-class FrozenSets:
+class FrozenStageSets:
     """Frozen sets of weights by name, each on the device or on the host.
 
     `load` builds the stages of a folder with its weights, `like_policy` stages of the policy's shape with any weights.
@@ -216,39 +221,39 @@ class FrozenSets:
     def __init__(
         self,
         policy: Mapping[str, Tensor],
-        load: Callable[[Start], StagedModel],
+        load: Callable[[InitialWeights], StagedModel],
         like_policy: Callable[[], StagedModel],
     ) -> None:
         self._policy = policy
         self._load = load
         self._like_policy = like_policy
-        self._resident: dict[str, FrozenModel] = {}
+        self._resident: dict[str, FrozenStages] = {}
         self._on_host: dict[str, dict[str, Tensor]] = {}
-        self._stage: FrozenModel | None = None
+        self._stage: FrozenStages | None = None
         self._staged: str | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._resident or name in self._on_host
 
-    def resident(self) -> Iterator[Resident]:
+    def resident(self) -> Iterator[ResidentTensors]:
         """Yield the tensors of the sets on the device."""
         for name, model in self._resident.items():
             yield model.resident(name)
         if self._stage is not None:
             yield self._stage.resident("stage of the host's sets")
 
-    def load(self, name: str, source: Start) -> None:
-        self._resident[name] = FrozenModel(self._load(source))
+    def load(self, name: str, source: InitialWeights) -> None:
+        self._resident[name] = FrozenStages(self._load(source))
 
     def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
         if not on_host:
             if name not in self._resident:
-                self._resident[name] = FrozenModel(self._like_policy())
+                self._resident[name] = FrozenStages(self._like_policy())
                 decay = 0.0
             self._resident[name].take(self._policy, decay=decay)
             return
         if self._stage is None:
-            self._stage = FrozenModel(self._like_policy())
+            self._stage = FrozenStages(self._like_policy())
         assert decay == 0.0, "an average is kept on the device"
         self._stage.take(self._policy)
         self._on_host[name] = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self._stage.tensors.items()}
@@ -260,7 +265,7 @@ class FrozenSets:
         if self._staged == name:
             self._staged = None
 
-    def model(self, name: str) -> FrozenModel:
+    def model(self, name: str) -> FrozenStages:
         """Return a set on the device, copied there first if it is on the host."""
         if name in self._resident:
             return self._resident[name]

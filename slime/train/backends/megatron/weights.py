@@ -25,13 +25,13 @@ from slime.errors import UserError
 from slime.models.families.family import Family, Fields, family_of
 from slime.models.families.model_folder import FamilyFolder, open_family_folder
 from slime.models.families.tp_sharding import Shard
-from slime.models.families.weight_map import Entry
+from slime.models.families.weight_map import ParameterEntry
 from slime.models.folder import read_text_config
-from slime.models.loading import config_of_weights
-from slime.models.tensor_sources import Source, read_onto
-from slime.train.backends.megatron.fp32_params import Master
-from slime.train.backends.megatron.process_groups import Groups
-from slime.train.timers import Progress
+from slime.models.loading import load_weights_config
+from slime.models.tensor_sources import Source, read_to_device
+from slime.train.backends.megatron.fp32_params import MasterParam
+from slime.train.backends.megatron.process_groups import MegatronGroups
+from slime.train.timers import RankProgress
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -47,8 +47,8 @@ def global_names(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Return every parameter of this process's stages by global name."""
     return {
         name: parameter
-        for stage in map(unwrapped, stages)
-        for name, parameter in _globally(stage, stage.named_parameters())
+        for stage in map(unwrap_stage, stages)
+        for name, parameter in _with_global_names(stage, stage.named_parameters())
     }
 
 
@@ -56,20 +56,20 @@ def global_buffers(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers that belong to the weights, by global name: the biases with which routers choose experts."""
     return {
         name: buffer
-        for stage in map(unwrapped, stages)
-        for name, buffer in _globally(stage, stage.named_buffers())
+        for stage in map(unwrap_stage, stages)
+        for name, buffer in _with_global_names(stage, stage.named_buffers())
         if name.endswith(".mlp.router.expert_bias")
     }
 
 
-def unwrapped(stage: nn.Module) -> nn.Module:
+def unwrap_stage(stage: nn.Module) -> nn.Module:
     """Return the model inside Megatron's wrappers, which reduce gradients or convert inputs."""
     while isinstance(inner := stage._modules.get("module"), nn.Module):
         stage = inner
     return stage
 
 
-def _globally(stage: nn.Module, named: Iterator[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
+def _with_global_names(stage: nn.Module, named: Iterator[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
     """Replace the names of one stage's tensors by global names."""
     for name, value in named:
         found = _LAYER.match(name)
@@ -107,7 +107,7 @@ class ModelFolder:
         family = family_of(read_text_config(path))
         if family.support.megatron is not None:
             raise UserError(f"{path} cannot be trained by Megatron: {family.support.megatron}")
-        config = config_of_weights(path, trust_remote_code=trust_remote_code)
+        config = load_weights_config(path, trust_remote_code=trust_remote_code)
         return cls(path, config, open_family_folder(path, vocab_divisor=vocab_multiple), vocab_multiple, instead)
 
     @property
@@ -131,11 +131,11 @@ class ModelFolder:
         return {name: self.opened.sources[name].shape for name in names}
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, ParameterEntry]:
         """The tensors of the folder that form each parameter, by Megatron's global name."""
         return self.opened.entries
 
-    def shard(self, entry: Entry, groups: Groups) -> Shard:
+    def shard(self, entry: ParameterEntry, groups: MegatronGroups) -> Shard:
         """Return this rank's shard of a parameter."""
         ranks = groups.expert_tensor if entry.is_expert else groups.tensor
         return entry.form.shard([self.sources[name].shape for name in entry.hf], ranks.rank, ranks.size)
@@ -145,14 +145,14 @@ class ModelFolder:
 def read_weights(
     stages: Sequence[nn.Module],
     folder: ModelFolder,
-    groups: Groups,
-    progress: Progress,
+    groups: MegatronGroups,
+    progress: RankProgress,
     *,
     without: Collection[str] = (),
 ) -> None:
     """Read all parameters and router biases of the stages, except those named in `without`."""
     if groups.topology.world.rank == 0:
-        for sentence in folder.opened.left_alone_in_words():
+        for sentence in folder.opened.unused_tensor_notes():
             logger.info(sentence)
     named: dict[str, Tensor] = {**global_names(stages), **global_buffers(stages)}
     targets = {name: tensor for name, tensor in named.items() if name not in without}
@@ -169,12 +169,12 @@ def read_weights(
                 f"{name} has shape {tuple(target.shape)} by config.json of {folder.path}, but {tuple(shard.shape)} by "
                 "its weights: copy or download the folder again"
             )
-        target.copy_(shard.join(list(_parts(folder, entry, shard, target.device))))
+        target.copy_(shard.join(list(_read_shares(folder, entry, shard, target.device))))
 
 
 @torch.no_grad()
 def read_masters(
-    masters: Mapping[str, Master], folder: ModelFolder, groups: Groups, *, without: Collection[str] = ()
+    masters: Mapping[str, MasterParam], folder: ModelFolder, groups: MegatronGroups, *, without: Collection[str] = ()
 ) -> None:
     """Fill the float32 master copies from the folder if the parameters' dtype is narrower than the folder's."""
     for name, master in masters.items():
@@ -183,11 +183,11 @@ def read_masters(
             continue
         if any(folder.sources[hf].dtype.itemsize > master.parameter.dtype.itemsize for hf in entry.hf):
             shard = folder.shard(entry, groups)
-            whole = shard.join([part.float() for part in _parts(folder, entry, shard, master.main.device)])
+            whole = shard.join([part.float() for part in _read_shares(folder, entry, shard, master.main.device)])
             master.main.copy_(whole.reshape(-1)[own.begin : own.end].view(master.main.shape))
 
 
-def _parts(folder: ModelFolder, entry: Entry, shard: Shard, device: torch.device) -> Iterator[Tensor]:
+def _read_shares(folder: ModelFolder, entry: ParameterEntry, shard: Shard, device: torch.device) -> Iterator[Tensor]:
     """Read the regions that form a shard."""
     for share in shard.shares:
-        yield read_onto(folder.sources[entry.hf[share.source]], share.region, device)
+        yield read_to_device(folder.sources[entry.hf[share.source]], share.region, device)

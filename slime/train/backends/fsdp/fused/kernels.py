@@ -100,8 +100,8 @@ def _rotate_forward(
         is_query = heads < HEADS
         if HAS_NORM:
             scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
-            low *= scale * _of_kind(q_weight, k_weight, is_query, lanes, low_half)
-            high *= scale * _of_kind(q_weight, k_weight, is_query, lanes + HALF, low_half)
+            low *= scale * _load_norm_weights(q_weight, k_weight, is_query, lanes, low_half)
+            high *= scale * _load_norm_weights(q_weight, k_weight, is_query, lanes + HALF, low_half)
         turned_low, turned_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
         to_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
         to_k = token * KV_HEADS * 2 * HALF + (heads - HEADS)[:, None] * 2 * HALF + lanes[None, :]
@@ -120,7 +120,7 @@ def _rotate_forward(
 
 
 @triton.jit
-def _of_kind(q_weight, k_weight, is_query, lanes, here):
+def _load_norm_weights(q_weight, k_weight, is_query, lanes, here):
     """Load the norms' weights at these lanes: the queries' or the keys' for each head."""
     of_query = tl.load(q_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(k_weight + lanes, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -128,7 +128,9 @@ def _of_kind(q_weight, k_weight, is_query, lanes, here):
 
 
 @triton.jit
-def _toward_heads(dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr):
+def _load_head_gradients(
+    dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr
+):
     """Load both halves of the gradients of these heads, queries and then keys, at one token of the row."""
     is_query = (heads < HEADS)[:, None]
     of_q = token * HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
@@ -141,7 +143,7 @@ def _toward_heads(dq, dk, token, heads, lanes, here, HEADS: tl.constexpr, KV_HEA
 
 
 @triton.jit
-def _toward_values(dv, token, row, head, heads, lanes, here, HALF: tl.constexpr):
+def _load_value_gradients(dv, token, row, head, heads, lanes, here, HALF: tl.constexpr):
     """Load both halves of the gradients of these heads' values at one token of the row."""
     at = token * row + heads[:, None] * head + lanes[None, :]
     low = tl.load(dv + at, mask=here, other=0.0).to(tl.float32)
@@ -197,11 +199,11 @@ def _rotate_backward(
             heads = first + tl.arange(0, HEADS_BLOCK)
             here = (heads < HEADS + KV_HEADS)[:, None] & low_half[None, :]
             is_query = heads < HEADS
-            low, high = _toward_heads(dq, dk, own, heads, lanes, here, HEADS, KV_HEADS, HALF)
+            low, high = _load_head_gradients(dq, dk, own, heads, lanes, here, HEADS, KV_HEADS, HALF)
             if SHARED:
                 for index in range(begin, end):
                     copy = tl.load(copies + index).to(tl.int64)
-                    more_low, more_high = _toward_heads(dq, dk, copy, heads, lanes, here, HEADS, KV_HEADS, HALF)
+                    more_low, more_high = _load_head_gradients(dq, dk, copy, heads, lanes, here, HEADS, KV_HEADS, HALF)
                     low += more_low
                     high += more_high
             before_low, before_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
@@ -218,8 +220,8 @@ def _rotate_backward(
                 q_high += tl.where(is_query[:, None], by_high, 0.0)
                 k_low += tl.where(is_query[:, None], 0.0, by_low)
                 k_high += tl.where(is_query[:, None], 0.0, by_high)
-                before_low *= _of_kind(q_weight, k_weight, is_query, lanes, low_half)
-                before_high *= _of_kind(q_weight, k_weight, is_query, lanes + HALF, low_half)
+                before_low *= _load_norm_weights(q_weight, k_weight, is_query, lanes, low_half)
+                before_high *= _load_norm_weights(q_weight, k_weight, is_query, lanes + HALF, low_half)
                 inner = tl.sum(before_low * x_low, axis=1) + tl.sum(before_high * x_high, axis=1)
                 inner = (inner / (2 * HALF))[:, None]
                 before_low = scale * (before_low - x_low * inner)
@@ -230,11 +232,11 @@ def _rotate_backward(
             heads = first + tl.arange(0, HEADS_BLOCK)
             here = (heads < KV_HEADS)[:, None] & low_half[None, :]
             to = token * row_width + (HEADS + KV_HEADS + heads)[:, None] * 2 * HALF + lanes[None, :]
-            low, high = _toward_values(dv, own, dv_row, dv_head, heads, lanes, here, HALF)
+            low, high = _load_value_gradients(dv, own, dv_row, dv_head, heads, lanes, here, HALF)
             if SHARED:
                 for index in range(begin, end):
                     copy = tl.load(copies + index).to(tl.int64)
-                    more_low, more_high = _toward_values(dv, copy, dv_row, dv_head, heads, lanes, here, HALF)
+                    more_low, more_high = _load_value_gradients(dv, copy, dv_row, dv_head, heads, lanes, here, HALF)
                     low += more_low
                     high += more_high
             tl.store(dqkv + to, low.to(dqkv.dtype.element_ty), mask=here)

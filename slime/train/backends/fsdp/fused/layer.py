@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.errors import UserError
-from slime.train.backends.fsdp.attention import attend_to_all, context_of, packed_attention
+from slime.train.backends.fsdp.attention import packed_attention, packed_context_of, shared_prompt_attention
 from slime.train.backends.fsdp.fused.layer_parts import LayerFacts
 from slime.train.backends.fsdp.lora import LoraLinear
 
@@ -62,7 +62,7 @@ class FusedLayer(GradientCheckpointingLayer):
 
         assert position_embeddings is not None
         attention: Any = self.self_attn
-        context = context_of(attention)
+        context = packed_context_of(attention)
         linears = _linears(self)
         cos, sin = (part[0].contiguous() for part in position_embeddings)
         norms = (attention.q_norm.weight, attention.k_norm.weight) if self._has_norms else (None, None)
@@ -84,7 +84,7 @@ class FusedLayer(GradientCheckpointingLayer):
                 attention, *by_head, None, scaling=attention.scaling, sliding_window=self._window
             )
         else:
-            attended = attend_to_all(context, queries, keys, values, attention.scaling, self._window)[None]
+            attended = shared_prompt_attention(context, queries, keys, values, attention.scaling, self._window)[None]
         return FromHeads.apply(
             attended.squeeze(0).flatten(1),
             hidden,

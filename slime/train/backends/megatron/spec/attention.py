@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RowParams(PackedSeqParams):
+class PackedRowParams(PackedSeqParams):
     """Megatron's parameters of a packed row, with the layout as the host knows it, to avoid device synchronisation.
 
     The layout has the whole sequences, padding included, also where a rank has only a part of each. The rotary
@@ -45,7 +45,7 @@ class RowParams(PackedSeqParams):
     picked: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: PackedLayout, *, on_host: bool = False) -> RowParams:
+    def of(cls, layout: PackedLayout, *, on_host: bool = False) -> PackedRowParams:
         bounds, longest = layout.cu_seqlens, layout.max_length
         known = torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32) if on_host else None
         return cls(
@@ -108,10 +108,10 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         scale = self.scale if self.scale is not None else query.shape[-1] ** -0.5
         if packed_seq_params is not None:
-            return self._packed(query, key, value, layout_of(packed_seq_params), scale)
+            return self._packed(query, key, value, row_layout(packed_seq_params), scale)
         length, count = query.shape[:2]
         q, k, v = (states.transpose(0, 1).flatten(0, 1) for states in (query, key, value))
-        output = self._packed(q, k, v, equal_lengths(length * self.ranks.size(), count, query.device), scale)
+        output = self._packed(q, k, v, uniform_layout(length * self.ranks.size(), count, query.device), scale)
         return output.unflatten(0, (count, length)).transpose(0, 1).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
@@ -120,16 +120,16 @@ class CoreAttention(MegatronModule):
         return causal_attention(query, key, value, layout, scale, self.window, None, self.softmax_offset)
 
 
-def layout_of(params: PackedSeqParams) -> PackedLayout:
+def row_layout(params: PackedSeqParams) -> PackedLayout:
     """Return the layout of a packed row; copies it from the device if the parameters are not from `RowParams.of`."""
-    if isinstance(params, RowParams) and params.layout is not None:
+    if isinstance(params, PackedRowParams) and params.layout is not None:
         return params.layout
     bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     lengths = tuple(bounds.diff().tolist())
     return PackedLayout(lengths, bounds, max(lengths))
 
 
-def equal_lengths(length: int, count: int, device: torch.device) -> PackedLayout:
+def uniform_layout(length: int, count: int, device: torch.device) -> PackedLayout:
     bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device)
     return PackedLayout((length,) * count, bounds, length)
 
@@ -147,14 +147,14 @@ def zigzag_attention(
     outputs = []
     for q, k, v in zip(query.split(own), keys, values, strict=True):
         chunk = len(q) // 2
-        k, v = _in_order(k, chunk), _in_order(v, chunk)
+        k, v = _undo_zigzag(k, chunk), _undo_zigzag(v, chunk)
         for part, place in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
             seen = (place + 1) * chunk
-            outputs.append(_latest_queries(part, k[:seen], v[:seen], scale))
+            outputs.append(_attend_from_end(part, k[:seen], v[:seen], scale))
     return torch.cat(outputs)
 
 
-def _in_order(gathered: Tensor, chunk: int) -> Tensor:
+def _undo_zigzag(gathered: Tensor, chunk: int) -> Tensor:
     """Order the chunks [n, 2 c, heads, D] of the ranks as the sequence [2 n c, heads, D].
 
     These are the first chunks of all ranks in order, then their last chunks in reverse order.
@@ -163,7 +163,7 @@ def _in_order(gathered: Tensor, chunk: int) -> Tensor:
     return torch.cat([first.flatten(0, 1), last.flip(0).flatten(0, 1)])
 
 
-def _latest_queries(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attend_from_end(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute the causal attention of the last tokens of a sequence to the whole sequence; [L, heads, D]."""
     dtype = query.dtype
     q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))

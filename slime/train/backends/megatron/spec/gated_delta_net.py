@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slime.train.backends.delta_kernels import check_delta_kernels, delta_kernels
-from slime.train.backends.megatron.spec.attention import layout_of
-from slime.train.backends.megatron.spec.linear import summed_gradient
+from slime.train.backends.megatron.spec.attention import row_layout
+from slime.train.backends.megatron.spec.linear import sum_gradient_over
 from slime.train.topology import Ranks, exchange
 
 
@@ -65,11 +65,11 @@ class GatedDeltaNet(MegatronDeltaNet):
             tp_comm_buffer_name="fc1",
             **common,
         )
-        self.conv1d = _Weights(config, (self.conv_dim_local_tp, 1, config.linear_conv_kernel_dim), cut=True)
+        self.conv1d = _WeightModule(config, (self.conv_dim_local_tp, 1, config.linear_conv_kernel_dim), cut=True)
         heads = self.num_value_heads // self.tp_size
-        self.dt_bias = _Weights(config, (heads,), cut=True).weight
-        self.A_log = _Weights(config, (heads,), cut=True).weight
-        self.out_norm = _Weights(config, (self.value_head_dim,), cut=False)
+        self.dt_bias = _WeightModule(config, (heads,), cut=True).weight
+        self.A_log = _WeightModule(config, (heads,), cut=True).weight
+        self.out_norm = _WeightModule(config, (self.value_head_dim,), cut=False)
         self.out_proj = build_module(
             submodules.out_proj,
             self.v_dim,
@@ -94,7 +94,7 @@ class GatedDeltaNet(MegatronDeltaNet):
         tokens, count = projected.shape[:2]
         context = self._context.size()
         alike = (tokens * context,) * count
-        lengths = alike if packed_seq_params is None else layout_of(packed_seq_params).lengths
+        lengths = alike if packed_seq_params is None else row_layout(packed_seq_params).lengths
         size = self.tp_size
         widths = [self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, self.num_value_heads, self.num_value_heads]
         rows = projected.transpose(0, 1).flatten(0, 1)
@@ -134,13 +134,13 @@ class GatedDeltaNet(MegatronDeltaNet):
 
         All heads share one scale, and each rank has some of the heads, so its gradient is summed over the ranks.
         """
-        weight = summed_gradient(self.out_norm.weight, self.pg_collection.tp)
+        weight = sum_gradient_over(self.out_norm.weight, self.pg_collection.tp)
         normed = functional.rms_norm(states.float(), (self.value_head_dim,), None, self.config.layernorm_epsilon)
         scaled = weight * normed.to(states.dtype)
         return (scaled * functional.silu(gate.float().reshape(states.shape))).to(states.dtype).flatten(1)
 
 
-class _Weights(nn.Module):
+class _WeightModule(nn.Module):
     """A module with one parameter, as in Megatron's layer; `cut`: it is sharded over the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, shape: tuple[int, ...], *, cut: bool) -> None:

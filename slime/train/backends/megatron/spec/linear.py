@@ -23,7 +23,7 @@ from torch.nn import functional
 from slime.errors import UserError
 
 
-class Norm(nn.Module):
+class TorchRmsNorm(nn.Module):
     """A root-mean-square norm with the signature of Megatron's norms; all tensor-parallel ranks have equal weights.
 
     Unlike Megatron's torch norm it supports sequence parallelism.
@@ -76,16 +76,16 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return result
 
 
-def summed_gradient(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_gradient_over(states: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the same tensor; in backward its gradient is summed over the ranks of the group.
 
     Megatron's own function silently skips the sum if the gradient is not contiguous.
     """
-    same: Tensor = _SummedGradient.apply(states, group) if group.size() > 1 else states
+    same: Tensor = _SumGradient.apply(states, group) if group.size() > 1 else states
     return same
 
 
-class _SummedGradient(torch.autograd.Function):
+class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -36,8 +36,8 @@ from torch.nn import functional
 
 from slime.errors import UserError
 from slime.train.backends.attention import pick_tokens, picked_attention
-from slime.train.backends.megatron.spec.attention import CoreAttention, RowParams, layout_of
-from slime.train.backends.megatron.spec.linear import rms_norm, summed_gradient
+from slime.train.backends.megatron.spec.attention import CoreAttention, PackedRowParams, row_layout
+from slime.train.backends.megatron.spec.linear import rms_norm, sum_gradient_over
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """A linear layer without bias that every tensor-parallel rank has whole: [.., input] to [.., output].
 
     Each rank computes the tokens it has. These are all tokens, or its part of the sequence, and in that case the
@@ -74,7 +74,7 @@ class WholeLinear(nn.Module):
         output = functional.linear(states, self.weight)
         if self._scattered:
             kept, read = output.split([self._outputs - self._scattered, self._scattered], dim=-1)
-            output = torch.cat([kept, summed_gradient(read, self._ranks)], dim=-1)
+            output = torch.cat([kept, sum_gradient_over(read, self._ranks)], dim=-1)
         return output, None
 
     def backward_dw(self) -> None:
@@ -159,12 +159,12 @@ class LatentAttention(MLASelfAttention):
         if query_rank is None:
             self.linear_q_proj = self._up(submodules.linear_q_proj, hidden, queries, "q_proj")
         else:
-            self.linear_q_down_proj = WholeLinear(hidden, query_rank, config, ranks)
+            self.linear_q_down_proj = ReplicatedLinear(hidden, query_rank, config, ranks)
             self.linear_q_up_proj = self._up(submodules.linear_q_up_proj, query_rank, queries, "q_up_proj")
             self.linear_q_up_proj.eps = self.latent_eps
             self.q_layernorm = IdentityOp()
         latent, expanded = config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
-        self.linear_kv_down_proj = WholeLinear(hidden, latent + rope, config, ranks, scattered=rope)
+        self.linear_kv_down_proj = ReplicatedLinear(hidden, latent + rope, config, ranks, scattered=rope)
         self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, latent, expanded, "kv_up_proj")
         self.linear_kv_up_proj.eps = self.latent_eps
         self.kv_layernorm = IdentityOp()
@@ -243,7 +243,7 @@ class SparseAttention(CoreAttention):
         x: Tensor | None = None,
         qr: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(packed_seq_params, RowParams), "sparse attention requires packed rows"
+        assert isinstance(packed_seq_params, PackedRowParams), "sparse attention requires packed rows"
         assert self.scale is not None
         if self.indexer is not None:
             assert x is not None
@@ -256,7 +256,7 @@ class SparseAttention(CoreAttention):
                 "attention, and a layer that reuses this selection: choose --pipeline-model-parallel-size or "
                 "--decoder-first-pipeline-num-layers so that every stage begins with a layer that has an indexer"
             )
-        return picked_attention(query, key, value, picked, layout_of(packed_seq_params), self.scale)
+        return picked_attention(query, key, value, picked, row_layout(packed_seq_params), self.scale)
 
 
 class Indexer(nn.Module):
@@ -266,29 +266,29 @@ class Indexer(nn.Module):
         super().__init__()
         self.config, self._ranks = config, ranks
         heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        self.linear_wq_b = WholeLinear(config.q_lora_rank, heads * width, config, ranks.tp)
-        self.linear_wk = WholeLinear(config.hidden_size, width, config, ranks.tp)
+        self.linear_wq_b = ReplicatedLinear(config.q_lora_rank, heads * width, config, ranks.tp)
+        self.linear_wk = ReplicatedLinear(config.hidden_size, width, config, ranks.tp)
         self.k_norm = nn.LayerNorm(width, eps=1e-6, dtype=config.params_dtype, device=self.linear_wk.weight.device)
-        self.linear_weights_proj = WholeLinear(config.hidden_size, heads, config, ranks.tp)
+        self.linear_weights_proj = ReplicatedLinear(config.hidden_size, heads, config, ranks.tp)
         self.rotary_pos_emb = rotary_embedding(config, ranks.cp)
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor, latent: Tensor, params: RowParams) -> Tensor:
+    def forward(self, hidden: Tensor, latent: Tensor, params: PackedRowParams) -> Tensor:
         """Select the tokens to attend to, for all tokens of the row."""
         hidden, latent = hidden.flatten(0, -2), latent.flatten(0, -2)
         if self.config.sequence_parallel:
             hidden, latent = (
                 gather_from_sequence_parallel_region(states, group=self._ranks.tp) for states in (hidden, latent)
             )
-        layout = layout_of(params)
+        layout = row_layout(params)
         query = self.linear_wq_b(latent)[0].unflatten(-1, (self.config.dsa_indexer_n_heads, -1))
         key = self.k_norm(self.linear_wk(hidden)[0])[:, None]
         turned = [self._turned(states, params, layout.max_length) for states in (query, key)]
         weights = self.linear_weights_proj(hidden)[0]
         return pick_tokens(turned[0], turned[1][:, 0], weights, layout, self.config.dsa_indexer_topk)
 
-    def _turned(self, states: Tensor, params: RowParams, longest: int) -> Tensor:
+    def _turned(self, states: Tensor, params: PackedRowParams, longest: int) -> Tensor:
         """Rotate the first part of each head by position, as for the queries and keys of latent attention."""
         made = self.rotary_pos_emb(longest, packed_seq=True)
         angles, scale = made if isinstance(made, tuple) else (made, 1.0)

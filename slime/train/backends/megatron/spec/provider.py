@@ -43,7 +43,7 @@ from torch.nn import functional
 from slime.models.families.weight_map import Fields
 from slime.train.backends.megatron.spec.attention import CoreAttention, GatedSelfAttention
 from slime.train.backends.megatron.spec.gated_delta_net import GatedDeltaNet
-from slime.train.backends.megatron.spec.linear import Norm, NormColumnParallelLinear
+from slime.train.backends.megatron.spec.linear import NormColumnParallelLinear, TorchRmsNorm
 from slime.train.backends.megatron.spec.mla import LatentAttention, SparseAttention, SparseLatentAttention
 
 WithBias = tuple[Tensor, Tensor | None]
@@ -57,13 +57,13 @@ class SandwichLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: object, **keywords: object) -> None:
         super().__init__(config, *args, **keywords)
-        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attn_bda = _normed(self.post_self_attn_layernorm)
-        self.mlp_bda = _normed(self.post_mlp_layernorm)
+        self.post_self_attn_layernorm = TorchRmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = TorchRmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attn_bda = _norm_before_add(self.post_self_attn_layernorm)
+        self.mlp_bda = _norm_before_add(self.post_mlp_layernorm)
 
 
-def _normed(norm: nn.Module) -> Callable[..., Callable[..., Tensor]]:
+def _norm_before_add(norm: nn.Module) -> Callable[..., Callable[..., Tensor]]:
     """Return Megatron's bias, dropout and residual addition with a norm before them."""
 
     def make(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -161,7 +161,7 @@ def _grouped_product(states: Tensor, weights: Sequence[Tensor], tokens: Sequence
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class Router(TopKRouter):
+class TorchRouter(TopKRouter):
     """A router that computes its scores with torch.
 
     Megatron's own `gating` refers to Transformer Engine's matrix product even if that is not installed.
@@ -178,7 +178,7 @@ DELTA_NET = "gated_delta_net"
 
 
 @dataclass(frozen=True)
-class Modules:
+class LayerModules:
     """The module classes of a layer, all from one implementation."""
 
     norm: type
@@ -191,25 +191,25 @@ class Modules:
     router: type
 
 
-TORCH = Modules(
-    norm=Norm,
+TORCH_MODULES = LayerModules(
+    norm=TorchRmsNorm,
     norm_column=NormColumnParallelLinear,
     column=ColumnParallelLinear,
     row=RowParallelLinear,
     core_attention=CoreAttention,
     grouped_column=ColumnGroupedLinear,
     grouped_row=RowGroupedLinear,
-    router=Router,
+    router=TorchRouter,
 )
 
 
-def modules_of(config: TransformerConfig) -> Modules:
+def select_modules(config: TransformerConfig) -> LayerModules:
     """Return the module classes that `--transformer-impl` selects."""
     if config.transformer_impl != "transformer_engine":
-        return TORCH
+        return TORCH_MODULES
     from megatron.core.extensions import transformer_engine as te
 
-    return Modules(
+    return LayerModules(
         norm=te.TENorm,
         norm_column=te.TELayerNormColumnParallelLinear,
         column=te.TEColumnParallelLinear,
@@ -223,7 +223,7 @@ def modules_of(config: TransformerConfig) -> Modules:
 
 def block_spec(config: TransformerConfig, fields: Fields, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of one pipeline stage, and the norm at the end of the last stage."""
-    modules = modules_of(config)
+    modules = select_modules(config)
     layers = [layer_spec(config, fields, layer, modules) for layer in layers_of_stage(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
 
@@ -237,7 +237,7 @@ def layers_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: LayerModules) -> ModuleSpec:
     """Return the spec of layer `layer` of the model, from 0."""
     has_experts = config.num_moe_experts is not None
     if has_experts:
@@ -257,7 +257,7 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: M
     )
 
 
-def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: Modules) -> ModuleSpec:
+def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: LayerModules) -> ModuleSpec:
     """Return the token mixer of layer `layer`; except for latent attention, it includes the norm before it."""
     if config.multi_latent_attention:
         return latent_attention_spec(fields, modules)
@@ -277,7 +277,7 @@ def attention_spec(config: TransformerConfig, fields: Fields, layer: int, module
     )
 
 
-def latent_attention_spec(fields: Fields, modules: Modules) -> ModuleSpec:
+def latent_attention_spec(fields: Fields, modules: LayerModules) -> ModuleSpec:
     indexed = fields.get("dsa_indexer_layers")
     core = ModuleSpec(module=SparseAttention, params={"indexed": indexed}) if indexed else modules.core_attention
     return ModuleSpec(
@@ -293,7 +293,7 @@ def latent_attention_spec(fields: Fields, modules: Modules) -> ModuleSpec:
     )
 
 
-def delta_net_spec(fields: Fields, modules: Modules) -> ModuleSpec:
+def delta_net_spec(fields: Fields, modules: LayerModules) -> ModuleSpec:
     return ModuleSpec(
         module=GatedDeltaNet,
         params={"backend": fields.get("qwen_gdn_backend")},
@@ -301,12 +301,12 @@ def delta_net_spec(fields: Fields, modules: Modules) -> ModuleSpec:
     )
 
 
-def mlp_spec(modules: Modules) -> ModuleSpec:
+def mlp_spec(modules: LayerModules) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=modules.norm_column, linear_fc2=modules.row)
     return ModuleSpec(module=MLP, submodules=linears)
 
 
-def experts_spec(modules: Modules) -> ModuleSpec:
+def experts_spec(modules: LayerModules) -> ModuleSpec:
     experts = MLPSubmodules(linear_fc1=modules.grouped_column, linear_fc2=modules.grouped_row)
     shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
     return ModuleSpec(
