@@ -28,7 +28,7 @@ def command_line(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(
+def test_dry_run_prints_the_plan_and_writes_no_output(
     command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *command_line, "--dry-run"]) == 0
@@ -39,7 +39,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert _without_free_memory(capsys.readouterr().out) == _without_free_memory(printed)
 
 
-def test_evaluation_alone_needs_no_prompts_and_no_trainer(
+def test_eval_plan_needs_no_prompts_and_no_trainer(
     command_line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command_line[:2], "--device", "cpu", "--rm-type", "math", "--label-key", "answer", "--dry-run"]
@@ -82,7 +82,7 @@ def _without_free_memory(plan: str) -> list[str]:
         ),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_line_and_exit_code_2(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
@@ -93,14 +93,14 @@ def test_mistakes_are_one_line_and_code_2(words: list[str], line: str, capsys: p
 @pytest.mark.parametrize(
     "words", [["--help"], ["train", "--help"], ["train", "-h"], ["flags"], ["flags", "slime"], ["version"]]
 )
-def test_information_goes_to_stdout_with_code_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_go_to_stdout_with_exit_code_0(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     captured = capsys.readouterr()
     assert "slime" in captured.out
     assert captured.err == ""
 
 
-def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(words: object) -> int:
         raise KeyboardInterrupt
 
@@ -108,7 +108,7 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert cli.main(["train"]) == 130
 
 
-def test_the_first_line_comes_before_the_driver_is_imported(
+def test_first_line_is_printed_before_the_driver_import(
     command_line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "slime.driver.loop", None)  # importing it raises
@@ -121,7 +121,7 @@ def test_the_first_line_comes_before_the_driver_is_imported(
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
+def test_dry_run_and_flag_commands_do_not_import_torch(command_line: list[str]) -> None:
     program = (
         "import sys\n"
         "from slime import cli\n"
@@ -140,13 +140,13 @@ def test_nothing_but_a_real_run_imports_torch(command_line: list[str]) -> None:
 
 
 @pytest.mark.cold
-def test_train_py_is_slime_train(command_line: list[str]) -> None:
+def test_train_py_reports_flag_errors_like_slime_train(command_line: list[str]) -> None:
     command = [sys.executable, str(ROOT / "train.py"), *command_line, "--seed", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (2, "error: --seed must be a whole number, not 'x'\n")
 
 
-def test_models_are_listed_and_their_config_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_models_command_lists_models_and_prints_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["models"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("qwen3-30B-A3B"))
     assert line.split() == ["qwen3-30B-A3B", "Qwen3-MoE", "30.53", "B", "3.35", "B", "48"]

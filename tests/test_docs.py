@@ -129,7 +129,7 @@ def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> Non
         assert is_flag_of_train(flag) or flag in known or family, f"{page.name} names {flag}"
 
 
-def test_the_command_with_many_plugins_names_functions_that_keep_their_contracts() -> None:
+def test_plugins_page_command_names_functions_with_valid_contracts() -> None:
     command = next(words for words in commands(ROOT / "docs" / "plugins.md") if words[:2] == ["slime", "train"])
     paths = {
         flag.removeprefix("--").replace("-", "_"): value.replace("$P", str(ROOT / "examples" / "plugins"))
@@ -141,7 +141,7 @@ def test_the_command_with_many_plugins_names_functions_that_keep_their_contracts
     check_plugins(Config(rollout_batch_size=1, rollout_sample_hook_path=[hook], **paths))
 
 
-def test_the_table_of_plugins_has_every_flag_and_every_example() -> None:
+def test_plugins_page_lists_every_flag_and_example() -> None:
     text = (ROOT / "docs" / "plugins.md").read_text()
     for contract in CONTRACTS:
         assert f"| `{contract.flag}`" in text, f"plugins.md lacks {contract.flag}"
@@ -149,7 +149,7 @@ def test_the_table_of_plugins_has_every_flag_and_every_example() -> None:
         assert f"(../examples/plugins/{example.name})" in text, f"plugins.md lacks {example.name}"
 
 
-def test_every_metric_made_of_samples_is_documented() -> None:
+def test_sample_and_publish_metrics_are_documented() -> None:
     config = Config(rollout_batch_size=1, n_samples_per_prompt=2, rollout_num_gpus=1)
     samples = [
         Sample(index=i, group_index=0, tokens=[1, 2, 3], response="ab", response_length=2, reward=1.0) for i in (0, 1)
@@ -186,7 +186,7 @@ def documented_metrics() -> set[str]:
     return names
 
 
-def test_rooms_import_only_what_the_table_allows() -> None:
+def test_packages_import_only_what_the_architecture_table_allows() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", text, re.MULTILINE)
     allowed = {room: set(re.findall(r"`(\w+)`", cell)) | {room} for room, cell in rows if cell.strip() != "all"}
@@ -212,7 +212,7 @@ def imported_rooms(path: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("slime.")}
 
 
-def test_the_plan_in_the_documentation_is_what_is_printed(tmp_path: Path) -> None:
+def test_plan_in_the_docs_has_the_printed_sections_and_labels(tmp_path: Path) -> None:
     """Compares sections, labels and their order. The numbers depend on the machine."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     shown = page[page.index("Model\n-----") : page.index("```\n\nThe memory of activations")]

@@ -27,7 +27,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_pupil_calculates_right_and_is_impatient(shown: list[dict[str, Any]]) -> None:
+def test_demonstrations_calculate_correctly_but_often_stop_early(shown: list[dict[str, Any]]) -> None:
     early = 0
     for row in shown:
         question, *said = row["messages"]
@@ -54,14 +54,14 @@ def test_held_out_problems_are_in_no_other_file(shown: list[dict[str, Any]], tmp
     assert all(str(eval(row["prompt"][0]["content"])) == row["label"] for row in rows(files.held_out))
 
 
-def test_the_reward_is_for_the_last_words() -> None:
+def test_reward_compares_the_recorded_answer_with_the_label() -> None:
     right_answer = load("right_answer")
     assert right_answer(None, SimpleNamespace(metadata={"answer": " 42\n"}, label="42")) == 1.0
     assert right_answer(None, SimpleNamespace(metadata={"answer": "it is 42"}, label="42")) == 0.0
     assert right_answer(None, SimpleNamespace(metadata={}, label="42")) == 0.0
 
 
-def test_the_model_writes_calls_in_few_tokens_and_its_turns_can_be_continued(
+def test_tokenizer_is_compact_and_the_template_allows_continued_turns(
     shown: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer

@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return files
 
 
-def test_nothing_of_a_held_out_question_is_in_another_one(world: Any) -> None:
+def test_held_out_names_are_in_no_other_file_and_towns_are_unique(world: Any) -> None:
     def told_of(questions: list[str]) -> set[str]:
         return {question.removeprefix("In which land was ").removesuffix(" born?") for question in questions}
 
@@ -52,7 +52,7 @@ def _texts(world: Any) -> list[str]:
     return [row["contents"].partition("\n")[2] for row in rows(world.corpus)]
 
 
-def test_two_searches_find_every_answer(world: Any) -> None:
+def test_two_searches_find_every_held_out_answer(world: Any) -> None:
     index = load("bm25", "Bm25")([row["contents"] for row in rows(world.corpus)])
     for row in rows(world.held_out):
         name = row["prompt"][0]["content"].removeprefix("In which land was ").removesuffix(" born?")
@@ -62,7 +62,7 @@ def test_two_searches_find_every_answer(world: Any) -> None:
         assert lies == f"{town}\n{town} lies in {row['label']}."
 
 
-def test_bm25_is_that_of_the_formula() -> None:
+def test_bm25_scores_match_the_formula() -> None:
     index = load("bm25", "Bm25")(["a b b", "a c", "d"])
     found = index.search("b a unknown", 5)
     # idf(b) = ln(1 + 2.5/1.5), idf(a) = ln(1 + 1.5/2.5); mean length 2
@@ -74,7 +74,7 @@ def test_bm25_is_that_of_the_formula() -> None:
     assert index.search("", 3) == []
 
 
-def test_the_server_is_search_r1s_and_the_tool_asks_it(world: Any) -> None:
+def test_server_speaks_the_search_r1_protocol_and_answers_the_tool(world: Any) -> None:
     name = rows(world.held_out)[0]["prompt"][0]["content"].removeprefix("In which land was ").removesuffix(" born?")
 
     async def main(url: str) -> None:
@@ -97,7 +97,7 @@ def test_the_server_is_search_r1s_and_the_tool_asks_it(world: Any) -> None:
         asyncio.run(main(url))
 
 
-def test_a_server_that_is_gone_ends_only_its_calls() -> None:
+def test_search_returns_an_error_if_the_server_is_unreachable() -> None:
     async def main() -> None:
         async with load("generate", "environment")("http://127.0.0.1:9/retrieve").open(Sample()) as box:
             result = await box.call("search", {"query": "x"})
@@ -106,7 +106,7 @@ def test_a_server_that_is_gone_ends_only_its_calls() -> None:
     asyncio.run(main())
 
 
-def test_the_reward_is_for_the_last_words() -> None:
+def test_reward_compares_the_recorded_answer_with_the_label() -> None:
     right_answer = load("task", "right_answer")
     assert right_answer(None, SimpleNamespace(metadata={"answer": "Tal Mon"}, label="Tal Mon")) == 1.0
     assert right_answer(None, SimpleNamespace(metadata={"answer": "Tal"}, label="Tal Mon")) == 0.0

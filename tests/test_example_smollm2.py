@@ -19,7 +19,7 @@ FILE = Path(__file__).resolve().parents[1] / "examples/smollm2/word_problems.py"
 @pytest.mark.parametrize(
     ("response", "reward"), [("12", 1.0), ("5 + 7 = 12.", 1.0), ("12 or 13", 0.0), ("112", 0.0), ("twelve", 0.0)]
 )
-def test_reward_is_the_last_number(response, reward) -> None:
+def test_reward_compares_the_last_number_with_the_label(response, reward) -> None:
     right_answer = load_function(f"{FILE}:right_answer", what="--custom-rm-path", params=("args", "sample"))
     assert right_answer(None, Sample(response=response, label="12")) == reward
 
@@ -29,7 +29,7 @@ def test_thousands_separators_are_part_of_a_number() -> None:
     assert last_number("3 and 1,250") == "1250"
 
 
-def test_questions_have_right_labels_and_no_overlap(tmp_path) -> None:
+def test_questions_have_correct_labels_and_no_overlap(tmp_path) -> None:
     write_questions = load_function(f"{FILE}:write_questions", what="write_questions")
     training, held_out = write_questions(tmp_path, training=300, held_out=50, seed=7)
     rows = {path: [json.loads(line) for line in path.read_text().splitlines()] for path in (training, held_out)}
@@ -46,7 +46,7 @@ def test_questions_have_right_labels_and_no_overlap(tmp_path) -> None:
     assert not facts[held_out] & facts[training]
 
 
-def test_the_precision_is_left_to_the_machine(tmp_path, monkeypatch) -> None:
+def test_example_sets_no_dtype_flags(tmp_path, monkeypatch) -> None:
     """bfloat16 is 40 times slower than float32 on a CPU without units for it, so slime chooses the dtype."""
     flags: dict[str, object] = {}
 

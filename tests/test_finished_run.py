@@ -31,7 +31,7 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     return {"hf_checkpoint": "x", "save": folder, "load": folder + "/", "output_dir": folder}
 
 
-def test_it_is_said_and_the_result_is_that_of_the_run(
+def test_finished_run_is_reported_and_its_result_returned(
     flags: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = find_finished_result(Config(**flags, eval_prompt_data=[("math", "m.jsonl")], eval_interval=1), 2)
@@ -55,7 +55,7 @@ def test_it_is_said_and_the_result_is_that_of_the_run(
         ({"debug_rollout_only": True}, 2),
     ],
 )
-def test_what_is_left_is_done(
+def test_incomplete_or_different_run_is_not_finished(
     flags: dict[str, Any], changes: dict[str, Any], total: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "metrics" in changes:
@@ -64,7 +64,7 @@ def test_what_is_left_is_done(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_that_was_never_begun_and_a_damaged_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_checkpoint_is_not_finished_and_damaged_one_is_rejected(flags: dict[str, Any], tmp_path: Path) -> None:
     fresh = str(tmp_path / "fresh")
     assert find_finished_result(Config(**(flags | {"save": fresh, "load": fresh})), 2) is None
     (tmp_path / "iter_0000001" / "meta.json").write_text("{")

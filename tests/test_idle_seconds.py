@@ -14,19 +14,19 @@ STEP = {
 }
 
 
-def test_what_is_left_of_a_step() -> None:
+def test_idle_time_is_step_time_minus_its_parts() -> None:
     assert idle_seconds(STEP) == pytest.approx(0.25)
 
 
-def test_generation_that_goes_on_beside_training_counts_as_far_as_it_was_waited_for() -> None:
+def test_overlapped_generation_counts_only_its_wait_time() -> None:
     assert idle_seconds(STEP | {"perf/rollout_wait_time": 0.1, "perf/step_time": 6.0}) == pytest.approx(0.15)
 
 
-def test_a_step_without_training_or_weights() -> None:
+def test_idle_time_of_a_step_without_training_or_weight_update() -> None:
     assert idle_seconds({"perf/step_time": 2.0, "perf/rollout_wait_time": 1.5}) == pytest.approx(0.5)
 
 
-def test_stragglers_are_waited_for_as_long_as_anybody_waits() -> None:
+def test_straggler_time_is_limited_by_the_rollout_wait_time() -> None:
     tail = {"perf/rollout_tail_time": 3.0}
     assert straggler_seconds(tail, 4.2) == {"perf/straggler_wait_time": 3.0}
     assert straggler_seconds(tail, 0.1) == {"perf/straggler_wait_time": 0.1}, "the rest went on beside training"

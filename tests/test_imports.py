@@ -88,12 +88,12 @@ def graph() -> Graph:
     return import_graph(ROOT / "slime")
 
 
-def test_no_import_leads_back_to_where_it_started(graph: Graph) -> None:
+def test_modules_form_no_import_cycles(graph: Graph) -> None:
     found = circles(graph)
     assert not found, "files that import each other:\n" + "\n".join(" ".join(names) for names in found)
 
 
-def test_the_walk_sees_every_file_and_what_it_imports(graph: Graph) -> None:
+def test_import_graph_covers_every_file(graph: Graph) -> None:
     assert len(graph) == len(list((ROOT / "slime").rglob("*.py")))
     assert {"slime.engine.http.client", "slime.engine.http.errors"} <= graph["slime.engine.http.pool"]
 
@@ -110,13 +110,13 @@ def rooms_of(graph: Graph, inside: str) -> dict[str, set[str]]:
     return found
 
 
-def test_there_are_fourteen_rooms_and_three_loose_files() -> None:
+def test_slime_has_14_packages_and_3_top_level_files() -> None:
     folders = {path.parent for path in (ROOT / "slime").rglob("*.py")}
     assert len({path.relative_to(ROOT / "slime").parts[0] for path in folders - {ROOT / "slime"}}) == 14
     assert {path.name for path in (ROOT / "slime").glob("*.py")} == {"__init__.py", "cli.py", "errors.py"}
 
 
-def test_rooms_and_inner_rooms_form_no_cycles(graph: Graph) -> None:
+def test_packages_form_no_import_cycles(graph: Graph) -> None:
     packages = {"slime"} | {".".join(name.split(".")[:depth]) for name in graph for depth in (2, 3, 4)}
     for package in sorted(packages):
         if (ROOT / package.replace(".", "/")).is_dir() and package != "slime.compat":
@@ -130,7 +130,7 @@ def test_no_folder_has_more_than_25_files() -> None:
     assert count <= 25, f"{folder} has {count} files"
 
 
-def test_the_shape_of_the_code_stays_within_its_ceilings(graph: Graph) -> None:
+def test_code_metrics_stay_within_their_limits(graph: Graph) -> None:
     """A change may lower the limits but not raise them: merge small files, inline helpers, rename classes."""
     paths = modules_of(ROOT / "slime")
     sources = {name: path.read_text() for name, path in paths.items()}
@@ -169,14 +169,14 @@ def test_the_shape_of_the_code_stays_within_its_ceilings(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("room", BELOW)
-def test_the_rooms_of_the_engine_import_downwards(room: str, graph: Graph) -> None:
+def test_engine_packages_import_only_lower_packages(room: str, graph: Graph) -> None:
     for name, targets in graph.items():
         if name.startswith(f"slime.engine.{room}."):
             others = {target.split(".")[2] for target in targets if target.startswith("slime.engine.")} & BELOW.keys()
             assert others <= BELOW[room] | {room}, f"{name} imports {targets}"
 
 
-def test_the_rooms_of_the_embedded_engine_import_as_their_table_says(graph: Graph) -> None:
+def test_embedded_packages_import_only_what_their_table_allows(graph: Graph) -> None:
     inside = "slime.engine.embedded."
     table = (ROOT / "docs" / "architecture.md").read_text().split("| room of `embedded` |")[1].split("\n\n")[0]
     cells = [line.split("|") for line in table.splitlines()[2:]]
@@ -190,13 +190,13 @@ def test_the_rooms_of_the_embedded_engine_import_as_their_table_says(graph: Grap
             assert others & allowed.keys() <= allowed[room] | {room}, f"{name} imports {targets}"
 
 
-def test_one_file_of_training_knows_which_backends_there_are(graph: Graph) -> None:
+def test_only_the_trainer_module_imports_the_fsdp_backend(graph: Graph) -> None:
     inside = "slime.train.backends.fsdp"
     known = {name for name, targets in graph.items() if any(target.startswith(inside) for target in targets)}
     assert {name for name in known if not name.startswith(inside)} == {"slime.train.trainer"}
 
 
-def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
+def test_megatron_and_its_backend_are_imported_only_when_chosen(graph: Graph) -> None:
     """The trainer module imports the backend in a function, so that a run without Megatron never loads it."""
     own = "slime.train.backends.megatron"
     outside = {"megatron", "transformer_engine"}
@@ -211,7 +211,7 @@ def test_megatron_is_imported_by_its_own_backend_alone(graph: Graph) -> None:
     assert not any(isinstance(node, ast.ImportFrom) and own in (node.module or "") for node in chooses.body)
 
 
-def test_losses_know_no_backend_and_samples_no_loss(graph: Graph) -> None:
+def test_losses_import_no_backend_and_samples_import_no_losses(graph: Graph) -> None:
     for room, above in {
         "losses": ("backends", "checkpoints", "weight_export"),
         "samples": ("backends", "losses"),
@@ -235,7 +235,7 @@ def test_losses_know_no_backend_and_samples_no_loss(graph: Graph) -> None:
         "try:\n    import pkg.a\nexcept ImportError:\n    pass",
     ],
 )
-def test_every_way_to_import_counts(tmp_path: Path, back: str) -> None:
+def test_every_import_form_is_detected(tmp_path: Path, back: str) -> None:
     package = tmp_path / "pkg"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -248,7 +248,7 @@ def test_every_way_to_import_counts(tmp_path: Path, back: str) -> None:
     assert circles(import_graph(package)) == [["pkg.a", "pkg.inner.b"]]
 
 
-def test_a_package_and_a_module_in_it_can_be_a_circle(tmp_path: Path) -> None:
+def test_package_and_its_own_module_can_form_a_cycle(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("from .a import x\n")
@@ -268,14 +268,14 @@ def top_level(tree: ast.Module) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-def test_one_folder_alone_imports_megatron() -> None:
+def test_no_module_outside_the_backend_imports_megatron() -> None:
     theirs = {"megatron", "transformer_engine"}
     for name, path in modules_of(ROOT / "slime").items():
         if not name.startswith(BACKEND):
             assert not theirs & set(top_level(parsed(path))), name
 
 
-def test_that_folder_is_imported_only_where_it_was_chosen(graph: Graph) -> None:
+def test_only_the_trainer_imports_the_megatron_backend_lazily(graph: Graph) -> None:
     """Only one file outside the backend imports it, in a function."""
     outside = {name: path for name, path in modules_of(ROOT / "slime").items() if not name.startswith(BACKEND)}
     importing = {name for name in outside if any(other.startswith(BACKEND) for other in graph[name])}

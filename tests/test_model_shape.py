@@ -81,7 +81,7 @@ def test_flops_equal_the_matrix_products_of_a_dense_model() -> None:
     assert shape.flops_per_token(context) == 2 * (linear + scores_and_values)
 
 
-def test_only_chosen_experts_count_as_work() -> None:
+def test_flops_count_only_the_selected_experts() -> None:
     config = {"model_type": "qwen3_moe", **SIZES, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 40}
     one, two = (ModelShape.from_config({**config, "num_experts_per_tok": k}).flops_per_token(0) for k in (1, 2))
     assert one is not None
@@ -103,7 +103,7 @@ def test_kv_cache_counts_only_layers_with_attention() -> None:
     assert hybrid.kv_bytes_per_token("float32") == 2 * 1 * 2 * 16 * 4
 
 
-def test_unknown_architecture_is_counted_from_its_files(tmp_path: Path) -> None:
+def test_unknown_architecture_is_counted_from_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new", "tie_word_embeddings": True}))
     save_file({"a": torch.zeros(3, 5), "lm_head.weight": torch.zeros(7)}, tmp_path / "model.safetensors")
     shape = ModelShape.from_folder(tmp_path)
@@ -113,7 +113,7 @@ def test_unknown_architecture_is_counted_from_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": 3, "hidden_size": "x", "layer_types": 4}'])
-def test_nonsense_never_fails(tmp_path: Path, content: str) -> None:
+def test_invalid_model_files_give_unknown_sizes(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     shape = ModelShape.from_folder(tmp_path)
@@ -121,7 +121,7 @@ def test_nonsense_never_fails(tmp_path: Path, content: str) -> None:
     assert ModelShape.from_folder(tmp_path / "missing").num_layers is None
 
 
-def test_multimodal_configs_describe_their_text_part() -> None:
+def test_multimodal_config_is_reduced_to_its_text_part() -> None:
     shape = ModelShape.from_config(
         {"model_type": "vlm", "text_config": {"model_type": "qwen3", **SIZES, "head_dim": 16}}
     )

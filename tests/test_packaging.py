@@ -27,34 +27,34 @@ def requirements() -> list[Requirement]:
     return [Requirement(word) for word in (*PROJECT["dependencies"], *extras)]
 
 
-def test_every_dependency_has_a_pin_that_it_allows() -> None:
+def test_every_dependency_has_a_compatible_pin() -> None:
     pinned = pins("constraints.txt")
     asked = [one for one in requirements() if one.name not in NOT_PINNED]
     assert [one.name for one in asked if canonicalize_name(one.name) not in pinned] == []
     assert [str(one) for one in asked if pinned[canonicalize_name(one.name)] not in one.specifier] == []
 
 
-def test_no_dependency_is_asked_for_by_an_extra() -> None:
+def test_no_dependency_except_ray_uses_an_extra() -> None:
     """pip warns about unknown extras, and their spelling differs between versions. The exception is Ray: its extra has
     had the same name since Ray 1, and `ray job submit` needs it."""
     assert [str(one) for one in requirements() if one.extras and one.name != "ray"] == []
 
 
-def test_requirements_txt_is_the_dependencies_under_their_pins() -> None:
+def test_requirements_txt_lists_the_dependencies_and_the_constraints() -> None:
     """`pip install -r requirements.txt` installs the same packages as `make`, so `pip install -e .` adds none."""
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "-c constraints.txt"
     assert lines[1:] == sorted(Requirement(word).name for word in PROJECT["dependencies"])
 
 
-def test_triton_is_the_one_that_torch_from_pypi_asks_for() -> None:
+def test_triton_pin_matches_the_torch_wheel_from_pypi() -> None:
     """The torch wheels for Linux on PyPI require an exact version, the CPU builds do not. The pin must fit both."""
     pinned = pins("constraints.txt")
     assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
 
 
 @pytest.mark.parametrize("target", ["quickstart", "lint", "example-smollm2", "test-sglang"])
-def test_make_says_what_it_downloads_before_it_does(target: str, tmp_path: Path) -> None:
+def test_make_announces_downloads_before_installing(target: str, tmp_path: Path) -> None:
     places = [f"{name}={tmp_path / name}" for name in VENVS]
     done = subprocess.run(["make", "--dry-run", target, *places], cwd=ROOT, capture_output=True, text=True, check=True)
     said, installs = "", 0

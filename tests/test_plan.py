@@ -55,7 +55,7 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_trainers_that_may_be_without_samples_are_a_note(flags: dict[str, Any]) -> None:
+def test_plan_notes_trainers_that_may_get_no_samples(flags: dict[str, Any]) -> None:
     few = {**flags, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_steps_per_rollout": 1}
     layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
     plan = make_plan(resolve(Config(**few, actor_num_gpus_per_node=8, **layout)), device="cpu", gpu_count=0)
@@ -63,7 +63,7 @@ def test_trainers_that_may_be_without_samples_are_a_note(flags: dict[str, Any]) 
     assert [note for note in plan.notes if "may leave 4 of the 8 training processes without samples" in note]
 
 
-def test_plan_states_the_arithmetic(flags: dict[str, Any]) -> None:
+def test_plan_shows_batch_and_step_arithmetic(flags: dict[str, Any]) -> None:
     plan = make_plan(resolve(Config(**flags, actor_num_gpus_per_node=3)), device="cpu", gpu_count=0)
     text = plan.render()
     assert "32 prompts x 8 samples = 256 samples" in text
@@ -80,7 +80,7 @@ def test_plan_states_the_arithmetic(flags: dict[str, Any]) -> None:
     assert not Path(flags["output_dir"]).exists()
 
 
-def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
+def test_memory_estimate_of_a_known_shape(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, use_kl_loss=True, engine_max_total_tokens=1000, log_probs_chunk_size=100))
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     half, head, layer = PARAMETERS // 2, 151936 * 1024, (PARAMETERS - 151936 * 1024 - 1024) // 28
@@ -105,7 +105,7 @@ def test_memory_of_a_known_shape(flags: dict[str, Any]) -> None:
     assert on_cpu.parts["weights"] == 4 * PARAMETERS
 
 
-def test_copies_of_the_model_are_said_and_counted(flags: dict[str, Any]) -> None:
+def test_plan_shows_and_counts_model_copies(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, actor_num_gpus_per_node=4, fsdp_shard_size=2))
     plan = make_plan(config, device="cpu", gpu_count=0)
     (trainer,) = [process for process in plan.processes if process.name == "trainer"]
@@ -115,7 +115,7 @@ def test_copies_of_the_model_are_said_and_counted(flags: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("unit", "dtype", "size"), [(None, "float32", 4), ("amx_bf16", "bfloat16", 2)])
-def test_the_precision_is_said_with_its_reason_and_counted(
+def test_plan_shows_the_precision_and_uses_it_in_memory_estimates(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, unit: str | None, dtype: str, size: int
 ) -> None:
     monkeypatch.setattr(devices, "bfloat16_unit", lambda: unit)
@@ -128,7 +128,7 @@ def test_the_precision_is_said_with_its_reason_and_counted(
     assert not any("slower" in note for note in plan.notes)
 
 
-def test_a_precision_that_the_cpu_imitates_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_notes_bfloat16_on_a_cpu_without_units(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "bfloat16_unit", lambda: None)
     plan = make_plan(resolve(Config(**flags, rollout_dtype="bfloat16")), device="cpu", gpu_count=0)
     words = "float32 (this CPU has no bfloat16 units), engines bfloat16 (as asked for)"
@@ -151,7 +151,7 @@ def test_recompute_and_token_budget_change_activations(flags: dict[str, Any]) ->
     assert activations(use_dynamic_batch_size=True, max_tokens_per_gpu=6400) == 10 * activations()
 
 
-def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[str, Any]) -> None:
+def test_sharded_memory_shrinks_with_ranks_but_gathered_layers_do_not(flags: dict[str, Any]) -> None:
     shape, config = ModelShape.from_folder(flags["hf_checkpoint"]), resolve(Config(**flags))
     one, two, eight = (trainer_memory(config, shape, device="cpu", trainers=n) for n in (1, 2, 8))
     assert one.parts["whole weights"] == one.parts["weights"]  # a single rank keeps all layers gathered
@@ -165,7 +165,7 @@ def test_ranks_share_what_lies_still_and_a_gathered_layer_is_whole(flags: dict[s
     assert trainer_memory(copies, shape, device="cpu", trainers=8).parts == two.parts
 
 
-def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, Any]) -> None:
+def test_offloaded_and_bfloat16_states_are_counted(flags: dict[str, Any]) -> None:
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     narrow = resolve(Config(**flags, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp32"))
     assert trainer_memory(narrow, shape, device="cuda", trainers=2).parts["Adam moments"] == 6 * PARAMETERS // 2
@@ -193,7 +193,7 @@ def test_moments_on_the_host_or_in_bfloat16_are_counted_there(flags: dict[str, A
         resolve(Config(**flags, use_stateless_adam=True, exp_avg_dtype="bf16"))
 
 
-def test_an_adapter_has_no_master_weights_of_the_model(flags: dict[str, Any]) -> None:
+def test_lora_memory_has_no_master_weights_of_the_base_model(flags: dict[str, Any]) -> None:
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     config = resolve(Config(**flags, lora_rank=8, use_kl_loss=True))
     parts = trainer_memory(config, shape, device="cuda", trainers=2).parts
@@ -205,7 +205,7 @@ def test_an_adapter_has_no_master_weights_of_the_model(flags: dict[str, Any]) ->
     assert parts["logits"] < trainer_memory(resolve(Config(**flags)), shape, device="cuda", trainers=2).parts["logits"]
 
 
-def test_a_plan_for_a_cluster_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_cluster_flag_plans_for_another_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama = {
         "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
@@ -231,7 +231,7 @@ def test_a_plan_for_a_cluster_that_is_not_here(tmp_path: Path, capsys: pytest.Ca
     assert "--plan-cluster 8x8x80 is for a plan" in capsys.readouterr().err
 
 
-def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:
+def test_plan_places_gpus_or_rejects_too_few(flags: dict[str, Any]) -> None:
     flags["device"] = "cuda"
     apart = resolve(Config(**flags, actor_num_gpus_per_node=2, rollout_num_gpus=2))
     plan = make_plan(apart, device="cuda", gpu_count=4)
@@ -255,7 +255,7 @@ def test_gpus_are_placed_or_refused(flags: dict[str, Any]) -> None:
         make_plan(together, device="cuda", gpu_count=0)
 
 
-def test_processes_that_share_sequences_share_the_heads_of_every_model(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_context_parallel_size_must_divide_the_heads_of_every_model(flags: dict[str, Any], tmp_path: Path) -> None:
     config = resolve(Config(**flags, actor_num_gpus_per_node=12, context_parallel_size=4))
     batches = dict(dict(make_plan(config, device="cpu", gpu_count=0).sections)["Batches"])
     assert batches["per 4 trainers"] == "42 to 43 samples, 1 per forward pass, a 1/4 slice of each on every trainer"
@@ -276,7 +276,7 @@ def test_processes_that_share_sequences_share_the_heads_of_every_model(flags: di
     make_plan(config.replace(critic_hf_checkpoint=str(other)), device="cpu", gpu_count=0)
 
 
-def test_processes_that_share_sequences_keep_fewer_activations(flags: dict[str, Any]) -> None:
+def test_context_parallelism_reduces_activations(flags: dict[str, Any]) -> None:
     shape = ModelShape.from_folder(flags["hf_checkpoint"])
     config = resolve(Config(**flags, micro_batch_size=4, actor_num_gpus_per_node=4))
     whole, half = (
@@ -287,7 +287,7 @@ def test_processes_that_share_sequences_keep_fewer_activations(flags: dict[str, 
     assert trainer_memory(tokens, shape, device="cuda", trainers=4).parts["activations"] == half.parts["activations"]
 
 
-def test_several_nodes_are_processes_on_a_cpu_and_refused_on_gpus(flags: dict[str, Any]) -> None:
+def test_several_local_nodes_work_on_cpu_and_are_rejected_on_gpus(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=1))
     plan = make_plan(config, device="cpu", gpu_count=0)
     assert {process.name: process.count for process in plan.processes} == {"driver": 1, "engine": 1, "trainer": 4}
@@ -299,14 +299,14 @@ def test_several_nodes_are_processes_on_a_cpu_and_refused_on_gpus(flags: dict[st
     )
 
 
-def test_sft_needs_no_engine(flags: dict[str, Any]) -> None:
+def test_sft_plan_has_no_engine(flags: dict[str, Any]) -> None:
     config = resolve(Config(**{**flags, "device": "cuda"}, loss_type="sft_loss", rollout_num_gpus=4))
     plan = make_plan(config, device="cuda", gpu_count=1)
     assert [process.name for process in plan.processes] == ["driver", "trainer"]
     assert (plan.rollout_backend, plan.weight_transport, plan.gpus_needed) == ("none", "none", 1)
 
 
-def test_automatic_choices_give_their_reason(flags: dict[str, Any]) -> None:
+def test_automatic_choices_show_their_reason(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags))
     assert choose_rollout_backend(config, "cpu") == ("embedded", "there is no GPU for SGLang")
     assert choose_rollout_backend(config.replace(rollout_backend="embedded"), "cpu") == ("embedded", "asked for")
@@ -315,13 +315,13 @@ def test_automatic_choices_give_their_reason(flags: dict[str, Any]) -> None:
     assert "tensor (trainer and engines are on one machine" in text
 
 
-def test_a_plan_refuses_what_the_run_would_refuse(flags: dict[str, Any]) -> None:
+def test_plan_rejects_an_unavailable_rollout_backend(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, rollout_backend="sglang"))
     with pytest.raises(UserError, match="--rollout-backend sglang"):
         make_plan(config, device="cpu", gpu_count=0)
 
 
-def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_notes_flags_without_effect(flags: dict[str, Any], tmp_path: Path) -> None:
     carried = {
         "sglang_context_length": 9,
         "sglang_tool_call_parser": "glm45",
@@ -358,7 +358,7 @@ def test_notes_tell_what_has_no_effect(flags: dict[str, Any], tmp_path: Path) ->
         ({"n_samples_per_prompt": 2}, False),
     ],
 )
-def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
+def test_plan_notes_one_sample_per_prompt_for_group_estimators(
     flags: dict[str, Any], changes: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(flags["hf_checkpoint"])
@@ -381,14 +381,14 @@ def test_one_sample_a_prompt_is_a_mistake_where_siblings_are_compared(
         ({"rollout_top_p": 0.9, "debug_rollout_only": True}, None),
     ],
 )
-def test_sampling_from_a_part_of_the_vocabulary_is_noted(
+def test_plan_notes_truncated_sampling(
     flags: dict[str, Any], changes: dict[str, Any], said: str | None
 ) -> None:
     notes = make_plan(resolve(Config(**(flags | changes))), device="cpu", gpu_count=0).notes
     assert [note.split(":")[0] for note in notes if "log-probs over all of it" in note] == ([said] if said else [])
 
 
-def test_without_save_the_models_of_save_hf_are_all_that_is_kept(
+def test_plan_notes_that_only_save_hf_models_are_kept(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**40)  # low memory would add a note
@@ -397,19 +397,19 @@ def test_without_save_the_models_of_save_hf_are_all_that_is_kept(
     assert note.startswith("no --save: only the models of --save-hf hf/{rollout_id} are kept")
 
 
-def test_too_little_memory_is_noted(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_notes_too_little_memory(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**30)
     notes = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).notes
     assert any("more than the 1.00 GiB there are: with --recompute-activations" in note for note in notes)
 
 
-def test_an_unknown_architecture_still_gets_a_plan(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_architecture_gets_a_plan(flags: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "brand_new"}')
     text = make_plan(resolve(Config(**flags)), device="cpu", gpu_count=0).render()
     assert "brand_new, 1 parameters" in text  # counted from the weights
 
 
-def test_the_device_of_a_dry_run_is_what_was_asked(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_device_follows_the_device_flag(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert planned_machines(Config(**{**flags, "device": "cpu"})).device == "cpu"
     assert planned_machines(Config(**{**flags, "device": "cuda"})).device == "cuda"
@@ -417,7 +417,7 @@ def test_the_device_of_a_dry_run_is_what_was_asked(flags: dict[str, Any], monkey
     assert found.device == ("cuda" if found.gpus else "cpu")
 
 
-def test_another_slime_in_the_working_folder_is_noted(
+def test_plan_notes_another_slime_in_the_working_folder(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(Config(**flags))

@@ -53,7 +53,7 @@ NO_REWARD = (
 )
 
 
-def test_without_any_reward_nothing_starts(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+def test_rejects_a_run_without_any_reward(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     where = f"{flags['prompt_data']}:1"
     assert refused(flags, rm_type=None) == NO_REWARD.format(where=where)
     typed = {"input": "1", "label": "1", "metadata": {"rm_type": "math"}}
@@ -66,7 +66,7 @@ def test_without_any_reward_nothing_starts(flags: dict[str, Any], write: Write, 
     )
 
 
-def test_whoever_can_give_a_reward_is_let_do_it(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_accepts_every_source_of_rewards(flags: dict[str, Any], tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "async def generate(args, sample, sampling_params): return sample\n"
@@ -87,7 +87,7 @@ def test_whoever_can_give_a_reward_is_let_do_it(flags: dict[str, Any], tmp_path:
     plan_text(flags, rm_type="gpqa", label_key=None, prompt_data=str(lettered))
 
 
-def test_distillation_goes_on_without_labels_and_says_so(flags: dict[str, Any]) -> None:
+def test_distillation_without_labels_is_noted_not_rejected(flags: dict[str, Any]) -> None:
     taught = flags | {"use_opd": True, "opd_type": "trainer", "opd_teacher_load": flags["hf_checkpoint"]}
     note = "--rm-type math compares with a label and there is no --label-key: responses without a label get no reward"
     assert note in plan_text(taught, label_key=None)
@@ -95,7 +95,7 @@ def test_distillation_goes_on_without_labels_and_says_so(flags: dict[str, Any]) 
         assert "compares with a label" not in plan_text(taught, **labelled)
 
 
-def test_a_verifier_without_a_label(flags: dict[str, Any], write: Write) -> None:
+def test_rejects_a_verifier_without_labels(flags: dict[str, Any], write: Write) -> None:
     file = flags["prompt_data"]
     assert refused(flags, label_key=None) == (
         f"--rm-type math compares with a label: name its column with --label-key ({file}:1 has ['input', 'label']): "
@@ -115,7 +115,7 @@ def test_a_verifier_without_a_label(flags: dict[str, Any], write: Write) -> None
     assert refused(flags, prompt_data=typed, label_key=None).startswith("--rm-type boxed_gpqa compares with a label")
 
 
-def test_evaluation_data_is_looked_at_too(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+def test_evaluation_data_is_checked_too(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     bare = write({"input": "1"})
     data = {"eval_prompt_data": [("held-out", bare)], "eval_interval": 1}
     assert refused(flags, **data) == f"{bare}:1: no key 'label'; this row has ['input']; choose one with --label-key"
@@ -128,7 +128,7 @@ def test_evaluation_data_is_looked_at_too(flags: dict[str, Any], write: Write, t
     plan_text({**flags, "rm_type": None}, num_rollout=0, eval_config=str(file))
 
 
-def test_supervised_rows_have_an_answer(flags: dict[str, Any], write: Write) -> None:
+def test_rejects_sft_rows_without_an_answer(flags: dict[str, Any], write: Write) -> None:
     sft = {**flags, "loss_type": "sft_loss", "label_key": None, "rm_type": None}
     file = write({"input": "1+1=", "answer": "2"})
     assert refused(sft, prompt_data=file) == (
@@ -142,7 +142,7 @@ def test_supervised_rows_have_an_answer(flags: dict[str, Any], write: Write) -> 
     assert "no answer" in refused(sft, prompt_data=write({"input": turns[:1]}))
 
 
-def test_a_dry_run_counts_and_shows_the_data(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
+def test_dry_run_counts_and_shows_the_data(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -167,7 +167,7 @@ def test_a_dry_run_counts_and_shows_the_data(flags: dict[str, Any], write: Write
     assert "first prompt" not in plan_text(flags, prompt_data=file)
 
 
-def test_first_rows_are_the_rows_of_the_file(tmp_path: Path) -> None:
+def test_read_first_rows_matches_open_rows(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
     lines.write_text("\n" + "".join(f'{{"a": {i}, "b": "{i}"}}\n\n' for i in range(300)))
     columns = tmp_path / "rows.parquet"
@@ -197,7 +197,7 @@ def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
     assert len(read_first_rows(str(file), columns={"a"})) == 3
 
 
-def test_the_datasets_of_a_mixture_are_looked_at_and_counted(
+def test_datasets_of_a_mixture_are_checked_and_counted(
     flags: dict[str, Any], write: Write, tmp_path: Path
 ) -> None:
     good = write(*({"input": f"{i}+1=", "label": str(i + 1)} for i in range(40)), name="good.jsonl")
@@ -226,7 +226,7 @@ def test_the_datasets_of_a_mixture_are_looked_at_and_counted(
     assert f"2 in {bare}, 25% of all as bare" in text
 
 
-def test_the_column_of_the_prompts_is_found_and_named(
+def test_prompt_column_is_inferred_and_logged(
     flags: dict[str, Any], write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = write({"question": "1+1", "label": "2"})
@@ -241,7 +241,7 @@ def test_the_column_of_the_prompts_is_found_and_named(
     assert "the prompt may be any of question, problem: name it with --input-key" in refused(flags, prompt_data=two)
 
 
-def test_functions_of_the_user_read_prompts_that_are_no_text(
+def test_non_text_prompts_need_a_custom_generate_or_rollout_function(
     flags: dict[str, Any], write: Write, tmp_path: Path
 ) -> None:
     tasks = {

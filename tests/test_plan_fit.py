@@ -52,7 +52,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "cluster", "more", "wanted"), CASES)
-def test_the_flags_that_a_plan_names_are_enough(
+def test_suggested_flags_make_the_plan_fit(
     model: str, cluster: str, more: str, wanted: list[str], tmp_path: Path
 ) -> None:
     plan = planned(tmp_path, model, cluster, more)
@@ -71,14 +71,14 @@ def test_the_flags_that_a_plan_names_are_enough(
     assert said == pytest.approx(max(sizes) if in_turns else sum(sizes), abs=GIB / 100)
 
 
-def test_every_named_flag_is_needed(tmp_path: Path) -> None:
+def test_every_suggested_flag_is_needed(tmp_path: Path) -> None:
     note = complaint(planned(tmp_path, "qwen3-4B", "1x1x80"))
     assert "with --offload --recompute-activations it is" in note
     for alone in ("--offload", "--recompute-activations"):
         assert planned(tmp_path, "qwen3-4B", "1x1x80", alone).lacks
 
 
-def test_more_gpus_are_named_with_what_each_takes(tmp_path: Path) -> None:
+def test_suggested_number_of_gpus_makes_the_plan_fit(tmp_path: Path) -> None:
     plan = planned(tmp_path, "glm4-9B", "1x1x141", "--offload")
     note = complaint(plan)
     found = re.search(r"with --actor-num-nodes 1 --actor-num-gpus-per-node (\d) \(\1 GPUs\) it is ([\d.]+) GiB", note)
@@ -88,7 +88,7 @@ def test_more_gpus_are_named_with_what_each_takes(tmp_path: Path) -> None:
     assert planned(tmp_path, "glm4-9B", f"1x{int(found[1]) // 2}x141", "--offload").lacks
 
 
-def test_what_nothing_makes_fit_is_said_with_how_near_it_comes(tmp_path: Path) -> None:
+def test_suggests_parallelism_or_a_smaller_model_if_no_flag_fits(tmp_path: Path) -> None:
     plan = planned(tmp_path, "deepseek-v3", "1x1x80")
     note = complaint(plan)
     assert plan.lacks is not None
@@ -102,7 +102,7 @@ def test_what_nothing_makes_fit_is_said_with_how_near_it_comes(tmp_path: Path) -
     assert "cut the model into more parts (--tensor-model-parallel-size" in small
 
 
-def test_an_engine_without_room_for_a_sample_is_told(tmp_path: Path) -> None:
+def test_plan_notes_an_engine_too_small_for_one_sample(tmp_path: Path) -> None:
     more = "--offload --recompute-activations --sglang-mem-fraction-static 0.7"
     plan = planned(tmp_path, "qwen3-30B-A3B", "1x8x80", more)
     note = complaint(plan)
@@ -116,7 +116,7 @@ def test_an_engine_without_room_for_a_sample_is_told(tmp_path: Path) -> None:
     assert planned(tmp_path, "qwen3-30B-A3B", "1x8x80", more.replace("0.7", "0.8")).lacks == 0
 
 
-def test_sglang_has_its_weights_in_its_share(tmp_path: Path) -> None:
+def test_sglang_memory_share_includes_the_weights(tmp_path: Path) -> None:
     plan = planned(tmp_path, "qwen3-4B", "1x8x80", "--offload --sglang-mem-fraction-static 0.7")
     (engine,) = [process.memory for process in plan.processes if process.name == "engine"]
     assert engine is not None

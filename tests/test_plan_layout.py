@@ -181,7 +181,7 @@ def plan(flags: dict[str, Any], model: dict[str, Any], **changes: Any) -> str:
         (EXPERTS, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex needs GPUs"),
     ],
 )
-def test_what_a_model_cannot_have_is_refused(
+def test_rejects_layouts_that_do_not_fit_the_model(
     flags: dict[str, Any], model: dict[str, Any], changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -189,7 +189,7 @@ def test_what_a_model_cannot_have_is_refused(
     assert str(caught.value).startswith(sentence.format(folder=flags["hf_checkpoint"]))
 
 
-def test_a_layout_is_shown(flags: dict[str, Any]) -> None:
+def test_plan_shows_the_layout(flags: dict[str, Any]) -> None:
     text = plan(flags, EXPERTS, **{TP: 2, PP: 2, EP: 2, ETP: 1, "sequence_parallel": True})
     assert "TP 2 with sequence parallelism x PP 2 x CP 1 x DP 2 = 8 trainers" in text
     assert "6 + 6 layers" in text
@@ -200,7 +200,7 @@ def test_a_layout_is_shown(flags: dict[str, Any]) -> None:
     assert "6 + 6 layers, in 3 interleaved stages each" in shown
 
 
-def test_fsdp_asks_nothing_of_a_layout(flags: dict[str, Any]) -> None:
+def test_fsdp_ignores_megatron_layout_flags(flags: dict[str, Any]) -> None:
     text = plan(flags, {**DENSE, "num_attention_heads": 12}, train_backend="fsdp", **{TP: 8, PP: 8})
     assert "PP 8" not in text
 
@@ -219,11 +219,11 @@ def test_fsdp_asks_nothing_of_a_layout(flags: dict[str, Any]) -> None:
         ({PP: 2, "pipeline_model_parallel_layout": "Et*3|(tt|)*2t*5L"}, [5, 7]),
     ],
 )
-def test_layers_of_each_process(changes: dict[str, Any], layers: list[int]) -> None:
+def test_layers_per_pipeline_stage(changes: dict[str, Any], layers: list[int]) -> None:
     assert stage_layers(Config(**changes), 12) == layers
 
 
-def test_a_written_layout_is_read_as_megatron_does() -> None:
+def test_pipeline_layout_string_is_parsed_like_megatron() -> None:
     assert parse_pipeline_layout("E t*3 | (t|t)*2 | , tL") == [3, 1, 2, 1, 1]
     with pytest.raises(UserError, match="is not written as Megatron reads it"):
         parse_pipeline_layout("Ex|L")

@@ -42,7 +42,7 @@ def weights(model: dict[str, Any], rank: int = 0, **flags: Any) -> tuple[int, in
     return stage.dense, stage.experts
 
 
-def test_weights_of_a_process() -> None:
+def test_weights_per_rank() -> None:
     untied = VOCABULARY
     assert weights(DENSE) == (2 * untied + 12 * LAYER, 0)
     assert weights({**DENSE, "tie_word_embeddings": True}) == (untied + 12 * LAYER, 0)
@@ -58,7 +58,7 @@ def test_weights_of_a_process() -> None:
     assert weights(some, 0, **{PP: 2, "num_virtual_stages_per_pipeline_rank": 3})[1] == 4 * 8 * EXPERT
 
 
-def test_states_are_shared_by_those_with_other_samples() -> None:
+def test_optimizer_states_are_sharded_over_data_parallel_ranks() -> None:
     count = 2 * VOCABULARY + 12 * LAYER
     own = memory(DENSE)
     assert (own["weights"], own["gradients"], own["optimizer"]) == (2 * count, 4 * count, 12 * -(-count // 8))
@@ -70,7 +70,7 @@ def test_states_are_shared_by_those_with_other_samples() -> None:
     assert memory(DENSE, use_kl_loss=True, kl_loss_coef=0.1)["reference"] == own["weights"]
 
 
-def test_activations_follow_the_layout() -> None:
+def test_activation_memory_follows_the_layout() -> None:
     whole = memory(DENSE)["activations"]
     layer = (whole - 128 * (4 + 3 * 2) * 64) // 12
     split, sequence = memory(DENSE, **{TP: 2})["activations"], memory(DENSE, **{TP: 2}, sequence_parallel=True)
@@ -88,14 +88,14 @@ def test_activations_follow_the_layout() -> None:
     ("virtual", "kept"),
     [(3, (2 * 1 + 2 * 2 + 1) / 3), (2, (2 * 1 + 1 * 2 + 1) / 2)],
 )
-def test_interleaved_stages_keep_more(virtual: int, kept: float) -> None:
+def test_interleaved_stages_keep_more_activations(virtual: int, kept: float) -> None:
     layer = memory(DENSE, **{PP: 2, "decoder_first_pipeline_num_layers": 6})["activations"] / (2 * 6)
     found = memory(DENSE, **{PP: 2, "num_virtual_stages_per_pipeline_rank": virtual})["activations"]
     assert found == int(kept * 6 * layer)
 
 
 @pytest.mark.parametrize("name", published_models())
-def test_the_layout_of_a_published_model_is_one_and_fits(name: str, tmp_path: Path) -> None:
+def test_layouts_of_published_models_are_valid_and_fit(name: str, tmp_path: Path) -> None:
     model = published_models()[name]
     model.write(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}\n')

@@ -27,7 +27,7 @@ def counts(plan: Plan) -> dict[str, int]:
     return {process.name: process.count for process in plan.processes}
 
 
-def test_rollouts_alone_need_only_the_engines_gpus(flags: dict[str, Any]) -> None:
+def test_rollout_only_mode_needs_only_engine_gpus(flags: dict[str, Any]) -> None:
     plan = plan_of(flags, "cuda", 2, debug_rollout_only=True, actor_num_gpus_per_node=8, rollout_num_gpus=2)
     assert counts(plan) == {"driver": 1, "engine": 2}
     assert (plan.gpus_needed, plan.weight_transport) == (2, "none")
@@ -47,7 +47,7 @@ def test_training_on_dumps_needs_no_engine(flags: dict[str, Any], tmp_path: Path
     assert "nothing is evaluated, there are no engines" in text
 
 
-def test_no_engines_when_there_is_nothing_to_ask_them(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_with_zero_rollout_gpus_has_no_engines(flags: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "0.jsonl").write_text("")
     replay = {"load_debug_rollout_data": str(tmp_path / "{rollout_id}.jsonl"), "num_rollout": None}
     own = {"rollout_function_path": "slime.rollout.sft_rollout.generate_rollout", "loss_type": "sft_loss"}
@@ -59,13 +59,13 @@ def test_no_engines_when_there_is_nothing_to_ask_them(flags: dict[str, Any], tmp
     assert "--rollout-num-gpus 0: nothing is evaluated, there are no engines" in plan.notes
 
 
-def test_engines_of_others_may_be_counted_as_none(flags: dict[str, Any]) -> None:
+def test_external_engines_are_contacted_with_zero_rollout_gpus(flags: dict[str, Any]) -> None:
     engines = {"rollout_num_gpus": 0, "rollout_external_engine_addrs": ["127.0.0.1:1"]}
     with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):  # it is contacted and does not answer
         plan_of(flags, **engines)
 
 
-def test_a_teacher_is_one_more_engine_on_the_first_engines_gpu(flags: dict[str, Any]) -> None:
+def test_teacher_is_an_extra_engine_on_the_gpu_of_the_first_engine(flags: dict[str, Any]) -> None:
     teacher = {"use_opd": True, "opd_type": "engine", "opd_teacher_load": flags["hf_checkpoint"], "rm_type": None}
     plan = plan_of(flags, "cuda", 3, **teacher, actor_num_gpus_per_node=1, rollout_num_gpus=2)
     assert counts(plan) == {"driver": 1, "engine": 2, "teacher": 1, "trainer": 1}
@@ -74,7 +74,7 @@ def test_a_teacher_is_one_more_engine_on_the_first_engines_gpu(flags: dict[str, 
     assert not any("rm_type" in note for note in plan.notes)
 
 
-def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_names_the_datasets_of_an_eval_config(flags: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "eval.yaml"
     file.write_text(f"eval: {{datasets: {{few: {flags['prompt_data']}}}}}\n")
     assert "every 2 rollout steps on few" in plan_of(flags, eval_config=str(file), eval_interval=2).render()
@@ -83,7 +83,7 @@ def test_datasets_of_a_file_are_named(flags: dict[str, Any], tmp_path: Path) -> 
     assert "--eval-config without --eval-interval" in sft.render()
 
 
-def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
+def test_plan_notes_missing_evaluation_data_and_response_limit(flags: dict[str, Any]) -> None:
     """Also notes --async-buffer-size without effect."""
     bare = {name: value for name, value in flags.items() if name != "rollout_max_response_len"}
     notes = plan_of(bare, eval_interval=2, async_buffer_size=4).notes
@@ -99,7 +99,7 @@ def test_what_was_left_out_is_a_note(flags: dict[str, Any]) -> None:
     assert not [note for note in plan_of(bare, loss_type="sft_loss").notes if "max-response-len" in note]
 
 
-def test_flags_that_a_custom_file_sets_are_a_note(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_notes_flags_set_by_a_custom_config_file(flags: dict[str, Any], tmp_path: Path) -> None:
     own = tmp_path / "mis.yaml"
     own.write_text("use_tis: true\ntis_level: token\nmine: 1\nwandb_key: abc\n")
     (note,) = [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]
@@ -123,7 +123,7 @@ class AnEngine(BaseHTTPRequestHandler):
     def log_message(self, *words: Any) -> None: ...
 
 
-def test_entries_that_are_almost_flags_are_asked_about(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_suggests_flags_for_misspelled_custom_config_entries(flags: dict[str, Any], tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("rollout-batch_sise: 4\ntis_mood: 1\nuse_tis: true\n")
     notes = plan_of(flags, carried={"custom_config_path": str(own)}).notes
@@ -133,7 +133,7 @@ def test_entries_that_are_almost_flags_are_asked_about(flags: dict[str, Any], tm
     ]
 
 
-def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_checks_external_engines(flags: dict[str, Any], tmp_path: Path) -> None:
     with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), AnEngine) as server:
         deaf.bind(("127.0.0.1", 0))  # reserves the port without listening
         gone = f"127.0.0.1:{deaf.getsockname()[1]}"
@@ -155,7 +155,7 @@ def test_engines_of_others_are_asked_before_anything_starts(flags: dict[str, Any
         server.shutdown()
 
 
-def test_a_service_at_rm_url_is_reached_before_anything_starts(flags: dict[str, Any]) -> None:
+def test_plan_checks_the_rm_url_service(flags: dict[str, Any]) -> None:
     teacher = {"use_opd": True, "opd_type": "engine", "rm_type": None}
     with socket.socket() as deaf, socket.create_server(("127.0.0.1", 0)) as listens:
         deaf.bind(("127.0.0.1", 0))

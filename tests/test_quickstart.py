@@ -36,7 +36,7 @@ def rows(path: Path) -> list[dict[str, str]]:
     ("a", "b", "right", "forgetful"),
     [(47, 85, "231", "22"), (12, 34, "64", "64"), (19, 13, "23", "22"), (90, 20, "011", "01"), (99, 99, "891", "88")],
 )
-def test_answers_are_written_ones_first(arithmetic: ModuleType, a: int, b: int, right: str, forgetful: str) -> None:
+def test_sums_are_written_ones_digit_first(arithmetic: ModuleType, a: int, b: int, right: str, forgetful: str) -> None:
     assert arithmetic.added(a, b) == right
     assert arithmetic.added_without_carrying(a, b) == forgetful
 
@@ -52,7 +52,7 @@ def test_held_out_sums_are_in_no_other_file(arithmetic: ModuleType, tmp_path: Pa
     assert not held_out & training
 
 
-def test_the_pupil_forgets_six_times_out_of_ten_and_is_never_wrong_otherwise(
+def test_warm_up_data_drops_the_carry_at_the_documented_rate(
     arithmetic: ModuleType, tmp_path: Path
 ) -> None:
     problems = arithmetic.write_problems(tmp_path, held_out=300, seed=1)
@@ -66,7 +66,7 @@ def test_the_pupil_forgets_six_times_out_of_ten_and_is_never_wrong_otherwise(
     assert forgot / had_to_carry == pytest.approx(arithmetic.FORGETS, abs=0.02)
 
 
-def test_the_model_has_the_size_that_is_printed(arithmetic: ModuleType, tmp_path: Path) -> None:
+def test_printed_model_size_is_correct(arithmetic: ModuleType, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     folder = arithmetic.make_model(tmp_path / "model", seed=1)
@@ -75,13 +75,13 @@ def test_the_model_has_the_size_that_is_printed(arithmetic: ModuleType, tmp_path
     assert f"a model of {count / 1e6:.1f} M parameters" in (QUICKSTART / "run.py").read_text()
 
 
-def test_the_last_sentence_says_whether_it_learned() -> None:
+def test_verdict_depends_on_the_final_accuracy() -> None:
     run = load("run")
     assert run.verdict(0.3, 0.95).startswith("It learned to add: of 300 sums it never trained on it answers 95.0%")
     assert run.verdict(0.3, 0.89).startswith("It did not learn to add (90% is expected)")
 
 
-def test_the_first_line_is_printed_before_torch_is_imported() -> None:
+def test_importing_the_run_script_does_not_import_torch() -> None:
     code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -45,12 +45,12 @@ def config(**changes: Any) -> Config:
     return derive(Config(**{"rollout_batch_size": 1, "num_rollout": 9, "hf_checkpoint": "model"} | changes))
 
 
-def test_a_run_that_never_came_up_is_not_tried_again() -> None:
+def test_no_restart_before_the_first_successful_start() -> None:
     lives = RestartPolicy(config(max_restarts=5))
     assert not lives.prepare_restart(TrainerDied("trainer-0 ended during init"))
 
 
-def test_so_many_lives_in_a_row_may_come_no_further() -> None:
+def test_restart_limit_counts_attempts_without_progress() -> None:
     lives = RestartPolicy(config(max_restarts=2))
 
     def dies(trained: int | None) -> bool:
@@ -64,7 +64,7 @@ def test_so_many_lives_in_a_row_may_come_no_further() -> None:
     assert not lives.prepare_restart(NodeLost("trainers could not start"))
 
 
-def test_a_cluster_gets_time_to_notice_who_is_gone(pauses: list[float]) -> None:
+def test_restart_delays_grow_without_progress(pauses: list[float]) -> None:
     lives = RestartPolicy(config(max_restarts=4))
     lives.began(Lived(trained=1))
     while lives.prepare_restart(NodeLost("still placed on a dead node")):
@@ -72,7 +72,7 @@ def test_a_cluster_gets_time_to_notice_who_is_gone(pauses: list[float]) -> None:
     assert pauses == [0.0, 5.0, 30.0, 30.0]
 
 
-def test_none_where_nobody_asked_for_it_and_three_on_ray() -> None:
+def test_default_restart_limit_is_0_and_3_on_ray() -> None:
     for flags, expected in (({}, 0), ({"cluster": "ray"}, 3), ({"cluster": "ray", "max_restarts": 0}, 0)):
         lives, count = RestartPolicy(config(**flags)), 0
         lives.began(Lived())
@@ -82,7 +82,7 @@ def test_none_where_nobody_asked_for_it_and_three_on_ray() -> None:
         assert count == expected
 
 
-def test_it_goes_on_from_its_own_checkpoint_and_until_there_is_one_as_the_flags_say() -> None:
+def test_restart_resumes_from_the_own_checkpoint_once_one_exists() -> None:
     given = config(
         max_restarts=1, load="elsewhere", save="own", ckpt_step=7, start_rollout_id=3, no_load_optim=True,
         no_load_rng=True, advantage_estimator="ppo", critic_load="other-critic",
@@ -102,7 +102,7 @@ def test_it_goes_on_from_its_own_checkpoint_and_until_there_is_one_as_the_flags_
     assert config_for_restart(config(load="elsewhere"), checkpointed=True).load == "elsewhere"
 
 
-def test_the_result_is_that_of_one_run() -> None:
+def test_results_of_all_attempts_are_joined() -> None:
     def lived(start: int, rollouts: range, evaluations: list[int], life: str, **more: Any) -> Lived:
         result = TrainingResult(Path("run"), [{"r": r, "life": life} for r in rollouts])
         result.evaluations = [(step, {"life": life}) for step in evaluations]
@@ -147,7 +147,7 @@ def run_flags(tmp_path: Path) -> dict[str, Any]:
         (ValueError("a bug"), 1),
     ],
 )
-def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
+def test_only_restartable_errors_restart_with_a_new_data_source(
     error: BaseException, lives: int, run_flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -164,7 +164,7 @@ def test_only_losses_start_a_run_again_with_a_data_source_of_its_own(
     assert len({id(one) for one in seen}) == len(seen) == lives
 
 
-def test_metrics_of_a_life_that_made_no_checkpoint_are_not_set_aside(tmp_path: Path) -> None:
+def test_metrics_of_an_attempt_without_checkpoint_are_overwritten(tmp_path: Path) -> None:
     def write(count: int, *, again: bool) -> None:
         with MetricsLog(tmp_path, config(), start_rollout_id=0, again=again) as log:
             for rollout_id in range(count):

@@ -50,7 +50,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_a_stage_has_its_own_values_and_goes_on_from_the_one_before(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_stage_has_its_own_values_and_loads_the_previous_stage(write: Callable[..., Path], tmp_path: Path) -> None:
     short, long = read_stages(write(), ["--lr", "3e-4"])
     assert [stage.heading for stage in (short, long)] == ["stage 1 of 2: short", "stage 2 of 2: long-1"]
     first, second = short.config(), long.config()
@@ -66,7 +66,7 @@ def test_a_stage_has_its_own_values_and_goes_on_from_the_one_before(write: Calla
         assert (args.pass_rate_most, args.other, args.stage) == (most, [1, 2], name)
 
 
-def test_a_stage_with_a_checkpoint_goes_on_from_it(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_stage_resumes_from_its_own_checkpoint(write: Callable[..., Path], tmp_path: Path) -> None:
     _, long = read_stages(write())
     own = tmp_path / "out" / "2-long-1"
     (own / "iter_0000003").mkdir(parents=True)
@@ -76,7 +76,7 @@ def test_a_stage_with_a_checkpoint_goes_on_from_it(write: Callable[..., Path], t
         long.config()
 
 
-def test_the_first_stage_may_start_from_a_checkpoint(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_first_stage_may_load_a_checkpoint(write: Callable[..., Path], tmp_path: Path) -> None:
     first, _ = read_stages(write("    num_rollout: 3\n", f"    num_rollout: 3\n    load: {tmp_path / 'old'}\n"))
     assert first.config().load == str(tmp_path / "old")
 
@@ -102,12 +102,12 @@ def test_the_first_stage_may_start_from_a_checkpoint(write: Callable[..., Path],
         ("other: [1, 2]", "stage: mine", "custom.stage has a meaning already"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(write: Callable[..., Path], old: str, new: str, said: str) -> None:
+def test_rejects_invalid_stage_files(write: Callable[..., Path], old: str, new: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_stages(write(old, new))
 
 
-def test_the_command_plans_every_stage(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_plans_every_stage(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stages", str(write()), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "stage 1 of 2: short\n" in shown
@@ -123,7 +123,7 @@ def test_the_command_plans_every_stage(write: Callable[..., Path], capsys: pytes
         (["FILE", "--lrr", "1"], "unknown flag --lrr"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(
+def test_command_line_errors_are_one_line(
     write: Callable[..., Path], capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert cli.main(["stages", *(str(write()) if word == "FILE" else word for word in words)]) == 2

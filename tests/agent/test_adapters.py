@@ -154,7 +154,7 @@ BODY = {"model": "m", "max_tokens": 50, "messages": [ASK]}
         (AnthropicAdapter, {}, {}, "default"),
     ],
 )
-def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers: Any, more: Any, sid: str) -> None:
+def test_session_id_comes_from_the_headers_or_the_body(serve: Any, spoken: list[Turn], kind: Any, headers: Any, more: Any, sid: str) -> None:
     _, adapter, handle = serve(kind, spoken[1:])
     path = "/v1/messages" if kind is AnthropicAdapter else "/v1/chat/completions"
     refused, body = post(handle.url + path, {**BODY, **more}, **headers)
@@ -179,7 +179,7 @@ def test_whose_request_it_is(serve: Any, spoken: list[Turn], kind: Any, headers:
         (AnthropicAdapter, {"X-Api-Key": "s"}, {}),
     ],
 )
-def test_a_large_body_is_parsed_beside_the_event_loop(
+def test_large_body_is_parsed_off_the_event_loop(
     serve: Any, spoken: list[Turn], monkeypatch: pytest.MonkeyPatch, kind: Any, headers: Any, more: Any
 ) -> None:
     in_threads: list[bool] = []
@@ -203,7 +203,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(
         in_threads.clear()
 
 
-def test_a_body_without_a_session_has_a_limit_before_it_is_read(serve: Any, spoken: list[Turn]) -> None:
+def test_body_limits_apply_before_the_body_is_read(serve: Any, spoken: list[Turn]) -> None:
     _, adapter, handle = serve(OpenAIAdapter, spoken[1:])
     adapter.open_session("s", sampling_defaults=DEFAULTS)
 
@@ -225,7 +225,7 @@ def test_a_body_without_a_session_has_a_limit_before_it_is_read(serve: Any, spok
     assert post(f"{handle.url}/v1/chat/completions", body)[0] == 400
 
 
-def test_a_turn_cap_and_the_end_of_a_session_end_a_client_at_once(serve: Any, spoken: list[Turn]) -> None:
+def test_turn_limit_and_shutdown_end_a_client_without_retries(serve: Any, spoken: list[Turn]) -> None:
     engine, adapter, handle = serve(OpenAIAdapter, spoken, max_turns_per_sid=1)
     adapter.open_session("s", sampling_defaults=DEFAULTS)
     with pytest.raises(openai.NotFoundError, match="has reached its limit of 1 turns"):
@@ -247,7 +247,7 @@ def test_a_dropped_session_has_no_samples(serve: Any, spoken: list[Turn]) -> Non
     assert not adapter.manager.has_session("s")
 
 
-def test_a_prompt_that_does_not_fit_is_told_in_numbers(serve: Any, spoken: list[Turn]) -> None:
+def test_too_long_prompt_error_has_the_token_counts(serve: Any, spoken: list[Turn]) -> None:
     _, adapter, handle = serve(AnthropicAdapter, spoken)
     adapter.open_session("s", max_context_tokens=4)
     status, body = post(f"{handle.url}/v1/messages", BODY, **{"X-Api-Key": "s"})
@@ -260,7 +260,7 @@ def test_a_prompt_that_does_not_fit_is_told_in_numbers(serve: Any, spoken: list[
 
 
 @pytest.mark.parametrize("wait", [120.0, 0.0], ids=["waits", "gives up"])
-def test_finishing_while_a_turn_is_being_sampled(serve: Any, agent_tokenizer: Any, wait: float) -> None:
+def test_finish_waits_for_a_turn_in_flight_or_abandons_it(serve: Any, agent_tokenizer: Any, wait: float) -> None:
     turn = Turn.of(agent_tokenizer, "the answer is 46", hold_after=2)
     engine, adapter, handle = serve(OpenAIAdapter, [turn])
     adapter.open_session("s", sampling_defaults=DEFAULTS)
@@ -289,7 +289,7 @@ def test_finishing_while_a_turn_is_being_sampled(serve: Any, agent_tokenizer: An
     assert (status, len(samples)) == ((200, 1) if wait else (404, 0))
 
 
-def test_subclasses_decide_whose_request_it_is_and_what_it_says(serve: Any, spoken: list[Turn]) -> None:
+def test_subclasses_may_override_the_session_id_and_the_body(serve: Any, spoken: list[Turn]) -> None:
     class Mine(OpenAIAdapter):
         def _session_id(self, request: Any, body: Any) -> str:
             return request.headers["X-Task"]
@@ -308,7 +308,7 @@ def test_subclasses_decide_whose_request_it_is_and_what_it_says(serve: Any, spok
     assert turn["prompt_ids"] == engine.requests[0].input_ids.tolist()
 
 
-def test_other_routes_and_bodies_that_are_none(serve: Any, spoken: list[Turn]) -> None:
+def test_other_routes_answer_and_invalid_bodies_are_rejected(serve: Any, spoken: list[Turn]) -> None:
     _, adapter, handle = serve(OpenAIAdapter, spoken)
     adapter.open_session("default")
     assert post(f"{handle.url}/healthz", None) == (200, {"ok": True})
@@ -319,12 +319,12 @@ def test_other_routes_and_bodies_that_are_none(serve: Any, spoken: list[Turn]) -
     assert post(f"{handle.url}/v1/chat/completions", {"model": "m", "messages": "hi"})[0] == 400
 
 
-def test_an_unknown_parser_is_named(agent_tokenizer: Any) -> None:
+def test_rejects_an_unknown_tool_parser(agent_tokenizer: Any) -> None:
     with pytest.raises(UserError, match="tool-call-parser nope: unknown name"):
         OpenAIAdapter(tokenizer=agent_tokenizer, sglang_url="http://x", tool_parser="nope")
 
 
-def test_one_request_to_the_engine(play: Any, spoken: list[Turn], agent_tokenizer: Any) -> None:
+def test_call_sglang_generate_sends_one_request(play: Any, spoken: list[Turn], agent_tokenizer: Any) -> None:
     engine, url = play(spoken)
     ids = agent_tokenizer.encode("hello")
     answer = asyncio.run(call_sglang_generate(url, ids, {"max_new_tokens": 300}, sid="s"))
@@ -334,7 +334,7 @@ def test_one_request_to_the_engine(play: Any, spoken: list[Turn], agent_tokenize
     assert asked.params["no_stop_trim"] is True
 
 
-def test_an_application_in_a_thread_ends_with_its_handle(agent_tokenizer: Any) -> None:
+def test_threaded_application_ends_with_its_handle(agent_tokenizer: Any) -> None:
     adapter = OpenAIAdapter(tokenizer=agent_tokenizer, sglang_url="http://127.0.0.1:9")
     with run_app_in_thread(adapter.app, "127.0.0.1", 0, runner_kwargs={"handler_cancellation": True}) as handle:
         assert post(f"{handle.url}/healthz", None)[0] == 200
@@ -344,7 +344,7 @@ def test_an_application_in_a_thread_ends_with_its_handle(agent_tokenizer: Any) -
     assert "slime-app" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_small_helpers() -> None:
+def test_helper_functions_match_upstream() -> None:
     parts = [{"type": "text", "text": "a"}, "b", {"type": "image"}, {"type": "tool_result", "content": "c"}]
     assert flatten_content(parts) == "a\nb\n[image omitted]\nc"
     assert (flatten_content(None), flatten_content("x")) == ("", "x")

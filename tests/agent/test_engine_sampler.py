@@ -67,7 +67,7 @@ def sampled(url, tokenizer, prompt, *, streams=True, act=None, **options):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_an_answer_is_what_the_engine_sampled(tokenizer, prompt, play, streams):
+def test_answer_has_the_sampled_tokens_and_their_text(tokenizer, prompt, play, streams):
     turn = Turn.of(tokenizer, SAID, seed=3)
     engine, url = play(turn, chunk=1)
     answer, heard = sampled(url, tokenizer, prompt, streams=streams)
@@ -87,7 +87,7 @@ def test_an_answer_is_what_the_engine_sampled(tokenizer, prompt, play, streams):
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_what_is_cut_off_at_the_gate_goes_on_with_the_next_weights(tokenizer, prompt, play, streams):
+def test_answer_cut_off_at_the_gate_resumes_with_new_weights(tokenizer, prompt, play, streams):
     turn = Turn.of(tokenizer, SAID, seed=3, hold_after=9)
     engine, url = play(turn, chunk=2)
     gate = Gate(asyncio.Semaphore(1))
@@ -118,7 +118,7 @@ def test_what_is_cut_off_at_the_gate_goes_on_with_the_next_weights(tokenizer, pr
         assert "".join(text for text, _ in heard) == SAID
 
 
-def test_an_answer_that_is_given_up_is_aborted(tokenizer, prompt, play):
+def test_given_up_answer_is_aborted(tokenizer, prompt, play):
     turn = Turn.of(tokenizer, SAID, hold_after=3)
     engine, url = play(turn)
 
@@ -131,7 +131,7 @@ def test_an_answer_that_is_given_up_is_aborted(tokenizer, prompt, play):
     assert answer.ids.tolist() == list(turn.ids[:3])
 
 
-def test_an_answer_that_gets_on_is_cut_off_as_often_as_it_likes(tokenizer, prompt, play):
+def test_answer_that_makes_progress_has_no_abort_limit(tokenizer, prompt, play):
     ids = tuple(tokenizer.encode("abcdefghijklmnopqrstuvwx"))
     pieces = [Turn((one,), finish="abort") for one in ids[:-1]]
     assert len(pieces) > 16
@@ -140,13 +140,13 @@ def test_an_answer_that_gets_on_is_cut_off_as_often_as_it_likes(tokenizer, promp
     assert (answer.ids.tolist(), answer.finish_reason) == (list(ids), "stop")
 
 
-def test_an_engine_that_keeps_aborting_is_an_error(tokenizer, prompt, play):
+def test_repeated_aborts_without_progress_raise(tokenizer, prompt, play):
     _, url = play(*[Turn((), finish="abort")] * 16)
     with pytest.raises(AbortedTooOften, match="16 times"):
         sampled(url, tokenizer, prompt)
 
 
-def test_pieces_of_text_are_the_text_and_end_between_characters(tokenizer):
+def test_detokenizer_splits_text_only_between_characters(tokenizer):
     ids = tokenizer.encode(SAID, add_special_tokens=False)
     text = Detokenizer(tokenizer, silent=[tokenizer.eos_token_id])
     pieces = [text.feed([i]) for i in [*ids, tokenizer.eos_token_id]]

@@ -72,13 +72,13 @@ async def closed(addresses: dict[str, Any], keys: list[str]) -> list[dict[str, A
     return records
 
 
-def test_a_request_is_measured_against_the_delays_of_its_own_time() -> None:
+def test_excess_latency_subtracts_only_overlapping_delays() -> None:
     sleeps = [(0.0, SLEEP_S), (0.5, 2.5 + SLEEP_S), (3.0, 9.0 + SLEEP_S), (11.0, 11.0 + SLEEP_S)]
     requests = [(0.1, 0.2), (1.0, 2.9), (2.0, 3.5), (10.0, 14.0)]
     assert excesses(requests, sleeps) == pytest.approx([0.1, -0.1, -4.5, 4.0])
 
 
-def test_a_session_answers_while_others_are_attacked(agent_folder: str, agent_tokenizer: Any, tmp_path: Path) -> None:
+def test_quiet_sessions_answer_while_others_are_attacked(agent_folder: str, agent_tokenizer: Any, tmp_path: Path) -> None:
     engine = ScriptedEngine(AnyPrompt(agent_tokenizer, [Play((Turn.of(agent_tokenizer, "46"),))]))
     engine.requests = deque(maxlen=4)  # type: ignore[assignment]
     attacked = [f"attacked-{number}" for number in range(2 + REQUESTS // 5000)]

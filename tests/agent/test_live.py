@@ -14,7 +14,7 @@ from slime.data.sample import Sample
 from tests.agent.scripted_engine import log_prob
 
 
-def test_what_is_trained_on_is_what_was_sampled_with_the_reward_of_the_next_turn(serve, spoken):
+def test_samples_have_sampled_tokens_and_the_reward_of_the_next_turn(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("first?", "thanks, second?", "and third?", "thanks"))
 
@@ -33,7 +33,7 @@ def test_what_is_trained_on_is_what_was_sampled_with_the_reward_of_the_next_turn
     assert service.run(service.stats())["waiting"] == 0  # the second answer has no verdict and is deleted
 
 
-def test_without_consent_clients_are_served_and_leave_nothing(serve, spoken):
+def test_clients_without_consent_are_served_and_not_recorded(serve, spoken):
     service = serve(*spoken)
     said = service.run(service.talk("zebra?", "thanks, zebra!", "thanks", consent=None))
     assert [message["content"] for message in said[1::2]] == ["answer 0", "answer 1", "answer 2"]
@@ -44,7 +44,7 @@ def test_without_consent_clients_are_served_and_leave_nothing(serve, spoken):
     assert "lion" in service.on_disk()
 
 
-def test_consent_can_be_taken_back(serve, spoken):
+def test_withdrawn_consent_deletes_waiting_exchanges(serve, spoken):
     service = serve(*spoken)
 
     async def withdrawn():
@@ -59,7 +59,7 @@ def test_consent_can_be_taken_back(serve, spoken):
     assert (stats["withdrawn"], stats["waiting"], stats["kept"]) == (1, 0, 1)
 
 
-def test_what_the_filter_does_not_pass_is_not_written(serve, spoken):
+def test_filtered_exchanges_are_not_written(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("mail zebra@home.org", "thanks", "thanks", name="private"))
     service.run(service.talk("raise in the filter", "thanks", name="broken"))
@@ -70,7 +70,7 @@ def test_what_the_filter_does_not_pass_is_not_written(serve, spoken):
     assert "zebra" not in service.on_disk()
 
 
-def test_a_judge_that_raises_leaves_out_its_exchange_and_no_other(serve, spoken):
+def test_judge_that_raises_drops_only_its_exchange(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("first?", "raise", name="one"))
     service.run(service.talk("second?", "thanks", name="two"))
@@ -78,7 +78,7 @@ def test_a_judge_that_raises_leaves_out_its_exchange_and_no_other(serve, spoken)
     assert sample.prompt[0]["content"] == "second?"
 
 
-def test_the_teacher_is_the_model_that_has_read_the_hint(serve, spoken, agent_tokenizer):
+def test_teacher_log_probs_come_from_the_prompt_with_the_hint(serve, spoken, agent_tokenizer):
     service = serve(*spoken, use_opd=True, opd_type="sample")
     asked = []
 
@@ -102,7 +102,7 @@ def test_the_teacher_is_the_model_that_has_read_the_hint(serve, spoken, agent_to
     assert plain.teacher_log_probs == pytest.approx(plain.rollout_log_probs)
 
 
-def test_a_slot_has_the_same_exchange_after_a_crash_and_nobody_else_has_it(serve, spoken):
+def test_slot_keeps_its_own_exchange_after_a_server_crash(serve, spoken):
     service = serve(*spoken)
 
     async def killed():
@@ -120,7 +120,7 @@ def test_a_slot_has_the_same_exchange_after_a_crash_and_nobody_else_has_it(serve
     assert json.loads((service.folder / "live.json").read_text())["key"] == service.address["key"]
 
 
-def test_another_life_of_the_run_finds_every_exchange(serve, spoken):
+def test_restarted_run_finds_every_exchange(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("first?", "thanks, second?", "thanks", name="one"))
     taken = service.run(service.filled(7))
@@ -134,7 +134,7 @@ def test_another_life_of_the_run_finds_every_exchange(serve, spoken):
     assert later.run(later.stats())["waiting"] == 0
 
 
-def test_an_exchange_goes_when_its_sample_is_recorded(serve, spoken):
+def test_exchange_is_deleted_when_its_sample_is_recorded(serve, spoken):
     service = serve(*spoken)
 
     async def recorded():
@@ -147,7 +147,7 @@ def test_an_exchange_goes_when_its_sample_is_recorded(serve, spoken):
     assert service.run(recorded()) == []
 
 
-def test_slots_are_filled_in_the_order_of_their_numbers():
+def test_slots_are_filled_in_numeric_order():
     async def ordered():
         order, seen = _SlotLock(), []
 
@@ -166,7 +166,7 @@ def test_slots_are_filled_in_the_order_of_their_numbers():
     assert asyncio.run(ordered()) == [3, 4, 5]
 
 
-def test_a_row_that_cannot_be_read_is_left_out(tmp_path):
+def test_unreadable_row_is_skipped(tmp_path):
     store = ExchangeStore(tmp_path / FILE_NAME)
     asyncio.run(store.put("one", {"id": "a"}))
     asyncio.run(store.put("one", {"id": "b"}))
@@ -178,7 +178,7 @@ def test_a_row_that_cannot_be_read_is_left_out(tmp_path):
     store.close()
 
 
-def test_a_file_that_is_something_else_is_set_aside(tmp_path):
+def test_file_that_is_not_a_database_is_set_aside(tmp_path):
     (tmp_path / FILE_NAME).write_text("not a database, but long enough to be looked at " * 20)
     store = ExchangeStore(tmp_path / FILE_NAME)
     assert store.waiting() == 0
@@ -186,7 +186,7 @@ def test_a_file_that_is_something_else_is_set_aside(tmp_path):
     assert (tmp_path / "live-1.sqlite").read_text().startswith("not a database")
 
 
-def test_the_baseline_of_an_answer_is_what_the_others_got():
+def test_traffic_baseline_is_the_mean_reward_of_the_other_answers():
     samples = [
         Sample(index=i, reward=reward, status=Sample.Status.COMPLETED) for i, reward in enumerate((1.0, -1.0, 1.0))
     ]
@@ -197,7 +197,7 @@ def test_the_baseline_of_an_answer_is_what_the_others_got():
     assert traffic_baseline(None, samples[:1]) == ([1.0], [0.0])
 
 
-def test_verdicts_are_numbers():
+def test_rejects_verdicts_that_are_not_finite_numbers():
     assert Verdict.of(None, "f") is None
     assert Verdict.of(1, "f") == Verdict(1.0)
     for bad in ("yes", True, float("nan")):
@@ -205,7 +205,7 @@ def test_verdicts_are_numbers():
             Verdict.of(bad, "f")
 
 
-def test_an_exchange_is_read_back_as_it_was(serve, spoken):
+def test_exchange_survives_a_record_round_trip(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("first?", "thanks", name="one"))
     record = service.run(service.remote.live("take", slot=0))

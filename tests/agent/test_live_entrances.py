@@ -28,7 +28,7 @@ def said(*texts):
         ({"said": {"messages": [{"role": "user", "content": "a"}], "model": "gpt-9"}}, 404, "not served"),
     ],
 )
-def test_requests_that_cannot_be_answered_say_why(serve, spoken, options, status, about):
+def test_rejects_invalid_requests_with_a_reason(serve, spoken, options, status, about):
     service = serve(*spoken)
     said = options.pop("said", [{"role": "user", "content": "first?"}])
     found, answer = service.run(service.post(said, **options))
@@ -38,7 +38,7 @@ def test_requests_that_cannot_be_answered_say_why(serve, spoken, options, status
     assert len(service.run(service.talk("first?", "thanks", name="after"))) == 4  # the service still answers
 
 
-def test_a_burst_is_answered_and_the_most_silent_make_room(serve, spoken):
+def test_burst_stays_within_the_limit_and_idle_clients_are_evicted(serve, spoken):
     service = serve(*spoken, live_max_conversations=4)
 
     async def burst():
@@ -65,7 +65,7 @@ def test_a_burst_is_answered_and_the_most_silent_make_room(serve, spoken):
         ("/messages", {"messages": [{"role": "user", "content": "second?"}], "max_tokens": 9}, "rate_limit_error"),
     ],
 )
-def test_a_full_service_says_when_to_come_back(serve, agent_tokenizer, path, body, kind):
+def test_full_service_answers_429_with_retry_after(serve, agent_tokenizer, path, body, kind):
     service = serve(Turn.of(agent_tokenizer, "answer", hold_after=2), live_max_conversations=1)
     headers = {"Authorization": f"Bearer {service.address['key']}", "X-Session-Id": "other", "X-Consent": "yes"}
     where = {"url": service.address["openai_url"] + path, "headers": headers}
@@ -94,7 +94,7 @@ def test_a_full_service_says_when_to_come_back(serve, agent_tokenizer, path, bod
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_leaves_no_turn_but_its_word_counts(serve, spoken, agent_tokenizer, stream):
+def test_disconnect_drops_the_turn_but_its_message_labels_the_answer(serve, spoken, agent_tokenizer, stream):
     held = Turn.of(agent_tokenizer, "never heard of zebras", hold_after=3)
     service = serve(spoken[0], held, live_max_conversations=1)
 
@@ -115,7 +115,7 @@ def test_a_client_that_hangs_up_leaves_no_turn_but_its_word_counts(serve, spoken
     assert "zebra" not in service.on_disk()
 
 
-def test_what_a_client_never_heard_is_not_trained_on_when_it_comes_back(serve, spoken, agent_tokenizer):
+def test_undelivered_answer_is_not_trained_on(serve, spoken, agent_tokenizer):
     held = Turn.of(agent_tokenizer, "never heard", hold_after=3)
     service = serve(held)
 
@@ -134,7 +134,7 @@ def test_what_a_client_never_heard_is_not_trained_on_when_it_comes_back(serve, s
     assert sample.response_length == len(held.ids)  # the second answer was delivered in full
 
 
-def test_a_client_that_never_comes_back_is_unlabelled_and_nothing_of_it_is_left(serve, spoken):
+def test_answer_without_a_reply_is_unlabelled_and_deleted(serve, spoken):
     service = serve(*spoken, live_idle_timeout=0.2)
 
     async def silence():
@@ -152,7 +152,7 @@ def test_a_client_that_never_comes_back_is_unlabelled_and_nothing_of_it_is_left(
     assert service.run(service.stats())["conversations"] == stats["conversations"] + 1
 
 
-def test_silence_is_counted_from_the_end_of_an_answer(serve, spoken, agent_tokenizer):
+def test_idle_timeout_starts_at_the_end_of_an_answer(serve, spoken, agent_tokenizer):
     service = serve(Turn.of(agent_tokenizer, "a long answer", hold_after=3), *spoken, live_idle_timeout=2.0)
     silent = [*said("other?")]
 
@@ -181,7 +181,7 @@ def test_silence_is_counted_from_the_end_of_an_answer(serve, spoken, agent_token
     assert (kept, conversations) == (1, 3)
 
 
-def test_an_answer_that_is_cut_off_is_trained_on_as_such(serve, agent_tokenizer):
+def test_truncated_answer_is_trained_on_as_truncated(serve, agent_tokenizer):
     endless = Turn.of(agent_tokenizer, "on and on " * 20, finish="length")
     service = serve(endless, rollout_max_response_len=16)
 
@@ -200,7 +200,7 @@ def test_an_answer_that_is_cut_off_is_trained_on_as_such(serve, agent_tokenizer)
     assert list(sample.tokens)[-16:] == list(endless.ids[:16])
 
 
-def test_a_reply_that_is_too_long_is_refused_and_says_nothing_about_the_answer(serve, spoken):
+def test_too_long_reply_is_rejected_and_labels_nothing(serve, spoken):
     service = serve(*spoken)
 
     async def too_long():
@@ -217,7 +217,7 @@ def test_a_reply_that_is_too_long_is_refused_and_says_nothing_about_the_answer(s
     assert "zebra" not in service.on_disk()
 
 
-def test_who_comes_back_without_consent_takes_back_what_waits(serve, spoken):
+def test_withdrawn_consent_removes_waiting_samples(serve, spoken):
     service = serve(*spoken, live_idle_timeout=0.2)
 
     async def come_back():

@@ -38,7 +38,7 @@ def payload(ids, limit=1000, **more):
     return {**generate_payload(list(ids), params), **more}
 
 
-def test_odd_splits_are_the_same_text_and_other_tokens(tokenizer):
+def test_random_splits_keep_the_text_and_change_the_tokens(tokenizer):
     text = f"{TEXT}<|im_end|>"
     odd = encoded(tokenizer, text, seed=1)
     assert tokenizer.decode(odd) == text
@@ -48,7 +48,7 @@ def test_odd_splits_are_the_same_text_and_other_tokens(tokenizer):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("incremental", [False, True])
-def test_each_conversation_is_played_in_its_order(tokenizer, stream, incremental):
+def test_each_conversation_is_played_in_order(tokenizer, stream, incremental):
     turns = [Turn.of(tokenizer, f"{TEXT} {n} é中", seed=n) for n in range(3)]
     other = Turn.of(tokenizer, "another one")
     engine = ScriptedEngine(Script(tokenizer, [turns, Play([other], mark="OTHER")]), incremental=incremental)
@@ -76,7 +76,7 @@ def ask_refused(url, body):
     return True
 
 
-def test_an_aborted_turn_goes_on_where_it_was_cut(tokenizer):
+def test_aborted_turn_resumes_where_it_was_cut(tokenizer):
     turn = Turn.of(tokenizer, TEXT, seed=3, hold_after=5)
     engine = ScriptedEngine(Script(tokenizer, [[turn, Turn.of(tokenizer, "bye")]]))
     prompt = tokenizer.encode("go", add_special_tokens=False)
@@ -104,7 +104,7 @@ def test_an_aborted_turn_goes_on_where_it_was_cut(tokenizer):
         assert again.text == "bye<|im_end|>"
 
 
-def test_a_limit_of_tokens_ends_a_turn_and_the_next_one_follows(tokenizer):
+def test_token_limit_ends_a_turn_and_the_next_one_follows(tokenizer):
     turns = [Turn.of(tokenizer, TEXT), Turn.of(tokenizer, "bye")]
     with ScriptedEngine(Script(tokenizer, [turns])).serving() as url:
         prompt = tokenizer.encode("go", add_special_tokens=False)
@@ -114,7 +114,7 @@ def test_a_limit_of_tokens_ends_a_turn_and_the_next_one_follows(tokenizer):
         assert ask(url, payload([*prompt, *cut.token_ids, *more])).text == "bye<|im_end|>"
 
 
-def test_several_engines_share_a_script_and_not_what_they_computed(tokenizer):
+def test_engines_share_a_script_but_not_their_prefix_caches(tokenizer):
     script = Script(tokenizer, [[Turn.of(tokenizer, TEXT), Turn.of(tokenizer, "bye")]])
     with ScriptedEngine(script).serving() as one, ScriptedEngine(script).serving() as two:
         prompt = np.asarray(tokenizer.encode("what is the answer", add_special_tokens=False), np.int32)

@@ -170,7 +170,7 @@ def sampled_of(sample: Sample) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", [Chat, Responses, Messages])
-def test_several_turns_with_parallel_calls(run: Any, api: type, stream: bool) -> None:
+def test_sample_has_the_sampled_tokens_of_turns_with_parallel_calls(run: Any, api: type, stream: bool) -> None:
     async def client(session: Any) -> Any:
         agent = api(session)
         results = iter(RESULTS)
@@ -205,7 +205,7 @@ def test_several_turns_with_parallel_calls(run: Any, api: type, stream: bool) ->
     assert done.engine.complaints == []
 
 
-def test_models_tokens_and_usage(run: Any) -> None:
+def test_model_lists_token_counts_and_usage_agree(run: Any) -> None:
     async def client(session: Any) -> Any:
         messages, chat = Messages(session), Chat(session)
         listed = [model.id async for model in messages.client.models.list()]
@@ -230,7 +230,7 @@ def test_models_tokens_and_usage(run: Any) -> None:
     assert usage.output_tokens == len(done.turns[0].ids)
 
 
-def test_log_probs_are_those_of_the_sampled_tokens(run: Any) -> None:
+def test_log_probs_match_the_sampled_tokens(run: Any) -> None:
     async def client(session: Any) -> Any:
         chat = Chat(session)
         completion = await chat.client.chat.completions.create(**chat.asking, logprobs=True)
@@ -244,7 +244,7 @@ def test_log_probs_are_those_of_the_sampled_tokens(run: Any) -> None:
     assert b"\xc3" in [bytes(entry.bytes) for entry in done.returned]  # first byte of é
 
 
-def test_the_end_of_a_session_ends_each_sdk_at_once(run: Any) -> None:
+def test_sdks_do_not_retry_a_finished_session(run: Any) -> None:
     """The SDKs' own retries are enabled, but they make none."""
 
     async def client(session: Any) -> Any:

@@ -107,7 +107,7 @@ def served(says, spoken):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_clients_turns_become_the_tokens_that_were_sampled(served, spoken, agent_tokenizer, streams):
+def test_client_turns_become_the_sampled_tokens(served, spoken, agent_tokenizer, streams):
     engine, runtime = served
 
     async def use(session):
@@ -163,7 +163,7 @@ async def said_in_events(session, body):
     return message
 
 
-def test_the_endpoints_also_answer_on_a_socket_file_and_on_sockets_handed_over(served, spoken):
+def test_endpoints_answer_on_a_unix_socket_and_on_a_passed_listener(served, spoken):
     _, runtime = served
 
     async def use(session):
@@ -184,7 +184,7 @@ def test_the_endpoints_also_answer_on_a_socket_file_and_on_sockets_handed_over(s
     assert [sampled_of(sample) for sample in samples] == [list(spoken[0].ids)] * 2  # the same request twice: two leaves
 
 
-def test_a_key_is_known_only_while_its_session_is_open(served):
+def test_key_is_valid_only_while_its_session_is_open(served):
     _, runtime = served
 
     async def use(session):
@@ -203,7 +203,7 @@ def test_a_key_is_known_only_while_its_session_is_open(served):
     assert codes == ["invalid_api_key", "model_not_found", "closed"]
 
 
-def test_limits_end_the_client_at_once(served):
+def test_turn_limit_answers_the_client_with_404(served):
     _, runtime = served
 
     async def use(session):
@@ -215,7 +215,7 @@ def test_limits_end_the_client_at_once(served):
     assert (status, code, len(samples)) == (404, "turn_limit", 1)
 
 
-def test_a_session_without_a_turn_says_why(served):
+def test_finishing_a_session_without_turns_raises_the_reason(served):
     _, runtime = served
 
     async def use(session):
@@ -225,7 +225,7 @@ def test_a_session_without_a_turn_says_why(served):
         in_session(runtime, use)
 
 
-def test_a_client_that_goes_away_leaves_no_turn(says, agent_tokenizer):
+def test_disconnected_client_leaves_only_an_abandoned_turn(says, agent_tokenizer):
     engine, runtime = says(Turn.of(agent_tokenizer, "the answer is 46", hold_after=3))
 
     async def use(session):
@@ -255,7 +255,7 @@ def test_a_finished_session_ends_its_stream_with_the_reason(says, agent_tokenize
     assert events[-1]["error"]["code"] == "closed"
 
 
-def test_a_process_that_dies_fails_its_sessions_and_is_started_again(served, spoken):
+def test_dead_server_fails_its_sessions_and_is_restarted(served, spoken):
     _, runtime = served
     server = agent_server(runtime)
 
@@ -277,7 +277,7 @@ def test_a_process_that_dies_fails_its_sessions_and_is_started_again(served, spo
     assert sampled_of(sample) == list(spoken[0].ids)
 
 
-def test_the_process_and_its_folder_are_gone_with_the_runtime(agent_runtime):
+def test_closing_the_runtime_ends_the_server_and_removes_its_folder(agent_runtime):
     runtime = agent_runtime("http://127.0.0.1:9")
 
     async def use(session):

@@ -69,7 +69,7 @@ async def held_in_the_middle(runtime, engine):
 
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_session_at_the_gate_goes_on_with_the_next_weights(says, agent_tokenizer, masks, streams):
+def test_session_at_the_gate_resumes_with_new_weights(says, agent_tokenizer, masks, streams):
     first = Turn.of(agent_tokenizer, f"the sum:{CALL}", seed=1)
     second = Turn.of(agent_tokenizer, "the answer is 46", seed=2, hold_after=5)
     engine, runtime = says(first, second)
@@ -98,7 +98,7 @@ def test_a_session_at_the_gate_goes_on_with_the_next_weights(says, agent_tokeniz
     assert sampled_of(sample) == trained
 
 
-def test_an_evaluation_is_not_held(says, agent_tokenizer):
+def test_evaluation_is_not_held_at_the_gate(says, agent_tokenizer):
     _, runtime = says(Turn.of(agent_tokenizer, "the answer is 46"))
 
     async def use():
@@ -113,7 +113,7 @@ def test_an_evaluation_is_not_held(says, agent_tokenizer):
     assert len(runtime.run(use())) == 1
 
 
-def test_a_session_whose_rollout_is_given_up_ends_and_its_sample_starts_over(says, agent_tokenizer):
+def test_given_up_session_raises_and_closes_its_client_request(says, agent_tokenizer):
     engine, runtime = says(Turn.of(agent_tokenizer, "the answer is 46", hold_after=3))
     answers = []
 
@@ -132,7 +132,7 @@ def test_a_session_whose_rollout_is_given_up_ends_and_its_sample_starts_over(say
     assert (status, answer["error"]["code"]) == (404, "closed")
 
 
-def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
+def test_turns_of_an_interrupted_attempt_are_resumed(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("slime.agent.server.supervisor.run_identity", lambda *_: {"run": "this"})
@@ -179,7 +179,7 @@ def test_turns_of_an_attempt_that_was_cut_short_can_be_resumed(
     assert life(nothing_left, resume=True) == 0
 
 
-def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
+def test_timed_out_session_answers_its_client_and_can_be_resumed(
     agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("slime.agent.server.supervisor.run_identity", lambda *_: {"run": "this"})
@@ -219,7 +219,7 @@ def test_a_session_whose_sample_is_out_of_time_tells_its_client_and_can_go_on(
     assert sampled_of(sample) == [*spoken[0].ids, *spoken[1].ids]
 
 
-def test_a_stream_has_headers_at_once_and_is_never_silent(agent_tokenizer, play, monkeypatch):
+def test_stream_sends_keep_alives_while_the_engine_is_silent(agent_tokenizer, play, monkeypatch):
     monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
     engine, url = play([Turn.of(agent_tokenizer, "the answer is 46", hold_after=1)])
 

@@ -94,7 +94,7 @@ def asking(text: str) -> bytes:
 KEY = "Authorization: Bearer k"
 
 
-def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) -> None:
+def test_wrong_key_is_rejected_before_the_body_arrives(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         return [
             await exchanged(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))
@@ -117,7 +117,7 @@ def test_a_wrong_key_is_refused_before_the_body_arrives(agent_tokenizer: Any) ->
     ],
     ids=["announced", "bomb", "cut off", "unknown coding", "no gzip", "many values", "many tokens", "deep"],
 )
-def test_a_body_beyond_the_limits_is_refused_in_a_sentence(
+def test_rejects_bodies_beyond_the_limits_and_frees_their_allowance(
     agent_tokenizer: Any, body: bytes, lines: tuple[str, ...], says: str
 ) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
@@ -136,7 +136,7 @@ def test_a_body_beyond_the_limits_is_refused_in_a_sentence(
     assert held == (0, 0)
 
 
-def test_a_request_beyond_those_in_flight_is_told_to_ask_again(agent_tokenizer: Any) -> None:
+def test_request_above_the_in_flight_limit_gets_429(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         intake = sessions.find("k").intake
         rooms = [intake.request() for _ in range(intake.limits.requests)]
@@ -149,7 +149,7 @@ def test_a_request_beyond_those_in_flight_is_told_to_ask_again(agent_tokenizer: 
     assert in_server(agent_tokenizer, use) == (429, 200)
 
 
-def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None:
+def test_bodies_of_one_session_share_one_byte_limit(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> None:
         intake = sessions.find("k").intake
         with intake.request() as first, intake.request() as second:
@@ -162,7 +162,7 @@ def test_bodies_of_one_session_share_one_allowance(agent_tokenizer: Any) -> None
     in_server(agent_tokenizer, use)
 
 
-def test_conversations_that_are_not_open_yet_share_one_allowance(
+def test_new_conversations_share_one_request_limit(
     agent_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients may choose any number of conversation names, so new ones share one limit."""
@@ -206,7 +206,7 @@ def test_conversations_that_are_not_open_yet_share_one_allowance(
     assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # a request being answered counts for its conversation
 
 
-def test_idle_connections_give_way_to_a_client_with_a_key(agent_tokenizer: Any) -> None:
+def test_idle_connections_are_dropped_for_a_client_with_a_key(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)  # a client that has sent its key
         body = asking("hi")
@@ -226,7 +226,7 @@ def test_idle_connections_give_way_to_a_client_with_a_key(agent_tokenizer: Any) 
     assert in_server(agent_tokenizer, use, most=4) == (b"200", 200, b"200", 0)
 
 
-def test_a_problem_that_is_kept_keeps_no_request_alive(agent_tokenizer: Any) -> None:
+def test_stored_problem_does_not_keep_requests_alive(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         class Big: ...
 
@@ -247,7 +247,7 @@ def test_a_problem_that_is_kept_keeps_no_request_alive(agent_tokenizer: Any) -> 
     assert in_server(agent_tokenizer, use) == ([None] * 3, None, None)
 
 
-def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
+def test_text_far_beyond_the_context_is_tokenized_only_in_part(
     agent_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ChatModel(agent_tokenizer)
@@ -268,7 +268,7 @@ def test_a_text_far_beyond_the_context_is_not_tokenized_to_its_end(
         model.check_length(TurnRequest((Message("user", ""),) * (CONTEXT + 1)), CONTEXT)
 
 
-def test_tools_count_where_the_template_renders_them(agent_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_count_only_if_the_template_renders_them(agent_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def offering(*described: str) -> TurnRequest:
         tools = [{"type": "function", "function": {"name": "f", "description": text}} for text in described]
         return TurnRequest((Message("user", "hi"),), tools=tuple(tools))
@@ -288,7 +288,7 @@ def test_tools_count_where_the_template_renders_them(agent_tokenizer: Any, monke
     model.check_length(offering("a b " * 1_000_000), CONTEXT)
 
 
-def test_a_long_prompt_is_tokenized_beside_the_loop_and_gives_the_same_ids(agent_tokenizer: Any) -> None:
+def test_long_prompt_is_tokenized_off_the_loop_with_the_same_count(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         held = sessions.find("k")
         loops: list[bool] = []
@@ -312,7 +312,7 @@ def test_a_long_prompt_is_tokenized_beside_the_loop_and_gives_the_same_ids(agent
     assert in_server(agent_tokenizer, use) == ([True, False, True, True], True)
 
 
-def test_a_rendering_is_refused_when_a_turn_came_in_between() -> None:
+def test_rejects_a_rendering_made_before_a_recorded_turn() -> None:
     session = Session("k", ByteTemplate())  # type: ignore[arg-type]
     first = TurnRequest((Message("user", "a"),))
     said = Message("assistant", "b", reference="r")
@@ -329,7 +329,7 @@ def test_a_rendering_is_refused_when_a_turn_came_in_between() -> None:
     assert ids.tolist() == [*prompt.ids.tolist(), *turn.ids.tolist(), *late.ids.tolist()]
 
 
-def test_repeated_messages_of_clients_are_counted_and_not_logged() -> None:
+def test_repeated_client_messages_are_counted_instead_of_logged() -> None:
     noise = ClientLogLimit()
 
     def passed(message: str, at: float) -> str | None:

@@ -57,7 +57,7 @@ def base_sample(**fields: Any) -> Sample:
     return Sample(**{"index": 7, "group_index": 3, "prompt": "Task?", "metadata": {"row": 1}, **fields})
 
 
-def test_a_prompt_is_what_is_held_and_after_it_what_is_new() -> None:
+def test_prompt_is_the_recorded_ids_followed_by_new_tokens() -> None:
     talk = Talk()
     first = talk.turn(assistant("", call("a", cmd="ls"), reasoning="hm"))
     second = talk.turn(assistant("done"), tool("a", "files"))
@@ -81,14 +81,14 @@ def test_a_prompt_is_what_is_held_and_after_it_what_is_new() -> None:
     ],
     ids=["reasoning dropped, one call of two", "rewritten, other order", "one id is enough", "other ids, same calls"],
 )
-def test_a_turn_is_known_by_its_calls_however_they_are_written_down(echo: Message) -> None:
+def test_turn_is_matched_by_its_calls_despite_rewrites(echo: Message) -> None:
     talk = Talk()
     talk.turn(assistant("I look", call("a", cmd="ls"), call("b", n=1), reasoning=" hm "), echo=echo)
     talk.turn(assistant("done"), tool("a", "1"), tool("b", "2"))
     assert talk.outcomes == [EXTENDED, EXTENDED]
 
 
-def test_a_turn_is_known_by_its_reference_whatever_else_changed() -> None:
+def test_turn_is_matched_by_its_reference_despite_other_words() -> None:
     talk = Talk()
     first = talk.turn(assistant("one two"))
     talk.messages[-1] = Message("assistant", "other words", reference=first.id)
@@ -106,7 +106,7 @@ def test_a_turn_is_known_by_its_reference_whatever_else_changed() -> None:
         (assistant("one two", call("a")), FORKED),
     ],
 )
-def test_without_ids_a_turn_is_known_by_what_it_says(echo: Message, outcome: MatchOutcome) -> None:
+def test_turn_without_ids_is_matched_by_its_content(echo: Message, outcome: MatchOutcome) -> None:
     talk = Talk()
     talk.turn(assistant("one two", reasoning="why"), echo=echo)
     talk.turn(assistant("three"), user("go on"))
@@ -114,7 +114,7 @@ def test_without_ids_a_turn_is_known_by_what_it_says(echo: Message, outcome: Mat
 
 
 @pytest.mark.parametrize("call_first", [True, False])
-def test_one_turn_may_come_back_as_two_messages(call_first: bool) -> None:
+def test_turn_sent_back_as_two_messages_is_matched(call_first: bool) -> None:
     talk = Talk()
     talk.turn(assistant("I look", call("a", cmd="ls"), reasoning="hm"))
     parts = [assistant("I look"), assistant("", call("a", cmd="ls"))]
@@ -124,7 +124,7 @@ def test_one_turn_may_come_back_as_two_messages(call_first: bool) -> None:
     assert talk.outcomes == [EXTENDED] * 3
 
 
-def test_a_dropped_turn_forks_where_the_history_still_holds() -> None:
+def test_dropped_turn_forks_at_the_last_matching_turn() -> None:
     talk = Talk()
     first = talk.turn(assistant("", call("a", cmd="ls")))
     talk.turn(assistant("no call"), tool("a", "files"))
@@ -137,7 +137,7 @@ def test_a_dropped_turn_forks_where_the_history_still_holds() -> None:
     assert (talk.session.counters.forked, len(talk.session.tree.leaves())) == (1, 2)
 
 
-def test_compaction_and_other_tools_begin_a_new_root() -> None:
+def test_compaction_and_changed_tools_start_a_new_root() -> None:
     talk = Talk()
     talk.turn(assistant("", call("a", cmd="ls")))
     talk.turn(assistant("a summary"), tool("a", "files"), user("CONTEXT CHECKPOINT"), tools=())
@@ -148,7 +148,7 @@ def test_compaction_and_other_tools_begin_a_new_root() -> None:
     assert len(talk.session.samples(base_sample())) == 3
 
 
-def test_the_order_of_tools_is_no_change() -> None:
+def test_tool_order_does_not_cause_a_fork() -> None:
     other = {"type": "function", "function": {"name": "edit"}}
     talk = Talk()
     talk.turn(assistant("one"), tools=(*TOOLS, other))
@@ -156,7 +156,7 @@ def test_the_order_of_tools_is_no_change() -> None:
     assert talk.outcomes == [EXTENDED, EXTENDED]
 
 
-def test_the_same_request_again_is_a_sibling_and_renders_nothing() -> None:
+def test_repeated_request_is_a_sibling_without_rendering() -> None:
     talk = Talk()
     first = talk.turn(assistant("one"))
     again = talk.session.prepare(TurnRequest(tuple(talk.messages[:2]), tools=TOOLS))
@@ -168,7 +168,7 @@ def test_the_same_request_again_is_a_sibling_and_renders_nothing() -> None:
     assert talk.session.tree.leaves()[-1].parent is twin  # the latest of two equal answers
 
 
-def test_what_looks_alike_is_told_apart_by_what_followed() -> None:
+def test_equal_answers_are_distinguished_by_later_turns() -> None:
     talk = Talk()
     first = talk.turn(assistant("one"))
     talk.turn(assistant("two"), user("go on"))
@@ -180,7 +180,7 @@ def test_what_looks_alike_is_told_apart_by_what_followed() -> None:
     assert third.parent.parent is first
 
 
-def test_ids_that_fit_two_turns_decide_nothing() -> None:
+def test_ambiguous_call_ids_alone_do_not_match_a_turn() -> None:
     talk = Talk()
     talk.turn(assistant("", call("functions.bash:0", cmd="ls")))
     again = talk.session.prepare(TurnRequest(tuple(talk.messages[:2]), tools=TOOLS))
@@ -191,7 +191,7 @@ def test_ids_that_fit_two_turns_decide_nothing() -> None:
     assert talk.turn(assistant("ok"), tool("functions.bash:0", "me")).parent is None
 
 
-def test_an_edited_message_forks_and_other_white_space_does_not() -> None:
+def test_edited_message_forks_but_outer_white_space_does_not() -> None:
     talk = Talk()
     talk.turn(assistant("one"))
     talk.messages[1] = user(" Task?  \r\n")
@@ -202,14 +202,14 @@ def test_an_edited_message_forks_and_other_white_space_does_not() -> None:
     assert talk.outcomes[-1] is FORKED
 
 
-def test_a_system_message_inside_the_list_is_a_message_like_others() -> None:
+def test_system_message_inside_the_history_extends_the_turn() -> None:
     talk = Talk()
     talk.turn(assistant("one"), system("<env>"))
     talk.turn(assistant("two"), user("go on"), system("an agent has finished"))
     assert talk.outcomes == [EXTENDED, EXTENDED]
 
 
-def test_branches_that_run_at_once_are_one_extension_and_forks() -> None:
+def test_concurrent_branches_are_one_extension_and_forks() -> None:
     talk = Talk()
     first = talk.turn(assistant("one"))
     requests = [talk.request(user(text)) for text in ("left", "right", "left")]
@@ -222,7 +222,7 @@ def test_branches_that_run_at_once_are_one_extension_and_forks() -> None:
     assert len(talk.session.tree.leaves()) == 3
 
 
-def test_an_abandoned_turn_is_counted_and_leaves_nothing_behind() -> None:
+def test_abandoned_turn_is_counted_and_not_trained_on() -> None:
     talk = Talk(strict=True)
     prompt = talk.session.prepare(talk.request())
     talk.session.abandon(prompt, sampled(assistant("half")))
@@ -238,7 +238,7 @@ def test_an_abandoned_turn_is_counted_and_leaves_nothing_behind() -> None:
     assert len(samples) == 1
 
 
-def test_strict_refuses_what_would_fork_and_goes_on() -> None:
+def test_strict_session_rejects_a_fork_and_continues() -> None:
     talk = Talk(strict=True)
     talk.turn(assistant("one"))
     with pytest.raises(ContinuationRefused, match="--strict-tokens"):
@@ -247,7 +247,7 @@ def test_strict_refuses_what_would_fork_and_goes_on() -> None:
     assert (talk.session.counters.refused, talk.session.counters.forked) == (1, 0)
 
 
-def test_a_template_that_cannot_be_continued_refuses_the_second_turn() -> None:
+def test_template_without_continuation_rejects_the_second_turn() -> None:
     talk = Talk()
     talk.session.template.refusal = "it has no tool role"  # type: ignore[union-attr,misc]
     talk.turn(assistant("one"))
@@ -256,7 +256,7 @@ def test_a_template_that_cannot_be_continued_refuses_the_second_turn() -> None:
     assert talk.session.counters.refused == 1
 
 
-def test_a_turn_cut_by_length_is_closed_with_tokens_that_nobody_sampled() -> None:
+def test_turn_cut_by_length_is_closed_with_an_untrained_token() -> None:
     talk = Talk()
     first = talk.turn(sampled(assistant("one two thr"), finish="length"))
     talk.turn(assistant("four"), user("go on"))
@@ -266,7 +266,7 @@ def test_a_turn_cut_by_length_is_closed_with_tokens_that_nobody_sampled() -> Non
     assert sample.status is Sample.Status.COMPLETED
 
 
-def test_max_new_tokens_is_the_least_bound() -> None:
+def test_max_new_tokens_is_the_smallest_limit() -> None:
     limits = Limits(max_new_tokens=50, max_tokens=60, max_context=200)
     talk = Talk(limits=limits)
     assert talk.session.prepare(talk.request(tools=())).max_new_tokens == 50
@@ -279,7 +279,7 @@ def test_max_new_tokens_is_the_least_bound() -> None:
     assert Session("k", ByteTemplate()).prepare(talk.request()).max_new_tokens is None
 
 
-def test_limits_are_named_and_mark_the_turn_that_they_cut() -> None:
+def test_reached_limits_are_named_and_mark_the_sample() -> None:
     now = [0.0]
     talk = Talk(limits=Limits(max_turns=2, deadline=10.0, clock=lambda: now[0]))
     talk.turn(assistant("one"))
@@ -307,7 +307,7 @@ def test_a_token_budget_ends_the_session() -> None:
         talk.session.prepare(talk.request(user("more")))
 
 
-def test_a_prompt_that_is_too_long_says_the_numbers() -> None:
+def test_too_long_prompt_error_has_the_token_counts() -> None:
     talk = Talk(limits=Limits(max_context=40))
     with pytest.raises(PromptExceedsContext) as reached:
         talk.session.prepare(talk.request(user("x" * 50), tools=()))
@@ -319,7 +319,7 @@ def test_a_prompt_that_is_too_long_says_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("ids", "log_probs"), [([1, 2], [-1.0]), ([[1]], [[-1.0]]), ([-1], [-1.0]), ([0.5], [-1.0]), ([1], [float("nan")])]
 )
-def test_a_turn_that_does_not_fit_together_is_refused_and_changes_nothing(ids: Any, log_probs: Any) -> None:
+def test_rejects_an_inconsistent_turn_without_side_effects(ids: Any, log_probs: Any) -> None:
     talk = Talk()
     prompt = talk.session.prepare(talk.request())
     turn = dataclasses.replace(sampled(assistant("x")), ids=np.array(ids), log_probs=np.array(log_probs))
@@ -358,14 +358,14 @@ def test_samples_train_every_sampled_token_once() -> None:
     assert counters.retokenised_tokens == 0
 
 
-def test_finishing_twice_gives_the_same() -> None:
+def test_finishing_twice_gives_equal_samples() -> None:
     talk = Talk()
     talk.turn(assistant("one"))
     assert talk.session.samples(base_sample(), 1.0) == talk.session.samples(base_sample(), 1.0)
     assert Session("k", ByteTemplate()).samples(base_sample()) == []
 
 
-def test_a_token_that_changed_is_counted_in_prompts_and_samples() -> None:
+def test_changed_token_is_counted_in_prompts_and_samples() -> None:
     talk = Talk()
     turn = talk.turn(assistant("one"))
     turn.ids.flags.writeable = True
@@ -376,7 +376,7 @@ def test_a_token_that_changed_is_counted_in_prompts_and_samples() -> None:
     assert sample.metadata["session"]["retokenised_tokens"] == 2
 
 
-def test_the_sampler_may_use_its_arrays_again() -> None:
+def test_recorded_turn_copies_the_arrays_of_the_sampler() -> None:
     talk = Talk()
     answer = sampled(assistant("one"))
     turn = talk.turn(answer)
@@ -386,7 +386,7 @@ def test_the_sampler_may_use_its_arrays_again() -> None:
     assert not talk.sent[0].ids.flags.writeable
 
 
-def test_tokens_are_counted_without_beginning_a_turn() -> None:
+def test_counting_tokens_does_not_start_a_turn() -> None:
     talk = Talk()
     talk.turn(assistant("one"))
     before = dataclasses.replace(talk.session.counters)
@@ -402,7 +402,7 @@ def test_tokens_are_counted_without_beginning_a_turn() -> None:
     assert talk.outcomes == [EXTENDED, EXTENDED]
 
 
-def test_turn_rewards_stand_where_the_turns_are() -> None:
+def test_turn_rewards_have_the_spans_of_their_turns() -> None:
     talk = Talk()
     first = talk.turn(assistant("one"))
     second = talk.turn(assistant("two"), user("go on"))
@@ -432,7 +432,7 @@ def test_a_turn_reward_is_given_once_in_a_fan_out() -> None:
     assert "turn_rewards" not in other.metadata
 
 
-def test_the_words_of_a_branch() -> None:
+def test_branch_has_its_messages_and_response_text() -> None:
     talk = Talk()
     talk.turn(assistant("one"))
     turn = talk.turn(dataclasses.replace(sampled(assistant("two")), text="<think>two"), user("go on"))

@@ -13,7 +13,7 @@ def agent_metrics(samples: list[Sample]) -> dict[str, float]:
     return {name: value for name, value in found.items() if name.startswith("agent/")}
 
 
-def test_the_sessions_of_a_rollout_in_numbers() -> None:
+def test_rollout_metrics_count_sessions_turns_and_tokens() -> None:
     plain, forked = Talk(), Talk()
     plain.turn(assistant("one"))
     forked.turn(assistant("one"))
@@ -43,12 +43,12 @@ def test_the_sessions_of_a_rollout_in_numbers() -> None:
     }
 
 
-def test_a_rollout_without_sessions_says_nothing_of_them() -> None:
+def test_rollout_without_valid_session_records_has_no_agent_metrics() -> None:
     samples = [base_sample(metadata={"session": value}) for value in ("mine", {"turns": 1}, {"turns": "x"})]
     assert agent_metrics(samples) == {}
 
 
-def test_a_session_with_branches_is_one_try() -> None:
+def test_branched_session_counts_as_one_attempt() -> None:
     forked = Talk()
     forked.turn(assistant("one"))
     for branch in range(3):

@@ -40,7 +40,7 @@ def template_of(family: str) -> tuple[Any, Callable[[list[int]], str]]:
     ("family", "examples"),
     [("bytes", 120), ("qwen2_5", 15), ("qwen3", 15), ("llama3", 15), ("deepseek_r1", 15), ("glm4", 15), ("marked", 15)],
 )
-def test_no_client_changes_a_sampled_token(family: str, examples: int) -> None:
+def test_sampled_tokens_are_unchanged_and_trained_on_once(family: str, examples: int) -> None:
     @some(examples)
     @given(actions)
     def holds(played: Actions) -> None:

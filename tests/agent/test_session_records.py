@@ -33,7 +33,7 @@ def through_bytes(record: Any) -> Any:
     return codec.unpack(codec.pack(record, "session"))
 
 
-def test_a_session_read_back_is_the_same_and_goes_on() -> None:
+def test_restored_session_is_equal_and_continues() -> None:
     talk = forked_talk()
     twin = Session.from_record(through_bytes(talk.session.to_record()), ByteTemplate())
     assert twin.counters == talk.session.counters
@@ -46,7 +46,7 @@ def test_a_session_read_back_is_the_same_and_goes_on() -> None:
     assert (prompt.outcome, prompt.node.number) == (MatchOutcome.EXTENDED, own.node.number)
 
 
-def test_a_session_of_its_turns_in_any_order() -> None:
+def test_session_is_rebuilt_from_turns_in_any_order() -> None:
     talk = Talk()
     records = []
     for text in ("one", "two", "three"):
@@ -60,7 +60,7 @@ def test_a_session_of_its_turns_in_any_order() -> None:
         Session.from_turns("key", records).prepare(talk.request())
 
 
-def test_a_record_is_as_long_as_its_turn() -> None:
+def test_turn_record_size_does_not_grow_with_the_history() -> None:
     talk = Talk()
     lengths = []
     for _ in range(30):
@@ -101,7 +101,7 @@ def changed(record: dict[str, Any], at: list[Any], value: Any) -> dict[str, Any]
     ],
     ids=str,
 )
-def test_a_record_that_does_not_fit_together_is_refused(at: list[Any], value: Any) -> None:
+def test_rejects_an_inconsistent_session_record(at: list[Any], value: Any) -> None:
     record = through_bytes(forked_talk().session.to_record())
     with pytest.raises(BadRecord):
         Session.from_record(changed(record, at, value))

@@ -33,7 +33,7 @@ async def two_turns(args, sample, params, **options):
         return talk.finish(reward=1.0, metadata={"task": 1})
 
 
-def test_the_samples_of_a_conversation_are_what_the_engine_saw_and_sampled(play, agent_tokenizer, agent_runtime):
+def test_samples_have_the_tokens_that_the_engine_saw_and_sampled(play, agent_tokenizer, agent_runtime):
     turns = [
         Turn.of(agent_tokenizer, f"the sum:{CALL}", seed=1),
         Turn.of(agent_tokenizer, "the answer is 46", seed=2),
@@ -55,7 +55,7 @@ def test_the_samples_of_a_conversation_are_what_the_engine_saw_and_sampled(play,
     assert second.params["stop_token_ids"] == [agent_tokenizer.eos_token_id]
 
 
-def test_a_conversation_ends_at_its_limits(play, agent_tokenizer, agent_runtime):
+def test_conversation_ends_at_its_turn_limit(play, agent_tokenizer, agent_runtime):
     _, url = play([Turn.of(agent_tokenizer, f"the sum:{CALL}"), Turn.of(agent_tokenizer, "the answer is 46")])
     runtime = agent_runtime(url, max_turns=1)
     with pytest.raises(LimitReached, match="has reached its limit of 1 turns"):
@@ -64,7 +64,7 @@ def test_a_conversation_ends_at_its_limits(play, agent_tokenizer, agent_runtime)
     assert sample.status is Sample.Status.COMPLETED
 
 
-def test_a_conversation_whose_rollout_is_given_up_starts_over(play, agent_tokenizer, agent_runtime, tmp_path):
+def test_conversation_of_a_given_up_rollout_starts_over(play, agent_tokenizer, agent_runtime, tmp_path):
     engine, url = play([Turn.of(agent_tokenizer, "the answer is 46", hold_after=3)])
     (tmp_path / "plugin.py").write_text(
         "from slime.agent.conversation import converse\n"
@@ -90,7 +90,7 @@ def test_a_conversation_whose_rollout_is_given_up_starts_over(play, agent_tokeni
     assert [one.status for one in finished] == [Sample.Status.COMPLETED]
 
 
-def test_what_is_given_up_is_counted(play, agent_tokenizer, agent_runtime):
+def test_given_up_turn_is_counted_as_abandoned(play, agent_tokenizer, agent_runtime):
     engine, url = play([Turn.of(agent_tokenizer, "the answer is 46", hold_after=3)])
     runtime = agent_runtime(url)
 

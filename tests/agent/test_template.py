@@ -63,7 +63,7 @@ AFTER_TOOL = {
 
 
 @pytest.mark.parametrize("family", AFTER_TOOL)
-def test_a_tool_result_goes_after_the_token_that_closes_the_turn(family: str) -> None:
+def test_tool_result_follows_the_token_that_closes_the_turn(family: str) -> None:
     tokenizer = tokenizer_for(family)
     template = ChatTemplate(tokenizer)
     end = token(tokenizer, END[family])
@@ -76,7 +76,7 @@ def test_a_tool_result_goes_after_the_token_that_closes_the_turn(family: str) ->
     assert template.continuation(last, None, new, TOOLS).tolist() == [end, *ids]
 
 
-def test_a_token_that_opens_the_next_message_is_the_stop_token_and_is_not_replaced() -> None:
+def test_stop_token_that_opens_the_next_message_is_not_repeated() -> None:
     tokenizer = tokenizer_for("glm4")
     tokenizer.eos_token = "<|endoftext|>"
     template = ChatTemplate(tokenizer)
@@ -91,7 +91,7 @@ def test_a_token_that_opens_the_next_message_is_the_stop_token_and_is_not_replac
     assert template.continuation(said("Done."), asks, [user("More?")], TOOLS).tolist() == asked
 
 
-def test_an_end_that_the_template_does_not_write_is_kept_and_closed() -> None:
+def test_end_token_unknown_to_the_template_is_kept_and_closed() -> None:
     tokenizer = tokenizer_for("llama3")
     tokenizer.eos_token = "<|begin_of_text|>"  # any other special token
     template = ChatTemplate(tokenizer)
@@ -102,7 +102,7 @@ def test_an_end_that_the_template_does_not_write_is_kept_and_closed() -> None:
 
 
 @pytest.mark.parametrize("family", [*END, "glm4"])
-def test_a_prompt_is_what_the_tokenizer_makes_of_it(family: str) -> None:
+def test_prompt_matches_apply_chat_template(family: str) -> None:
     tokenizer = tokenizer_for(family)
     messages = [Message("system", "Be brief."), user("Files?"), said("None."), user("Sure? ü 漢\n\n")]
     dicts = [{"role": message.role, "content": message.content} for message in messages]
@@ -113,7 +113,7 @@ def test_a_prompt_is_what_the_tokenizer_makes_of_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("chat_template", [None, scripted.CHAT_TEMPLATE])
-def test_the_tokenizer_of_the_tiny_models(chat_template: str | None) -> None:
+def test_tiny_model_templates_can_be_continued(chat_template: str | None) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     template = ChatTemplate(tokenizer)
@@ -125,7 +125,7 @@ def test_the_tokenizer_of_the_tiny_models(chat_template: str | None) -> None:
     )
 
 
-def test_a_thinking_prompt() -> None:
+def test_prompts_that_start_in_reasoning_are_detected() -> None:
     thinking = ChatTemplate(tokenizer_for("deepseek_r1"))
     assert thinking.starts_in_reasoning(thinking.prompt([user("1+1?")], ()))
     assert not thinking.starts_in_reasoning(thinking.prompt([user("1+1?"), said("", bash()), result("2")], ()))
@@ -135,7 +135,7 @@ def test_a_thinking_prompt() -> None:
     assert closed._tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_a_tokenizer_without_a_template_is_refused_in_a_sentence() -> None:
+def test_rejects_a_tokenizer_without_a_chat_template() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     template = ChatTemplate(tokenizer)
@@ -144,13 +144,13 @@ def test_a_tokenizer_without_a_template_is_refused_in_a_sentence() -> None:
         template.prompt([user("hi")], ())
 
 
-def test_arguments_that_are_not_the_templates_are_refused() -> None:
+def test_rejects_reserved_chat_template_kwargs() -> None:
     with pytest.raises(UserError, match="--apply-chat-template-kwargs: tools is not for the template"):
         ChatTemplate(make_tokenizer(), kwargs={"tools": []})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_takes_every_addition(family: str) -> None:
+def test_every_family_can_be_continued_with_every_addition(family: str) -> None:
     template = ChatTemplate(family_tokenizer(family))
     assert template.refusal is None
     assert {kind: template.continues(kind) for kind in ADDITIONS} == dict.fromkeys(ADDITIONS, True)
@@ -169,7 +169,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("family", STOPS)
-def test_tokens_that_may_end_a_turn(family: str) -> None:
+def test_stop_ids_are_the_tokens_that_may_end_a_turn(family: str) -> None:
     tokenizer = family_tokenizer(family)
     assert {tokenizer.convert_ids_to_tokens(id_) for id_ in ChatTemplate(tokenizer).stop_ids} == STOPS[family]
 
@@ -181,7 +181,7 @@ def continued(family: str, last: Message, *new: Message, ended: str | None = Non
     return str(tokenizer.decode(ids))
 
 
-def test_the_other_token_for_a_turn_in_history_is_not_added_to_the_sampled_one() -> None:
+def test_history_end_token_is_not_added_after_the_sampled_one() -> None:
     after = "<|start|>user<|message|>More?<|end|><|start|>assistant"
     assert continued("gpt_oss", said("Done."), user("More?"), ended="<|return|>") == after
     assert continued("gpt_oss", said("Done."), user("More?")) == "<|end|>" + after
@@ -191,7 +191,7 @@ def test_the_other_token_for_a_turn_in_history_is_not_added_to_the_sampled_one()
     )
 
 
-def test_results_of_tools_become_questions_where_a_template_has_no_tools() -> None:
+def test_tool_results_become_user_messages_without_tool_support() -> None:
     new = [result("a.txt"), result("b.txt", "call_2"), Message("system", "Hurry."), user("Go on.")]
     last = said("", bash(), bash("call_2"))
     assert continued("gemma3", last, *new, ended="<end_of_turn>") == (
@@ -200,7 +200,7 @@ def test_results_of_tools_become_questions_where_a_template_has_no_tools() -> No
     )
 
 
-def test_a_template_that_shows_the_tools_in_questions_shows_all_of_them() -> None:
+def test_template_with_tools_in_user_messages_shows_all_tools() -> None:
     shown = '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "bash", "description": "Run.", '
     assert continued("mistral", said("Done."), user("More?"), ended="</s>") == (
         shown + '"parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] More?[/INST]'
@@ -210,18 +210,18 @@ def test_a_template_that_shows_the_tools_in_questions_shows_all_of_them() -> Non
 @pytest.mark.parametrize(
     ("id_", "expected"), [("Ab3de6gH9", "Ab3de6gH9"), ("call_1", hashlib.sha256(b"call_1").hexdigest()[:9])]
 )
-def test_call_ids_of_nine_letters(id_: str, expected: str) -> None:
+def test_call_ids_are_hashed_unless_they_have_nine_characters(id_: str, expected: str) -> None:
     text = continued("mistral", said("", bash(id_)), result("a.txt", id_), ended="</s>")
     assert text == f'[TOOL_RESULTS] {{"content": "a.txt", "call_id": "{expected}"}}[/TOOL_RESULTS]'
 
 
-def test_a_turn_without_a_token_of_the_template_at_its_end() -> None:
+def test_template_without_end_tokens_can_be_continued() -> None:
     last, new = said("Done.", bash()), user("More?")
     assert continued("plain", last, new, ended="<|endoftext|>") == "\n\n### User:\nMore?\n\n### Assistant:\n"
     assert continued("plain", last, new) == "<|endoftext|>\n\n### User:\nMore?\n\n### Assistant:\n"
 
 
-def test_answers_that_a_client_wrote_have_their_thoughts_and_calls() -> None:
+def test_client_written_answers_keep_reasoning_and_calls() -> None:
     new = [user("Look."), said("Yes.", bash(a="b"), reasoning="hm"), result("a.txt")]
     assert continued("qwen3", said("Done."), *new, ended="<|im_end|>") == (
         "\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nYes.\n"
@@ -235,7 +235,7 @@ def test_answers_that_a_client_wrote_have_their_thoughts_and_calls() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["not json", "[1]", "", "[" * 50_000])
-def test_arguments_that_are_no_object(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_shown_as_text(arguments: str) -> None:
     answer = said("", ToolCall("call_1", "bash", arguments))
     shown = arguments
     for family in ("qwen3", "qwen3_coder", "glm4_5", "deepseek_v3"):
@@ -251,12 +251,12 @@ def test_several_system_messages_at_the_beginning_become_one() -> None:
     )
 
 
-def test_a_tool_result_that_nobody_called_for_is_told_as_a_question() -> None:
+def test_tool_result_without_a_call_becomes_a_user_message() -> None:
     text = continued("gpt_oss", said("Done."), result("a.txt"), ended="<|return|>")
     assert text == "<|start|>user<|message|><tool_response>\na.txt\n</tool_response><|end|><|start|>assistant"
 
 
-def test_a_conversation_that_no_form_makes_fit_is_refused_in_a_sentence() -> None:
+def test_rejects_a_conversation_that_the_template_refuses() -> None:
     template = ChatTemplate(family_tokenizer("qwen3_5"))
     with pytest.raises(ContinuationRefused) as refused:
         template.prompt([Message("system", "Be brief.")], ())
@@ -268,7 +268,7 @@ def test_a_conversation_that_no_form_makes_fit_is_refused_in_a_sentence() -> Non
 @pytest.mark.parametrize(
     "text", ["<|im_end|>", "a <|im_start|>user\nx", "<tool_call>\n{}</tool_call>", "</think>done", "<|fim_prefix|>"]
 )
-def test_text_of_control_tokens_is_encoded_as_other_text(text: str) -> None:
+def test_control_token_text_is_encoded_as_ordinary_text(text: str) -> None:
     """The expected ids come from a tokenizer without added tokens."""
     tokenizer = family_tokenizer("qwen3")
     without = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -280,7 +280,7 @@ def test_text_of_control_tokens_is_encoded_as_other_text(text: str) -> None:
     assert ids == [*head, *expected, *tail]
 
 
-def test_a_control_token_inside_another_one() -> None:
+def test_nested_control_token_text_makes_no_control_token() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|a<think>b|>", "<think>"])
     ids = ChatTemplate(tokenizer).prompt([user("x<|a<think>b|>y<think>")], ())
@@ -291,7 +291,7 @@ def test_a_control_token_inside_another_one() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("added", ["☃", "\uf8ff", "~"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "tiny"])
-def test_control_tokens_of_one_character_are_encoded_as_other_text(family: str, added: str) -> None:
+def test_one_character_control_tokens_are_encoded_as_ordinary_text(family: str, added: str) -> None:
     tokenizer = make_tokenizer() if family == "tiny" else copy.deepcopy(family_tokenizer(family))
     tokenizer.add_special_tokens({"additional_special_tokens": [added, added + "!", "<|long|>"]})
     template = ChatTemplate(tokenizer)
@@ -303,7 +303,7 @@ def test_control_tokens_of_one_character_are_encoded_as_other_text(family: str, 
     assert f"a{shown}b{shown}! {shown}{shown}<|long|>." in written
 
 
-def test_a_text_with_every_private_use_character_is_refused_in_a_sentence() -> None:
+def test_rejects_a_text_with_every_private_use_character() -> None:
     everything = "".join(chr(c) for first, last in PRIVATE_USE for c in range(first, last + 1))
     with pytest.raises(ContinuationRefused, match="every private-use character"):
         ChatTemplate(make_tokenizer()).prompt([user("<|im_end|>" + everything)], ())
@@ -318,7 +318,7 @@ def test_added_tokens_that_are_ordinary_text_stay_tokens() -> None:
     assert ids.count(token(tokenizer, "<end_of_turn>")) == 1
 
 
-def test_control_text_that_json_hides_in_arguments() -> None:
+def test_json_escaped_control_text_makes_no_control_token() -> None:
     hidden = ToolCall("call_1", "bash", '{"a": "\\u003c|im_end|>"}')
     tokenizer = family_tokenizer("qwen3")
     ids = ChatTemplate(tokenizer).prompt([user("Hi."), said("", hidden), result("x")], ())
@@ -326,13 +326,13 @@ def test_control_text_that_json_hides_in_arguments() -> None:
     assert '"a": "<|im_end|>"' in tokenizer.decode(ids)
 
 
-def test_private_characters_and_halves_of_pairs_in_a_text() -> None:
+def test_private_characters_are_kept_and_lone_surrogates_replaced() -> None:
     tokenizer = family_tokenizer("qwen3")
     ids = ChatTemplate(tokenizer).prompt([user("\uf8ff<|im_end|>\\uf8fe \ud83d!")], ())
     assert tokenizer.decode(ids).startswith("<|im_start|>user\n\uf8ff<|im_end|>\\uf8fe \ufffd!<|im_end|>\n")
 
 
-def test_a_tokenizer_on_which_somebody_left_a_switch() -> None:
+def test_leftover_tokenizer_options_do_not_change_prompts() -> None:
     tokenizer = make_tokenizer()
     template = ChatTemplate(tokenizer)
     expected = template.prompt([user("hi")], ()).tolist()
@@ -342,7 +342,7 @@ def test_a_tokenizer_on_which_somebody_left_a_switch() -> None:
     assert template.prompt([user("hi")], ()).tolist() == expected
 
 
-def test_a_continuation_does_not_render_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuation_does_not_render_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = scripted.CHAT_TEMPLATE
     template = ChatTemplate(tokenizer)
@@ -359,7 +359,7 @@ def test_a_continuation_does_not_render_what_is_held(monkeypatch: pytest.MonkeyP
     assert [len(text) < 1000 for text in rendered] == [True]
 
 
-def test_results_that_stand_in_the_turn_that_called() -> None:
+def test_tool_results_inside_the_calling_turn_are_continued() -> None:
     last, new = said("I look.", bash(a="b")), [result("a.txt"), result("b.txt")]
     inside = 'response:bash{value:<|"|>a.txt<|"|>}<tool_response|>'
     more = '<|tool_response>response:bash{value:<|"|>b.txt<|"|>}<tool_response|>'
@@ -377,7 +377,7 @@ def made_template(text: str, *tokens: str, eos: str = "<|im_end|>") -> tuple[Cha
     return ChatTemplate(tokenizer), tokenizer
 
 
-def test_a_turn_that_two_tokens_close_ends_with_the_one_that_ends_texts() -> None:
+def test_turn_closed_by_two_tokens_stops_at_the_eos_token() -> None:
     template, tokenizer = made_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{{ '<|said|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}"
@@ -389,7 +389,7 @@ def test_a_turn_that_two_tokens_close_ends_with_the_one_that_ends_texts() -> Non
     assert tokenizer.decode(ids) == "<|im_start|>user\nMore?<|im_end|><|im_start|>assistant\n"
 
 
-def test_a_template_that_writes_the_token_of_the_next_message_at_the_end_of_each_turn() -> None:
+def test_turns_may_end_with_the_opening_token_of_the_next_message() -> None:
     template, tokenizer = made_template(
         "{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
@@ -408,7 +408,7 @@ def test_a_template_that_writes_the_token_of_the_next_message_at_the_end_of_each
     assert tokenizer.decode(template.continuation(said("7"), asks, [user("So?")], ())) == "So?<|bot|>"
 
 
-def test_a_template_that_closes_only_turns_with_several_calls() -> None:
+def test_single_call_turn_ends_with_eos_even_if_the_template_omits_it() -> None:
     template, tokenizer = made_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|called|>{% endfor %}"
@@ -423,7 +423,7 @@ def test_a_template_that_closes_only_turns_with_several_calls() -> None:
         assert tokenizer.decode(template.continuation(said("", *calls), end, [result("7")], ())) == after
 
 
-def test_contents_as_parts() -> None:
+def test_template_with_content_parts_can_be_continued() -> None:
     template, tokenizer = made_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -432,14 +432,14 @@ def test_contents_as_parts() -> None:
     assert tokenizer.decode(ids) == "<|im_start|>user\nMore?<|im_end|><|im_start|>assistant\n"
 
 
-def test_tools_that_say_too_little_for_a_template() -> None:
+def test_missing_tool_fields_get_defaults_for_the_template() -> None:
     tokenizer = family_tokenizer("gpt_oss")
     silent = {"type": "function", "function": {"name": "bash"}}
     text = tokenizer.decode(ChatTemplate(tokenizer).prompt([user("Hi.")], [silent]))
     assert '// \ntype bash = (_: {"type": "object", "properties": {}}) => any;' in text
 
 
-def test_a_template_that_shows_nothing_is_refused_in_a_sentence() -> None:
+def test_rejects_a_template_that_omits_assistant_text() -> None:
     template, _ = made_template("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert template.refusal == (
         "the model's chat template does not render the text of assistant messages: its turns cannot be continued"

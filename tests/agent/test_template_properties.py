@@ -127,7 +127,7 @@ def harmless(message: Message, writer: Writer) -> Message:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-def test_what_is_new_is_shown_once_in_order_and_makes_no_control_token(family: str, data: st.DataObject) -> None:
+def test_new_messages_appear_once_in_order_without_control_tokens(family: str, data: st.DataObject) -> None:
     begin, turns, writer = data.draw(conversations(special=True))
     template, tokenizer = template_of(family), family_tokenizer(family)
     pieces = [(begin, template.prompt(begin, TOOLS), template.prompt([harmless(m, writer) for m in begin], ()))]
@@ -161,7 +161,7 @@ def test_special_text_in_prompts_and_tools_makes_no_control_token(family: str, d
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-def test_where_a_template_keeps_history_the_continuation_is_the_rest_of_the_whole(
+def test_continuation_completes_the_prompt_if_history_is_kept(
     family: str, data: st.DataObject
 ) -> None:
     begin, [(last, new), *_], _ = data.draw(conversations(special=False))
@@ -183,7 +183,7 @@ def test_where_a_template_keeps_history_the_continuation_is_the_rest_of_the_whol
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=5, deadline=None)
 @given(st.lists(plain_text.map(str.strip).filter(bool), min_size=1, max_size=5), st.booleans())
-def test_a_plain_prompt_is_what_the_tokenizer_makes_of_it(family: str, texts: list[str], tools: bool) -> None:
+def test_plain_prompt_matches_apply_chat_template(family: str, texts: list[str], tools: bool) -> None:
     tokenizer = family_tokenizer(family)
     roles = ["user", "assistant"]
     messages = [Message(roles[i % 2], text) for i, text in enumerate(texts)]

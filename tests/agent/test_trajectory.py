@@ -20,7 +20,7 @@ def finished(manager: TrajectoryManager, **fields: Any) -> list[Sample]:
     return manager.get_trajectory("s", base_sample=base, **{"reward": 1.0, "extra_metadata": {"x": 2}, **fields})
 
 
-def test_prompts_that_go_on_become_one_sample() -> None:
+def test_prompts_that_extend_earlier_turns_become_one_sample() -> None:
     manager = TrajectoryManager()
     record(manager, [1, 2], [3, 4], message={"tool_calls": [{"id": "a", "function": {"name": "f"}}]})
     record(manager, [1, 2, 3, 4, 5], [6], metadata={"turn": 2})
@@ -34,7 +34,7 @@ def test_prompts_that_go_on_become_one_sample() -> None:
     assert finished(manager) == []
 
 
-def test_other_tokens_make_a_branch_and_every_turn_is_trained_once() -> None:
+def test_changed_tokens_fork_and_every_turn_is_trained_once() -> None:
     manager = TrajectoryManager(fork_threshold_tokens=1024)
     record(manager, [1, 2], [3, 4])
     record(manager, [1, 2, 3, 4, 5], [6, 7])
@@ -49,7 +49,7 @@ def test_other_tokens_make_a_branch_and_every_turn_is_trained_once() -> None:
     assert [sample.metadata["ill_formed"] for sample in (first, second, third)] == [False, True, False]
 
 
-def test_the_same_prompt_again_is_a_sibling() -> None:
+def test_repeated_prompt_creates_a_sibling() -> None:
     manager = TrajectoryManager()
     record(manager, [1, 2], [3])
     record(manager, [1, 2], [4])
@@ -59,7 +59,7 @@ def test_the_same_prompt_again_is_a_sibling() -> None:
     assert (other.tokens, other.loss_mask) == ([1, 2, 4, 5, 6], [1, 0, 1])
 
 
-def test_turns_without_log_probs() -> None:
+def test_turn_without_log_probs_gives_a_sample_without_them() -> None:
     manager = TrajectoryManager()
     manager.record_turn("s", turn=TurnRecord([1], [2], "stop"), prompt_messages=[], response_message={"content": None})
     (sample,) = finished(manager)
@@ -67,7 +67,7 @@ def test_turns_without_log_probs() -> None:
 
 
 @pytest.mark.parametrize(("most", "tokens", "mask"), [(9, 6, 4), (5, 5, 3), (3, 3, 1), (2, None, None), (0, 6, 4)])
-def test_a_sample_that_is_too_long_is_cut(most: int, tokens: int | None, mask: int | None) -> None:
+def test_sample_above_the_token_limit_is_cut_or_dropped(most: int, tokens: int | None, mask: int | None) -> None:
     manager = TrajectoryManager()
     record(manager, [1, 2], [3, 4])
     record(manager, [1, 2, 3, 4, 5], [6])
@@ -78,7 +78,7 @@ def test_a_sample_that_is_too_long_is_cut(most: int, tokens: int | None, mask: i
     assert all(sample.metadata["truncated"] == (tokens != 6) for sample in found)
 
 
-def test_bad_turns_and_dropped_sessions() -> None:
+def test_bad_turns_and_dropped_sessions_leave_no_samples() -> None:
     manager = TrajectoryManager()
     turn = TurnRecord([1], [2, 3], "stop", [-1.0])
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):

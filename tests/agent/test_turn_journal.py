@@ -49,7 +49,7 @@ def damaged(path: Path, statement: str, *values: object) -> None:
         assert connection.execute(statement, values).rowcount
 
 
-def test_a_session_goes_on_where_a_killed_process_had_written_it(tmp_path: Path) -> None:
+def test_session_resumes_from_the_turns_of_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -74,7 +74,7 @@ def test_a_session_goes_on_where_a_killed_process_had_written_it(tmp_path: Path)
     journal.close()
 
 
-def test_rows_go_with_the_samples_that_are_recorded(tmp_path: Path) -> None:
+def test_forget_deletes_only_the_rows_of_its_attempts(tmp_path: Path) -> None:
     journal = TurnJournal(tmp_path / "sessions.sqlite")
     others = [Attempt("run", 7, 3, 1), Attempt("run", 8, 3), Attempt("run", None, None)]
     for attempt in (OURS, *others):
@@ -90,7 +90,7 @@ def test_rows_go_with_the_samples_that_are_recorded(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_an_attempt_that_began_anew_has_its_new_turns_only(tmp_path: Path) -> None:
+def test_restarted_attempt_has_only_its_new_turns(tmp_path: Path) -> None:
     journal = TurnJournal(tmp_path / "sessions.sqlite")
     talk_of("one", "two", journal=journal)
     again = talk_of("three", journal=journal, key="another key")
@@ -111,7 +111,7 @@ def test_an_attempt_that_began_anew_has_its_new_turns_only(tmp_path: Path) -> No
     ],
     ids=["other bytes", "no bytes", "a missing turn", "rows of another"],
 )
-def test_damaged_rows_end_one_session(
+def test_damaged_rows_drop_only_their_session(
     tmp_path: Path, statement: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "sessions.sqlite"
@@ -133,7 +133,7 @@ def test_damaged_rows_end_one_session(
     journal.close()
 
 
-def test_a_file_that_is_something_else_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_or_newer_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"no database" * 500)
     journal = TurnJournal(path)
@@ -150,7 +150,7 @@ def test_a_file_that_is_something_else_is_set_aside(tmp_path: Path, caplog: pyte
     journal.close()
 
 
-def test_two_processes_may_have_it_open(tmp_path: Path) -> None:
+def test_two_journals_may_share_one_file(tmp_path: Path) -> None:
     server, driver = (TurnJournal(tmp_path / "sessions.sqlite") for _ in range(2))
     talk_of("one", journal=server)
     assert driver.restore(OURS) is not None
@@ -160,7 +160,7 @@ def test_two_processes_may_have_it_open(tmp_path: Path) -> None:
     driver.close()
 
 
-def test_what_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_failed_write_raises_journal_failed(tmp_path: Path) -> None:
     journal = TurnJournal(tmp_path / "sessions.sqlite")
     with closing(sqlite3.connect(journal.path)) as connection:
         connection.execute("DROP TABLE turns")

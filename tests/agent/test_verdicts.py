@@ -29,7 +29,7 @@ class Judge:
         return {"length": len(text)}
 
 
-def test_a_text_that_many_ask_about_is_judged_once() -> None:
+def test_concurrent_requests_for_a_text_are_judged_once() -> None:
     async def main() -> None:
         verdicts, judge = Verdicts(), Judge()
         judge.may.clear()
@@ -44,7 +44,7 @@ def test_a_text_that_many_ask_about_is_judged_once() -> None:
     asyncio.run(main())
 
 
-def test_who_gives_up_takes_no_one_elses_verdict_along() -> None:
+def test_cancelled_caller_does_not_cancel_a_shared_verdict() -> None:
     async def main() -> None:
         verdicts, judge = Verdicts(), Judge()
         judge.may.clear()
@@ -59,7 +59,7 @@ def test_who_gives_up_takes_no_one_elses_verdict_along() -> None:
     asyncio.run(main())
 
 
-def test_a_failure_is_no_verdict_and_is_tried_again() -> None:
+def test_failed_judgement_is_retried() -> None:
     async def main() -> None:
         verdicts, judge = Verdicts(), Judge()
         judge.fails = 1
@@ -70,7 +70,7 @@ def test_a_failure_is_no_verdict_and_is_tried_again() -> None:
     asyncio.run(main())
 
 
-def test_a_later_run_knows_them_but_not_those_of_another_context(tmp_path: Path) -> None:
+def test_verdicts_persist_across_runs_of_the_same_context(tmp_path: Path) -> None:
     file = tmp_path / "run" / "verdicts.jsonl"
 
     async def ask(judge: Judge, **context: str) -> None:
@@ -84,7 +84,7 @@ def test_a_later_run_knows_them_but_not_those_of_another_context(tmp_path: Path)
     assert [len(judge.texts) for judge in judges] == [1, 0, 1, 0]
 
 
-def test_a_line_that_a_crash_cut_off_costs_that_line_only(tmp_path: Path) -> None:
+def test_truncated_line_loses_only_its_verdict(tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
 
     async def ask(judge: Judge) -> None:
@@ -101,7 +101,7 @@ def test_a_line_that_a_crash_cut_off_costs_that_line_only(tmp_path: Path) -> Non
     assert (first.texts, second.texts, third.texts) == (["aa", "b"], ["b"], [])
 
 
-def test_closing_gives_up_what_is_under_way() -> None:
+def test_close_cancels_pending_verdicts() -> None:
     async def main() -> None:
         verdicts, judge = Verdicts(), Judge()
         judge.may.clear()

@@ -115,7 +115,7 @@ def check_special_text(sample: Sample, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", chosen())
-def test_it_fixes_the_bug_and_the_samples_are_the_script(served, tokenizer, tmp_path, name):
+def test_agent_fixes_the_bug_and_samples_hold_the_scripted_tokens(served, tokenizer, tmp_path, name):
     agent = AGENTS[name]
     turns = spoken(tokenizer, agent.turns())
     done = attempt(plays(served, turns), agent, tmp_path)
@@ -140,7 +140,7 @@ def test_it_fixes_the_bug_and_the_samples_are_the_script(served, tokenizer, tmp_
 
 
 @pytest.mark.parametrize("name", chosen())
-def test_the_limit_of_turns_ends_it_at_once(served, tokenizer, tmp_path, name):
+def test_turn_limit_ends_the_session_without_a_timeout(served, tokenizer, tmp_path, name):
     agent = AGENTS[name]
     turns = spoken(tokenizer, agent.turns())
     done = attempt(plays(served, turns), agent, tmp_path, max_turns=2)
@@ -151,7 +151,7 @@ def test_the_limit_of_turns_ends_it_at_once(served, tokenizer, tmp_path, name):
     done.result.check(done.turns)
 
 
-def test_sub_agents_of_claude_code_become_samples_of_their_own(served, tokenizer, tmp_path):
+def test_claude_code_sub_agents_become_separate_samples(served, tokenizer, tmp_path):
     agent = Agent(make_harness("claude_code", tools=("Bash", "Agent")), AGENTS["claude_code"].shell)
     task = call("Agent", description="look", prompt="SUBTASK: list the files", subagent_type="general-purpose")
     main = spoken(tokenizer, [thought("Somebody else shall look.") + task, "The tests were not touched.", "All done."])

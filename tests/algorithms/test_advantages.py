@@ -28,7 +28,7 @@ def test_grpo_spreads_the_reward_over_the_response() -> None:
 
 
 @given(ragged(), st.sampled_from([0.0, 0.9, 1.0]), st.booleans(), st.booleans())
-def test_reinforce_plus_plus_token_by_token(batch: Ragged, gamma: float, with_kl: bool, with_turns: bool) -> None:
+def test_reinforce_plus_plus_matches_a_token_loop(batch: Ragged, gamma: float, with_kl: bool, with_turns: bool) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     kls, masks = batch.parts(batch.numbers(1)), batch.parts(batch.mask)
     turns = batch.parts(batch.numbers(2) * with_turns)
@@ -47,7 +47,7 @@ def test_reinforce_plus_plus_token_by_token(batch: Ragged, gamma: float, with_kl
 
 
 @given(ragged(), st.booleans())
-def test_reinforce_plus_plus_baseline_token_by_token(batch: Ragged, with_kl: bool) -> None:
+def test_reinforce_plus_plus_baseline_matches_a_token_loop(batch: Ragged, with_kl: bool) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     kls, masks = batch.parts(batch.numbers(1)), batch.parts(batch.mask)
     got = reinforce_plus_plus_baseline_advantages(rewards, kls if with_kl else None, masks, kl_coef=0.2)
@@ -57,7 +57,7 @@ def test_reinforce_plus_plus_baseline_token_by_token(batch: Ragged, with_kl: boo
         assert got[i].tolist() == pytest.approx([reward - c for c in charged], abs=1e-12)
 
 
-def test_a_sample_masked_as_a_whole_gets_zeros_and_masked_kl_is_not_charged() -> None:
+def test_reinforce_plus_plus_charges_no_kl_at_masked_tokens() -> None:
     masks = [torch.tensor([0, 0]), torch.tensor([1, 0])]
     kl = [torch.full((2,), math.inf), torch.tensor([0.5, math.nan])]
     got = reinforce_plus_plus_advantages([5.0, 2.0], kl, masks, kl_coef=1.0, gamma=1.0)
@@ -66,7 +66,7 @@ def test_a_sample_masked_as_a_whole_gets_zeros_and_masked_kl_is_not_charged() ->
     assert [b.tolist() for b in baseline] == [[5.0, 5.0], [1.5, 2.0]]
 
 
-def test_without_kl_and_with_integer_masks_the_result_is_float32() -> None:
+def test_result_is_float32_without_kl_and_with_integer_masks() -> None:
     got = reinforce_plus_plus_advantages([1.0], None, [torch.tensor([1, 1])], kl_coef=0.1, gamma=0.5)
     assert (got[0].dtype, got[0].tolist()) == (torch.float32, [0.5, 1.0])
 
@@ -84,7 +84,7 @@ def test_distillation_subtracts_the_reverse_kl(batch: Ragged, coef: float) -> No
 
 
 @given(ragged(), st.integers(0, 5))
-def test_whitening_of_parts_is_whitening_of_the_whole(batch: Ragged, cut: int) -> None:
+def test_whitening_with_partial_sums_equals_whitening_the_whole(batch: Ragged, cut: int) -> None:
     values, mask = torch.tensor(batch.numbers(0, 3.0)), torch.tensor(batch.mask)
     tokens = sum(batch.lengths[:cut])
     sums = whitening_sums(values[:tokens], mask[:tokens]) + whitening_sums(values[tokens:], mask[tokens:])

@@ -35,7 +35,7 @@ def states() -> list[Tensor]:
     return [q, k, v, -torch.nn.functional.softplus(decay), beta.sigmoid()]
 
 
-def test_outputs_and_gradients_are_those_of_each_sequence_alone() -> None:
+def test_outputs_and_gradients_match_each_sequence_alone() -> None:
     exact, packed = ([x.requires_grad_() for x in states()] for _ in range(2))
     alone = torch.cat([recurrence(*parts) for parts in zip(*(x.split(LENGTHS) for x in exact), strict=True)])
     got = gated_delta_rule(*(x.float() for x in packed), Chunks.of(LENGTHS, torch.device("cpu")))
@@ -48,7 +48,7 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=2e-6)
 
 
-def test_every_token_has_one_place_and_padding_reads_none() -> None:
+def test_each_token_has_one_slot_and_padding_has_none() -> None:
     chunks = Chunks.of(LENGTHS, torch.device("cpu"))
     assert chunks.alive == (7, 3, 1)
     assert chunks.token[chunks.place].tolist() == list(range(TOKENS))
@@ -57,7 +57,7 @@ def test_every_token_has_one_place_and_padding_reads_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_convolution_reads_no_other_sequence(dtype) -> None:
+def test_convolution_does_not_cross_sequences(dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     row, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in [(TOKENS, 5), (5, 4), (5,)])
     got = causal_conv(row, weight, bias, Chunks.of(LENGTHS, torch.device("cpu")).position)

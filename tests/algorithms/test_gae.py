@@ -35,7 +35,7 @@ def loop_gae(rewards, values, mask, gamma: float, lambd: float) -> tuple[list[fl
 
 
 @given(ragged(max_length=40), DISCOUNTS)
-def test_returns_of_a_sequence(batch: Ragged, gamma: float) -> None:
+def test_returns_match_a_loop(batch: Ragged, gamma: float) -> None:
     for rewards in batch.parts(batch.numbers(0)):
         before = rewards.clone()
         assert discounted_returns(rewards, gamma).tolist() == pytest.approx(loop_returns(rewards, gamma), abs=1e-12)
@@ -43,7 +43,7 @@ def test_returns_of_a_sequence(batch: Ragged, gamma: float) -> None:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9999, 0.99, 0.3])
-def test_returns_of_a_long_sequence(gamma) -> None:
+def test_returns_of_a_long_sequence_match_a_loop(gamma) -> None:
     rewards = np.random.default_rng(3).normal(size=32_771)
     expected = np.array(loop_returns(rewards, gamma))
     got = discounted_returns(torch.tensor(rewards), gamma)
@@ -53,7 +53,7 @@ def test_returns_of_a_long_sequence(gamma) -> None:
     np.testing.assert_allclose(narrow.numpy(), expected, rtol=0, atol=1e-3)
 
 
-def test_no_tokens_have_no_returns() -> None:
+def test_empty_sequence_has_no_returns() -> None:
     assert discounted_returns(torch.zeros(0), 0.9).tolist() == []
 
 
@@ -67,7 +67,7 @@ def test_gae_runs_over_the_unmasked_tokens(batch: Ragged, gamma: float, lambd: f
         assert returns.tolist() == pytest.approx(expected[1], abs=1e-12)
 
 
-def test_a_tool_answer_costs_nothing() -> None:
+def test_masked_tool_tokens_do_not_change_gae() -> None:
     rewards, values = torch.tensor([0.1, 0.2, 1.0]), torch.tensor([0.5, 0.4, 0.3])
     plain = gae(rewards, values, torch.ones(3), gamma=0.9, lambd=0.8)
     padded = gae(
@@ -83,7 +83,7 @@ def test_a_tool_answer_costs_nothing() -> None:
 
 
 @given(ragged(), DISCOUNTS, DISCOUNTS, st.booleans(), st.booleans())
-def test_ppo_charges_the_kl_and_pays_at_the_last_action(
+def test_ppo_charges_kl_and_adds_the_reward_at_the_last_token(
     batch: Ragged, gamma: float, lambd: float, with_kl: bool, with_turns: bool
 ) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
@@ -126,7 +126,7 @@ def test_float32_values_with_integer_masks_stay_float32() -> None:
 
 
 @given(ragged(), st.sampled_from([0.05, 0.5, 5.0]))
-def test_value_loss_token_by_token(batch: Ragged, clip: float) -> None:
+def test_value_loss_matches_a_token_loop(batch: Ragged, clip: float) -> None:
     values, old, returns = leaf(batch.numbers(0)), batch.numbers(1), batch.numbers(2)
     loss, clipped = clipped_value_loss(values, torch.tensor(old), torch.tensor(returns), value_clip=clip)
     loss.sum().backward()

@@ -31,7 +31,7 @@ def compared(samples, group: int, population: str) -> dict[int, list[float]]:
 
 
 @given(SAMPLES, st.booleans(), st.sampled_from(POPULATIONS))
-def test_a_reward_is_normalised_by_the_population_it_belongs_to(samples, divide: bool, population: str) -> None:
+def test_rewards_are_normalized_within_their_population(samples, divide: bool, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
     got = normalize_group_rewards(
         rewards, groups, rollouts, population=population, divide_by_std=divide, excluded=excluded
@@ -55,7 +55,7 @@ REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 0.8, 1.0]), st.floats(-1e9, 1e9))
     st.lists(st.tuples(REWARDS, st.integers(0, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=24),
     st.sampled_from(POPULATIONS),
 )
-def test_no_advantage_exceeds_the_root_of_the_samples_of_its_group(samples, population: str) -> None:
+def test_advantages_are_bounded_by_the_root_of_the_group_size(samples, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
     got = normalize_group_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
     for value, group in zip(got, groups, strict=True):
@@ -71,7 +71,7 @@ def test_no_advantage_exceeds_the_root_of_the_samples_of_its_group(samples, popu
         ("samples", [1, 1, 1, 0, 0], [0.730295] * 3 + [-1.095443] * 2),
     ],
 )
-def test_split_rollouts_by_each_population(population: str, rewards: list[float], expected: list[float]) -> None:
+def test_split_rollouts_are_normalized_by_each_population(population: str, rewards: list[float], expected: list[float]) -> None:
     """Two rollouts of five samples with equal means; three rollouts, the first with three samples."""
     rollouts = [0] * 5 + [1] * 5 if len(rewards) == 10 else [0, 0, 0, 1, 2]
     got = normalize_group_rewards(rewards, [0] * len(rewards), rollouts, population=population)
@@ -79,7 +79,7 @@ def test_split_rollouts_by_each_population(population: str, rewards: list[float]
 
 
 @given(SAMPLES, st.sampled_from(POPULATIONS))
-def test_leave_one_rollout_out(samples, population: str) -> None:
+def test_leave_one_out_excludes_the_own_rollout(samples, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
     got = leave_one_out_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
     for i, (reward, group, rollout, out) in enumerate(samples):
@@ -92,19 +92,19 @@ def test_leave_one_rollout_out(samples, population: str) -> None:
 
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
-def test_failed_samples_have_no_say_and_get_zero(function) -> None:
+def test_excluded_samples_get_zero_and_do_not_affect_the_others(function) -> None:
     with_failure = function([1, 0, math.nan], [0, 0, 0], excluded=[False, False, True])
     assert with_failure[:2] == function([1, 0], [0, 0])
     assert with_failure[2] == 0.0
 
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
-def test_a_group_of_one_and_equal_rewards_give_zero(function) -> None:
+def test_single_samples_and_equal_rewards_give_zero(function) -> None:
     assert function([0.25] * 4, [0, 0, 0, 7]) == [0.0] * 4
 
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
-def test_counts_that_differ_are_refused(function) -> None:
+def test_rejects_different_numbers_of_rewards_and_groups(function) -> None:
     with pytest.raises(ValueError, match="2 rewards but 1 group indices"):
         function([1.0, 2.0], [0])
 
@@ -128,5 +128,5 @@ def test_overlong_penalty_follows_dapo_equation_13(lengths, buffer, free, penalt
         assert value == pytest.approx(expected, abs=1e-12)
 
 
-def test_no_buffer_is_no_penalty() -> None:
+def test_no_penalty_without_a_buffer() -> None:
     assert overlong_penalties([5, 100], max_len=10, buffer_len=0, penalty=1.0) == [0.0, 0.0]

@@ -106,7 +106,7 @@ print("right")
 """
 
 
-def test_statistics_and_gradients_of_a_chunk() -> None:
+def test_kernels_match_float64_in_the_triton_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,7 +21,7 @@ def reference_log_ratio(batch: Ragged, difference, span: range, t: int, level: s
 
 
 @given(ragged(), st.sampled_from(LEVELS), st.sampled_from(MODES))
-def test_weights_token_by_token(batch: Ragged, level: str, mode: str) -> None:
+def test_importance_weights_match_a_token_loop(batch: Ragged, level: str, mode: str) -> None:
     train, rollout = leaf(batch.numbers(0)), batch.numbers(1)
     lower, upper = 0.5, 2.0
     result = importance_weights(
@@ -75,7 +75,7 @@ def test_normalized_weights_have_a_masked_mean_of_one(batch: Ragged) -> None:
     assert unit_mean_scale(total, count) == pytest.approx(len(kept) / sum(kept) if kept else 1.0, rel=1e-12)
 
 
-def test_at_sequence_level_every_sequence_counts_once_whatever_its_length() -> None:
+def test_sequence_level_counts_each_sequence_once() -> None:
     """Weights 2, 4 and 9 for sequences of four, one and two tokens; the last is fully masked, so the mean is 3."""
     weights = torch.tensor([2.0] * 4 + [4.0] + [9.0] * 2)
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
@@ -83,12 +83,12 @@ def test_at_sequence_level_every_sequence_counts_once_whatever_its_length() -> N
     assert weight_sums(weights, mask, [4, 1, 2], "token").tolist() == [10.0, 4.0]
 
 
-def test_weights_that_are_all_zero_stay_zero() -> None:
+def test_scale_of_all_zero_weights_is_one() -> None:
     assert unit_mean_scale(*weight_sums(torch.zeros(3), torch.ones(3), [3], "token").tolist()) == 1.0
 
 
 @given(ragged(), st.sampled_from(LEVELS), st.sampled_from([None, 0.3]))
-def test_rejection_token_by_token(batch: Ragged, level: str, veto: float | None) -> None:
+def test_rejection_mask_matches_a_token_loop(batch: Ragged, level: str, veto: float | None) -> None:
     train, rollout = leaf(batch.numbers(0, 0.7)), batch.numbers(1, 0.7)
     kept = rejection_mask(
         train,
@@ -111,7 +111,7 @@ def test_rejection_token_by_token(batch: Ragged, level: str, veto: float | None)
     assert not kept.requires_grad
 
 
-def test_a_veto_below_the_clamp_of_the_weights_still_counts() -> None:
+def test_veto_threshold_below_the_weight_clamp_is_applied() -> None:
     train, rollout = torch.tensor([-30.0, -1.0, -1.0, -15.0]), torch.tensor([-1.0, -1.0, -1.0, -1.0])
     kept = rejection_mask(
         train, rollout, torch.ones(4), [2, 2], level="token", lower=0.0, upper=2.0, veto_threshold=1e-10
@@ -119,14 +119,14 @@ def test_a_veto_below_the_clamp_of_the_weights_still_counts() -> None:
     assert kept.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_ratio_that_is_not_a_number_is_rejected() -> None:
+def test_nan_ratio_is_rejected() -> None:
     kept = rejection_mask(
         torch.tensor([math.nan, -1.0]), torch.zeros(2), torch.ones(2), [1, 1], level="token", lower=0.0, upper=2.0
     )
     assert kept.tolist() == [0.0, 1.0]
 
 
-def test_unknown_levels_and_modes_are_refused() -> None:
+def test_rejects_unknown_levels_and_modes() -> None:
     zeros = torch.zeros(1)
     with pytest.raises(ValueError, match="unknown level 'word'"):
         importance_weights(zeros, zeros, zeros, [1], level="word", mode="clip", lower=0.0, upper=1.0)

@@ -27,7 +27,7 @@ ESTIMATORS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]]
 
 
 @given(ragged(), st.sampled_from(KL_TYPES))
-def test_values_and_gradients(batch: Ragged, kind: str) -> None:
+def test_values_and_gradients_match_the_estimators(batch: Ragged, kind: str) -> None:
     log_probs, reference = leaf(batch.numbers(0, 2.0)), batch.numbers(1, 2.0)
     kl = approximate_kl(log_probs, torch.tensor(reference), kind)
     kl.sum().backward()
@@ -53,7 +53,7 @@ def test_unbiased_gradient_flows_through_both_factors(batch: Ragged, kind: str) 
         assert log_probs.grad[t].item() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
 
 
-def test_the_clamp_bounds_what_the_weight_has_made_of_the_kl() -> None:
+def test_clamp_is_applied_after_the_importance_ratio() -> None:
     """A difference of -3 has k3 = e^3 - 4 = 16.1; a ratio of 1/2 gives 8.0, a ratio of 2 gives 32.2."""
     log_probs, halved, doubled = torch.tensor([-4.0]), torch.tensor([0.5]), torch.tensor([2.0])
     for ratio, expected in ((halved, (math.exp(3) - 4) / 2), (doubled, 10.0), (None, 10.0)):
@@ -61,7 +61,7 @@ def test_the_clamp_bounds_what_the_weight_has_made_of_the_kl() -> None:
         assert kl.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_weighed_estimate_has_the_gradient_of_the_kl() -> None:
+def test_ratio_weighted_estimate_has_the_gradient_of_the_kl() -> None:
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64).log()
     log_p = torch.log_softmax(logits, 0)
@@ -72,7 +72,7 @@ def test_the_weighed_estimate_has_the_gradient_of_the_kl() -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_extreme_differences_do_not_poison_the_gradient() -> None:
+def test_extreme_differences_keep_the_gradient_finite() -> None:
     log_probs = torch.tensor([-200.0, -1.0], requires_grad=True)
     kl = approximate_kl(log_probs, torch.tensor([-1.0, -1.5]), "low_var_kl")
     kl.sum().backward()
@@ -80,6 +80,6 @@ def test_extreme_differences_do_not_poison_the_gradient() -> None:
     assert log_probs.grad.tolist() == pytest.approx([0.0, 1 - math.exp(-0.5)], abs=1e-6)
 
 
-def test_unknown_estimator_is_refused() -> None:
+def test_rejects_an_unknown_estimator() -> None:
     with pytest.raises(ValueError, match="unknown KL estimator 'k9'"):
         approximate_kl(torch.zeros(1), torch.zeros(1), "k9")

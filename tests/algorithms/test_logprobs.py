@@ -110,7 +110,7 @@ def test_extreme_logits_stay_finite() -> None:
     assert all(t.isfinite().all() for t in (entropy, hidden.grad, weight.grad))
 
 
-def test_sizes_alone_decide_what_is_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_gradients_depend_only_on_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free memory differs between ranks and reruns, and kept gradients are rounded differently."""
     monkeypatch.setattr(logprobs, "has_kernels", lambda states: True)
     for name in ("mem_get_info", "memory_reserved", "memory_allocated"):

@@ -30,7 +30,7 @@ def surrogate(log_ratio: float, advantage: float, dual: float | None) -> tuple[f
 
 
 @given(ragged(), DUAL)
-def test_ppo_token_by_token(batch: Ragged, dual: float | None) -> None:
+def test_ppo_loss_matches_a_token_loop(batch: Ragged, dual: float | None) -> None:
     log_ratio, advantages, upstream = leaf(batch.numbers(0, 0.8)), batch.numbers(1), batch.numbers(2)
     loss, clipped = clipped_policy_loss(
         log_ratio, torch.tensor(advantages), eps_clip=LOW, eps_clip_high=HIGH, eps_clip_c=dual
@@ -64,7 +64,7 @@ def test_gspo_gradient_flows_through_the_mean_of_the_sequence(batch: Ragged, dua
 
 
 @given(ragged(), st.sampled_from([0.2, 1.0, 5.0]))
-def test_cispo_token_by_token(batch: Ragged, low: float) -> None:
+def test_cispo_loss_matches_a_token_loop(batch: Ragged, low: float) -> None:
     log_probs, advantages = leaf(batch.numbers(0)), batch.numbers(1)
     log_ratio = leaf(batch.numbers(2, 0.8))
     loss, clipped = cispo_loss(log_probs, log_ratio, torch.tensor(advantages), eps_clip=low, eps_clip_high=HIGH)
@@ -79,7 +79,7 @@ def test_cispo_token_by_token(batch: Ragged, low: float) -> None:
 
 
 @given(ragged(), st.sampled_from([0.0, 0.1, 1.0]))
-def test_opsm_drops_drifted_sequences_of_negative_advantage(batch: Ragged, delta: float) -> None:
+def test_opsm_drops_off_policy_sequences_with_negative_advantage(batch: Ragged, delta: float) -> None:
     log_probs, old, advantages = leaf(batch.numbers(0)), batch.numbers(1), batch.numbers(2)
     keep = off_policy_sequence_mask(
         log_probs,
@@ -99,7 +99,7 @@ def test_opsm_drops_drifted_sequences_of_negative_advantage(batch: Ragged, delta
     assert not keep.requires_grad
 
 
-def test_a_sequence_masked_as_a_whole_has_not_drifted() -> None:
+def test_opsm_keeps_fully_masked_sequences() -> None:
     keep = off_policy_sequence_mask(
         torch.full((2,), -9.0), torch.zeros(2), torch.full((2,), -1.0), torch.tensor([0, 1]), [1, 1], delta=0.1
     )
@@ -121,7 +121,7 @@ def test_extreme_ratios_keep_losses_and_gradients_finite(dtype) -> None:
         assert log_ratio.grad.tolist() == pytest.approx([0.0] * 5 + [-advantage], abs=1e-12)
 
 
-def test_an_extreme_ratio_at_a_masked_token_leaves_the_others_their_gradient() -> None:
+def test_extreme_ratio_at_a_masked_token_keeps_other_gradients() -> None:
     log_ratio = torch.tensor([0.0, 500.0], requires_grad=True)
     loss, _ = clipped_policy_loss(log_ratio, torch.tensor([-2.0, -2.0]), eps_clip=LOW, eps_clip_high=HIGH)
     weighted_sum(loss, torch.tensor([0.5, 0.0])).backward()

@@ -26,7 +26,7 @@ from slime.algorithms.reduce import masked_means, segment_sums, spread
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mask", [torch.tensor([1, 0, 1]), torch.tensor([1.0, 0.0, 1.0])], ids=["int", "float"])
-def test_precision_is_kept(dtype, mask) -> None:
+def test_input_dtype_is_preserved(dtype, mask) -> None:
     x, y, lengths = torch.tensor([-1.0, -2.0, -0.5], dtype=dtype), torch.tensor([-1.5, -1.0, -0.7], dtype=dtype), [2, 1]
     weights = importance_weights(x, y, mask, lengths, level="sequence", mode="clip", lower=0.5, upper=2.0)
     found = [

@@ -13,7 +13,7 @@ from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
 
 
 @given(ragged())
-def test_each_reduction_is_its_mean(batch: Ragged) -> None:
+def test_each_reduction_matches_its_mean(batch: Ragged) -> None:
     values, mask, n = leaf(batch.numbers(0)), torch.tensor(batch.mask), len(batch.lengths)
     counts = [sum(batch.mask[t] for t in span) for span in batch.spans()]
     sums = torch.tensor([counts[i] for i, span in enumerate(batch.spans()) for _ in span])
@@ -43,14 +43,14 @@ def test_a_fanned_out_rollout_counts_once() -> None:
     ("given", "expected"),
     [(torch.int64, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_weights_have_the_precision_of_the_mask(given, expected) -> None:
+def test_weight_dtype_follows_the_mask_dtype(given, expected) -> None:
     mask, sums = torch.tensor([1, 0]).to(given), torch.tensor([3, 3])
     assert per_rollout_weights(mask, sums, 2).dtype == expected
     assert per_rollout_weights(mask, sums, 2).tolist() == pytest.approx([1 / 6, 0.0])
     assert per_token_weights(mask, 4).dtype == constant_weights(mask, 4, 2).dtype == expected
 
 
-def test_masked_infinities_do_not_poison_the_sum_or_its_gradient() -> None:
+def test_masked_non_finite_values_do_not_affect_sum_or_gradient() -> None:
     values = torch.tensor([1.0, math.inf, math.nan], requires_grad=True)
     total = weighted_sum(values, torch.tensor([0.5, 0.0, 0.0]))
     total.backward()
@@ -58,5 +58,5 @@ def test_masked_infinities_do_not_poison_the_sum_or_its_gradient() -> None:
     assert values.grad.tolist() == [0.5, 0.0, 0.0]
 
 
-def test_a_rollout_masked_as_a_whole_divides_by_one_not_zero() -> None:
+def test_fully_masked_rollout_has_zero_weights() -> None:
     assert per_rollout_weights(torch.zeros(2), torch.zeros(2), 1).tolist() == [0.0, 0.0]

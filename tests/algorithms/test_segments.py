@@ -15,7 +15,7 @@ from tests.algorithms.ragged import Ragged, leaf, masked_mean, ragged
 
 
 @given(ragged())
-def test_values_are_those_of_loops(batch: Ragged) -> None:
+def test_values_match_loops(batch: Ragged) -> None:
     values = batch.numbers(0)
     sums = [sum(float(values[t]) for t in span) for span in batch.spans()]
     means = [masked_mean(values, batch.mask, span) for span in batch.spans()]
@@ -27,7 +27,7 @@ def test_values_are_those_of_loops(batch: Ragged) -> None:
 
 
 @given(ragged())
-def test_gradients_are_those_of_the_formula(batch: Ragged) -> None:
+def test_gradients_match_the_formula(batch: Ragged) -> None:
     values, upstream = leaf(batch.numbers(0)), np.arange(1.0, len(batch.lengths) + 1)
     (segment_sums(values, batch.lengths) * torch.tensor(upstream)).sum().backward()
     assert values.grad.tolist() == [upstream[i] for i, span in enumerate(batch.spans()) for _ in span]
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_the_formula(batch: Ragged) -> None:
 
 
 @given(ragged(), st.integers(0, 5))
-def test_cutting_a_row_between_sequences_changes_no_bit(batch: Ragged, cut: int) -> None:
+def test_splitting_a_row_between_sequences_is_bitwise_identical(batch: Ragged, cut: int) -> None:
     cut = min(cut, len(batch.lengths))
     tokens = sum(batch.lengths[:cut])
     values, mask = torch.tensor(batch.numbers(0)).float(), torch.tensor(batch.mask).float()
@@ -62,7 +62,7 @@ def test_cutting_a_row_between_sequences_changes_no_bit(batch: Ragged, cut: int)
     assert whole_means.dtype == torch.float32
 
 
-def test_masked_values_may_be_anything() -> None:
+def test_non_finite_masked_values_are_ignored() -> None:
     values = torch.tensor([1.0, math.nan, 3.0, math.inf], requires_grad=True)
     means = masked_means(values, torch.tensor([1, 0, 1, 0]), [3, 1])
     means.sum().backward()
@@ -70,7 +70,7 @@ def test_masked_values_may_be_anything() -> None:
     assert values.grad.tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_lengths_that_do_not_add_up_are_refused() -> None:
+def test_rejects_lengths_that_do_not_sum_to_the_row() -> None:
     with pytest.raises(RuntimeError, match="split"):
         segment_sums(torch.zeros(3), [1, 1])
     with pytest.raises(ValueError, match="longer"):

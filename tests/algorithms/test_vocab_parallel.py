@@ -68,7 +68,7 @@ def compare_with_float64(ranks: Ranks) -> int:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_values_and_gradients_are_those_of_the_whole_vocabulary(count, tmp_path) -> None:
+def test_values_and_gradients_match_the_whole_vocabulary(count, tmp_path) -> None:
     rows = together(count, compare_with_float64, folder=tmp_path)
     assert sum(rows) == VOCAB
     assert count == 2 or rows[-1] == 0  # a rank without vocabulary rows still takes part
@@ -103,6 +103,6 @@ def half_precision(ranks: Ranks) -> int:
     return largest.elements
 
 
-def test_half_precision_stays_near_and_no_logits_of_all_rows_exist(tmp_path) -> None:
+def test_bfloat16_is_accurate_without_materializing_all_logits(tmp_path) -> None:
     for elements in together(2, half_precision, folder=tmp_path):
         assert elements <= 16 * 604 < 200 * 300

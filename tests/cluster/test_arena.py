@@ -52,7 +52,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_is_kept_is_read_where_it_is(tmp_path: Path, arena: SharedArena) -> None:
+def test_kept_arrays_are_read_in_place(tmp_path: Path, arena: SharedArena) -> None:
     kept = arena.keep(ARRAYS)
     assert_same(kept, ARRAYS)
     assert files(tmp_path) == ["kept-0"]
@@ -66,7 +66,7 @@ def test_what_is_kept_is_read_where_it_is(tmp_path: Path, arena: SharedArena) ->
     assert_same(kept, ARRAYS)
 
 
-def test_what_is_not_kept_as_it_is_is_written_for_as_long_as_it_is_lent(tmp_path: Path, arena: SharedArena) -> None:
+def test_lent_arrays_that_are_not_kept_use_temporary_files(tmp_path: Path, arena: SharedArena) -> None:
     (kept,) = arena.keep([IDS])
     lent = [kept[1:], kept, kept[::-1], kept.astype(np.int64), kept.reshape(50, 100), *ARRAYS]
     expected = [IDS[1:], IDS, IDS[::-1], IDS.astype(np.int64), IDS.reshape(50, 100), *ARRAYS]
@@ -78,14 +78,14 @@ def test_what_is_not_kept_as_it_is_is_written_for_as_long_as_it_is_lent(tmp_path
     assert_same(found, expected)
 
 
-def test_writing_into_what_is_kept_is_what_readers_get(arena: SharedArena) -> None:
+def test_readers_see_writes_into_kept_arrays(arena: SharedArena) -> None:
     (kept,) = arena.keep([IDS])
     kept[0] = 7
     with arena.publish_arrays([kept]) as places:
         assert read(places.part(0, 1), [IDS])[0][0] == 7
 
 
-def test_a_file_lives_as_long_as_one_of_its_arrays(
+def test_file_is_deleted_with_the_last_of_its_arrays(
     tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arenas, "SMALLEST", 50_000)  # two arrays per file
@@ -102,7 +102,7 @@ def test_a_file_lives_as_long_as_one_of_its_arrays(
     np.testing.assert_array_equal(third, IDS)
 
 
-def test_files_are_few_however_much_is_kept(
+def test_many_kept_arrays_use_few_files(
     tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arenas, "SMALLEST", IDS.nbytes)
@@ -111,7 +111,7 @@ def test_files_are_few_however_much_is_kept(
     assert all(np.array_equal(one, IDS) for one in kept)
 
 
-def test_arrays_outlive_the_folder(tmp_path: Path) -> None:
+def test_kept_arrays_outlive_the_folder(tmp_path: Path) -> None:
     arena = SharedArena(tmp_path)
     (kept,) = arena.keep([IDS])
     arena.close()
@@ -121,7 +121,7 @@ def test_arrays_outlive_the_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_of_the_memory_is_left_to_others(tmp_path: Path) -> None:
+def test_arena_leaves_part_of_the_memory_free(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size="512k") as disk:
         arena = SharedArena(disk)
         kept: list[np.ndarray] = []
@@ -140,7 +140,7 @@ def test_a_part_of_the_memory_is_left_to_others(tmp_path: Path) -> None:
         arena.close()
 
 
-def test_little_memory_is_used_as_far_as_it_goes_again_and_again(tmp_path: Path) -> None:
+def test_small_memory_can_be_filled_repeatedly(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", size="512k") as disk:
         arena = SharedArena(disk)
         for _ in range(5):
@@ -150,7 +150,7 @@ def test_little_memory_is_used_as_far_as_it_goes_again_and_again(tmp_path: Path)
         arena.close()
 
 
-def test_room_that_is_gone_is_said_and_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_no_room_and_earlier_arrays_stay_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "SMALLEST", 64 * 1024)
     plenty = type("Usage", (), {"free": 2**40, "total": 2**40})
     with small_disk(tmp_path / "small", size="128k") as disk:
@@ -164,7 +164,7 @@ def test_room_that_is_gone_is_said_and_nothing_is_kept(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing"])
-def test_a_file_that_is_not_whole_is_refused(arena: SharedArena, damage: str) -> None:
+def test_truncated_or_missing_file_is_rejected(arena: SharedArena, damage: str) -> None:
     with arena.publish_arrays([IDS]) as places:
         message = places.part(0, 1)
         (path,) = (Path(path) for path in message["paths"].values())

@@ -37,7 +37,7 @@ def bundles(config: Config, nodes: list[NodeInfo], *, trainers: int, rollout: in
         ({}, 4, 0, [(TRAINER, 4)]),
     ],
 )
-def test_what_must_be_on_one_node(
+def test_bundles_group_processes_that_need_one_node(
     flags: dict[str, Any], trainers: int, rollout: int, made: list[tuple[str, int]]
 ) -> None:
     assert bundles(config_of(**flags), [node("a", 8), node("b", 4)], trainers=trainers, rollout=rollout) == made
@@ -49,7 +49,7 @@ def test_large_bundles_are_placed_first_and_nodes_filled_up() -> None:
     assert [one.name for one in placed[:3]] == ["c", "b", "a"]
 
 
-def test_what_is_missing_is_named_with_every_node() -> None:
+def test_placement_error_lists_the_resources_of_every_node() -> None:
     nodes = [node("a", 4), node("b", 2)]
     config = config_of(actor_num_nodes=2)
     with pytest.raises(UserError) as refused:
@@ -62,7 +62,7 @@ def test_what_is_missing_is_named_with_every_node() -> None:
         fit([Bundle(ENGINE, 1)], [node("a", 4, cpus=0)], "cpu")
 
 
-def test_the_plan_has_a_row_for_each_node() -> None:
+def test_plan_has_a_row_for_each_node() -> None:
     nodes = [replace(node("a", 4), is_here=True), node("b", 8)]
     planned = plan_nodes(config_of(), "cuda", nodes, trainers=4, rollout=2)
     assert planned.rows == (

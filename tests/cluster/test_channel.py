@@ -42,7 +42,7 @@ def travel(ends: tuple[Channel, Channel], message: Any) -> Any:
     return received
 
 
-def test_plain_values_come_back_equal(ends: Any) -> None:
+def test_plain_values_round_trip(ends: Any) -> None:
     message = {
         "none": None, "flags": [True, False], "big": 2**63, "small": -(2**63), "pi": math.pi, "text": "żółw \U0001f422",
         "bytes": b"\x00\xff", "nested": {"a": [[], {}, [1, [2]]]}, 7: "integer key",
@@ -76,7 +76,7 @@ def test_plain_values_come_back_equal(ends: Any) -> None:
     ],
     ids=lambda a: f"{a.dtype}{a.shape}",
 )
-def test_arrays_come_back_the_same_and_writable(ends: Any, array: np.ndarray) -> None:
+def test_arrays_round_trip_and_are_writable(ends: Any, array: np.ndarray) -> None:
     back = travel(ends, {"x": [array]})["x"][0]
     assert back.dtype == array.dtype
     assert back.shape == array.shape
@@ -85,7 +85,7 @@ def test_arrays_come_back_the_same_and_writable(ends: Any, array: np.ndarray) ->
     assert back.flags.c_contiguous
 
 
-def test_many_arrays_of_all_sizes_keep_their_places(ends: Any) -> None:
+def test_arrays_of_mixed_sizes_keep_their_order(ends: Any) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 1000, size=n) for n in (1, 50_000, 3, 20_000, 0, 8192, 8193, 100_000)]
     for sent, back in zip(arrays, travel(ends, arrays), strict=True):
@@ -103,19 +103,19 @@ def test_numpy_scalars_become_python_numbers(ends: Any) -> None:
     [object(), {1, 2}, np.array([object()]), np.zeros(2, dtype=[("a", "i4")]), 2**64],
     ids=["object", "set", "array of objects", "array of records", "large integer"],
 )
-def test_what_cannot_travel_is_refused_and_the_channel_stays_usable(ends: Any, value: Any) -> None:
+def test_channel_stays_usable_after_rejecting_an_unsupported_value(ends: Any, value: Any) -> None:
     with pytest.raises((TypeError, OverflowError)):
         ends[0].send({"fine": 1, "not": value})
     assert travel(ends, "still here") == "still here"
 
 
-def test_a_timeout_between_messages_loses_nothing(ends: Any) -> None:
+def test_timeout_between_messages_loses_nothing(ends: Any) -> None:
     with pytest.raises(ChannelTimeout, match=r"0\.01 s"):
         ends[1].recv(0.01)
     assert travel(ends, "after") == "after"
 
 
-def test_a_timeout_inside_a_message_can_be_repeated() -> None:
+def test_recv_can_be_retried_after_a_timeout_inside_a_message() -> None:
     here, other = channel_pair()
     recorder, feed = socket.socketpair()
     array = np.arange(30_000, dtype=np.int64)
@@ -140,7 +140,7 @@ def test_messages_queue_in_order(ends: Any) -> None:
     assert [ends[1].recv(120) for _ in range(100)] == list(range(100))
 
 
-def test_closing_is_seen_on_both_sides(ends: Any) -> None:
+def test_close_is_seen_on_both_sides(ends: Any) -> None:
     here, there = ends
     here.send("last")
     here.close()
@@ -156,14 +156,14 @@ def test_closing_is_seen_on_both_sides(ends: Any) -> None:
         here.send(1)
 
 
-def test_a_receiver_that_takes_nothing_runs_into_the_deadline(ends: Any) -> None:
+def test_send_times_out_if_the_receiver_reads_nothing(ends: Any) -> None:
     with pytest.raises(ChannelTimeout, match="did not read the message"):
         ends[0].send(np.zeros(10_000_000), timeout_s=0.05)
     with pytest.raises(ChannelClosed):
         ends[0].send("again")
 
 
-def test_an_offer_is_sent_if_the_way_is_free_and_dropped_if_not(ends: Any) -> None:
+def test_offer_sends_only_if_it_does_not_block(ends: Any) -> None:
     here, there = ends
     sent = 0
     while here.offer({"number": sent}):  # until the buffer of the other side, which reads nothing, is full
@@ -180,7 +180,7 @@ def test_an_offer_is_sent_if_the_way_is_free_and_dropped_if_not(ends: Any) -> No
     assert not here.offer("news")
 
 
-def test_size_limits_hold_on_both_sides() -> None:
+def test_size_limit_holds_for_send_and_recv() -> None:
     here, other = channel_pair(max_bytes=1000)
     with pytest.raises(ValueError, match="1000"):
         here.send(np.zeros(1000))
@@ -194,14 +194,14 @@ def test_size_limits_hold_on_both_sides() -> None:
     [struct.pack("<QQI", 12, 5, 0), struct.pack("<QQI", 12, 0, 2**31), struct.pack("<QQIQ", 20, 0, 1, 99)],
     ids=["body too long", "too many parts", "buffer too long"],
 )
-def test_frames_that_lie_about_their_parts_are_refused(frame: bytes) -> None:
+def test_frames_with_inconsistent_sizes_are_rejected(frame: bytes) -> None:
     here, other = channel_pair()
     other.sendall(frame)
     with pytest.raises(ChannelProtocolError):
         here.recv(120)
 
 
-def test_threads_may_send_at_the_same_time(ends: Any) -> None:
+def test_threads_may_send_concurrently(ends: Any) -> None:
     here, there = ends
     threads = [
         threading.Thread(target=lambda k=k: [here.send([k, np.full(20_000, k)]) for _ in range(20)]) for k in range(4)
@@ -228,7 +228,7 @@ while True:
 """
 
 
-def test_a_real_child_answers_and_its_death_closes_the_channel(tmp_path: Path) -> None:
+def test_child_process_answers_and_its_death_closes_the_channel(tmp_path: Path) -> None:
     channel, theirs = channel_pair()
     argv = [sys.executable, "-c", CHILD, str(theirs.fileno())]
     with ChildProcess("echo", argv, log_path=tmp_path / "log", pass_fds=[theirs.fileno()]) as child:

@@ -28,7 +28,7 @@ def config_of(**flags: Any) -> Config:
         ({"actor_num_nodes": 2, "device": "cuda", "cluster": "local"}, None, "local"),
     ],
 )
-def test_flags_and_environment_say_where_a_run_is(
+def test_cluster_kind_follows_flags_and_ray_address(
     flags: dict[str, Any], variable: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -38,7 +38,7 @@ def test_flags_and_environment_say_where_a_run_is(
 
 
 @pytest.mark.parametrize(("gpus", "kind"), [(0, "local"), (8, "ray")])
-def test_several_training_nodes_of_gpus_that_are_there_mean_ray(
+def test_several_training_nodes_with_gpus_select_ray(
     gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -66,7 +66,7 @@ def test_several_training_nodes_of_gpus_that_are_there_mean_ray(
         ),
     ],
 )
-def test_only_processes_that_are_started_get_places(flags: dict[str, Any], wanted: dict[str, int]) -> None:
+def test_only_processes_that_are_started_get_slots(flags: dict[str, Any], wanted: dict[str, int]) -> None:
     config = config_of(**flags)
     assert places(config) == wanted
     placement = open_cluster(config.replace(cluster="local"), "cpu", **wanted).placement

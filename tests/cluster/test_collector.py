@@ -33,7 +33,7 @@ def parse_again_and_again(times: int) -> None:
         ast.parse(source)
 
 
-def test_threads_parse_side_by_side() -> None:
+def test_threads_parse_concurrently_while_the_collector_is_paused() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0002)
     try:
@@ -45,7 +45,7 @@ def test_threads_parse_side_by_side() -> None:
     assert gc.isenabled()
 
 
-def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_exit_restores_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", True)
     first, second = gc_disabled_in_all_threads(), gc_disabled_in_all_threads()
     first.__enter__()
@@ -63,7 +63,7 @@ def test_the_last_who_leaves_switches_it_on(monkeypatch: pytest.MonkeyPatch) -> 
         gc.enable()
 
 
-def test_newer_pythons_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_stays_enabled_on_newer_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage_collection, "COLLECTS_WITHIN_CALLS", False)
     with gc_disabled_in_all_threads():
         assert gc.isenabled()

@@ -40,7 +40,7 @@ def closed_by_the_other_side(sock: socket.socket) -> bool:
         return True
 
 
-def test_who_knows_the_token_is_heard_and_the_token_leaves_his_environment(
+def test_process_with_the_token_connects_and_drops_it_from_its_env(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "right")
@@ -55,7 +55,7 @@ def test_who_knows_the_token_is_heard_and_the_token_leaves_his_environment(
         ours.recv(120)
 
 
-def test_an_inherited_socket_needs_no_token() -> None:
+def test_inherited_socket_needs_no_token() -> None:
     ours, theirs = socket.socketpair()
     with channel_from(flags("--fd", str(theirs.detach()))) as channel, Channel(ours) as other:
         channel.send("here")
@@ -65,7 +65,7 @@ def test_an_inherited_socket_needs_no_token() -> None:
 @pytest.mark.parametrize(
     ("token", "name"), [("wrong", "trainer-0"), ("right", "trainer-7"), ("", "trainer-0"), ("wrong", "trainer-7")]
 )
-def test_a_wrong_token_or_an_unexpected_name_is_refused_and_the_expected_one_still_comes(
+def test_rejects_wrong_token_or_name_and_still_accepts_the_expected(
     listener: Listener, token: str, name: str
 ) -> None:
     listener.connect_arguments("trainer-0")
@@ -75,7 +75,7 @@ def test_a_wrong_token_or_an_unexpected_name_is_refused_and_the_expected_one_sti
     listener.wait_for("trainer-0", 120).close()
 
 
-def test_a_name_is_let_in_once(listener: Listener) -> None:
+def test_each_name_can_connect_once(listener: Listener) -> None:
     listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as first:
         assert wait_until(lambda: "trainer-0" in listener._came, 120)
@@ -85,7 +85,7 @@ def test_a_name_is_let_in_once(listener: Listener) -> None:
         assert listener.wait_for("trainer-0", 120).recv(120) == "still me"
 
 
-def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener) -> None:
+def test_garbage_or_partial_proof_closes_only_that_connection(listener: Listener) -> None:
     listener.connect_arguments("trainer-0")
     for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(1000), b"\xff" * 128, b"short"):
         with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
@@ -98,7 +98,7 @@ def test_garbage_and_half_a_proof_end_only_whoever_sent_them(listener: Listener)
     listener.wait_for("trainer-0", 120).close()
 
 
-def test_who_stays_silent_or_dribbles_is_cut_off_and_keeps_nobody_waiting(
+def test_silent_or_slow_connections_time_out_and_block_no_others(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow client sends each byte in time but exceeds the deadline for the whole proof."""
@@ -136,7 +136,7 @@ def stranger_at(listener: Listener) -> Iterator[socket.socket]:
         yield stranger
 
 
-def test_a_crowd_of_strangers_takes_no_thread_each_and_keeps_nobody_out(
+def test_unauthenticated_connections_are_capped_and_use_no_threads(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
@@ -152,7 +152,7 @@ def test_a_crowd_of_strangers_takes_no_thread_each_and_keeps_nobody_out(
         assert len(listener._strangers) <= 9
 
 
-def test_a_listener_that_runs_out_of_descriptors_disconnects_strangers_and_goes_on(
+def test_listener_out_of_descriptors_drops_unauthenticated_connections(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
@@ -168,7 +168,7 @@ def test_a_listener_that_runs_out_of_descriptors_disconnects_strangers_and_goes_
     listener.wait_for("trainer-0", 120).close()
 
 
-def test_a_listener_without_the_token_is_not_believed() -> None:
+def test_connect_rejects_a_listener_without_the_token() -> None:
     """Another program listens on the run's port: the process sends it nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
@@ -186,7 +186,7 @@ def test_a_listener_without_the_token_is_not_believed() -> None:
         assert pretending.result(120) == b""
 
 
-def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: Listener) -> None:
+def test_wait_timeout_names_the_process_and_stops_expecting_it(listener: Listener) -> None:
     listener.connect_arguments("trainer-3")
     with pytest.raises(ChannelTimeout, match=r"trainer-3 did not connect to 127\.0\.0\.1"):
         listener.wait_for("trainer-3", 0.01)
@@ -194,7 +194,7 @@ def test_who_does_not_come_in_time_is_named_and_not_expected_any_more(listener: 
         connect("127.0.0.1", listener.port, name="trainer-3", token="right")
 
 
-def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listener) -> None:
+def test_close_drops_waiting_connections_and_rejects_new_ones(listener: Listener) -> None:
     listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as came:
         came.send("early")  # connected: the proof was answered
@@ -207,7 +207,7 @@ def test_closing_lets_nobody_in_and_leaves_whoever_came_unheard(listener: Listen
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone can be told")
-def test_a_machine_that_disappears_is_found_out_in_minutes_by_both_sides(listener: Listener) -> None:
+def test_both_sides_set_tcp_keepalive_and_user_timeout(listener: Listener) -> None:
     listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as theirs:
         for channel in (theirs, listener.wait_for("trainer-0", 120)):
@@ -224,7 +224,7 @@ def test_a_machine_that_disappears_is_found_out_in_minutes_by_both_sides(listene
         ("127.0.0.1:80/trainer-0", None, "needs the run's token in SLIME_RUN_TOKEN"),
     ],
 )
-def test_flags_that_lead_nowhere_are_a_sentence(
+def test_invalid_connect_flags_are_rejected(
     monkeypatch: pytest.MonkeyPatch, word: str, token: str | None, sentence: str
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)

@@ -54,7 +54,7 @@ class Device:
             self.free += size
 
 
-def test_addresses_are_apart_aligned_and_have_memory() -> None:
+def test_allocations_are_disjoint_aligned_and_backed() -> None:
     device = Device(64 * PAGE)
     held = AddressRange(device, 32 * PAGE)
     first, second, third = held.take(100), held.take(3 * PAGE), held.take(1)
@@ -64,7 +64,7 @@ def test_addresses_are_apart_aligned_and_have_memory() -> None:
     assert device.free == 60 * PAGE
 
 
-def test_what_is_prepared_is_one_piece() -> None:
+def test_prepared_memory_is_one_mapping() -> None:
     device = Device(64 * PAGE)
     held = AddressRange(device, 32 * PAGE)
     held.prepare(10 * PAGE)
@@ -73,7 +73,7 @@ def test_what_is_prepared_is_one_piece() -> None:
     assert [size for size, _ in device.mapped.values()] == [10 * PAGE]
 
 
-def test_memory_is_given_back_and_comes_back_under_the_same_addresses() -> None:
+def test_released_memory_returns_at_the_same_addresses() -> None:
     device = Device(64 * PAGE)
     held = AddressRange(device, 32 * PAGE)
     before = [held.take(size) for size in (5 * PAGE, 7, 2 * PAGE)]
@@ -87,7 +87,7 @@ def test_memory_is_given_back_and_comes_back_under_the_same_addresses() -> None:
     assert held.take(1) > max(before)
 
 
-def test_memory_that_is_not_there_again_is_taken_whole_or_not_at_all() -> None:
+def test_failed_take_back_leaves_nothing_mapped() -> None:
     device = Device(10 * PAGE)
     held = AddressRange(device, 10 * PAGE)
     held.take(4 * PAGE)
@@ -102,7 +102,7 @@ def test_memory_that_is_not_there_again_is_taken_whole_or_not_at_all() -> None:
     assert held.backed_bytes == 8 * PAGE
 
 
-def test_a_region_has_an_end() -> None:
+def test_allocation_beyond_the_region_is_rejected() -> None:
     held = AddressRange(Device(64 * PAGE), 2 * PAGE)
     with pytest.raises(CudaDriverError, match="no room"):
         held.take(3 * PAGE)

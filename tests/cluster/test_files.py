@@ -54,13 +54,13 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
     return There(tmp_path / "root")
 
 
-def test_what_is_the_same_there_keeps_its_name(model: Path, there: There) -> None:
+def test_folder_with_the_same_content_on_the_node_is_not_copied(model: Path, there: There) -> None:
     there.root = Path("/")
     assert copy_to_node(model, there.call) == str(model)
     assert there.calls == ["inventory"]
 
 
-def test_what_is_missing_is_brought_once(model: Path, there: There, tmp_path: Path) -> None:
+def test_missing_folder_is_copied_once(model: Path, there: There, tmp_path: Path) -> None:
     copy = Path(copy_to_node(model, there.call))
     assert copy.is_relative_to(tmp_path / "cache")
     assert copy.name == "model"
@@ -71,13 +71,13 @@ def test_what_is_missing_is_brought_once(model: Path, there: There, tmp_path: Pa
     assert there.calls == ["inventory", "arrive"]
 
 
-def test_a_file_alone_is_brought_too(model: Path, there: There) -> None:
+def test_single_file_is_copied(model: Path, there: There) -> None:
     copy = Path(copy_to_node(model / "config.json", there.call))
     assert copy.name == "config.json"
     assert copy.read_text() == "{}"
 
 
-def test_another_content_under_the_same_name_is_not_taken(model: Path, there: There, tmp_path: Path) -> None:
+def test_folder_with_other_content_at_the_same_path_is_not_used(model: Path, there: There, tmp_path: Path) -> None:
     other = Path(str(there.root) + str(model))
     (other / "inner").mkdir(parents=True)
     (other / "config.json").write_text("[]")
@@ -87,13 +87,13 @@ def test_another_content_under_the_same_name_is_not_taken(model: Path, there: Th
     assert copy_to_node(model, there.call) != str(model)
 
 
-def test_a_cache_that_was_damaged_is_filled_anew(model: Path, there: There) -> None:
+def test_damaged_cache_is_copied_again(model: Path, there: There) -> None:
     copy = Path(copy_to_node(model, there.call))
     (copy / "config.json").write_text("broken")
     assert inventory(Path(copy_to_node(model, there.call))) == inventory(model)
 
 
-def test_the_modules_of_a_folder_are_brought_and_found(
+def test_python_modules_are_copied_and_added_to_pythonpath(
     there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -108,12 +108,12 @@ def test_the_modules_of_a_folder_are_brought_and_found(
     assert os.environ["PYTHONPATH"] == str(copy)
 
 
-def test_what_is_nowhere_is_refused(there: There, tmp_path: Path) -> None:
+def test_missing_source_path_is_rejected(there: There, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none is not there"):
         copy_to_node(tmp_path / "none", there.call)
 
 
-def test_a_marker_tells_whether_a_folder_is_shared(there: There, tmp_path: Path) -> None:
+def test_marker_file_shows_if_a_folder_is_shared(there: There, tmp_path: Path) -> None:
     (tmp_path / "marker").write_text("word")
     assert there.call("sees", str(tmp_path / "marker"), "word")
     assert not there.call("sees", str(tmp_path / "marker"), "other")

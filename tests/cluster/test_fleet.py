@@ -75,7 +75,7 @@ def test_engines_start_become_healthy_and_stop(tmp_path: Path, monkeypatch: pyte
         assert told["env"]["OMP_NUM_THREADS"] == str(max(1, cpu_cores() // 2))
 
 
-def test_all_flags_reach_the_engine(tmp_path: Path) -> None:
+def test_engine_flags_reach_the_engine_process(tmp_path: Path) -> None:
     flags: dict[str, Any] = {
         "rollout_dtype": "bfloat16", "engine_max_total_tokens": 4096, "engine_max_running_requests": 9,
         "engine_chunked_prefill_size": 128, "engine_mem_fraction": 0.5, "rollout_compile": True,
@@ -92,7 +92,7 @@ def test_all_flags_reach_the_engine(tmp_path: Path) -> None:
     assert options.trust_remote_code is True
 
 
-def test_engines_get_the_secrets_that_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_get_only_the_secrets_that_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hub")
     monkeypatch.setenv("OPENAI_API_KEY", "judge")
     with make_fleet(tmp_path, "good", pass_env=["HF_TOKEN"]):
@@ -101,19 +101,19 @@ def test_engines_get_the_secrets_that_are_passed_on(tmp_path: Path, monkeypatch:
     assert "OPENAI_API_KEY" not in environment
 
 
-def test_an_engine_that_exits_with_a_user_error_is_quoted(tmp_path: Path) -> None:
+def test_user_error_of_an_engine_is_raised_with_its_message(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         make_fleet(tmp_path, "mistake", rollout_num_gpus=2).start()
     assert str(caught.value) == "the folder mistake has no config.json: give a model folder"
 
 
-def test_an_engine_that_crashes_at_start_shows_its_log(tmp_path: Path) -> None:
+def test_engine_crash_at_start_includes_its_log(tmp_path: Path) -> None:
     with pytest.raises(EngineDied, match=r"(?s)engine-0 exited with code 1.*something broke") as caught:
         make_fleet(tmp_path, "crash").start()
     assert (caught.value.name, caught.value.exit_code) == ("engine-0", 1)
 
 
-def test_an_engine_that_never_answers_runs_into_the_deadline(tmp_path: Path) -> None:
+def test_engine_that_never_answers_times_out(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, "hang", engine_start_timeout=0.5)
     with pytest.raises(EngineStartTimeout, match=r"engine-0 did not answer /health .*0\.5 s"):
         fleet.start()
@@ -127,14 +127,14 @@ def check_for(fleet: EngineFleet, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_that_dies_later_is_noticed(tmp_path: Path) -> None:
+def test_check_raises_after_an_engine_dies(tmp_path: Path) -> None:
     with make_fleet(tmp_path, "fine", rollout_num_gpus=2) as fleet:
         os.kill(fleet.pids()[-1], signal.SIGKILL)
         with pytest.raises(EngineDied, match="engine-1 was killed by signal 9"):
             check_for(fleet, 120)
 
 
-def test_an_engine_that_dies_before_it_says_what_it_is_is_named(tmp_path: Path) -> None:
+def test_engine_that_dies_after_its_first_health_check_is_named(tmp_path: Path) -> None:
     engines = Engines(Config(hf_checkpoint="unused", rollout_num_gpus=1), device="cpu", run_dir=tmp_path)
     engines._fleets[engines.models[0].name] = fleet = make_fleet(tmp_path, "mayfly")
     with pytest.raises(EngineDied, match="engine-0 was killed by signal 9"):
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_before_it_says_what_it_is_is_named(tmp_path: Path) 
     assert fleet.pids() == []
 
 
-def test_a_port_in_use_is_a_user_error(tmp_path: Path) -> None:
+def test_port_in_use_is_a_user_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -151,7 +151,7 @@ def test_a_port_in_use_is_a_user_error(tmp_path: Path) -> None:
             make_fleet(tmp_path, "fine", engine_port=port).start()
 
 
-def test_sglang_that_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_rejects_sglang_flags_without_a_usable_sglang(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SGLang is not installed in this interpreter; install it with"):
         make_fleet(tmp_path, "fine", rollout_backend="sglang")
     with pytest.raises(UserError, match=r"/nowhere/python is not a Python interpreter"):
@@ -188,7 +188,7 @@ def test_too_few_gpus_are_a_user_error(tmp_path: Path, monkeypatch: pytest.Monke
         make_fleet(tmp_path, "fine", device="cuda", rollout_num_gpus=1, colocate=False).start()
 
 
-def test_engines_answer_on_the_nodes_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_start_on_the_nodes_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     far = FarNode("127.0.0.2", cores=12, root="/elsewhere")
     nodes = [LocalNode(), far, far]
@@ -207,7 +207,7 @@ def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in told] == ["5", "2"]
 
 
-def test_a_node_that_is_lost_before_the_start_is_named(tmp_path: Path) -> None:
+def test_node_lost_before_the_start_is_named(tmp_path: Path) -> None:
     node = FarNode("127.0.0.2")
     node.lose()
     fleet = make_fleet(tmp_path, "fine", rollout_num_gpus=2, slots=[Slot(LocalNode()), Slot(node)])
@@ -216,7 +216,7 @@ def test_a_node_that_is_lost_before_the_start_is_named(tmp_path: Path) -> None:
     assert fleet.pids() == []
 
 
-def test_an_engine_whose_node_is_lost_goes_to_another_one_or_leaves(tmp_path: Path) -> None:
+def test_engine_of_a_lost_node_moves_to_a_spare_or_is_retired(tmp_path: Path) -> None:
     here, first, second, third = Slot(LocalNode()), *(Slot(FarNode(f"127.0.0.{number}")) for number in (2, 3, 4))
     spares, asked = [third, second], []
 
@@ -249,7 +249,7 @@ def test_an_engine_whose_node_is_lost_goes_to_another_one_or_leaves(tmp_path: Pa
         assert len(fleet.pids()) == 3
 
 
-def test_the_supervisor_follows_an_engine_to_another_node_and_then_does_without_it(tmp_path: Path) -> None:
+def test_supervisor_moves_an_engine_to_a_spare_node_then_removes_it(tmp_path: Path) -> None:
     near, far, spares = LocalNode(), FarNode("127.0.0.2"), [Slot(FarNode("127.0.0.3"))]
     brought: list[str] = []
 
@@ -289,7 +289,7 @@ def test_the_supervisor_follows_an_engine_to_another_node_and_then_does_without_
             loop.close()
 
 
-def test_engines_on_other_nodes_are_always_watched() -> None:
+def test_engines_on_other_nodes_enable_fault_tolerance() -> None:
     here, far = Slot(LocalNode()), Slot(FarNode("127.0.0.2"))
     config = Config(hf_checkpoint="unused", rollout_num_gpus=2)
     assert with_fault_tolerance_across_nodes(config, SlotPlacement((far,), (here, here))) is config
@@ -298,7 +298,7 @@ def test_engines_on_other_nodes_are_always_watched() -> None:
     assert with_fault_tolerance_across_nodes(pairs, SlotPlacement((here,), (here, far))) is pairs
 
 
-def test_ports_of_a_node_are_given_once() -> None:
+def test_each_port_of_a_node_is_given_out_once() -> None:
     class Narrow(LocalNode):
         asked: ClassVar[list[int]] = []
 
@@ -320,5 +320,5 @@ def test_ports_of_a_node_are_given_once() -> None:
         ("h", "http://h:7"),
     ],
 )
-def test_where_an_engine_is_reached(host: str, url: str) -> None:
+def test_url_of_an_engine_with_wildcard_or_ipv6_host(host: str, url: str) -> None:
     assert Launch("engine-0", host, 7).url == url

@@ -52,14 +52,14 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-def test_a_router_shows_its_engines_key_for_programs_of_this_machine_alone(path: str) -> None:
+def test_router_without_a_key_accepts_only_local_json_requests(path: str) -> None:
     asked = [("POST", path, headers) for headers, _ in FOREIGN]
     assert statuses(router(None), *asked) == [status for _, status in FOREIGN]
     assert statuses(router(None), ("POST", path, JSON)) == [502]  # forwarded, but no engine is reachable
     assert statuses(router(None), ("GET", "/workers", {}), ("GET", "/workers", {"Host": "evil.example"})) == [200, 403]
 
 
-def test_a_router_beyond_loopback_asks_for_a_key() -> None:
+def test_router_with_a_key_requires_it_except_for_health() -> None:
     wrong = {**JSON, "Authorization": "Bearer guessed"}
     asked = [("POST", "/generate", headers) for headers in (JSON, wrong, {**JSON, **SHOWN})]
     assert statuses(router(KEY), *asked) == [401, 401, 502]
@@ -72,7 +72,7 @@ def test_a_router_beyond_loopback_asks_for_a_key() -> None:
     assert statuses(router(KEY), ("POST", "/generate", named)) == [502]  # the key permits any origin
 
 
-def test_endpoints_of_agents_take_no_foreign_pages() -> None:
+def test_agent_endpoints_reject_foreign_origins_and_non_json() -> None:
     def app() -> web.Application:
         return AgentApp(None, None, ["m"], None).app  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ def test_endpoints_of_agents_take_no_foreign_pages() -> None:
     assert statuses(app, ("GET", "/healthz", {"Host": "host.docker.internal"})) == [200]
 
 
-def test_files_are_given_to_who_has_a_ticket_of_a_session() -> None:
+def test_file_server_requires_the_key_of_an_admitted_session() -> None:
     shelves = FileShares()
 
     def app() -> web.Application:

@@ -13,7 +13,7 @@ from aiohttp import web
 from slime.cluster.http_server import Connections, bind_sockets, most_connections
 
 
-def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_file_limit_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [1024, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
@@ -25,7 +25,7 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch: pytest
     assert limits == [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
 
 
-def test_a_system_that_refuses_to_raise_the_limit_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_fit_the_current_limit_if_raising_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
@@ -34,7 +34,7 @@ def test_a_system_that_refuses_to_raise_the_limit_leaves_what_there_is(monkeypat
     assert most_connections(10_000, descriptors_each=2) == 384
 
 
-def test_a_storm_of_connections_is_taken_up_to_the_limit() -> None:
+def test_connections_beyond_the_limit_close_the_oldest() -> None:
     """All connections are idle: each one beyond the limit closes the oldest one."""
 
     async def scenario() -> tuple[int, int]:

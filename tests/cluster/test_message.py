@@ -23,7 +23,7 @@ LARGE = np.random.default_rng(0).integers(0, 1000, 50_000).astype(np.int32)
     ],
     ids=["strided", "int64", "float", "rows", "small", "many", "none"],
 )
-def test_joined_arrays_arrive_as_one(parts: list[np.ndarray]) -> None:
+def test_joined_arrays_unpack_as_one_array(parts: list[np.ndarray]) -> None:
     expected = np.concatenate(parts) if parts else np.empty(0)
     packed = pack(ConcatenatedArrays(parts))
     buffers = [
@@ -35,7 +35,7 @@ def test_joined_arrays_arrive_as_one(parts: list[np.ndarray]) -> None:
     np.testing.assert_array_equal(ConcatenatedArrays(parts).whole(), expected)
 
 
-def test_pieces_are_the_arrays_own_memory() -> None:
+def test_packed_pieces_share_the_memory_of_the_arrays() -> None:
     parts = [LARGE, LARGE[100:40_000]]
     (buffer,) = pack({"x": ConcatenatedArrays(parts)}).buffers
     assert all(np.shares_memory(np.asarray(piece), LARGE) for piece in buffer.pieces())
@@ -43,6 +43,6 @@ def test_pieces_are_the_arrays_own_memory() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (2,)])
-def test_rows_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+def test_joined_rejects_rows_of_different_shapes(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="different shapes"):
         ConcatenatedArrays([np.zeros((2, 3)), np.zeros(shape)])

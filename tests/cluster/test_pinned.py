@@ -37,7 +37,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     return locks
 
 
-def test_memory_is_locked_while_a_view_of_it_lives(locks: Locks) -> None:
+def test_memory_stays_pinned_while_a_view_exists(locks: Locks) -> None:
     data = pinned_bytes(1 << 20)
     part = data[100:200]
     del data
@@ -49,7 +49,7 @@ def test_memory_is_locked_while_a_view_of_it_lives(locks: Locks) -> None:
     assert not locks.held
 
 
-def test_a_refusal_leaves_plain_memory(
+def test_failed_pinning_returns_pageable_memory(
     locks: Locks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.cuda.cudart().cudaHostRegister = lambda address, size, flags: 712

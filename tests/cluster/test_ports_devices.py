@@ -17,7 +17,7 @@ def test_free_ports_are_different_and_can_be_bound() -> None:
         socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as servers do: TIME_WAIT is allowed
 
 
-def test_a_taken_port_is_refused_and_a_free_one_returned() -> None:
+def test_require_free_port_rejects_a_port_in_use() -> None:
     port = free_port()
     assert require_free_port(port, flag="--port") == port
     in_use = pytest.raises(UserError, match=f"port {port} .* is in use.* --port")
@@ -25,19 +25,19 @@ def test_a_taken_port_is_refused_and_a_free_one_returned() -> None:
         require_free_port(port, flag="--port")
 
 
-def test_a_port_just_used_counts_as_free() -> None:
+def test_port_just_used_counts_as_free() -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
         server.accept()[0].close()
     assert require_free_port(port, flag="--port") == port
 
 
-def test_an_unknown_host_is_a_user_error() -> None:
+def test_unknown_host_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"--host no-such-host\.invalid"):
         free_port("no-such-host.invalid")
 
 
-def test_devices() -> None:
+def test_resolve_device_selects_cpu_or_cuda() -> None:
     assert resolve_device("cpu") == "cpu"
     with pytest.raises(UserError, match="unknown"):
         resolve_device("tpu")
@@ -49,14 +49,14 @@ def test_devices() -> None:
             resolve_device("cuda")
 
 
-def test_threads_respect_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_per_process_keeps_a_given_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert threads_per_process(10_000) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_process(2) == {"GOMP_SPINCOUNT": "10000"}
 
 
-def test_the_interface_of_an_address_is_the_one_that_sockets_are_kept_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_use_the_network_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     loopback = interface_with("127.0.0.1")

@@ -40,14 +40,14 @@ def unit(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str
     ],
     ids=["Sapphire Rapids", "Zen 4", "Ice Lake", "Neoverse V1", "Neoverse N1", "no flags", "empty"],
 )
-def test_linux_names_the_units_of_its_cpu(tmp_path: Path, text: str, unit: str | None) -> None:
+def test_detects_bfloat16_units_from_cpuinfo(tmp_path: Path, text: str, unit: str | None) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(text)
     assert bfloat16_unit(platform="linux", cpuinfo=cpuinfo) == unit
     assert bfloat16_unit(platform="darwin", cpuinfo=cpuinfo) is None
 
 
-def test_a_machine_that_does_not_tell_has_no_units(tmp_path: Path) -> None:
+def test_missing_cpuinfo_means_no_bfloat16_units(tmp_path: Path) -> None:
     assert bfloat16_unit(platform="linux", cpuinfo=tmp_path / "none") is None
 
 
@@ -61,7 +61,7 @@ def test_a_machine_that_does_not_tell_has_no_units(tmp_path: Path) -> None:
     ],
     indirect=["unit"],
 )
-def test_auto_on_a_cpu(unit: str | None, parameters: int | None, chosen: tuple[str, str]) -> None:
+def test_auto_dtype_depends_on_cpu_unit_and_model_size(unit: str | None, parameters: int | None, chosen: tuple[str, str]) -> None:
     assert choose_dtype("auto", "cpu", parameters) == chosen
     assert resolve_rollout_dtype("auto", "auto", "cpu", parameters) == chosen[0]
     assert choose_dtype("auto", "cuda", parameters)[0] == choose_dtype("auto", "cuda:1", parameters)[0] == "bfloat16"
@@ -72,7 +72,7 @@ def test_auto_on_a_cpu(unit: str | None, parameters: int | None, chosen: tuple[s
 
 
 @pytest.mark.parametrize("unit", [None, "bf16"], indirect=True)
-def test_only_a_precision_that_the_cpu_imitates_is_called_slow(unit: str | None) -> None:
+def test_slow_dtype_note_appears_only_for_emulated_bfloat16(unit: str | None) -> None:
     said = slow_dtype_note("--dtype", "bfloat16", "cpu")
     if unit is None:
         assert said == (
@@ -87,7 +87,7 @@ def test_only_a_precision_that_the_cpu_imitates_is_called_slow(unit: str | None)
 
 @pytest.mark.parametrize("unit", [None, "amx_bf16"], indirect=True)
 @pytest.mark.parametrize("small", [True, False])
-def test_trainer_and_engines_have_the_same_precision(
+def test_trainer_and_engine_choose_the_same_dtype(
     unit: str | None, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model_folder(tmp_path / "model")

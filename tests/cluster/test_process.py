@@ -106,15 +106,15 @@ def run_driver(tmp_path: Path, end: str, *, stubborn: bool = False, fork: bool =
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_nothing_is_left_after_the_driver_ended(tmp_path: Path, how: str) -> None:
+def test_no_process_survives_the_end_of_the_driver(tmp_path: Path, how: str) -> None:
     assert wait_until_gone(run_driver(tmp_path, ENDINGS[how])) == []
 
 
-def test_processes_that_ignore_sigterm_die_after_kill_9_too(tmp_path: Path) -> None:
+def test_children_that_ignore_sigterm_die_after_the_driver_is_killed(tmp_path: Path) -> None:
     assert wait_until_gone(run_driver(tmp_path, ENDINGS["kill -9"], stubborn=True)) == []
 
 
-def test_a_forked_copy_of_the_driver_does_not_keep_children_alive(tmp_path: Path) -> None:
+def test_forked_copy_of_the_driver_does_not_keep_children_alive(tmp_path: Path) -> None:
     pids = run_driver(tmp_path, ENDINGS["kill -9"], fork=True)
     copy = int((tmp_path / "pidscopy").read_text())
     assert wait_until_gone(pids) == []
@@ -132,7 +132,7 @@ def python(name: str, code: str, log_path: Path, **kw: object) -> ChildProcess:
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0", 0), ("2", 2), ("137", 137)])
-def test_exit_code_is_the_childs(log_path: Path, code: str, expected: int) -> None:
+def test_exit_code_is_that_of_the_child(log_path: Path, code: str, expected: int) -> None:
     process = python("exits", f"raise SystemExit({code})", log_path).start()
     assert process.wait(120) == expected
     assert process.poll() == expected
@@ -140,7 +140,7 @@ def test_exit_code_is_the_childs(log_path: Path, code: str, expected: int) -> No
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_death_by_signal_is_a_negative_code(log_path: Path, signum: int) -> None:
+def test_death_by_signal_is_a_negative_exit_code(log_path: Path, signum: int) -> None:
     process = python("dies", f"import os; os.kill(os.getpid(), {int(signum)})", log_path).start()
     assert process.wait(120) == -signum
 
@@ -161,13 +161,13 @@ def test_output_is_visible_while_the_child_runs(log_path: Path) -> None:
     assert process.poll() == -signal.SIGTERM
 
 
-def test_missing_program_is_said_in_the_log(log_path: Path) -> None:
+def test_missing_program_is_reported_in_the_log(log_path: Path) -> None:
     process = ChildProcess("nothing", ["/no/such/program"], log_path=log_path).start()
     assert process.wait(120) == 127
     assert process.tail() == "error: cannot start /no/such/program: No such file or directory"
 
 
-def test_stop_asks_first_and_lets_the_child_finish(log_path: Path, tmp_path: Path) -> None:
+def test_stop_sends_sigterm_and_lets_the_child_finish(log_path: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
         "import pathlib,signal,sys,time\n"
@@ -181,7 +181,7 @@ def test_stop_asks_first_and_lets_the_child_finish(log_path: Path, tmp_path: Pat
     assert process.stop() == 7
 
 
-def test_stop_kills_what_will_not_listen_with_its_grandchildren(log_path: Path, tmp_path: Path) -> None:
+def test_stop_kills_children_that_ignore_sigterm_and_their_children(log_path: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     process = python("stubborn", CHILD.format(pid_file=str(pid_file), stubborn=True, ignore=ignore), log_path).start()
@@ -193,7 +193,7 @@ def test_stop_kills_what_will_not_listen_with_its_grandchildren(log_path: Path, 
     assert process.pids() == []
 
 
-def test_killing_the_guard_takes_the_group_along(log_path: Path, tmp_path: Path) -> None:
+def test_killing_the_guard_ends_child_and_grandchildren(log_path: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     code = CHILD.format(pid_file=str(pid_file), stubborn=False, ignore="")
     process = python("victim", code, log_path).start()
@@ -221,7 +221,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody inherits the children of the dead")
 @pytest.mark.parametrize("victim", ["guard", "deputy"])
-def test_daemons_of_a_child_end_with_whichever_guard_is_killed(log_path: Path, victim: str) -> None:
+def test_daemons_of_a_child_end_if_guard_or_deputy_is_killed(log_path: Path, victim: str) -> None:
     process = python("daemons", DAEMON, log_path).start()
     assert wait_until(lambda: process.tail().count(" ") == 1, 120)
     child, daemon = (int(word) for word in process.tail().split())
@@ -232,7 +232,7 @@ def test_daemons_of_a_child_end_with_whichever_guard_is_killed(log_path: Path, v
     assert wait_until_gone([guard, deputy, child, daemon]) == []
 
 
-def test_leftovers_of_a_child_that_ended_by_itself_are_swept(log_path: Path, tmp_path: Path) -> None:
+def test_grandchildren_are_killed_after_the_child_exits(log_path: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     code = CHILD.format(pid_file=str(pid_file), stubborn=False, ignore="").replace(
         "time.sleep(600)\n", "raise SystemExit(5)\n"
@@ -272,14 +272,14 @@ def many_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_driver_with_many_descriptors_starts_and_stops_children(log_path: Path, many_descriptors: None) -> None:
+def test_driver_with_many_descriptors_starts_and_stops_children(log_path: Path, many_descriptors: None) -> None:
     process = python("high", "import time; print('up', flush=True); time.sleep(600)", log_path).start()
     assert wait_until(lambda: process.tail() == "up", 120)
     assert process.stop(grace_s=120) == -signal.SIGTERM
     assert process.tail() == "up"  # the guard wrote no traceback
 
 
-def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors: None) -> None:
+def test_listening_polls_channels_with_high_descriptors(many_descriptors: None) -> None:
     pairs = [channel_pair() for _ in range(3)]
     ours = [channel for channel, _ in pairs]
     assert min(channel.fileno() for channel in ours) > 1100
@@ -295,7 +295,7 @@ def test_channels_with_high_descriptors_are_waited_for_together(many_descriptors
         channel.close()
 
 
-def test_environment_is_laid_over_the_drivers(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_environment_extends_that_of_the_driver(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_TEST_KEPT", "kept")
     code = "import os; print(os.environ['SLIME_TEST_KEPT'], os.environ['SLIME_TEST_NEW'])"
     process = python("env", code, log_path, env={"SLIME_TEST_NEW": "new"}).start()
@@ -303,7 +303,7 @@ def test_environment_is_laid_over_the_drivers(log_path: Path, monkeypatch: pytes
     assert process.tail() == "kept new"
 
 
-def test_secrets_stay_with_the_driver(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_gets_secrets_only_if_they_are_passed_on(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SESSION_TOKEN", "MY_SECRET_THING"):
         monkeypatch.setenv(name, f"of {name}")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -330,11 +330,11 @@ def test_secrets_stay_with_the_driver(log_path: Path, monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_which_names_are_secrets(is_one: bool, names: str) -> None:
+def test_secret_variables_are_recognized_by_name(is_one: bool, names: str) -> None:
     assert {name: is_secret(name) for name in names.split()} == dict.fromkeys(names.split(), is_one)
 
 
-def test_a_set_stops_in_reverse_order(tmp_path: Path) -> None:
+def test_process_set_stops_in_reverse_order(tmp_path: Path) -> None:
     order = tmp_path / "order"
     code = (
         "import signal,sys,time\n"
@@ -352,11 +352,11 @@ def test_a_set_stops_in_reverse_order(tmp_path: Path) -> None:
     assert order.read_text() == "c b a "
 
 
-def test_start_twice_is_refused(log_path: Path) -> None:
+def test_starting_twice_is_rejected(log_path: Path) -> None:
     with python("once", "import time; time.sleep(600)", log_path) as process, pytest.raises(RuntimeError, match="once"):
         process.start()
 
 
-def test_stop_right_after_start_needs_no_force(log_path: Path) -> None:
+def test_stop_right_after_start_ends_the_child_by_sigterm(log_path: Path) -> None:
     for _ in range(5):
         assert python("brief", "import time; time.sleep(600)", log_path).start().stop(grace_s=120) == -signal.SIGTERM

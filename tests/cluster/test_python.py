@@ -48,12 +48,12 @@ def output(command: tuple[str, ...]) -> list[str]:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def test_a_child_and_its_children_import_our_package_and_the_users_modules(upstream: Path) -> None:
+def test_child_and_grandchild_import_this_slime_and_the_users_modules(upstream: Path) -> None:
     found = output((*module_command("says_which"), "--flag", "value"))
     assert found == [f"{OURS}/errors.py", f"{OURS}/errors.py", "the neighbour", ["--flag", "value"]]
 
 
-def test_a_folder_that_is_first_for_the_parent_is_first_for_the_child(
+def test_child_keeps_the_working_folder_first_on_sys_path(
     upstream: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (upstream / "colorsys.py").write_text("")
@@ -63,7 +63,7 @@ def test_a_folder_that_is_first_for_the_parent_is_first_for_the_child(
     assert output(module_command("which_module")) == str(upstream / "colorsys.py")
 
 
-def test_the_verifiers_of_rewards_are_ours(upstream: Path) -> None:
+def test_reward_workers_import_this_slime(upstream: Path) -> None:
     pool = GuardedPool("slime.rollout.rewards.math_worker", size=1)
     try:
         asked = {"prediction": "1/2", "boxed": True, "label": "0.5"}
@@ -72,14 +72,14 @@ def test_the_verifiers_of_rewards_are_ours(upstream: Path) -> None:
         pool.close()
 
 
-def test_workers_that_read_prompts_are_ours(upstream: Path) -> None:
+def test_prompt_workers_import_this_slime(upstream: Path) -> None:
     (upstream / "prompts.jsonl").write_text('{"input": "2+2="}\n{"input": "3+3="}\n')
     load_function("neighbour.reward", what="--custom-rm-path")  # adds the folder to the search path
     dataset = PromptDataset("prompts.jsonl", num_workers=1)
     assert [sample.prompt for sample in dataset] == ["2+2=", "3+3="]
 
 
-def test_a_plugin_that_only_the_other_package_has_is_named_with_both(upstream: Path) -> None:
+def test_error_for_a_plugin_of_the_other_slime_names_both_packages(upstream: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_function("slime.rollout.theirs.reward", what="--custom-rm-path")
     assert str(caught.value) == (

@@ -54,7 +54,7 @@ def python(name: str, code: str, **fields: Any) -> ProcessCommand:
     return ProcessCommand(name, (OWN_PYTHON, "-c", code), **fields)
 
 
-def test_a_process_has_its_log_and_its_exit_code_here(node: RemoteNode, tmp_path: Path) -> None:
+def test_log_and_exit_code_of_a_remote_process_reach_the_driver(node: RemoteNode, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "one.log"
     process = node.start(python("one", "import os; print(os.environ['WORD'] * 3); exit(7)", env={"WORD": "so "}), log)
     assert process.wait(120) == 7
@@ -63,14 +63,14 @@ def test_a_process_has_its_log_and_its_exit_code_here(node: RemoteNode, tmp_path
     assert process.state() == "one on far is gone"
 
 
-def test_a_long_log_comes_whole_before_the_exit_code(node: RemoteNode, tmp_path: Path) -> None:
+def test_long_log_is_complete_when_the_exit_code_arrives(node: RemoteNode, tmp_path: Path) -> None:
     log = tmp_path / "long.log"
     process = node.start(python("long", "print('x' * 9_000_000, end='!')"), log)
     assert process.wait(120) == 0
     assert log.stat().st_size == 9_000_001
 
 
-def test_a_process_serves_a_channel_and_ends_when_it_is_stopped(node: RemoteNode, tmp_path: Path) -> None:
+def test_remote_process_serves_a_channel_until_it_is_stopped(node: RemoteNode, tmp_path: Path) -> None:
     code = (
         "import argparse\n"
         "from slime.cluster.rpc.connect import add_channel_flags, channel_from\n"
@@ -86,7 +86,7 @@ def test_a_process_serves_a_channel_and_ends_when_it_is_stopped(node: RemoteNode
     channel.close()
 
 
-def test_stop_is_heard_through_the_agent(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+def test_terminate_reaches_the_process_through_the_agent(node: RemoteNode, near: Near, tmp_path: Path) -> None:
     process = node.start(python("sleeper", "import time; time.sleep(600)"), tmp_path / "s.log")
     there = near.agent._processes[0]
     assert process.poll() is None
@@ -95,7 +95,7 @@ def test_stop_is_heard_through_the_agent(node: RemoteNode, near: Near, tmp_path:
     assert there.poll() == -signal.SIGTERM
 
 
-def test_the_processes_of_a_lost_node_have_ended(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+def test_processes_of_a_lost_node_report_the_lost_code(node: RemoteNode, near: Near, tmp_path: Path) -> None:
     process = node.start(python("left", "import time; time.sleep(600)"), tmp_path / "left.log")
     near.is_gone = True
     assert process.wait(120) == LOST_CODE
@@ -106,13 +106,13 @@ def test_the_processes_of_a_lost_node_have_ended(node: RemoteNode, near: Near, t
     process.stop()  # returns at once: no process is left
 
 
-def test_a_refusal_of_the_agent_is_raised_here(node: RemoteNode, tmp_path: Path) -> None:
+def test_user_error_of_the_agent_is_raised_at_the_driver(node: RemoteNode, tmp_path: Path) -> None:
     node._listener.close()
     with pytest.raises(UserError, match=r"the driver cannot be reached at 127\.0\.0\.1:\d+ \("):
         node.start_connected(python("lonely", ""), tmp_path / "lonely.log")
 
 
-def test_files_have_the_names_of_the_node(node: RemoteNode) -> None:
+def test_paths_are_mapped_to_paths_of_the_node(node: RemoteNode) -> None:
     node.paths["/data/model"] = "/cache/model-1/model"
     assert node.path("/data/model") == "/cache/model-1/model"
     assert node.path("/data/model/part/a") == "/cache/model-1/model/part/a"

@@ -32,7 +32,7 @@ def start_owner(root: Path, then: str, kind: str) -> tuple[subprocess.Popen[str]
 
 
 @pytest.mark.parametrize("kind", ["weights", "shares"])
-def test_folders_of_killed_runs_are_removed_and_those_of_live_ones_kept(tmp_path: Path, kind: str) -> None:
+def test_remove_stale_removes_only_folders_of_dead_runs(tmp_path: Path, kind: str) -> None:
     dead, dead_folder = start_owner(tmp_path, "die", kind)
     dead.wait()
     live, live_folder = start_owner(tmp_path, "stay", kind)
@@ -49,13 +49,13 @@ def test_folders_of_killed_runs_are_removed_and_those_of_live_ones_kept(tmp_path
     assert os.listdir(tmp_path) == ["slime-weights-foreign"]
 
 
-def test_a_subfolder_starts_empty(tmp_path: Path) -> None:
+def test_subfolder_starts_empty(tmp_path: Path) -> None:
     with StagingFolder(tmp_path, "weights") as staging:
         (staging.subfolder("v1") / "old").touch()
         assert list(staging.subfolder("v1").iterdir()) == []
 
 
-def test_shared_memory_is_used_only_with_room(tmp_path: Path) -> None:
+def test_shared_memory_is_used_only_with_enough_room(tmp_path: Path) -> None:
     assert choose_root(1, tmp_path) == (tmp_path, f"{tmp_path} has room")
     root, reason = choose_root(2**60, tmp_path)
     assert root == Path(tempfile.gettempdir())
@@ -63,7 +63,7 @@ def test_shared_memory_is_used_only_with_room(tmp_path: Path) -> None:
     assert choose_root(1, tmp_path / "missing")[0] == Path(tempfile.gettempdir())
 
 
-def test_a_folder_that_nobody_would_look_for_is_refused(tmp_path: Path) -> None:
+def test_unknown_kind_of_staging_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown kind of staging folder"):
         StagingFolder(tmp_path, "others")
     assert list(tmp_path.iterdir()) == []

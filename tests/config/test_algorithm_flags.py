@@ -19,7 +19,7 @@ def derived(**flags: Any) -> Config:
     return derive(Config(**(base | {"rollout_max_response_len": 8} | flags)))
 
 
-def test_presets_fill_in_what_was_not_given() -> None:
+def test_presets_set_only_flags_that_were_not_given() -> None:
     dapo = derived(advantage_estimator="dapo")
     assert (dapo.eps_clip, dapo.eps_clip_high) == (0.2, 0.28)
     assert dapo.loss_aggregation == "token_mean"
@@ -37,12 +37,12 @@ def test_presets_fill_in_what_was_not_given() -> None:
         assert derive(config) == config
 
 
-def test_the_engines_routing_implies_that_routing_is_repeated() -> None:
+def test_rollout_routing_replay_implies_routing_replay() -> None:
     assert derived(use_rollout_routing_replay=True).use_routing_replay
     assert not derived(use_routing_replay=True).use_rollout_routing_replay
 
 
-def test_rejection_looks_where_the_weights_do_unless_told() -> None:
+def test_rs_level_defaults_to_tis_level_and_opd_type_megatron_to_trainer() -> None:
     config = derived(tis_level="sequence", tis_clip=3.0, rs_upper_bound=5.0)
     assert (config.rs_level, config.rs_lower_bound, config.rs_upper_bound) == ("sequence", 0.0, 5.0)
     assert derived(use_opd=True, opd_type="megatron").opd_type == "trainer"
@@ -94,12 +94,12 @@ def test_rejection_looks_where_the_weights_do_unless_told() -> None:
         ({"opd_teacher_load": "x"}, "add --use-opd"),
     ],
 )
-def test_flags_that_cannot_both_be_meant_are_refused(flags: dict[str, Any], sentence: str) -> None:
+def test_contradicting_flags_are_rejected(flags: dict[str, Any], sentence: str) -> None:
     found = list(algorithm_contradictions(derived(**flags)))
     assert any(sentence in one for one in found), found
 
 
-def test_plain_choices_are_not_refused() -> None:
+def test_valid_combinations_are_accepted() -> None:
     for flags in (
         {},
         {"advantage_estimator": "ppo", "kl_coef": 0.1},
@@ -112,7 +112,7 @@ def test_plain_choices_are_not_refused() -> None:
         assert list(algorithm_contradictions(derived(**flags))) == []
 
 
-def test_the_critic_has_its_own_flags(tmp_path: Path) -> None:
+def test_critic_flags_come_from_its_config_file_and_role_overrides(tmp_path: Path) -> None:
     own, roles = tmp_path / "critic.toml", tmp_path / "roles.yaml"
     own.write_text("weight_decay = 0.5\nlr = 0.25\n")
     roles.write_text(
@@ -130,7 +130,7 @@ def test_the_critic_has_its_own_flags(tmp_path: Path) -> None:
     assert critic_flags(config.replace(critic_lr=0.125)).lr == 0.125
 
 
-def test_roles_may_differ_in_kernels_and_not_in_their_processes(tmp_path: Path) -> None:
+def test_roles_may_differ_in_kernels_but_not_in_parallel_sizes(tmp_path: Path) -> None:
     roles = tmp_path / "roles.yaml"
     roles.write_text("megatron: [{role: critic, overrides: {moe_permute_fusion: true, recompute_granularity: full}}]")
     config = derived(
@@ -151,7 +151,7 @@ def test_roles_may_differ_in_kernels_and_not_in_their_processes(tmp_path: Path) 
     ("text", "sentence"),
     [("lrr: 1", "there is no flag lrr: did you mean lr"), ("lr: -1", "lr must be at least 0, not -1"), ("lr: x", "lr")],
 )
-def test_a_wrong_critic_file_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+def test_invalid_critic_file_is_rejected(text: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:

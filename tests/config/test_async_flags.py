@@ -32,14 +32,14 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_without_a_flag_the_loop_is_synchronous_and_shares_its_gpus(flags: dict[str, Any]) -> None:
+def test_default_loop_is_synchronous_and_colocated(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags))
     assert (config.async_mode, config.colocate, config.max_weight_staleness) == ("sync", True, None)
     assert not is_async(config)
     assert describe_loop(config) == "synchronous: generate, then train"
 
 
-def test_the_synchronous_loop_may_send_weights_less_often(flags: dict[str, Any]) -> None:
+def test_synchronous_loop_accepts_a_longer_weight_update_interval(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, update_weights_interval=3))
     assert (config.async_mode, is_async(config), max_versions_behind(config)) == ("sync", False, 2)
     words = "synchronous: generate, then train, new weights every 3 steps, samples up to 2 steps old"
@@ -47,28 +47,28 @@ def test_the_synchronous_loop_may_send_weights_less_often(flags: dict[str, Any])
 
 
 @pytest.mark.parametrize("mode", ["one-step", "full"])
-def test_asynchronous_engines_have_gpus_of_their_own(mode: str, flags: dict[str, Any]) -> None:
+def test_async_modes_give_engines_their_own_gpus_by_default(mode: str, flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, async_mode=mode))
     assert (config.colocate, config.rollout_num_gpus) == (False, 1)
     assert is_async(config)
 
 
 @pytest.mark.parametrize("mode", ["one-step", "full"])
-def test_asynchronous_engines_may_share_the_trainers_gpus(mode: str, flags: dict[str, Any]) -> None:
+def test_async_modes_accept_colocate_without_offload(mode: str, flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, async_mode=mode, colocate=True, actor_num_gpus_per_node=2))
     assert (config.colocate, config.rollout_num_gpus) == (True, 2)
     with pytest.raises(UserError, match="--offload-rollout frees the engines' memory during training"):
         resolve(Config(**flags, async_mode=mode, colocate=True, offload=True))
 
 
-def test_full_mode_has_a_bound_and_leaves_requests_in_place(flags: dict[str, Any]) -> None:
+def test_full_mode_defaults_to_staleness_2_and_pause_mode_in_place(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, async_mode="full"))
     assert (config.max_weight_staleness, config.update_weight_pause_mode) == (2, "in_place")
     retract = resolve(Config(**flags, async_mode="full", update_weight_pause_mode="retract"))
     assert retract.update_weight_pause_mode == "retract"
 
 
-def test_upstreams_rollout_function_means_full_mode(flags: dict[str, Any]) -> None:
+def test_upstream_async_rollout_function_selects_full_mode(flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, rollout_function_path=FULLY_ASYNC_ROLLOUT_FUNCTION, async_mode="one-step"))
     assert (config.async_mode, config.rollout_function_path) == ("full", DEFAULT_ROLLOUT_FUNCTION)
     with pytest.raises(UserError, match="--async-mode sync contradicts the fully asynchronous"):
@@ -76,7 +76,7 @@ def test_upstreams_rollout_function_means_full_mode(flags: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("mode", ["one-step", "full"])
-def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str, Any]) -> None:
+def test_staleness_of_zero_makes_the_loop_synchronous(mode: str, flags: dict[str, Any]) -> None:
     config = resolve(Config(**flags, async_mode=mode, max_weight_staleness=0))
     assert not is_async(config)
     assert (config.colocate, config.update_weight_pause_mode) == (True, "abort")
@@ -109,7 +109,7 @@ def test_a_staleness_of_zero_is_the_synchronous_loop(mode: str, flags: dict[str,
         ({"async_mode": "full", "rollout_function_path": "json.loads"}, "use --async-mode one-step"),
     ],
 )
-def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, flags: dict[str, Any]) -> None:
+def test_contradicting_async_flags_are_rejected_in_one_sentence(more: dict[str, Any], sentence: str, flags: dict[str, Any]) -> None:
     with pytest.raises(UserError) as refused:
         resolve(Config(**flags | more))
     assert sentence in str(refused.value)
@@ -131,7 +131,7 @@ def test_contradictions_are_one_sentence(more: dict[str, Any], sentence: str, fl
         ({"use_tis": True}, True),
     ],
 )
-def test_older_samples_are_weighed_unless_somebody_says_otherwise(
+def test_stale_samples_are_importance_weighted_by_default(
     more: dict[str, Any], corrects: bool, flags: dict[str, Any]
 ) -> None:
     config = resolve(Config(**flags | more))
@@ -148,5 +148,5 @@ def test_older_samples_are_weighed_unless_somebody_says_otherwise(
         ({"load_debug_rollout_data": "{rollout_id}.pt"}, "sync"),
     ],
 )
-def test_the_asynchronous_entry_point_overlaps_what_can_be(flags: dict[str, Any], mode: str) -> None:
+def test_train_async_defaults_to_one_step_except_for_debug_rollouts(flags: dict[str, Any], mode: str) -> None:
     assert default_async_mode(Config(**flags)) == mode

@@ -33,7 +33,7 @@ def install(folder: Path, script: str) -> None:
     program.chmod(0o755)
 
 
-def test_two_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_visible_gpus_and_returns_the_smallest_memory(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(machine, TWO_GPUS)
     assert nvidia_gpu_count() == 2
     assert nvidia_gpu_memory() == 81559 * 2**20
@@ -42,7 +42,7 @@ def test_two_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert nvidia_gpu_count() == count, visible
 
 
-def test_a_driver_that_does_not_answer_counts_as_none(machine: Path) -> None:
+def test_failing_nvidia_smi_counts_as_no_gpu(machine: Path) -> None:
     install(machine, "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     assert nvidia_gpu_count() == 0
     assert nvidia_gpu_memory() is None

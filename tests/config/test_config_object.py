@@ -36,7 +36,7 @@ def test_dict_round_trip_is_exact_through_json() -> None:
     assert set(config.to_dict()) == {field.name for field in dataclasses.fields(Config)} - secrets - {"overlay"}
 
 
-def test_from_dict_refuses_unknown_names_and_types() -> None:
+def test_from_dict_rejects_unknown_keys_and_wrong_types() -> None:
     with pytest.raises(UserError, match="unknown config key sed: did you mean seed"):
         Config.from_dict({"sed": 1})
     with pytest.raises(UserError, match="seed must be a whole number, not 'x'"):
@@ -50,7 +50,7 @@ def test_from_dict_refuses_unknown_names_and_types() -> None:
     ]
 
 
-def test_saved_config_starts_the_identical_run(valid: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
+def test_saved_config_loads_as_the_identical_config(valid: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
     given = {**valid, **RICH, "eval_prompt_data": [("a", str(prompts))], "eval_interval": 3}
     config = resolve(Config(**given))
     file = tmp_path / "config.yaml"
@@ -60,7 +60,7 @@ def test_saved_config_starts_the_identical_run(valid: dict[str, Any], prompts: P
     assert parse_args(["--config", str(file), "--seed", "9"]) == config.replace(seed=9)
 
 
-def test_a_saved_config_has_what_a_custom_file_set(valid_argv: list[str], tmp_path: Path) -> None:
+def test_saved_config_includes_values_of_the_custom_config_file(valid_argv: list[str], tmp_path: Path) -> None:
     own, saved = tmp_path / "mis.yaml", tmp_path / "config.yaml"
     own.write_text("use_tis: true\ntis_clip: 5.0\nn_samples_per_prompt: 4\nmine: 1\n")
     config = parse_args([*valid_argv, "--tis-clip", "3", "--custom-config-path", str(own)])
@@ -72,7 +72,7 @@ def test_a_saved_config_has_what_a_custom_file_set(valid_argv: list[str], tmp_pa
     assert parse_args(["--config", str(saved)]) == config
 
 
-def test_carried_flags_read_like_fields_and_missing_ones_are_named() -> None:
+def test_carried_flags_are_attributes_and_missing_ones_raise() -> None:
     config = Config(carried={"sglang_context_length": 10})
     assert config.sglang_context_length == 10
     with pytest.raises(AttributeError, match="--sglang-router-ip"):
@@ -80,7 +80,7 @@ def test_carried_flags_read_like_fields_and_missing_ones_are_named() -> None:
     assert not hasattr(config, "nothing")
 
 
-def test_frozen_copyable_hashable() -> None:
+def test_config_is_frozen_copyable_and_hashable() -> None:
     config = Config(**RICH)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.lr = 1.0
@@ -91,7 +91,7 @@ def test_frozen_copyable_hashable() -> None:
     assert Config().rollout_sample_hook_path is not Config().rollout_sample_hook_path
 
 
-def test_every_flag_has_help_and_a_default_of_its_type() -> None:
+def test_every_flag_has_help_and_a_default_among_its_choices() -> None:
     for spec in FLAG_SPECS.values():
         assert spec.info.help
         if spec.default is None:
@@ -100,7 +100,7 @@ def test_every_flag_has_help_and_a_default_of_its_type() -> None:
             assert spec.default in spec.info.choices
 
 
-def test_flag_table_of_the_documentation_is_current() -> None:
+def test_flags_page_matches_the_flag_table() -> None:
     document = Path(__file__).parents[2] / "docs" / "flags.md"
     assert document.read_text() == format_markdown(), "run: slime flags --markdown > docs/flags.md"
 
@@ -117,7 +117,7 @@ def test_signature_and_stub_of_run_have_every_flag() -> None:
         _ = slime.runs  # type: ignore[attr-defined]
 
 
-def test_keywords_are_taken_as_the_command_line_takes_them(tmp_path: Path) -> None:
+def test_keywords_parse_like_command_line_flags(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("lr = 0.5\nrollout_batch_size = 7\nsglang_mem_fraction_static = 0.5\n")
     file = str(tmp_path / "run.toml")
     words = f"--config {file} --lr 0.25 --sglang-attention-backend triton --router-policy random --num-layers 2".split()
@@ -133,7 +133,7 @@ def test_keywords_are_taken_as_the_command_line_takes_them(tmp_path: Path) -> No
         config_from_keywords({"sglang_x": object()})
 
 
-def test_keywords_take_a_custom_file_as_the_command_line_does(tmp_path: Path) -> None:
+def test_keywords_accept_a_custom_config_file_like_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("search_url: http://here\nn_samples_per_prompt: 3\n")
     words = ["--rollout-batch-size", "5", "--n-samples-per-prompt", "2", "--custom-config-path", str(file)]

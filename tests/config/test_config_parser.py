@@ -24,7 +24,7 @@ def parse(command: str) -> Config:
     return parse_flags(command.split())
 
 
-def test_every_kind_of_value() -> None:
+def test_parses_every_kind_of_value() -> None:
     config = parse_flags(
         [
             *("--rollout-batch-size", "4"),
@@ -51,7 +51,7 @@ def test_every_kind_of_value() -> None:
     assert config.input_key == "prompt"
 
 
-def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
+def test_repeated_flags_append_or_override() -> None:
     config = parse(
         "--eval-prompt-data a x --eval-prompt-data b y --rollout-sample-hook-path m.f --rollout-sample-hook-path m.g "
         "--lr 1 --lr 2 --rollout-stop A --rollout-stop B"
@@ -62,7 +62,7 @@ def test_repeated_flags_add_up_or_the_last_one_wins() -> None:
     assert config.rollout_stop == ["B"]
 
 
-def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_unnamed_evaluation_file_is_named_aime_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert parse("--eval-prompt-data /data/test.jsonl").eval_prompt_data == [("aime", "/data/test.jsonl")]
     assert caplog.messages == [
         "--eval-prompt-data /data/test.jsonl has no name: it is named aime, as in upstream slime"
@@ -103,11 +103,11 @@ def test_an_evaluation_file_alone_is_called_aime_and_that_is_said(caplog: pytest
         (["--config", "/nowhere.toml"], "--config: there is no file /nowhere.toml"),
     ],
 )
-def test_bad_input_is_one_sentence(words: list[str], sentence: str) -> None:
+def test_invalid_arguments_are_rejected_in_one_sentence(words: list[str], sentence: str) -> None:
     assert sentence in refused(*words)
 
 
-def test_all_unknown_flags_are_named_at_once() -> None:
+def test_all_unknown_flags_are_reported_together() -> None:
     words = ["--qqq", "--lr", "1", "--beta", "0.1", "--release-train", "--qqq"]
     with pytest.raises(UserError) as caught:
         parse_flags(words)
@@ -126,7 +126,7 @@ def test_all_unknown_flags_are_named_at_once() -> None:
     ]
 
 
-def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+def test_all_unknown_keys_of_a_file_are_reported_together(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("rollout_batchsize: 3\nlr: 1\nbeta: 0.1\nrelease_train: true\n")
     with pytest.raises(UserError) as caught:
@@ -138,7 +138,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     assert lines[2].startswith(f"  {file}: --release-train is not supported: trainers live as long as the run")
 
 
-def test_carried_flags_are_typed_and_read_like_fields() -> None:
+def test_carried_flags_are_typed_and_readable_as_attributes() -> None:
     config = parse(
         "--sglang-mem-fraction-static 0.8 --sglang-context-length 8192 --sglang-log-level INFO --sglang-enable-metrics "
         "--sglang-cuda-graph-bs 1 2 4 --router-policy cache_aware --tensor-model-parallel-size 2 --sequence-parallel "
@@ -191,7 +191,7 @@ def test_commands_of_existing_scripts_parse(command: str) -> None:
     assert isinstance(parse_flags(command.split()), Config)
 
 
-def test_tables_do_not_contradict_each_other() -> None:
+def test_flag_tables_are_disjoint() -> None:
     fields = {name.replace("_", "-") for name in FLAG_SPECS}
     assert not fields & REFUSED.keys()
     assert not fields & set(MEGATRON_FLAGS)
@@ -199,7 +199,7 @@ def test_tables_do_not_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".yaml"])
-def test_command_line_wins_over_file(tmp_path: Path, suffix: str) -> None:
+def test_command_line_overrides_config_file(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"run{suffix}"
     sign = " = " if suffix == ".toml" else ": "
     lines = [
@@ -215,7 +215,7 @@ def test_command_line_wins_over_file(tmp_path: Path, suffix: str) -> None:
     assert config.carried == {"sglang_context_length": 100, "swiglu": True}
 
 
-def test_lists_in_files_are_replaced_by_the_command_line(tmp_path: Path) -> None:
+def test_command_line_replaces_lists_of_the_config_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("eval_prompt_data: {a: x.jsonl}\nrollout_stop: [A]\n")
     assert parse_flags(["--config", str(file)]).eval_prompt_data == [("a", "x.jsonl")]
@@ -234,13 +234,13 @@ def test_lists_in_files_are_replaced_by_the_command_line(tmp_path: Path) -> None
         ("rollout_stop: {a: 1}", "rollout_stop in {file} must be a list of texts"),
     ],
 )
-def test_bad_files_are_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_config_files_are_rejected_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert sentence.format(file=file) in refused("--config", str(file))
 
 
-def test_custom_config_sets_flags_over_the_command_line_and_adds_entries(tmp_path: Path) -> None:
+def test_custom_config_overrides_the_command_line_and_adds_entries(tmp_path: Path) -> None:
     file, second = tmp_path / "mine.yaml", tmp_path / "second.yaml"
     file.write_text(
         "use-tis: true\ntis_level: sequence\ntis_clip: 5\nrs_lower_bound: null\nrs_veto_threshold: 1e-4\nlr: 0.5\n"
@@ -278,13 +278,13 @@ def test_custom_config_sets_flags_over_the_command_line_and_adds_entries(tmp_pat
         ("release_train: true", "{file}: --release-train is not supported: "),
     ],
 )
-def test_a_bad_custom_config_is_one_sentence_with_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_custom_config_error_names_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     assert sentence.format(file=file) in refused("--custom-config-path", str(file))
 
 
-def test_custom_arguments_land_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_arguments_are_stored_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.add_argument("--search-top-k", type=int, default=3)
         parser.add_argument("--cache", type=Path, default=None)
@@ -316,7 +316,7 @@ def test_help_lists_every_flag_and_exits_0(capsys: pytest.CaptureFixture[str]) -
     assert all(spec.flag in text for spec in FLAG_SPECS.values())
 
 
-def test_parse_args_resolves(valid_argv: list[str], valid: dict[str, Any]) -> None:
+def test_parse_args_returns_a_resolved_config(valid_argv: list[str], valid: dict[str, Any]) -> None:
     config = parse_args(valid_argv)
     assert config.global_batch_size == 256
     assert config.hf_checkpoint == valid["hf_checkpoint"]

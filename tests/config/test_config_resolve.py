@@ -20,7 +20,7 @@ def refused(valid: dict[str, Any], **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_derived_values(valid: dict[str, Any]) -> None:
+def test_resolve_derives_dependent_values(valid: dict[str, Any]) -> None:
     config = resolve(
         Config(
             **valid,
@@ -49,12 +49,12 @@ def test_resolve_is_idempotent(valid: dict[str, Any]) -> None:
     assert once.recompute_activations is True
 
 
-def test_given_engines_are_not_colocated(valid: dict[str, Any]) -> None:
+def test_given_rollout_num_gpus_disables_colocation_by_default(valid: dict[str, Any]) -> None:
     assert resolve(Config(**valid, rollout_num_gpus=2)).colocate is False
     assert resolve(Config(**valid, rollout_num_gpus=2, colocate=True)).colocate is True
 
 
-def test_output_dir_defaults_to_save_or_time(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_output_dir_defaults_to_save_or_a_timestamped_folder(valid: dict[str, Any], tmp_path: Path) -> None:
     del valid["output_dir"]
     assert resolve(Config(**valid)).output_dir.startswith("outputs/20")
     assert resolve(Config(**valid, save=str(tmp_path / "s"))).output_dir == str(tmp_path / "s")
@@ -63,7 +63,7 @@ def test_output_dir_defaults_to_save_or_time(valid: dict[str, Any], tmp_path: Pa
     assert resolve(Config(**valid, save_interval=100, save_hf=str(tmp_path / "hf"))).save is None
 
 
-def test_sft_reads_answers_and_still_evaluates_by_generating(valid: dict[str, Any], prompts: Path) -> None:
+def test_sft_uses_the_sft_rollout_and_evaluates_by_generating(valid: dict[str, Any], prompts: Path) -> None:
     del valid["rollout_max_response_len"]
     config = resolve(Config(**valid, loss_type="sft_loss"))
     assert config.rollout_function_path == "slime.rollout.sft_rollout.generate_rollout"
@@ -79,12 +79,12 @@ def test_sft_reads_answers_and_still_evaluates_by_generating(valid: dict[str, An
         ({"global_batch_size": 128, "num_steps_per_rollout": 2}, (128, 2)),
     ],
 )
-def test_batch_arithmetic(valid: dict[str, Any], given: dict[str, int], derived: tuple[int, int]) -> None:
+def test_derives_batch_size_or_number_of_steps(valid: dict[str, Any], given: dict[str, int], derived: tuple[int, int]) -> None:
     config = resolve(Config(**valid, **given))
     assert (config.global_batch_size, config.num_steps_per_rollout) == derived
 
 
-def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None:
+def test_inconsistent_batch_sizes_are_rejected_with_the_numbers(valid: dict[str, Any]) -> None:
     left = "rollout_batch_size 32 x n_samples_per_prompt 8 = 256"
     assert refused(valid, global_batch_size=100, num_steps_per_rollout=2) == (
         f"{left}, but global_batch_size 100 x num_steps_per_rollout 2 = 200: change one of the four"
@@ -99,7 +99,7 @@ def test_wrong_batch_arithmetic_shows_the_numbers(valid: dict[str, Any]) -> None
     assert few.startswith("global_batch_size 1 is less than the 8 training processes (actor_num_nodes 2 x")
 
 
-def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[str, Any]) -> None:
+def test_model_parallel_sizes_reduce_the_data_parallel_size(valid: dict[str, Any]) -> None:
     """Batch sizes that upstream accepts with tensor, pipeline and context parallelism are valid."""
     flags = {**valid, "actor_num_gpus_per_node": 8, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     tp, pp = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -190,11 +190,11 @@ def test_processes_that_share_a_model_upstream_share_their_samples(valid: dict[s
         ({"custom_rm_path": "no_such_module_x.rm"}, "--custom-rm-path no_such_module_x.rm: module"),
     ],
 )
-def test_bad_input_is_one_sentence(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_values_are_rejected_in_one_sentence(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
     assert sentence in refused(valid, **changes)
 
 
-def test_broken_model_folders(valid: dict[str, Any], model_dir: Path) -> None:
+def test_rejects_model_folders_without_a_valid_config_json(valid: dict[str, Any], model_dir: Path) -> None:
     config = model_dir / "config.json"
     config.write_text("{}")
     assert refused(valid).endswith("has no model_type: it does not describe a Hugging Face model")
@@ -206,7 +206,7 @@ def test_broken_model_folders(valid: dict[str, Any], model_dir: Path) -> None:
     assert refused(valid).startswith(f"model folder {model_dir} has no config.json")
 
 
-def test_slices_and_paths_are_accepted(valid: dict[str, Any], prompts: Path, model_dir: Path) -> None:
+def test_accepts_prompt_slices_and_path_objects(valid: dict[str, Any], prompts: Path, model_dir: Path) -> None:
     config = resolve(
         Config(
             **{**valid, "prompt_data": f"{prompts}@[-1:]", "hf_checkpoint": model_dir},
@@ -235,7 +235,7 @@ def test_contradicting_shape_flags_show_both_numbers(
     assert sentence.startswith(f"--{name.replace('_', '-')} {value} contradicts {hf_name} in ")
 
 
-def test_matching_or_padded_shape_flags_pass(valid: dict[str, Any], model_dir: Path) -> None:
+def test_matching_or_padded_shape_flags_are_accepted(valid: dict[str, Any], model_dir: Path) -> None:
     carried = {"num_layers": 2, "hidden_size": 64, "vocab_size": 160, "num_experts": 8}
     assert resolve(Config(**valid, carried=carried)).carried == carried
     nested = {"model_type": "vision", "text_config": json.loads((model_dir / "config.json").read_text())}
@@ -243,7 +243,7 @@ def test_matching_or_padded_shape_flags_pass(valid: dict[str, Any], model_dir: P
     assert "contradicts num_hidden_layers 2" in refused(valid, carried={"num_layers": 3})
 
 
-def test_plugins_are_checked_with_their_signature(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_plugin_signatures_are_checked(valid: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "async def generate(args, sample, sampling_params): return sample\n"
@@ -281,7 +281,7 @@ def test_plugins_are_checked_with_their_signature(valid: dict[str, Any], tmp_pat
         ),
     ],
 )
-def test_trackers_are_installed_or_refused(
+def test_rejects_trackers_that_are_not_installed(
     valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch, package: str, flags: dict[str, Any], sentence: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -289,7 +289,7 @@ def test_trackers_are_installed_or_refused(
     resolve(Config(**valid, use_tensorboard=False))
 
 
-def test_what_the_documents_add_to_a_command_is_taken(valid_argv: list[str]) -> None:
+def test_accepts_flags_that_the_documentation_recommends(valid_argv: list[str]) -> None:
     """Covers the flags recommended against slow data, lack of memory and crashes."""
     remedies = "--num-data-workers 4 --streaming-data --recompute-activations --micro-batch-size 1 --sequence-parallel "
     remedies += "--use-fault-tolerance --update-weights-interval 5 --max-turns 5 --async-buffer-size 4"
@@ -298,7 +298,7 @@ def test_what_the_documents_add_to_a_command_is_taken(valid_argv: list[str]) -> 
     assert (config.max_turns, config.async_buffer_size, config.sequence_parallel) == (5, 4, True)
 
 
-def test_routing_is_repeated_by_models_with_routers(valid: dict[str, Any]) -> None:
+def test_routing_replay_needs_a_model_with_routers(valid: dict[str, Any]) -> None:
     file = Path(valid["hf_checkpoint"]) / "config.json"
     for flag in ("use_routing_replay", "use_rollout_routing_replay"):
         words = flag.replace("_", "-")

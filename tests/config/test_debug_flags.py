@@ -32,13 +32,13 @@ from slime.errors import UserError
         ({"use_opd": True, "opd_type": "engine", "opd_teacher_load": "/m"}, "there is no model folder /m"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_debug_and_teacher_flags_are_rejected(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     assert sentence in str(caught.value)
 
 
-def test_dumps_need_neither_prompts_nor_a_length(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_training_from_dumps_needs_no_prompts_and_no_num_rollout(valid: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "0.pt").write_bytes(b"")
     changes = {"prompt_data": None, "num_rollout": None, "load_debug_rollout_data": str(tmp_path / "{rollout_id}.pt")}
     config = resolve(Config(**{**valid, **changes}))
@@ -47,7 +47,7 @@ def test_dumps_need_neither_prompts_nor_a_length(valid: dict[str, Any], tmp_path
     assert resolve(Config(**{**valid, **gone})).debug_train_only
 
 
-def test_a_remote_reward_and_a_teacher_of_our_own(valid: dict[str, Any], model_dir: Path) -> None:
+def test_remote_reward_can_be_combined_with_a_served_teacher(valid: dict[str, Any], model_dir: Path) -> None:
     teacher = {"use_opd": True, "opd_type": "sglang", "opd_teacher_load": str(model_dir)}
     config = resolve(Config(**{**valid, "rm_type": "remote_rm"}, rm_url="http://x:1", **teacher))
     assert config.opd_type == "engine"

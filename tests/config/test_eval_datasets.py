@@ -47,7 +47,7 @@ def config(**flags: Any) -> Config:
     return derive(Config(rollout_batch_size=1, rollout_max_response_len=5, hf_checkpoint="m", **flags))
 
 
-def test_a_datasets_own_value_goes_before_defaults_flags_and_the_rollout(write: Any) -> None:
+def test_dataset_values_override_defaults_flags_and_rollout_values(write: Any) -> None:
     file = write(YAML)
     flagged, a, b = eval_datasets(
         config(
@@ -87,7 +87,7 @@ def test_a_datasets_own_value_goes_before_defaults_flags_and_the_rollout(write: 
     }
 
 
-def test_other_forms_of_the_file(write: Any) -> None:
+def test_accepts_toml_mapping_and_json_without_an_eval_section(write: Any) -> None:
     short, long = eval_datasets(config(eval_config=write(TOML, "eval.toml")))
     assert (short.name, short.path, short.n_samples_per_eval_prompt, short.input_key) == (
         "short",
@@ -119,7 +119,7 @@ def test_other_forms_of_the_file(write: Any) -> None:
         ("eval: {datasets: [{name: a, path: x}, {name: a, path: y}]}", " has two datasets named a: give each its own name"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(write: Any, text: str, sentence: str) -> None:
+def test_invalid_eval_files_are_rejected_with_place_and_reason(write: Any, text: str, sentence: str) -> None:
     file = write(text)
     with pytest.raises(UserError) as caught:
         eval_datasets(config(eval_config=file))
@@ -128,7 +128,7 @@ def test_mistakes_are_one_sentence(write: Any, text: str, sentence: str) -> None
     )
 
 
-def test_the_file_is_checked_at_the_start(valid: dict[str, Any], write: Any, prompts: Path) -> None:
+def test_resolve_checks_eval_config_and_the_files_in_it(valid: dict[str, Any], write: Any, prompts: Path) -> None:
     def sentence(text: str) -> str:
         with pytest.raises(UserError) as caught:
             resolve(Config(**valid, eval_interval=2, eval_config=write(text)))

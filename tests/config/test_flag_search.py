@@ -17,7 +17,7 @@ def found(*words: str) -> list[str]:
     return [match[1] for line in text.splitlines() if (match := re.match(r"  (\S+)", line)) and line[2] != " "]
 
 
-def test_every_word_must_be_in_the_name_the_help_or_the_group() -> None:
+def test_search_needs_every_word_in_name_help_or_group() -> None:
     names = found("batch", "size")
     assert {"--rollout-batch-size", "--global-batch-size", "--micro-batch-size"} <= set(names)
     assert "--lr" not in names
@@ -26,7 +26,7 @@ def test_every_word_must_be_in_the_name_the_help_or_the_group() -> None:
     assert whole_group <= set(found("evaluation"))
 
 
-def test_names_come_before_helps_ours_before_others_and_spelling_does_not_matter() -> None:
+def test_search_ranks_names_and_slime_flags_first_in_any_spelling() -> None:
     names = found("reward")
     assert names[0] == "--reward-key"
     assert names.index("--disable-rewards-normalization") < names.index("--metadata-key")  # of an earlier group
@@ -36,7 +36,7 @@ def test_names_come_before_helps_ours_before_others_and_spelling_does_not_matter
         assert found(word)[0] == "--rollout-batch-size"
 
 
-def test_what_is_carried_or_refused_or_called_otherwise_elsewhere_is_found_too() -> None:
+def test_search_finds_carried_rejected_and_foreign_flags() -> None:
     assert "--tensor-model-parallel-size N" in search_flags(["tensor", "parallel"], DECIDED, width=100)
     text = search_flags(["permute"], DECIDED, width=100)
     assert "--moe-permute-fusion" in text
@@ -59,7 +59,7 @@ def test_what_is_carried_or_refused_or_called_otherwise_elsewhere_is_found_too()
         (["lr", "wandb"], "no flag has all of 'lr', 'wandb': search with fewer words"),
     ],
 )
-def test_nothing_found(words: list[str], sentence: str) -> None:
+def test_search_without_match_raises_an_error_with_a_hint(words: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as error:
         search_flags(words)
     assert str(error.value) == sentence

@@ -68,7 +68,7 @@ OPD = {"use_opd": True, "opd_type": "engine"}
     ],
 )
 @pytest.mark.parametrize("how", ["plainly", "by another name", "through a link"])
-def test_a_model_folder_that_is_read_is_not_written(
+def test_rejects_writing_into_a_model_folder_that_is_read(
     valid: dict[str, Any], work: Path, reads: str, writes: str, more: dict[str, Any], how: str
 ) -> None:
     folder = make_model(work / "base")
@@ -100,7 +100,7 @@ def test_a_model_folder_that_is_read_is_not_written(
         ("base_new", True),
     ],
 )
-def test_a_saved_model_neither_enters_nor_covers_what_is_read(
+def test_rejects_save_hf_that_overlaps_folders_that_are_read(
     valid: dict[str, Any], work: Path, save_hf: str, fine: bool
 ) -> None:
     make_model(work / "base")
@@ -131,7 +131,7 @@ def test_a_saved_model_neither_enters_nor_covers_what_is_read(
         ({"update_weight_local_checkpoint_dir": "out", "output_dir": "out"}, "--output-dir out"),
     ],
 )
-def test_a_folder_that_is_replaced_takes_nothing_along(
+def test_rejects_replaced_folders_that_contain_other_paths_of_the_run(
     valid: dict[str, Any], work: Path, flags: dict[str, str], lost: str
 ) -> None:
     (work / "data").mkdir()
@@ -143,13 +143,13 @@ def test_a_folder_that_is_replaced_takes_nothing_along(
     assert f"is replaced as a whole, and {lost}" in refused(options)
 
 
-def test_a_saved_model_may_lie_in_the_run_folder(valid: dict[str, Any], work: Path) -> None:
+def test_save_hf_may_be_inside_the_run_folder(valid: dict[str, Any], work: Path) -> None:
     flags = {"save": "run", "load": "run", "save_hf": "run/hf_{rollout_id}", "output_dir": "run"}
     assert resolve(Config(**{**valid, **flags})).save_hf == "run/hf_{rollout_id}"
     assert not (work / "run").exists()
 
 
-def test_only_an_earlier_export_is_replaced(valid: dict[str, Any], work: Path) -> None:
+def test_save_hf_replaces_only_folders_that_a_run_wrote(valid: dict[str, Any], work: Path) -> None:
     folder = make_model(work / "hf_3")
     assert refused(valid, save_hf="hf_{rollout_id}") == (
         f"--save-hf hf_{{rollout_id}} would replace {folder}, which holds what no run saved (config.json): choose "
@@ -164,7 +164,7 @@ def test_only_an_earlier_export_is_replaced(valid: dict[str, Any], work: Path) -
     assert "is a file, but a folder is needed" in refused(valid, save_hf="file")
 
 
-def test_checkpoints_of_another_run_are_not_overwritten(valid: dict[str, Any], work: Path) -> None:
+def test_rejects_save_that_would_overwrite_checkpoints_of_another_run(valid: dict[str, Any], work: Path) -> None:
     make_checkpoint(work / "run/iter_0000001")
     make_checkpoint(work / "run/iter_0000004")
     (work / "run" / LATEST).write_text("4\n")
@@ -180,11 +180,11 @@ def test_checkpoints_of_another_run_are_not_overwritten(valid: dict[str, Any], w
     assert "has a checkpoint that this slime did not write" in refused(valid, save="run", load="run")
 
 
-def test_a_critic_has_a_folder_of_its_own(valid: dict[str, Any], work: Path) -> None:
+def test_rejects_critic_save_equal_to_save(valid: dict[str, Any], work: Path) -> None:
     assert "--critic-save and --save are both run" in refused(valid, **PPO, save="run", critic_save="./run")
 
 
-def test_versions_and_local_copies_are_of_runs(valid: dict[str, Any], work: Path) -> None:
+def test_rejects_weight_sync_folders_with_files_that_no_run_wrote(valid: dict[str, Any], work: Path) -> None:
     version = make_model(work / "versions/weight_v000002")
     assert "no run wrote it" in refused(valid, update_weight_disk_dir="versions")
     mark_written(version)
@@ -202,7 +202,7 @@ def test_versions_and_local_copies_are_of_runs(valid: dict[str, Any], work: Path
 
 
 @pytest.mark.parametrize("flag", ["save_debug_rollout_data", "save_debug_train_data"])
-def test_dumps_overwrite_only_dumps(valid: dict[str, Any], work: Path, flag: str) -> None:
+def test_debug_dumps_may_overwrite_only_debug_dumps(valid: dict[str, Any], work: Path, flag: str) -> None:
     (work / "d").mkdir()
     (work / "d/1.jsonl").write_text(json.dumps({"format": "slime-rollout"}) + "\n")
     (work / "d/notes.jsonl").write_text("{}\n")
@@ -220,7 +220,7 @@ def test_dumps_overwrite_only_dumps(valid: dict[str, Any], work: Path, flag: str
         assert "the dump would overwrite itself" in refused(valid, **flags)
 
 
-def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
+def test_rejects_output_dir_with_run_files_that_no_run_wrote(valid: dict[str, Any], work: Path) -> None:
     (work / "out").mkdir()
     (work / "out/notes.md").touch()
     resolve(Config(**valid))
@@ -242,7 +242,7 @@ def test_a_run_folder_is_of_runs(valid: dict[str, Any], work: Path) -> None:
     "flag", ["save", "save_hf", "output_dir", "update_weight_disk_dir", "save_debug_rollout_data", "critic_save"]
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_writing_is_tried_where_permissions_say_nothing(valid: dict[str, Any], work: Path, flag: str) -> None:
+def test_read_only_file_system_is_detected_by_a_trial_write(valid: dict[str, Any], work: Path, flag: str) -> None:
     mount = work / "disk"
     (mount / "there").mkdir(parents=True)
     path = "disk/there/x/{rollout_id}.jsonl" if flag.startswith("save_debug") else "disk/there/x"
@@ -260,7 +260,7 @@ def test_writing_is_tried_where_permissions_say_nothing(valid: dict[str, Any], w
         subprocess.run(["umount", mount], check=True)
 
 
-def test_a_full_disk_is_known_before_the_start(valid: dict[str, Any], work: Path) -> None:
+def test_full_disk_is_detected_before_the_start(valid: dict[str, Any], work: Path) -> None:
     with small_disk(work / "disk") as disk:
         (disk / "filler").write_bytes(bytes(64 * 1024))
         assert refused(valid, save_hf="disk/hf") == (
@@ -269,7 +269,7 @@ def test_a_full_disk_is_known_before_the_start(valid: dict[str, Any], work: Path
         assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
-def test_paths_of_rollouts(work: Path) -> None:
+def test_rollout_path_parses_ids_and_lists_existing_paths(work: Path) -> None:
     one = RolloutPath("a/b")
     assert (one.is_one, one.real, one.fixed_folder) == (True, str(work / "a/b"), work / "a")
     many = RolloutPath("a/{rollout_id}_of_{rollout_id}/x")

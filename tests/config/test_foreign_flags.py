@@ -54,17 +54,17 @@ FLAGS = {spec.flag for spec in FLAG_SPECS.values()}
         (["--trainer.total_epochs", "3"], "--trainer.total-epochs is a name of verl: here it is --num-epoch"),
     ],
 )
-def test_a_name_from_elsewhere_is_answered_with_ours(words: list[str], sentence: str) -> None:
+def test_flags_of_other_libraries_raise_an_error_with_the_slime_flag(words: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_flags(words)
     assert str(caught.value) == sentence
 
 
-def test_values_that_look_like_settings_are_values() -> None:
+def test_flag_values_that_look_like_settings_stay_values() -> None:
     assert parse_flags(["--rollout-stop", "a.b=c", "x=1"]).rollout_stop == ["a.b=c", "x=1"]
 
 
-def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
+def test_config_file_keys_get_the_same_hint(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("max_completion_length = 8\n")
     with pytest.raises(UserError) as caught:
@@ -74,7 +74,7 @@ def test_a_config_file_gets_the_same_hint(tmp_path: Path) -> None:
     )
 
 
-def test_python_gets_the_same_hints_as_keywords() -> None:
+def test_python_keywords_get_the_same_hints() -> None:
     for keyword, sentence in {
         "learning_rate": "learning_rate is a name of TRL: here it is lr",
         "release_train": "release_train is not supported: trainers live as long as the run: offload_train frees their "
@@ -88,7 +88,7 @@ def test_python_gets_the_same_hints_as_keywords() -> None:
         Config.from_dict({"rollout_batchsize": 1})
 
 
-def test_every_remedy_names_flags_that_exist_and_none_is_ours() -> None:
+def test_hints_name_existing_flags_and_foreign_names_are_not_slime_flags() -> None:
     for name, (_, remedy) in FOREIGN_FLAGS.items():
         for flag in re.findall(r"--[a-z][a-z0-9-]*", remedy):
             assert flag in FLAGS or flag == "--sglang-mem-fraction-static", (name, flag)

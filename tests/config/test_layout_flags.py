@@ -83,13 +83,13 @@ def megatron(valid: dict[str, Any], **changes: Any) -> Config:
         ),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_layouts_are_rejected(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         megatron(valid, **changes)
     assert str(caught.value).startswith(sentence)
 
 
-def test_the_sizes_that_plugins_see_are_those_of_the_backend(valid: dict[str, Any]) -> None:
+def test_plugins_see_the_parallel_sizes_of_the_backend(valid: dict[str, Any]) -> None:
     config = megatron(valid, **{TP: 2, PP: 2, EP: 2, ETP: 1, "num_layers_per_virtual_pipeline_stage": 1})
     assert data_parallel_size(config) == 2
     seen = upstream_view(config)
@@ -101,7 +101,7 @@ def test_the_sizes_that_plugins_see_are_those_of_the_backend(valid: dict[str, An
     assert (fsdp["data_parallel_size"], fsdp[ETP]) == (8, 1)
 
 
-def test_both_names_of_recomputation_ask_for_it(valid: dict[str, Any]) -> None:
+def test_recompute_activations_sets_full_granularity_with_megatron(valid: dict[str, Any]) -> None:
     asked = megatron(valid, recompute_activations=True)
     assert (asked.recompute_granularity, asked.recompute_method, asked.recompute_num_layers) == ("full", "uniform", 1)
     assert resolve(asked) == asked
@@ -111,14 +111,14 @@ def test_both_names_of_recomputation_ask_for_it(valid: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_functions_that_only_megatron_calls_are_refused_with_fsdp(valid: dict[str, Any], name: str) -> None:
+def test_megatron_hooks_are_rejected_with_fsdp(valid: dict[str, Any], name: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve(Config(**valid, **{name: "mine.function"}))
     assert str(caught.value).startswith(f"{flag_name(name)} is not supported: ")
     assert "--train-backend megatron" in str(caught.value)
 
 
-def test_megatron_core_must_be_installed(valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_backend_needs_megatron_core(valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     found = importlib.util.find_spec
@@ -129,7 +129,7 @@ def test_megatron_core_must_be_installed(valid: dict[str, Any], monkeypatch: pyt
         megatron(valid)
 
 
-def test_a_saved_config_that_carried_what_is_a_field_now_sets_it(tmp_path: Path) -> None:
+def test_carried_entry_of_a_saved_config_sets_the_field_of_its_name(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("carried: {tensor_model_parallel_size: 2, swiglu: true, transformer_impl: null}\n")
     config = parse_flags(["--config", str(file)])

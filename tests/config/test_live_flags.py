@@ -14,7 +14,7 @@ def derived(**flags):
     return derive(Config(**{**LIVE, "async_mode": "full", "n_samples_per_prompt": 1, **flags}))
 
 
-def test_samples_are_exchanges_and_the_traffic_is_the_baseline():
+def test_live_mode_sets_live_generate_and_traffic_baseline():
     config = derived()
     assert config.disable_rollout_global_dataset
     assert config.custom_generate_function_path == LIVE_GENERATE
@@ -22,14 +22,14 @@ def test_samples_are_exchanges_and_the_traffic_is_the_baseline():
     assert list(live_contradictions(config)) == []
 
 
-def test_functions_that_were_named_stay():
+def test_live_mode_keeps_functions_that_were_given():
     config = derived(custom_generate_function_path="mine.py:f", custom_reward_post_process_path="mine.py:g")
     assert (config.custom_generate_function_path, config.custom_reward_post_process_path) == ("mine.py:f", "mine.py:g")
     assert derived(advantage_estimator="reinforce_plus_plus").custom_reward_post_process_path is None
 
 
 @pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.group_relative])
-def test_every_group_relative_estimator_can_fill_a_batch_with_groups_of_one(estimator):
+def test_group_relative_estimators_accept_groups_of_one_in_live_mode(estimator):
     whitens = ESTIMATORS[estimator].needs_whitening
     config = derived(advantage_estimator=estimator, normalize_advantages=whitens, rollout_max_response_len=8)
     assert config.custom_reward_post_process_path == TRAFFIC_BASELINE
@@ -48,6 +48,6 @@ def test_every_group_relative_estimator_can_fill_a_batch_with_groups_of_one(esti
         ({"live_judge_path": None, "live_filter_path": "f.py"}, "--live-judge-path"),
     ],
 )
-def test_what_does_not_go_with_it_is_one_sentence(flags, sentence):
+def test_flags_that_conflict_with_live_mode_are_rejected(flags, sentence):
     [found] = live_contradictions(derived(**flags))
     assert sentence in found

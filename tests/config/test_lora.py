@@ -58,7 +58,7 @@ def second_model(folder: Path) -> Path:
     return add_weights(folder)
 
 
-def test_alpha_is_twice_the_rank_and_targets_are_all_layers(valid: dict[str, Any]) -> None:
+def test_alpha_defaults_to_twice_the_rank_and_targets_to_all_linear(valid: dict[str, Any]) -> None:
     config = resolved(valid, lora_rank=8)
     assert (config.lora_alpha, config.lora_target_modules, config.lora_sync) == (16.0, ["all-linear"], "merged")
     config = resolved(valid, lora_rank=8, lora_alpha=4, lora_target_modules=["q_proj"])
@@ -75,23 +75,23 @@ def test_alpha_is_twice_the_rank_and_targets_are_all_layers(valid: dict[str, Any
         ({"lora_sync": "adapter"}, "--lora-sync adapter"),
     ],
 )
-def test_flags_of_lora_without_a_rank_are_refused(valid: dict[str, Any], changes: dict[str, Any], flag: str) -> None:
+def test_lora_flags_without_a_rank_are_rejected(valid: dict[str, Any], changes: dict[str, Any], flag: str) -> None:
     assert refused(valid, **changes) == f"{flag} needs LoRA: add --lora-rank, or drop it"
 
 
-def test_adapters_have_no_average(valid: dict[str, Any]) -> None:
+def test_rejects_reference_averaging_with_lora(valid: dict[str, Any]) -> None:
     average = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.9}
     assert "averages whole weights" in refused(valid, lora_rank=4, **average)
 
 
-def test_the_plan_says_what_is_trained(valid: dict[str, Any]) -> None:
+def test_plan_shows_lora_targets_and_number_of_trained_parameters(valid: dict[str, Any]) -> None:
     assert lora_row(valid, lora_rank=4, lora_target_modules=["self_attn.q_proj", "k_proj", "v_proj", "o_proj"]) == (
         "rank 4, alpha 8, on q_proj, k_proj, v_proj, o_proj: "
         f"{2 * 4 * (2 * (64 + 64) + 2 * (64 + 32)) / 1e3:.3g} K parameters are trained; engines get the merged weights"
     )
 
 
-def test_targets_that_are_not_there_are_refused_with_those_that_are(valid: dict[str, Any]) -> None:
+def test_unknown_target_modules_are_rejected_with_the_valid_ones(valid: dict[str, Any]) -> None:
     config = resolved(valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj", "query_key_value"])
     with pytest.raises(UserError) as caught:
         make_plan(config, device="cpu", gpu_count=0)
@@ -102,7 +102,7 @@ def test_targets_that_are_not_there_are_refused_with_those_that_are(valid: dict[
     )
 
 
-def test_patterns_that_leave_no_target_are_refused(valid: dict[str, Any]) -> None:
+def test_rejects_parameter_patterns_that_leave_no_target_module(valid: dict[str, Any]) -> None:
     config = resolved(
         valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj"], only_train_params_name_list=["mlp"]
     )
@@ -112,7 +112,7 @@ def test_patterns_that_leave_no_target_are_refused(valid: dict[str, Any]) -> Non
         make_plan(config, device="cpu", gpu_count=0)
 
 
-def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_loaded(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_loaded_adapter_sets_rank_alpha_and_targets(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = str(adapter(tmp_path / "adapter"))
     for given in ({}, {"lora_rank": 4}, {"lora_target_modules": ["q_proj", "v_proj"], "lora_alpha": 32.0}):
         config = resolved(valid, lora_load=folder, **given)
@@ -136,7 +136,7 @@ def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_loaded(valid: d
         ({"target_modules": ".*_proj"}, r"has target_modules '\.\*_proj': a list of names, or all-linear, is needed"),
     ],
 )
-def test_what_is_no_plain_adapter_is_refused(
+def test_unsupported_adapter_configs_are_rejected(
     valid: dict[str, Any], facts: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     folder = adapter(tmp_path / "adapter", **facts)
@@ -144,7 +144,7 @@ def test_what_is_no_plain_adapter_is_refused(
         resolved(valid, lora_load=str(folder))
 
 
-def test_an_adapter_that_is_not_whole_is_refused(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_incomplete_adapter_folders_are_rejected(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter")
     (folder / "adapter_model.safetensors").unlink()
     assert refused(valid, lora_load=str(folder)) == (
@@ -162,7 +162,7 @@ def base(config: Config) -> InitialWeights:
 SAVED = {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}
 
 
-def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
+def test_full_and_adapter_checkpoints_are_not_interchangeable(
     valid: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, part = checkpoint(tmp_path / "whole", None), checkpoint(tmp_path / "part", SAVED)
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_all_weights_is_no_adapter_and_the_other_way_round(
     assert resolved(valid, load=str(part), lora_rank=8).lora_rank == 8
 
 
-def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed_run_keeps_the_base_model_of_its_adapter(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
     assert base(resolved(valid, lora_rank=8)) == InitialWeights()
     assert base(resolved(valid, lora_rank=8, ref_load=str(other))) == InitialWeights(hf_folder=other, flag="--ref-load")
@@ -196,7 +196,7 @@ def test_the_base_is_where_the_run_began_also_when_it_is_resumed(valid: dict[str
     assert base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
 
 
-def test_only_a_reference_other_than_the_base_is_a_model_of_its_own(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_reference_shares_the_base_model_unless_they_differ(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
     kl: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "lora_rank": 8}
     assert reference_is_base(resolved(valid, **kl))
@@ -205,7 +205,7 @@ def test_only_a_reference_other_than_the_base_is_a_model_of_its_own(valid: dict[
     assert not reference_is_base(resolved(valid, use_kl_loss=True, kl_loss_coef=0.1))
 
 
-def test_engines_that_get_the_adapter_alone_must_have_its_base(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_adapter_sync_needs_engines_with_the_base_of_the_adapter(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
     assert resolved(valid, lora_rank=8, lora_sync="adapter").lora_sync == "adapter"
     assert refused(valid, lora_rank=8, lora_sync="adapter", ref_load=str(other)) == (

@@ -30,7 +30,7 @@ from slime.errors import UserError
 OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS and name != "finetune"]
 
 
-def test_every_flag_is_of_one_class() -> None:
+def test_every_megatron_flag_has_one_class() -> None:
     assert MEGATRON_CLASSES.keys() == MEGATRON_FLAGS.keys()
     assert set(MEGATRON_CLASSES.values()) == {SHAPE, NUMBERS, SPEED, OTHERS}
     assert NEUTRAL.keys() == {*OF_NUMBERS, "finetune"}
@@ -39,7 +39,7 @@ def test_every_flag_is_of_one_class() -> None:
 
 
 @pytest.mark.parametrize("name", OF_NUMBERS)
-def test_what_changes_numbers_is_refused_and_what_does_not_is_taken(name: str, valid_argv: list[str]) -> None:
+def test_flags_that_change_numbers_accept_only_neutral_values(name: str, valid_argv: list[str]) -> None:
     neutral, why = NEUTRAL[name]
     for value in neutral:
         config = parse_args([*valid_argv, f"--{name}", str(value)])
@@ -51,7 +51,7 @@ def test_what_changes_numbers_is_refused_and_what_does_not_is_taken(name: str, v
     assert str(caught.value) == f"{' '.join([f'--{name}', *other])} is not supported: {why}"
 
 
-def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_rejects_finetune_if_load_has_a_checkpoint(valid: dict[str, Any], tmp_path: Path) -> None:
     config = resolve(
         Config(**valid, load=str(tmp_path / "ckpt"), save=str(tmp_path / "ckpt"), carried={"finetune": True})
     )
@@ -80,7 +80,7 @@ def test_finetune_is_refused_where_there_is_a_run_to_go_on_with(valid: dict[str,
         ),
     ],
 )
-def test_numbers_of_the_model_are_shown_with_both(
+def test_contradiction_with_config_json_shows_both_values(
     facts: dict[str, Any], flag: str, sentence: str, valid_argv: list[str], model_dir: Path
 ) -> None:
     file = model_dir / "config.json"
@@ -90,7 +90,7 @@ def test_numbers_of_the_model_are_shown_with_both(
     assert sentence in str(caught.value)
 
 
-def test_the_same_numbers_pass(valid_argv: list[str], model_dir: Path) -> None:
+def test_flags_that_match_config_json_are_accepted(valid_argv: list[str], model_dir: Path) -> None:
     file = model_dir / "config.json"
     facts = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5, "tie_word_embeddings": False}
     file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
@@ -98,7 +98,7 @@ def test_the_same_numbers_pass(valid_argv: list[str], model_dir: Path) -> None:
     parse_args([*valid_argv, *flags.split(), "--untie-embeddings-and-output-weights", "--vocab-size", "256"])
 
 
-def test_heads_of_latent_attention_are_not_compared(valid_argv: list[str], model_dir: Path) -> None:
+def test_latent_attention_compares_only_its_own_head_sizes(valid_argv: list[str], model_dir: Path) -> None:
     """Latent attention has separate entries for head sizes; `head_dim` and `num_key_value_heads` do not apply."""
     file = model_dir / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "kv_lora_rank": 8, "qk_nope_head_dim": 12}))
@@ -107,7 +107,7 @@ def test_heads_of_latent_attention_are_not_compared(valid_argv: list[str], model
         parse_args([*valid_argv, "--qk-head-dim", "16"])
 
 
-def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[str]) -> None:
+def test_megatron_config_fields_are_flags_of_the_same_name(valid_argv: list[str]) -> None:
     flags = "--train-backend megatron --bucket-size 1000 --no-tp-comm-bulk-wgrad --apply-rope-fusion --no-rope-fusion"
     config = parse_args([*valid_argv, *flags.split(), "--cp-comm-type", "a2a", "--moe-router-dtype", "fp32"])
     assert given_settings(config.carried) == {
@@ -142,14 +142,14 @@ def test_fields_of_megatrons_classes_are_flags_of_their_names(valid_argv: list[s
         ("--attention-dropout 0.1", "--attention-dropout 0.1 is not supported: there is no dropout in training"),
     ],
 )
-def test_what_megatron_cannot_go_by_is_refused(words: str, sentence: str, valid_argv: list[str]) -> None:
+def test_unsupported_megatron_flags_and_values_are_rejected(words: str, sentence: str, valid_argv: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_args([*valid_argv, "--train-backend", "megatron", *words.split()])
     assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("flag", REFUSED_BY_MEGATRON)
-def test_what_only_fsdp_can_leave_out_is_refused_with_megatron(flag: str, valid_argv: list[str]) -> None:
+def test_flags_that_only_fsdp_can_ignore_are_rejected_with_megatron(flag: str, valid_argv: list[str]) -> None:
     assert MEGATRON_CLASSES[flag] == OTHERS
     words = [f"--{flag}", *([] if MEGATRON_FLAGS[flag] == SWITCH else ["0.5"])]
     assert len(flags_without_effect(parse_args([*valid_argv, *words]))) == 1
@@ -157,7 +157,7 @@ def test_what_only_fsdp_can_leave_out_is_refused_with_megatron(flag: str, valid_
         parse_args([*valid_argv, "--train-backend", "megatron", *words])
 
 
-def test_files_and_logs_are_named_with_megatron_too(valid_argv: list[str]) -> None:
+def test_log_interval_is_reported_without_effect_with_megatron(valid_argv: list[str]) -> None:
     config = parse_args(
         [*valid_argv, "--train-backend", "megatron", "--log-interval", "1", "--bf16", "--variable-seq-lengths"]
     )
@@ -166,6 +166,6 @@ def test_files_and_logs_are_named_with_megatron_too(valid_argv: list[str]) -> No
     ]
 
 
-def test_bf16_is_a_precision(valid_argv: list[str]) -> None:
+def test_bf16_sets_the_dtype_unless_dtype_is_given(valid_argv: list[str]) -> None:
     assert parse_args([*valid_argv, "--bf16"]).dtype == "bfloat16"
     assert parse_args([*valid_argv, "--bf16", "--dtype", "float32"]).dtype == "float32"

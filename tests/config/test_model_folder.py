@@ -128,7 +128,7 @@ AGAIN = "download the folder again"
         (gguf, "model folder DIR has no config.json: its GGUF files are a format for inference: give the folder .*"),
     ],
 )
-def test_what_lies_in_a_folder_is_said_with_the_remedy(
+def test_unusable_model_folder_is_rejected_with_a_remedy(
     valid: dict[str, Any], model_dir: Path, spoil: Callable[[Path], None], sentence: str
 ) -> None:
     spoil(model_dir)
@@ -192,7 +192,7 @@ def weights_of(vocab: int, hidden: int, layers: int) -> Callable[[Path], None]:
         ({"hidden_sizes": [1, 2]}, None),
     ],
 )
-def test_a_config_that_contradicts_its_weights_is_refused(
+def test_config_json_that_contradicts_the_weights_is_rejected(
     valid: dict[str, Any], model_dir: Path, changes: dict[str, Any], sentence: str | None
 ) -> None:
     facts = {"model_type": "qwen3", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, "head_dim": 6}
@@ -208,12 +208,12 @@ def test_a_config_that_contradicts_its_weights_is_refused(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
-def test_the_name_of_a_model_on_the_hub_gets_the_command_that_downloads_it(name: str, valid: dict[str, Any]) -> None:
+def test_hub_model_name_error_includes_the_download_command(name: str, valid: dict[str, Any]) -> None:
     target = f"models/{name.rpartition('/')[2]}"
     assert f"hf download {name} --local-dir {target} and --hf-checkpoint {target}" in refused(valid, hf_checkpoint=name)
 
 
-def test_data_that_cannot_be_read_is_refused_before_anything_starts(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_resolve_rejects_unreadable_data_files(valid: dict[str, Any], tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     table.write_text("input,label\n1,2\n")
     assert refused(valid, prompt_data=str(table)) == (
@@ -228,7 +228,7 @@ def test_data_that_cannot_be_read_is_refused_before_anything_starts(valid: dict[
     )
 
 
-def test_files_that_functions_of_the_user_read_may_have_any_suffix(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_files_read_by_user_functions_may_have_any_suffix(valid: dict[str, Any], tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     table.write_text("input,label\n1,2\n")
     mine = tmp_path / "mine.py"
@@ -247,7 +247,7 @@ def test_files_that_functions_of_the_user_read_may_have_any_suffix(valid: dict[s
     assert "there is no file" in refused(missing, data_source_path=f"{mine}:Source")
 
 
-def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
+def test_complete_shards_are_accepted(valid: dict[str, Any], model_dir: Path) -> None:
     shards(model_dir)
     resolve(Config(**valid))
     (model_dir / "model-00002-of-00002.safetensors").unlink()
@@ -255,7 +255,7 @@ def test_whole_shards_pass(valid: dict[str, Any], model_dir: Path) -> None:
     resolve(Config(**valid))
 
 
-def test_a_gguf_file_and_a_name_on_the_hub(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_gguf_file_and_hub_name_are_rejected_with_a_remedy(valid: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "q4.gguf").write_bytes(b"GGUF")
     assert "q4.gguf is a GGUF file, a format for inference: give" in refused(
         valid, hf_checkpoint=str(tmp_path / "q4.gguf")
@@ -267,7 +267,7 @@ def test_a_gguf_file_and_a_name_on_the_hub(valid: dict[str, Any], tmp_path: Path
     )
 
 
-def test_engines_of_others_have_their_own_weights(valid: dict[str, Any], model_dir: Path) -> None:
+def test_rollout_only_run_with_external_engines_needs_no_weights(valid: dict[str, Any], model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     resolve(Config(**valid, debug_rollout_only=True, rollout_external_engine_addrs=["localhost:1"]))
     assert "has no weights" in refused(valid, rollout_external_engine_addrs=["localhost:1"])
@@ -282,7 +282,7 @@ def test_engines_of_others_have_their_own_weights(valid: dict[str, Any], model_d
         ("load", {}),
     ],
 )
-def test_every_folder_of_weights_is_looked_into(
+def test_every_flag_that_names_a_weight_folder_is_checked(
     valid: dict[str, Any], model_dir: Path, tmp_path: Path, flag: str, others: dict[str, Any]
 ) -> None:
     other = tmp_path / "other"
@@ -302,7 +302,7 @@ def test_every_folder_of_weights_is_looked_into(
         )
 
 
-def test_checkpoints_are_whole_or_refused(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_rejected(valid: dict[str, Any], tmp_path: Path) -> None:
     saved = tmp_path / "ckpt"
     one = saved / "iter_0000003"
     one.mkdir(parents=True)
@@ -325,7 +325,7 @@ def test_checkpoints_are_whole_or_refused(valid: dict[str, Any], tmp_path: Path)
     )
 
 
-def test_a_critic_resumes_from_what_is_there(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_critic_load_may_be_missing_only_if_the_run_saves_there(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = str(tmp_path / "nowhere")
     ppo = {**valid, "advantage_estimator": "ppo"}
     assert refused(ppo, critic_load=folder) == f"--critic-load: there is no folder {folder}"
@@ -333,7 +333,7 @@ def test_a_critic_resumes_from_what_is_there(valid: dict[str, Any], tmp_path: Pa
     resolve(Config(**ppo, load=folder, save=folder))
 
 
-def test_the_command_for_bin_files_makes_a_folder_that_passes(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_conversion_command_for_bin_files_yields_a_valid_folder(valid: dict[str, Any], tmp_path: Path) -> None:
     import torch
 
     from tests.tiny_models import make_model_folder

@@ -15,7 +15,7 @@ def notes(*words: str) -> list[str]:
     return flags_without_effect(parse_flags(words))
 
 
-def test_every_flag_without_effect_is_named_with_its_reason() -> None:
+def test_every_flag_without_effect_is_reported_with_its_reason() -> None:
     assert flags_without_effect(Config()) == []
     other: dict[str, Any] = {"bool": True, "int": 7, "float": 0.5, "str": "x", "strs": ["x", "y"]}
     for spec in FLAG_SPECS.values():
@@ -26,7 +26,7 @@ def test_every_flag_without_effect_is_named_with_its_reason() -> None:
             assert sentence.endswith(f"has no effect: {spec.info.no_effect}"), sentence
 
 
-def test_flags_of_one_reason_share_a_sentence() -> None:
+def test_flags_with_the_same_reason_share_a_sentence() -> None:
     assert notes("--record-memory-history", "--memory-snapshot-dir", "/tmp", "--http-proxy", "p") == [
         "--http-proxy p has no effect: engines are called directly, as in upstream",
         "--record-memory-history, --memory-snapshot-dir /tmp has no effect: memory is not recorded",
@@ -34,11 +34,11 @@ def test_flags_of_one_reason_share_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("words", ["--train-backend fsdp", "--no-offload-train", "--data-pad-size-multiplier 128"])
-def test_what_is_done_anyway_needs_no_sentence(words: str) -> None:
+def test_flags_that_match_the_actual_behavior_are_not_reported(words: str) -> None:
     assert notes(*words.split()) == []
 
 
-def test_a_buffer_server_is_the_matter_of_the_rollout_function() -> None:
+def test_buffer_flags_have_effect_only_with_a_custom_rollout_function() -> None:
     buffer = ("--rollout-buffer-url", "http://b:8889", "--rollout-task-type", "code")
     assert notes(*buffer) == [
         "--rollout-buffer-url http://b:8889, --rollout-task-type code has no effect: only a rollout function of your "
@@ -47,7 +47,7 @@ def test_a_buffer_server_is_the_matter_of_the_rollout_function() -> None:
     assert notes(*buffer, "--rollout-function-path", "mine.generate_rollout") == []
 
 
-def test_offload_is_that_of_engines_and_trainers(valid: dict[str, Any]) -> None:
+def test_offload_sets_offload_rollout_and_offload_train(valid: dict[str, Any]) -> None:
     config = resolve(Config(**valid, offload=True))
     assert (config.offload_rollout, config.offload_train) == (True, True)
     assert flags_without_effect(config) == []
@@ -55,7 +55,7 @@ def test_offload_is_that_of_engines_and_trainers(valid: dict[str, Any]) -> None:
     assert (config.offload_rollout, config.offload_train) == (False, False)
 
 
-def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:
+def test_kernel_flags_that_the_layers_lack_are_reported() -> None:
     words = (
         "--train-backend",
         "megatron",
@@ -72,7 +72,7 @@ def test_flags_of_kernels_that_the_layers_lack_are_named() -> None:
     assert flags_unused_by_layers(parse_flags(words[2:]), "cpu") == [], "FSDP has a sentence of its own about them"
 
 
-def test_megatrons_flags_are_named_by_their_class() -> None:
+def test_ignored_megatron_flags_are_reported_by_class() -> None:
     used = ("--recompute-granularity", "full", "--bf16", "--hidden-dropout", "0")
     assert notes("--sequence-parallel", "--num-layers", "2", *used, "--moe-permute-fusion", "--swiglu") == [
         "Megatron flags without effect on the FSDP trainer: --sequence-parallel, --moe-permute-fusion"

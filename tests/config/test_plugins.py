@@ -32,12 +32,12 @@ def refused(path: str, params: tuple[str, ...] | None = None) -> str:
     return str(caught.value)
 
 
-def test_dotted_and_colon_paths() -> None:
+def test_loads_dotted_and_colon_paths() -> None:
     assert load_function("os.path.join", what="x") is os.path.join
     assert load_function("os.path:join", what="x") is os.path.join
 
 
-def test_files(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_functions_and_classes_from_files(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_function(str(plugin), what="x", params=("args", "sample"))(None, 2) == 6
     assert load_function(f"{plugin}:flexible", what="x", params=("a", "b", "c"))(1) == (1,)
     assert load_function(f"{plugin}:Source", what="x", params=("args",))(4).args == 4
@@ -45,13 +45,13 @@ def test_files(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_function("my_reward.py:later", what="x") is load_function(f"{plugin}:later", what="x")
 
 
-def test_the_current_folder_is_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_working_directory_are_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reward_in_cwd_1.py").write_text("def reward(args, sample): return 7\n")
     monkeypatch.chdir(tmp_path)
     assert load_function("reward_in_cwd_1.reward", what="x")(None, None) == 7
 
 
-def test_mistakes_are_one_sentence(plugin: Path, tmp_path: Path) -> None:
+def test_invalid_function_paths_are_rejected_with_a_remedy(plugin: Path, tmp_path: Path) -> None:
     assert refused("justaname").endswith("write it as package.module.function or file.py:function")
     assert refused("no_such_pkg_q.mod.f").startswith("--custom-rm-path no_such_pkg_q.mod.f: module no_such_pkg_q.mod")
     assert "is it installed" in refused("no_such_pkg_q.mod.f")
@@ -66,7 +66,7 @@ def test_mistakes_are_one_sentence(plugin: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_cause_of_a_failed_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_message_includes_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken_plugin.py"
     broken.write_text("import no_such_dependency_q\n")
     sentence = f"{broken} could not be imported (ModuleNotFoundError: No module named 'no_such_dependency_q')"

@@ -95,7 +95,7 @@ def other(tmp_path: Path) -> Path:
         (torch_dist, ""),
     ],
 )
-def test_weights_of_a_megatron_checkpoint_are_what_a_run_starts_from(
+def test_run_starts_from_the_weights_of_a_megatron_checkpoint(
     valid: dict[str, Any], tmp_path: Path, make: Callable[[Path], Path], name: str
 ) -> None:
     folder = make(tmp_path / "megatron")
@@ -121,7 +121,7 @@ def test_weights_of_a_megatron_checkpoint_are_what_a_run_starts_from(
         (torch_format, "torch, megatron"),
     ],
 )
-def test_megatron_checkpoints_are_told_by_what_lies_in_them(
+def test_unusable_megatron_checkpoints_are_rejected_with_their_format(
     valid: dict[str, Any], tmp_path: Path, make: Callable[[Path], Path], shown: str
 ) -> None:
     folder = make(tmp_path / "megatron")
@@ -143,7 +143,7 @@ def test_megatron_checkpoints_are_told_by_what_lies_in_them(
         assert refused(valid, **others, **{flag: str(folder)}) == f"--{flag.replace('_', '-')} {what}{remedy}"
 
 
-def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_actor_does_not_read_ref_load_once_load_has_a_checkpoint(valid: dict[str, Any], tmp_path: Path) -> None:
     """Upstream flags `--ref-load HF_torch_dist --load X --save X`, before and after the first checkpoint."""
     script = {
         "ref_load": str(tracked(tmp_path / "HF_torch_dist", "release", torch_dist)),
@@ -160,7 +160,7 @@ def test_what_upstreams_scripts_give_is_read_only_where_it_matters(valid: dict[s
     resolve(Config(**{**valid, **script, "debug_rollout_only": True, "load": None, "save": None}))
 
 
-def test_the_actor_starts_from_the_reference_where_load_has_nothing(
+def test_actor_starts_from_ref_load_if_load_has_no_checkpoint(
     valid: dict[str, Any], other: Path, tmp_path: Path
 ) -> None:
     model, nowhere = valid["hf_checkpoint"], str(tmp_path / "nowhere")
@@ -180,7 +180,7 @@ def test_the_actor_starts_from_the_reference_where_load_has_nothing(
     assert rows(plan)["starts from"] == f"--load {model}"
 
 
-def test_the_critic_starts_where_the_policy_does_unless_it_has_a_model(valid: dict[str, Any], other: Path) -> None:
+def test_critic_starts_from_the_policy_weights_unless_it_has_a_model(valid: dict[str, Any], other: Path) -> None:
     ppo = Config(**valid, advantage_estimator="ppo", ref_load=str(other))
     assert find_critic_weights(resolve(ppo)).hf_folder == other
     own = resolve(ppo.replace(critic_hf_checkpoint=valid["hf_checkpoint"]))
@@ -197,7 +197,7 @@ def test_the_critic_starts_where_the_policy_does_unless_it_has_a_model(valid: di
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type yarn"),
     ],
 )
-def test_weights_of_another_shape_are_refused(
+def test_weights_of_another_shape_are_rejected(
     valid: dict[str, Any], model_dir: Path, other: Path, flag: str, change: dict[str, Any], shown: str
 ) -> None:
     (model_dir / "config.json").write_text(json.dumps({**TINY_QWEN3, "rope_theta": 1e6}))
@@ -210,7 +210,7 @@ def test_weights_of_another_shape_are_refused(
     resolve(Config(**valid, **{flag: str(other)}))
 
 
-def test_a_reference_alone_may_have_another_shape_but_not_another_vocabulary(
+def test_reference_may_differ_in_shape_but_not_in_vocabulary(
     valid: dict[str, Any], other: Path
 ) -> None:
     flags = {"use_kl_loss": True, "ref_load": str(other), "load": valid["hf_checkpoint"]}
@@ -220,7 +220,7 @@ def test_a_reference_alone_may_have_another_shape_but_not_another_vocabulary(
     assert refused(valid, **flags).startswith(f"--ref-load {other} has vocab_size 130, but ")
 
 
-def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str, Any], tmp_path: Path) -> None:
+def test_loading_one_iteration_resumes_at_its_data_position(valid: dict[str, Any], tmp_path: Path) -> None:
     """Also loads pending rollouts and the critic's checkpoint of the same rollout."""
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     checkpoint(checkpoint(saved / "critic", 3), 5)
@@ -244,7 +244,7 @@ def test_one_iteration_of_a_folder_goes_on_at_its_data_position(valid: dict[str,
     assert find_initial_weights(resolve(Config(**valid, load=str(alone)))).checkpoint == alone
 
 
-def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
+def test_load_step_applies_to_critic_load_unless_it_names_one_iteration(
     valid: dict[str, Any], other: Path, tmp_path: Path
 ) -> None:
     """Covers --ckpt-step and a --load that names a single iteration."""
@@ -262,7 +262,7 @@ def test_the_step_of_load_does_not_pick_a_checkpoint_of_another_critic_load(
         )
 
 
-def test_steps_pick_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
+def test_ckpt_step_flags_select_a_checkpoint(valid: dict[str, Any], other: Path, tmp_path: Path) -> None:
     saved = checkpoint(checkpoint(tmp_path / "saved", 3), 5)
     config = resolve(Config(**valid, load=str(saved), ckpt_step=3, ref_load=str(saved), ref_ckpt_step=5))
     assert find_initial_weights(config).checkpoint == saved / "iter_0000003"

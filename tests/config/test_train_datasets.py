@@ -38,7 +38,7 @@ def config(**flags: Any) -> Config:
     return derive(Config(rollout_batch_size=1, rollout_max_response_len=16, hf_checkpoint="m", **flags))
 
 
-def test_one_file_has_what_is_trained_and_what_is_evaluated_on(write: Any) -> None:
+def test_one_file_defines_training_and_evaluation_datasets(write: Any) -> None:
     file = write(BOTH)
     flags = config(prompt_config=file, eval_config=file, tool_key="t", rollout_max_prompt_len=3)
     a, b = train_datasets(flags)
@@ -60,7 +60,7 @@ def test_one_file_has_what_is_trained_and_what_is_evaluated_on(write: Any) -> No
     assert (train_datasets(config()), prompt_files(config(prompt_data="p"))) == ([], ["p"])
 
 
-def test_other_forms_of_the_file(write: Any) -> None:
+def test_accepts_toml_mapping_and_json_without_a_train_section(write: Any) -> None:
     toml = write(
         '[train.datasets]\nshort = "s.jsonl"\n[train.datasets.long]\npath = "l.jsonl"\nweight = 0.5\n', "t.toml"
     )
@@ -88,7 +88,7 @@ def test_other_forms_of_the_file(write: Any) -> None:
         ("train: {datasets: [{name: a, path: x}, {name: a, path: y}]}", " has two datasets named a: give each its own name"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(write: Any, text: str, sentence: str) -> None:
+def test_invalid_dataset_files_are_rejected_in_one_sentence(write: Any, text: str, sentence: str) -> None:
     file = write(text)
     with pytest.raises(UserError) as caught:
         train_datasets(config(prompt_config=file))
@@ -107,7 +107,7 @@ def test_mistakes_are_one_sentence(write: Any, text: str, sentence: str) -> None
         ("{path: PROMPTS, max_response_len: 9}", {"overlong_buffer_len": 4}, "cannot be used with --overlong-buffer-len"),
     ],
 )  # fmt: skip
-def test_the_file_is_checked_at_the_start(
+def test_resolve_checks_datasets_and_conflicting_flags(
     valid: dict[str, Any], write: Any, prompts: Path, entries: str, flags: dict[str, Any], sentence: str | None
 ) -> None:
     file = write(f"train: {{datasets: {{a: {entries.replace('PROMPTS', str(prompts))}}}}}")
@@ -122,7 +122,7 @@ def test_the_file_is_checked_at_the_start(
     assert "\n" not in str(caught.value)
 
 
-def test_a_mistake_ends_the_command_with_2(
+def test_invalid_file_makes_the_plan_command_exit_with_2(
     valid_argv: list[str], write: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write("train: {datasets: {a: {path: x, weight: 0}}}")

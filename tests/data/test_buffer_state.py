@@ -94,7 +94,7 @@ def prompts_of(groups: list[Any]) -> list[Any]:
     ]
 
 
-def test_the_state_has_no_response_of_what_the_journal_has(config: Config, tmp_path: Path) -> None:
+def test_state_holds_no_responses_that_the_journal_holds(config: Config, tmp_path: Path) -> None:
     source, (done, partial, new) = saved(config, tmp_path / "run")
     state = state_of(config)
     assert state["buffer_journal"] == source.journal.name()
@@ -117,7 +117,7 @@ def test_the_state_has_no_response_of_what_the_journal_has(config: Config, tmp_p
         assert word not in json.dumps(state["buffer"])
 
 
-def test_a_restart_has_the_same_groups(config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restart_restores_the_buffered_groups(config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, groups = saved(config, tmp_path / "run")
     source.journal.close()
     again = started(config, tmp_path / "run", 1)
@@ -126,7 +126,7 @@ def test_a_restart_has_the_same_groups(config: Config, tmp_path: Path, caplog: p
     assert not caplog.records
 
 
-def test_a_restart_finds_what_went_on_since_the_checkpoint(
+def test_restart_restores_progress_made_after_the_checkpoint(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, groups = saved(config, tmp_path / "run")
@@ -138,7 +138,7 @@ def test_a_restart_finds_what_went_on_since_the_checkpoint(
     assert not caplog.records
 
 
-def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
+def test_older_checkpoint_restores_groups_consumed_since(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, groups = saved(config, tmp_path / "run")
@@ -157,7 +157,7 @@ def test_an_older_checkpoint_has_the_same_groups_that_were_trained_on_since(
     assert unnumbered(once_more.source.buffer) == unnumbered(groups)
 
 
-def test_groups_of_a_checkpoint_that_is_gone_go_too(config: Config, tmp_path: Path) -> None:
+def test_groups_of_a_deleted_checkpoint_are_pruned(config: Config, tmp_path: Path) -> None:
     source, _ = saved(config, tmp_path / "run")
     trained, dropped, _ = source.get_samples(3)
     source.journal.drop([dropped])
@@ -173,7 +173,7 @@ def test_groups_of_a_checkpoint_that_is_gone_go_too(config: Config, tmp_path: Pa
         assert connection.execute("SELECT COUNT(*) FROM samples").fetchall() == [(2,)]
 
 
-def test_what_went_on_since_starts_over_from_an_older_checkpoint(
+def test_changed_groups_start_over_from_an_older_checkpoint(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, groups = saved(config, tmp_path / "run")
@@ -191,7 +191,7 @@ def test_what_went_on_since_starts_over_from_an_older_checkpoint(
 
 
 @pytest.mark.parametrize("is_journaled", [True, False])
-def test_without_the_journal_prompts_start_over(
+def test_prompts_start_over_without_the_journal(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_journaled: bool
 ) -> None:
     source, groups = saved(config, tmp_path / "run")
@@ -208,7 +208,7 @@ def test_without_the_journal_prompts_start_over(
     assert loaded.get_samples(4)[3][0].prompt == "question 4"
 
 
-def test_the_journal_may_lie_beside_the_checkpoint(
+def test_journal_is_found_in_the_checkpoint_folder(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, groups = saved(config, tmp_path / "run")
@@ -221,7 +221,7 @@ def test_the_journal_may_lie_beside_the_checkpoint(
     assert not caplog.records
 
 
-def test_samples_of_no_journal_are_written_whole(config: Config, tmp_path: Path) -> None:
+def test_samples_without_a_journal_are_saved_in_full(config: Config, tmp_path: Path) -> None:
     plain = RolloutDataSourceWithBuffer(config)
     (group,) = plain.get_samples(1)
     finish(group[0])
@@ -238,7 +238,7 @@ def test_samples_of_no_journal_are_written_whole(config: Config, tmp_path: Path)
     assert ("recorded" in recorded[0], whole[0]["tokens"]) == (True, [9, 100, 101, 102])
 
 
-def test_a_prompt_of_tokens_is_kept_to_start_over(config: Config, tmp_path: Path) -> None:
+def test_token_prompt_is_kept_if_it_starts_over(config: Config, tmp_path: Path) -> None:
     source = started(config, tmp_path / "run")
     (group,) = source.get_samples(1)
     group[0].prompt, group[0].tokens = "", [5, 6, 7]
@@ -251,7 +251,7 @@ def test_a_prompt_of_tokens_is_kept_to_start_over(config: Config, tmp_path: Path
 
 
 @pytest.mark.parametrize("entry", [[], 7, {"recorded": {}, "prompt": {}}, {"recorded": None, "prompt": None}])
-def test_damaged_references_are_refused(entry: Any, config: Config, tmp_path: Path) -> None:
+def test_rejects_damaged_references(entry: Any, config: Config, tmp_path: Path) -> None:
     records = started(config, tmp_path / "run").source.records
     state = {"buffer": [[entry]] if entry else 7, "buffer_journal": "x"}
     with pytest.raises(UserError, match=r"^place: its buffered groups are unreadable"):

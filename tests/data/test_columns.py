@@ -39,7 +39,7 @@ def finished(tokens: int = 1000, *, log_prob: float = -0.5) -> Sample:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(values=st.fixed_dictionaries(dict.fromkeys(COLUMNS, columns)))
-def test_packing_changes_nothing_that_a_plugin_sees(values: dict[str, Any]) -> None:
+def test_packing_is_invisible_to_plugins(values: dict[str, Any]) -> None:
     sample = Sample(index=3, **copy.deepcopy(values))
     sample.compact()
     assert {name: exactly(value) for name, value in sample.to_dict().items() if name in values} == {
@@ -57,7 +57,7 @@ def test_packing_changes_nothing_that_a_plugin_sees(values: dict[str, Any]) -> N
     }
 
 
-def test_a_kept_sample_knows_what_training_asks_of_it_and_can_go_on() -> None:
+def test_kept_sample_caches_column_statistics_and_can_grow() -> None:
     sample = finished(4)
     sample.append_response_tokens(tokens=[7, 8], trainable=False)
     sample.rollout_routed_experts = np.zeros((15, 2, 1), np.uint8)
@@ -83,7 +83,7 @@ def test_a_kept_sample_knows_what_training_asks_of_it_and_can_go_on() -> None:
     assert twin.tokens[-2:] == [7, 8]
 
 
-def test_a_packed_column_is_looked_at_once_in_its_life() -> None:
+def test_packed_column_is_scanned_once() -> None:
     sample = finished(4)
     sample.append_response_tokens(tokens=[7, 8], trainable=False)
     sample.compact()
@@ -101,13 +101,13 @@ def test_a_packed_column_is_looked_at_once_in_its_life() -> None:
         check_sample(sample, Bounds(vocab_size=6000))
 
 
-def test_log_probs_that_are_no_numbers_are_known_for_it() -> None:
+def test_nan_log_probs_are_marked_as_not_finite() -> None:
     sample = finished(3, log_prob=float("nan"))
     sample.keep_with(list)
     assert vars(sample)["rollout_log_probs"].is_finite is False
 
 
-def test_equality_is_that_of_the_lists() -> None:
+def test_packed_samples_compare_like_lists() -> None:
     sample, lists = finished(), finished()
     assert lists.tokens[-1] == 1999
     sample.compact()
@@ -126,7 +126,7 @@ def test_equality_is_that_of_the_lists() -> None:
     assert sample != longer
 
 
-def test_a_list_that_was_handed_out_is_the_column() -> None:
+def test_changes_to_a_returned_list_change_the_column() -> None:
     sample = finished(3)
     sample.compact()
     tokens, mask = sample.tokens, sample.loss_mask
@@ -141,7 +141,7 @@ def test_a_list_that_was_handed_out_is_the_column() -> None:
     assert sample.loss_mask == [0, 1, 1]
 
 
-def test_lists_that_a_plugin_holds_grow_with_the_response() -> None:
+def test_lists_held_by_a_plugin_grow_with_the_response() -> None:
     sample = Sample(tokens=[5, 6])
     sample.append_response_tokens(tokens=[7], log_probs=[-0.5])
     held = {name: getattr(sample, name) for name in ("tokens", "loss_mask", "rollout_log_probs")}
@@ -155,7 +155,7 @@ def test_lists_that_a_plugin_holds_grow_with_the_response() -> None:
     assert {type(value) for value in (*held["tokens"], *held["loss_mask"])} == {int}
 
 
-def test_top_p_spans_that_a_plugin_holds_grow_too() -> None:
+def test_top_p_spans_held_by_a_plugin_grow_with_the_response() -> None:
     sample = Sample(tokens=[1])
     spans = {"top_p_token_ids": [4, 7], "top_p_token_offsets": [0, 2]}
     sample.append_response_tokens(tokens=[4], log_probs=[-0.5], meta_info=spans)
@@ -169,7 +169,7 @@ def test_top_p_spans_that_a_plugin_holds_grow_too() -> None:
     assert ids is sample.rollout_top_p_token_ids
 
 
-def test_fields_written_directly_as_multi_turn_functions_do() -> None:
+def test_append_continues_directly_assigned_fields() -> None:
     sample = finished(2)
     sample.compact()
     sample.tokens += [1, 2]
@@ -183,7 +183,7 @@ def test_fields_written_directly_as_multi_turn_functions_do() -> None:
     assert sample.response_length == 5
 
 
-def test_a_list_that_was_set_and_not_read_may_be_anothers() -> None:
+def test_append_does_not_change_lists_shared_with_other_samples() -> None:
     ids = [1, 2]
     group = [Sample(), Sample()]
     for sample in group:
@@ -199,7 +199,7 @@ def test_a_list_that_was_set_and_not_read_may_be_anothers() -> None:
 
 
 @pytest.mark.parametrize("read_before", [False, True])
-def test_an_append_leaves_copies_alone(read_before: bool) -> None:
+def test_append_does_not_change_copies(read_before: bool) -> None:
     sample = finished(3)
     sample.compact()
     if read_before:
@@ -217,7 +217,7 @@ def test_an_append_leaves_copies_alone(read_before: bool) -> None:
     assert twin.loss_mask == [1, 1, 1, 0]
 
 
-def test_a_turn_costs_what_it_appends() -> None:
+def test_append_does_not_copy_the_history() -> None:
     sample = finished(1000)
     sample.append_response_tokens(tokens=[1], log_probs=[-1.0])
     for _ in range(100):
@@ -229,7 +229,7 @@ def test_a_turn_costs_what_it_appends() -> None:
     assert sample.tokens[-100:] == [2] * 100
 
 
-def test_a_finished_sample_takes_at_most_twelve_bytes_a_token() -> None:
+def test_finished_sample_takes_under_ten_bytes_per_token() -> None:
     def agent() -> Sample:
         sample = Sample(tokens=[1])
         for _ in range(20):
@@ -257,7 +257,7 @@ def test_log_probs_are_never_rounded(log_prob: float, kind: type) -> None:
     assert exactly(sample.rollout_log_probs) == exactly([log_prob, log_prob, -0.3])
 
 
-def test_arrays_come_in_and_go_out_without_lists() -> None:
+def test_numpy_arrays_are_stored_without_conversion_to_lists() -> None:
     sample = Sample(tokens=[1])
     ids, log_probs = np.array([5, 2**40]), np.array([-1.0, -2.0], dtype=np.float32)
     sample.append_response_tokens(tokens=ids, log_probs=log_probs)

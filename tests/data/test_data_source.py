@@ -60,7 +60,7 @@ def test_groups_are_numbered_independent_copies(make_config: MakeConfig) -> None
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_shuffle_covers_each_epoch_once_in_a_new_order(make_config: MakeConfig, streaming: bool) -> None:
+def test_shuffle_visits_each_prompt_once_per_epoch_in_a_new_order(make_config: MakeConfig, streaming: bool) -> None:
     config = make_config(rollout_shuffle=True, streaming_data=streaming)
     walked = labels(RolloutDataSource(config).get_samples(21))
     epochs = [walked[0:7], walked[7:14], walked[14:21]]
@@ -86,7 +86,7 @@ def test_streaming_skips_long_prompts_in_the_same_order(
         RolloutDataSource(nothing_left).get_samples(1)
 
 
-def test_context_limits(make_config: MakeConfig) -> None:
+def test_prompts_beyond_the_context_limit_are_rejected_or_dropped(make_config: MakeConfig) -> None:
     rows = [{"input": "é" * number, "answer": number} for number in (10, 40)]
     with pytest.raises(UserError, match=r"prompts\.jsonl:2: the prompt has 80 tokens .* context of 64"):
         RolloutDataSource(make_config(rows))
@@ -96,7 +96,7 @@ def test_context_limits(make_config: MakeConfig) -> None:
         RolloutDataSource(make_config(rows, rollout_max_context_len=20))
 
 
-def test_resume_continues_where_the_other_left_off(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_resumed_source_continues_at_the_saved_position(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(rollout_shuffle=True)
     original = RolloutDataSourceWithBuffer(config)
     original.get_samples(8)
@@ -126,7 +126,7 @@ def twin_of(config: Config, original: RolloutDataSourceWithBuffer) -> RolloutDat
     return twin
 
 
-def test_load_without_a_saved_position(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_without_a_saved_position_starts_at_the_beginning(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
     source = RolloutDataSource(make_config())
     source.load(-1)
     assert caplog.messages == []
@@ -138,7 +138,7 @@ def test_load_without_a_saved_position(make_config: MakeConfig, caplog: pytest.L
     nowhere.load(0)
 
 
-def test_latest_position_is_the_highest_number(make_config: MakeConfig) -> None:
+def test_load_without_an_id_uses_the_highest_rollout(make_config: MakeConfig) -> None:
     source = RolloutDataSource(make_config())
     for rollout_id in range(11):
         source.get_samples(1)
@@ -148,7 +148,7 @@ def test_latest_position_is_the_highest_number(make_config: MakeConfig) -> None:
     assert resumed.sample_group_index == 11
 
 
-def test_a_position_in_other_data_is_refused(make_config: MakeConfig, write_jsonl: Callable[..., str]) -> None:
+def test_rejects_a_position_saved_with_other_data(make_config: MakeConfig, write_jsonl: Callable[..., str]) -> None:
     config = make_config()
     RolloutDataSource(config).save(0)
     for other, message in (
@@ -167,7 +167,7 @@ def test_a_position_in_other_data_is_refused(make_config: MakeConfig, write_json
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"dataset": 3}'])
-def test_a_damaged_position_is_refused(make_config: MakeConfig, tmp_path: Path, content: str) -> None:
+def test_rejects_a_damaged_position(make_config: MakeConfig, tmp_path: Path, content: str) -> None:
     path = tmp_path / "run" / "rollout" / "data_state_0.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -175,7 +175,7 @@ def test_a_damaged_position_is_refused(make_config: MakeConfig, tmp_path: Path, 
         RolloutDataSourceWithBuffer(make_config()).load(0)
 
 
-def test_a_failed_save_leaves_the_old_file(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_failed_save_keeps_the_previous_file(make_config: MakeConfig, tmp_path: Path) -> None:
     source = RolloutDataSourceWithBuffer(make_config())
     source.save(0)
     source.metadata["handle"] = object()
@@ -185,7 +185,7 @@ def test_a_failed_save_leaves_the_old_file(make_config: MakeConfig, tmp_path: Pa
     assert json.loads(path.read_text())["metadata"] == {}
 
 
-def test_buffered_groups_come_first(make_config: MakeConfig) -> None:
+def test_buffered_groups_are_handed_out_first(make_config: MakeConfig) -> None:
     source = RolloutDataSourceWithBuffer(make_config())
     first = source.get_samples(3)
     source.add_samples(first)
@@ -198,7 +198,7 @@ def test_buffered_groups_come_first(make_config: MakeConfig) -> None:
         RolloutDataSource(make_config()).add_samples(first)
 
 
-def test_buffer_filter_by_path(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_buffer_filter_path_selects_the_buffered_groups(make_config: MakeConfig, tmp_path: Path) -> None:
     plugin = tmp_path / "filters.py"
     plugin.write_text(
         "def newest(args, rollout_id, buffer, num_samples):\n"
@@ -233,7 +233,7 @@ def test_without_a_dataset_samples_are_empty(make_config: MakeConfig) -> None:
         RolloutDataSource(make_config(prompt_data=None))
 
 
-def test_fan_outs_in_the_buffer_survive_a_restart(make_config: MakeConfig) -> None:
+def test_buffered_fan_outs_survive_a_state_dict_round_trip(make_config: MakeConfig) -> None:
     source = RolloutDataSourceWithBuffer(make_config())
     first, second = source.get_samples(1)[0]
     fanned = [[first, Sample(index=7, rollout_id=7)], second]
@@ -247,7 +247,7 @@ def test_fan_outs_in_the_buffer_survive_a_restart(make_config: MakeConfig) -> No
             source.add_samples(wrong)
 
 
-def test_the_buffer_filter_is_told_the_rollout(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_buffer_filter_receives_the_rollout_id(make_config: MakeConfig, tmp_path: Path) -> None:
     plugin = tmp_path / "which.py"
     plugin.write_text(
         "def which(args, rollout_id, buffer, num_samples):\n    buffer[0][0].metadata['r'] = rollout_id\n"
@@ -259,7 +259,7 @@ def test_the_buffer_filter_is_told_the_rollout(make_config: MakeConfig, tmp_path
     assert groups[0][0].metadata["r"] == 12
 
 
-def test_labels_are_read_as_the_run_uses_them(make_config: MakeConfig) -> None:
+def test_label_parsing_depends_on_the_reward_flags(make_config: MakeConfig) -> None:
     said = [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
     rows = [{"input": "2+2=", "answer": said}]
     assert labels(RolloutDataSource(make_config(rows, rm_type="math")).get_samples(1)) == ["4"]
@@ -269,7 +269,7 @@ def test_labels_are_read_as_the_run_uses_them(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_run_reads_prompts_from_the_only_column_that_may_hold_them(
+def test_prompt_column_is_inferred_if_only_one_matches(
     make_config: MakeConfig, write_jsonl: Callable[..., str], tmp_path: Path, own: bool
 ) -> None:
     rows = [{"question": f"{number}+1=", "answer": number} for number in range(4)]

@@ -98,7 +98,7 @@ def types(value: Any) -> Any:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(sample=samples, extra=plain, is_compact=st.booleans())
-def test_a_sample_is_read_back_exactly(sample: Sample, extra: Any, is_compact: bool) -> None:
+def test_sample_round_trip_is_exact(sample: Sample, extra: Any, is_compact: bool) -> None:
     sample.kept_by_a_plugin = extra  # type: ignore[attr-defined]
     codec = RowCodec()
     content = codec.content(sample)
@@ -115,7 +115,7 @@ def test_a_sample_is_read_back_exactly(sample: Sample, extra: Any, is_compact: b
 
 @settings(max_examples=examples(100), deadline=None)
 @given(array=arrays, key=st.tuples(st.integers(), texts))
-def test_arrays_keep_type_and_shape_wherever_they_stand(array: np.ndarray, key: tuple[int, str]) -> None:
+def test_nested_arrays_keep_dtype_and_shape(array: np.ndarray, key: tuple[int, str]) -> None:
     codec = Codec()
     scalar = array.dtype.type(1)
     back = codec.unpack(codec.pack({key: [array, (array, scalar)], b"k": scalar}, "x"))
@@ -128,7 +128,7 @@ def test_arrays_keep_type_and_shape_wherever_they_stand(array: np.ndarray, key: 
 
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
-def test_a_batch_with_fan_outs_is_read_back_exactly(
+def test_batch_with_fan_outs_round_trip_is_exact(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     group = st.lists(samples | st.lists(samples, min_size=1, max_size=3), min_size=1, max_size=3)
@@ -143,7 +143,7 @@ def test_a_batch_with_fan_outs_is_read_back_exactly(
         journal.close()
 
 
-def test_numbers_take_the_room_they_need() -> None:
+def test_number_lists_are_packed_compactly() -> None:
     codec = Codec()
     exact = [float(np.float32(-0.1 * number)) for number in range(2000)]
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_numbers_take_the_room_they_need() -> None:
         ({frozenset(): 1}, "sample 5.metadata: a key of type frozenset"),
     ],
 )
-def test_a_value_that_cannot_be_kept_is_named_and_nothing_is_recorded(
+def test_unsupported_value_is_named_and_nothing_is_recorded(
     tmp_path: Path, value: dict[Any, Any], named: str
 ) -> None:
     journal = open_journal(tmp_path)
@@ -179,7 +179,7 @@ def test_a_value_that_cannot_be_kept_is_named_and_nothing_is_recorded(
         journal.assign(3, [], {"best": object()})
 
 
-def test_nan_rewards_and_rewards_of_several_numbers(tmp_path: Path) -> None:
+def test_nan_and_dict_rewards_are_recorded(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=False, reward_key="score")
     group = [Sample(index=0, reward=float("nan")), Sample(index=1, reward={"score": 2, "form": 0.5}), Sample(reward=3)]
     journal.assign(0, [group], {"loss": float("inf")})
@@ -197,7 +197,7 @@ def test_nan_rewards_and_rewards_of_several_numbers(tmp_path: Path) -> None:
 # group states
 
 
-def test_the_states_of_a_group(tmp_path: Path) -> None:
+def test_group_states_from_hand_out_to_consumption(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = prompts(0)
     journal.hand_out([group], {"offset": 1})
@@ -225,7 +225,7 @@ def test_the_states_of_a_group(tmp_path: Path) -> None:
     assert rows(journal, "SELECT COUNT(*) FROM samples") == [(2,)]
 
 
-def test_what_ended_too_late_changes_nothing(tmp_path: Path) -> None:
+def test_late_results_do_not_change_an_assigned_group(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = finished(journal, 0)
     late = copy.deepcopy(group[0])
@@ -243,7 +243,7 @@ def test_what_ended_too_late_changes_nothing(tmp_path: Path) -> None:
         journal.consumed(7)
 
 
-def test_samples_of_no_hand_out_are_not_recorded_until_a_batch_has_them(tmp_path: Path) -> None:
+def test_samples_never_handed_out_are_recorded_with_their_batch(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     stray = finish(Sample(index=3))
     journal.produced(stray, stray)
@@ -256,7 +256,7 @@ def test_samples_of_no_hand_out_are_not_recorded_until_a_batch_has_them(tmp_path
     assert states(journal) == ["assigned", "pending"]
 
 
-def test_a_fan_out_takes_the_place_of_its_sample_and_can_be_undone(tmp_path: Path) -> None:
+def test_fan_out_replaces_its_sample_and_can_be_undone(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = prompts(0)
     journal.hand_out([group], None)
@@ -279,7 +279,7 @@ def test_a_fan_out_takes_the_place_of_its_sample_and_can_be_undone(tmp_path: Pat
     assert states(journal) == ["pending"]
 
 
-def test_a_batch_is_what_the_rollout_function_made_of_its_groups(tmp_path: Path) -> None:
+def test_batch_keeps_the_groups_as_the_rollout_function_returns_them(tmp_path: Path) -> None:
     """Covers omitted members, merged and split groups, duplicated and changed samples, and bare samples."""
     journal = open_journal(tmp_path)
     a, b, c, d = (finished(journal, number) for number in range(4))
@@ -296,7 +296,7 @@ def test_a_batch_is_what_the_rollout_function_made_of_its_groups(tmp_path: Path)
     assert sorted(states(journal)) == ["assigned", "dropped", "dropped", "dropped", "dropped"]
 
 
-def test_samples_that_were_trained_on_and_come_again_are_new(tmp_path: Path) -> None:
+def test_consumed_samples_handed_out_again_get_new_ids(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = finished(journal, 0)
     journal.assign(0, [group], {})
@@ -308,7 +308,7 @@ def test_samples_that_were_trained_on_and_come_again_are_new(tmp_path: Path) -> 
     assert rows(journal, "SELECT rollout_id, state FROM groups ORDER BY id") == [(0, "consumed"), (1, "assigned")]
 
 
-def test_ids_of_another_journal_mean_nothing(tmp_path: Path) -> None:
+def test_ids_of_another_journal_are_ignored(tmp_path: Path) -> None:
     other = open_journal(tmp_path / "other")
     group = finished(other, 0)
     journal = open_journal(tmp_path / "this")
@@ -355,7 +355,7 @@ def run_rollouts(journal: Journal, count: int, tokens: int = 200) -> list[int]:
     return sizes
 
 
-def test_pruning_bounds_the_file(tmp_path: Path) -> None:
+def test_pruning_bounds_the_file_size(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     sizes = run_rollouts(journal, 50)
     assert rows(journal, "SELECT COUNT(*) FROM samples") == [(0,)]
@@ -364,7 +364,7 @@ def test_pruning_bounds_the_file(tmp_path: Path) -> None:
     assert max(sizes[5:]) <= 1.25 * max(sizes[:5])
 
 
-def test_a_file_that_was_large_shrinks(tmp_path: Path) -> None:
+def test_large_file_shrinks_after_pruning(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     rng = np.random.default_rng(0)
     noise = [Sample(index=number, metadata={"bytes": rng.bytes(1_000_000)}) for number in range(40)]
@@ -375,7 +375,7 @@ def test_a_file_that_was_large_shrinks(tmp_path: Path) -> None:
     assert journal.path.stat().st_size < 15_000_000
 
 
-def test_a_checkpoint_may_become_whole_after_later_rollouts_were_trained_on(tmp_path: Path) -> None:
+def test_checkpoint_may_complete_after_later_rollouts_were_consumed(tmp_path: Path) -> None:
     """As with --async-save: a restart replays the rollouts after the checkpoint."""
     journal = open_journal(tmp_path)
     for rollout in range(3):
@@ -386,7 +386,7 @@ def test_a_checkpoint_may_become_whole_after_later_rollouts_were_trained_on(tmp_
     assert journal.recover(1).batches == [1, 2]
 
 
-def test_kept_samples_stay(tmp_path: Path) -> None:
+def test_keep_disables_pruning(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep=True)
     run_rollouts(journal, 3)
     assert rows(journal, "SELECT state, COUNT(*) FROM trajectories GROUP BY state") == [
@@ -396,7 +396,7 @@ def test_kept_samples_stay(tmp_path: Path) -> None:
     assert rows(journal, "SELECT rollout_id, state FROM rollouts") == [(n, "consumed") for n in range(3)]
 
 
-def test_no_query_of_the_recording_scans_a_table(tmp_path: Path) -> None:
+def test_recording_queries_scan_no_table(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     traced: list[str] = []
     with journal._database.reading() as connection:
@@ -440,12 +440,12 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_journal_of_another_run_is_refused(written: Path) -> None:
+def test_rejects_the_journal_of_another_run(written: Path) -> None:
     refused(written, r"another run, it differs in model \(tiny there, huge here\): choose another", model="huge")
     refused(written, r"differs in seed \(none there, 5 here\)", seed="5")
 
 
-def test_a_journal_of_another_run_without_samples_is_begun_anew(tmp_path: Path) -> None:
+def test_journal_of_another_run_without_samples_is_replaced(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = finished(journal, 0)
     journal.assign(0, [group], {})
@@ -458,7 +458,7 @@ def test_a_journal_of_another_run_without_samples_is_begun_anew(tmp_path: Path) 
     open_journal(tmp_path, model="huge").close()
 
 
-def test_a_live_journal_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_rejects_another_runs_journal_with_a_write_ahead_log(tmp_path: Path) -> None:
     """A killed process leaves a journal with a write-ahead log."""
     journal = open_journal(tmp_path)
     finished(journal, 0)
@@ -474,7 +474,7 @@ def test_a_live_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     assert len(again.recover(0).groups) == 1
 
 
-def test_a_newer_format_is_refused(written: Path) -> None:
+def test_rejects_a_newer_format(written: Path) -> None:
     with sqlite3.connect(written / "journal.sqlite") as connection:
         connection.execute("PRAGMA user_version=5")
     connection.close()
@@ -482,12 +482,12 @@ def test_a_newer_format_is_refused(written: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)
-def test_what_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_rejects_a_file_that_is_not_a_database(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.sqlite").write_bytes(content)
     refused(tmp_path, "journal.sqlite: not a readable journal")
 
 
-def test_a_database_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_foreign_sqlite_database(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "journal.sqlite")
     connection.execute("CREATE TABLE identity (name, value)")
     connection.close()
@@ -495,13 +495,13 @@ def test_a_database_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
-def test_a_truncated_file_is_refused(written: Path, share: float) -> None:
+def test_rejects_a_truncated_file(written: Path, share: float) -> None:
     path = written / "journal.sqlite"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     refused(written, "not a readable journal")
 
 
-def test_the_identity_of_a_run(tmp_path: Path) -> None:
+def test_run_identity_changes_with_data_model_and_sampling_flags(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -580,7 +580,7 @@ def fill(program: str, folder: Path) -> tuple[int, str]:
     return int(count), message
 
 
-def test_a_full_disk_stops_the_run_and_loses_nothing(small_disk: Path) -> None:
+def test_full_disk_stops_the_run_and_keeps_recorded_groups(small_disk: Path) -> None:
     count, message = fill("", small_disk)
     assert count > 20
     assert "everything recorded so far is intact: make room on that disk" in message
@@ -589,7 +589,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(small_disk: Path) -> None:
     assert_intact(small_disk, count)
 
 
-def test_a_file_that_cannot_grow_stops_the_run_and_loses_nothing(tmp_path: Path) -> None:
+def test_file_size_limit_stops_the_run_and_keeps_recorded_groups(tmp_path: Path) -> None:
     soft, hard = 2_000_000, resource.RLIM_INFINITY
     count, message = fill(f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({soft}, {hard}))", tmp_path)
     assert count > 20

@@ -46,7 +46,7 @@ def seen(journal: Journal) -> list[tuple[Any, ...]]:
         return connection.execute("SELECT sample_index, status FROM samples ORDER BY id").fetchall()
 
 
-def test_samples_are_written_by_a_thread_many_in_one_transaction(
+def test_thread_writes_many_samples_in_one_transaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = open_journal(tmp_path)
@@ -75,7 +75,7 @@ def test_samples_are_written_by_a_thread_many_in_one_transaction(
     journal.close()
 
 
-def test_a_sample_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
+def test_unsupported_sample_fails_alone(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = prompts(0, 3)
     journal.hand_out([group], None)
@@ -93,7 +93,7 @@ def test_a_sample_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
         asyncio.run(journal.record(group[0], group[0]))
 
 
-def test_a_transaction_that_fails_is_raised_where_it_is_awaited(tmp_path: Path) -> None:
+def test_awaiting_a_failed_transaction_raises(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = prompts(0)
     journal.hand_out([group], None)
@@ -107,7 +107,7 @@ def test_a_transaction_that_fails_is_raised_where_it_is_awaited(tmp_path: Path) 
     assert seen(journal)[0][1] == "completed"
 
 
-def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
+def test_failure_after_a_transaction_affects_only_its_own_write(tmp_path: Path) -> None:
     def raising() -> None:
         raise ValueError("too late")
 
@@ -124,7 +124,7 @@ def test_what_fails_after_its_transaction_fails_alone(tmp_path: Path) -> None:
     assert (repr(failed), fine) == ("ValueError('too late')", None)
 
 
-def test_what_comes_later_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_are_applied_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that is put back while one of its writes waits keeps the state with which it was put back."""
     journal = open_journal(tmp_path)
     group = prompts(0, 1)
@@ -170,7 +170,7 @@ def _columns(connection: sqlite3.Connection, row_id: int) -> tuple[Any, ...]:
     ("how", "cause"),
     [("mask", "BadSample: loss_mask has 1 entries for 3 response tokens"), ("bytes", "ExtraData: ")],
 )
-def test_a_bad_row_of_a_batch_is_a_failure_of_that_sample(tmp_path: Path, how: str, cause: str) -> None:
+def test_bad_row_in_a_batch_fails_only_that_sample(tmp_path: Path, how: str, cause: str) -> None:
     journal = open_journal(tmp_path)
     groups = [finished(journal, number) for number in range(2)]
     journal.assign(0, groups, {})
@@ -192,7 +192,7 @@ def test_a_bad_row_of_a_batch_is_a_failure_of_that_sample(tmp_path: Path, how: s
     assert open_journal(tmp_path).recover(0).unusable != []  # it stays failed and is reported again
 
 
-def test_a_batch_with_nothing_left_is_made_anew(tmp_path: Path) -> None:
+def test_batch_without_usable_rows_can_be_replaced(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number in range(2):
         journal.assign(number, [finished(journal, number, 1)], {})
@@ -204,7 +204,7 @@ def test_a_batch_with_nothing_left_is_made_anew(tmp_path: Path) -> None:
     again.assign(0, [finished(again, 5, 1)], {})
 
 
-def test_a_bad_row_that_waits_is_sampled_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_row_of_a_waiting_group_counts_as_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path)
     finished(journal, 0)
     spoil(journal, 0, "mask")
@@ -223,7 +223,7 @@ def test_a_bad_row_that_waits_is_sampled_anew(tmp_path: Path, caplog: pytest.Log
 # durability order
 
 
-def test_the_journal_is_durable_before_the_checkpoint_that_relies_on_it(
+def test_journal_is_synced_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = open_journal(tmp_path)

@@ -62,7 +62,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     made.close()
 
 
-def test_landed_samples_are_not_written_again(
+def test_recorded_samples_are_not_written_again(
     journal: Journal, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [landed(journal, arena, number) for number in range(3)]
@@ -80,7 +80,7 @@ def test_landed_samples_are_not_written_again(
         ]
 
 
-def test_columns_are_hashed_once_wherever_they_go(journal: Journal, arena: SharedArena) -> None:
+def test_column_hashes_survive_the_move_to_shared_memory(journal: Journal, arena: SharedArena) -> None:
     [sample] = finished(journal, 0, 1)
     hashed = {name: vars(sample)[name].digest for name in ("tokens", "loss_mask", "rollout_log_probs")}
     assert None not in hashed.values()
@@ -141,7 +141,7 @@ CHANGES: dict[str, Callable[[Sample], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changed_since_it_landed_is_written(
+def test_changed_samples_are_written_again(
     journal: Journal, arena: SharedArena, change: Callable[[Sample], None]
 ) -> None:
     group = landed(journal, arena)
@@ -161,7 +161,7 @@ def test_what_changed_since_it_landed_is_written(
     assert found == (payload,)
 
 
-def test_a_change_that_is_taken_back_is_none(journal: Journal, arena: SharedArena) -> None:
+def test_reverted_change_is_not_written(journal: Journal, arena: SharedArena) -> None:
     group = landed(journal, arena)
     group[0].tokens[0] = 4
     group[0].tokens[0] = 9  # now a list with the same numbers
@@ -172,7 +172,7 @@ def test_a_change_that_is_taken_back_is_none(journal: Journal, arena: SharedAren
     assert journal.batch(0) == ([group], {})
 
 
-def test_fan_outs_and_groups_of_another_composition_move_without_being_written(
+def test_regrouped_samples_are_moved_not_rewritten(
     journal: Journal, arena: SharedArena
 ) -> None:
     a, b, c = (landed(journal, arena, number) for number in range(3))
@@ -195,7 +195,7 @@ def test_fan_outs_and_groups_of_another_composition_move_without_being_written(
     assert len(set(ids)) == len(ids)
 
 
-def test_samples_of_an_earlier_process_are_written(journal: Journal, arena: SharedArena, tmp_path: Path) -> None:
+def test_samples_of_an_earlier_process_are_written_again(journal: Journal, arena: SharedArena, tmp_path: Path) -> None:
     group = landed(journal, arena)
     journal.close()
     again = open_journal(tmp_path)
@@ -209,7 +209,7 @@ def test_samples_of_an_earlier_process_are_written(journal: Journal, arena: Shar
     again.close()
 
 
-def test_what_was_put_back_and_handed_out_again_is_written_when_it_goes_on(journal: Journal) -> None:
+def test_put_back_writes_only_samples_whose_content_differs(journal: Journal) -> None:
     group = prompts(0)
     journal.hand_out([group], None)
     journal.produced(group[0], finish(group[0], None))
@@ -231,7 +231,7 @@ def test_what_was_put_back_and_handed_out_again_is_written_when_it_goes_on(journ
     assert journal.batch(0) == ([group], {})
 
 
-def test_what_was_rolled_back_is_not_taken_for_written(journal: Journal) -> None:
+def test_rolled_back_write_is_not_treated_as_written(journal: Journal) -> None:
     group = prompts(0, 1)
     journal.hand_out([group], None)
     with journal._database.reading() as connection:
@@ -246,7 +246,7 @@ def test_what_was_rolled_back_is_not_taken_for_written(journal: Journal) -> None
     assert journal.batch(0) == ([group], {})
 
 
-def test_what_a_failed_batch_changed_is_written_by_the_next_one(journal: Journal, arena: SharedArena) -> None:
+def test_changes_of_a_failed_batch_are_written_by_the_next_one(journal: Journal, arena: SharedArena) -> None:
     group = landed(journal, arena)
     group[0].reward = 2.0
     with journal._database.reading() as connection:
@@ -263,7 +263,7 @@ def test_what_a_failed_batch_changed_is_written_by_the_next_one(journal: Journal
     assert journal.batch(0) == ([group], {})
 
 
-def test_a_value_that_cannot_be_kept_by_now_is_named_and_nothing_is_recorded(
+def test_unsupported_value_in_a_batch_is_named_and_nothing_is_recorded(
     journal: Journal, arena: SharedArena
 ) -> None:
     first, second = landed(journal, arena, 0), landed(journal, arena, 1)
@@ -279,14 +279,14 @@ def test_a_value_that_cannot_be_kept_by_now_is_named_and_nothing_is_recorded(
     assert journal.batch(0) == ([first], {})
 
 
-def test_only_samples_that_wait_are_remembered(journal: Journal, arena: SharedArena) -> None:
+def test_contents_are_tracked_only_for_waiting_samples(journal: Journal, arena: SharedArena) -> None:
     taken, left_out, waiting = (landed(journal, arena, number) for number in range(3))
     journal.assign(0, [taken[:1]], {})
     journal.drop([left_out])
     assert set(journal._writer._contents) == {sample.journal_id for sample in waiting}
 
 
-def test_a_batch_that_was_never_recorded_is_not_held_encoded(journal: Journal) -> None:
+def test_unrecorded_batch_is_encoded_without_holding_all_payloads(journal: Journal) -> None:
     rng = np.random.default_rng(0)
     groups = []
     for index in range(32):

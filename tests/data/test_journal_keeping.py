@@ -59,7 +59,7 @@ def size_of_a_rollout(folder: Path) -> int:
     return int(size)
 
 
-def test_the_last_whole_rollouts_stay_within_the_bytes(tmp_path: Path) -> None:
+def test_last_whole_rollouts_are_kept_within_the_byte_limit(tmp_path: Path) -> None:
     size = size_of_a_rollout(tmp_path / "one")
     journal = open_journal(tmp_path, keep_bytes=2 * size + size // 2)
     for rollout in range(8):
@@ -79,7 +79,7 @@ def test_the_last_whole_rollouts_stay_within_the_bytes(tmp_path: Path) -> None:
     assert kept(journal) == []
 
 
-def test_a_rollout_that_is_larger_than_the_bytes_is_cut(tmp_path: Path) -> None:
+def test_rollout_larger_than_the_byte_limit_is_kept_in_part(tmp_path: Path) -> None:
     size = size_of_a_rollout(tmp_path / "one")
     journal = open_journal(tmp_path, keep_bytes=size - 1)
     train(journal, 0)
@@ -89,7 +89,7 @@ def test_a_rollout_that_is_larger_than_the_bytes_is_cut(tmp_path: Path) -> None:
     assert kept(journal) == [(1, 4)]
 
 
-def test_what_is_not_covered_by_a_checkpoint_is_never_touched(tmp_path: Path) -> None:
+def test_rollouts_after_the_checkpoint_are_never_pruned(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep_bytes=1)
     journal.recover(0)
     batches = [[finished(journal, number)] for number in range(3)]
@@ -124,11 +124,11 @@ def recovered(folder: Path, keep_bytes: int, start: int) -> Recovered:
 
 
 @pytest.mark.parametrize("start", [3, 4])
-def test_a_restart_knows_nothing_of_what_is_kept(tmp_path: Path, start: int) -> None:
+def test_kept_samples_do_not_affect_recovery(tmp_path: Path, start: int) -> None:
     assert recovered(tmp_path / "a", EVERYTHING, start) == recovered(tmp_path / "b", 0, start)
 
 
-def test_a_restart_before_what_is_kept_begins_anew_and_sets_it_aside(tmp_path: Path) -> None:
+def test_restart_before_kept_rollouts_sets_the_journal_aside(tmp_path: Path) -> None:
     found = recovered(tmp_path, EVERYTHING, 2)
     assert (found.fresh, found.batches, found.moved) == (True, [], tmp_path / "journal-1.sqlite")
     assert found.moved_work  # rollout 3 and the group in flight
@@ -157,7 +157,7 @@ def steps_of_a_checkpoint(journal: Journal, rollout: int) -> int:
 
 
 @pytest.mark.parametrize("keep_bytes", [EVERYTHING, 20_000])
-def test_a_checkpoint_costs_the_same_however_much_is_kept(tmp_path: Path, keep_bytes: int) -> None:
+def test_checkpoint_cost_does_not_grow_with_kept_samples(tmp_path: Path, keep_bytes: int) -> None:
     journal = open_journal(tmp_path, keep_bytes=keep_bytes)
     steps = [steps_of_a_checkpoint(journal, rollout) for rollout in range(120)]
     assert max(steps[-10:]) <= 1.5 * max(steps[60:70])
@@ -189,7 +189,7 @@ def test_evaluations_are_kept_with_step_and_dataset(tmp_path: Path) -> None:
     assert rows(journal, "SELECT value + 0 FROM meta WHERE key = 'evaluation_bytes'") == [(bytes_there,)]
 
 
-def test_evaluations_have_their_bytes_too(tmp_path: Path) -> None:
+def test_evaluations_have_their_own_byte_limit(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "one", keep_bytes=EVERYTHING)
     journal.keep_evaluation(0, {"math": answers(4)})
     ((size,),) = rows(journal, "SELECT bytes FROM evaluations")
@@ -207,7 +207,7 @@ def test_evaluations_have_their_bytes_too(tmp_path: Path) -> None:
     assert evaluated(everything) == [(0, "math", 50)]
 
 
-def test_an_evaluated_sample_that_cannot_be_kept_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_evaluation_sample_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     samples = answers(2)
     samples[0].metadata["tool"] = object()
@@ -217,7 +217,7 @@ def test_an_evaluated_sample_that_cannot_be_kept_ends_nothing(tmp_path: Path, ca
     assert "evaluation on math: sample not kept for inspection: sample 0.metadata.tool: a object" in caplog.text
 
 
-def test_the_reward_of_an_evaluation_is_the_one_of_its_key(tmp_path: Path) -> None:
+def test_evaluation_reward_uses_eval_reward_key(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "j.sqlite", {}, keep=True, reward_key="train", eval_reward_key="right")
     (sample,) = answers(1)
     sample.reward = {"train": 0.25, "right": 1.0}
@@ -225,7 +225,7 @@ def test_the_reward_of_an_evaluation_is_the_one_of_its_key(tmp_path: Path) -> No
     assert rows(journal, "SELECT reward FROM evaluated") == [(1.0,)]
 
 
-def test_samples_of_another_run_that_are_only_looked_at_are_set_aside(
+def test_inspection_samples_of_another_run_are_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
@@ -242,7 +242,7 @@ def test_samples_of_another_run_that_are_only_looked_at_are_set_aside(
         open_journal(tmp_path)
 
 
-def test_a_journal_of_the_first_format_goes_on(tmp_path: Path) -> None:
+def test_journal_of_format_1_is_upgraded(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     journal.recover(0)
     group = finished(journal, 0)
@@ -262,7 +262,7 @@ def test_a_journal_of_the_first_format_goes_on(tmp_path: Path) -> None:
     assert rows(journal, "PRAGMA user_version") == [(FORMAT,)]
 
 
-def test_the_default_keeps_and_the_flag_says_how_much(tmp_path: Path) -> None:
+def test_keep_samples_mb_limits_the_kept_samples(tmp_path: Path) -> None:
     config = Config(hf_checkpoint=str(tmp_path), data_source_path="x", rollout_function_path="y")
     journal = open_of_run(config, tmp_path / "a.sqlite")
     train(journal, 0)
@@ -274,7 +274,7 @@ def test_the_default_keeps_and_the_flag_says_how_much(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_bytes", [0, EVERYTHING])
-def test_a_source_without_a_position_begins_from_its_own_after_a_checkpoint(tmp_path: Path, keep_bytes: int) -> None:
+def test_journal_without_a_position_is_fresh_after_a_checkpoint(tmp_path: Path, keep_bytes: int) -> None:
     journal = open_journal(tmp_path, keep_bytes=keep_bytes)
     journal.recover(0)
     group = prompts(0)
@@ -286,7 +286,7 @@ def test_a_source_without_a_position_begins_from_its_own_after_a_checkpoint(tmp_
     assert journal.recover(1).fresh
 
 
-def test_evaluations_alone_are_worth_setting_aside(tmp_path: Path) -> None:
+def test_journal_with_only_evaluations_is_set_aside(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     journal.recover(0)
     journal.keep_evaluation(0, {"math": answers(1)})
@@ -296,7 +296,7 @@ def test_evaluations_alone_are_worth_setting_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unfinished", [False, True])
-def test_a_second_run_in_the_folder_warns_only_of_work_that_it_sets_aside(
+def test_second_run_warns_only_about_unconsumed_work(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, unfinished: bool
 ) -> None:
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_a_second_run_in_the_folder_warns_only_of_work_that_it_sets_aside(
     assert record.message.endswith(f"they are now in {tmp_path / 'journal-1.sqlite'}")
 
 
-def test_opening_a_journal_reads_no_samples(tmp_path: Path) -> None:
+def test_content_check_reads_no_samples(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, keep=True)
     train(journal, 0)
     with journal._database.reading() as connection:

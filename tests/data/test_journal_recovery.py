@@ -48,7 +48,7 @@ def killed(journal: Journal, folder: Path) -> Path:
 # restart rules
 
 
-def test_batches_from_the_checkpoint_on_are_replayed(tmp_path: Path) -> None:
+def test_batches_after_the_checkpoint_are_replayed(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     assert journal.recover(0).fresh
     batches = [[finished(journal, 2 * number), finished(journal, 2 * number + 1)] for number in range(4)]
@@ -73,7 +73,7 @@ def test_batches_from_the_checkpoint_on_are_replayed(tmp_path: Path) -> None:
     assert journal.batch(0) == (batches[0][::-1], {"rollout/number": 0})
 
 
-def test_a_rollout_that_was_pruned_begins_a_new_journal_and_loses_nothing(tmp_path: Path) -> None:
+def test_mismatched_checkpoint_sets_the_journal_aside_and_starts_a_new_one(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     journal.recover(0)
     journal.assign(0, [finished(journal, 0)], {})
@@ -103,7 +103,7 @@ def test_a_rollout_that_was_pruned_begins_a_new_journal_and_loses_nothing(tmp_pa
     ]
 
 
-def test_a_journal_that_begins_at_a_later_rollout(tmp_path: Path) -> None:
+def test_journal_may_start_at_a_later_rollout(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     assert journal.recover(5).fresh
     assert journal.recover(5).fresh  # nothing was recorded since
@@ -307,7 +307,7 @@ for rollout in range(start, 10**9):
 """
 
 
-def test_kill_9_at_random_moments_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_sigkill_at_random_times_loses_and_repeats_no_sample(tmp_path: Path) -> None:
     rng = random.Random(0)
     start = 0
     batches: dict[int, list[int]] = {}
@@ -364,7 +364,7 @@ def config(tmp_path: Path, model_folder: Path, write_jsonl: Any) -> Config:
     )
 
 
-def test_a_source_goes_on_where_the_journal_says(tmp_path: Path, config: Config) -> None:
+def test_source_resumes_from_the_journal_position(tmp_path: Path, config: Config) -> None:
     uninterrupted = [group[0].prompt for group in RolloutDataSource(config).get_samples(9)]
     source = JournaledSource(RolloutDataSourceWithBuffer(config), open_journal(tmp_path))
     assert source.resume(0) == []
@@ -395,7 +395,7 @@ def test_a_source_goes_on_where_the_journal_says(tmp_path: Path, config: Config)
     assert [sample.index for group in served[3:] for sample in group] == [8, 9, 10, 11]
 
 
-def test_a_new_journal_takes_over_the_buffer_of_the_checkpoint(tmp_path: Path, config: Config) -> None:
+def test_new_journal_records_the_buffer_of_the_checkpoint(tmp_path: Path, config: Config) -> None:
     before = RolloutDataSourceWithBuffer(config)
     groups = before.get_samples(3)
     groups[1][0] = [finish(groups[1][0], 0.5)]  # a fan-out
@@ -415,7 +415,7 @@ def test_a_new_journal_takes_over_the_buffer_of_the_checkpoint(tmp_path: Path, c
         assert connection.execute("SELECT COUNT(*) FROM groups").fetchone() == (3,)
 
 
-def test_a_source_without_a_buffer_still_gets_its_groups_back(tmp_path: Path, config: Config) -> None:
+def test_source_without_a_buffer_recovers_its_groups(tmp_path: Path, config: Config) -> None:
     source = JournaledSource(RolloutDataSource(config), open_journal(tmp_path))
     source.resume(0)
     first = source.get_samples(2)
@@ -447,7 +447,7 @@ class Counting(RolloutDataSourceWithBuffer):
         self.asked = state["asked"]
 
 
-def test_a_subclass_with_more_state_gets_it_back(tmp_path: Path, config: Config) -> None:
+def test_extra_state_of_a_subclass_is_restored(tmp_path: Path, config: Config) -> None:
     source = JournaledSource(Counting(config), open_journal(tmp_path))
     source.resume(0)
     source.get_samples(1)
@@ -508,7 +508,7 @@ class StatefulNaturals(Naturals):
 
 @pytest.mark.parametrize("kind", [Naturals, SavedNaturals, StatefulNaturals])
 @pytest.mark.parametrize("start", [0, 1])
-def test_sources_of_the_user_hand_out_nothing_twice(
+def test_user_sources_hand_out_no_prompt_twice_after_a_restart(
     tmp_path: Path, kind: Any, start: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(rollout_batch_size=1, n_samples_per_prompt=2, data_source_path="naturals")
@@ -542,7 +542,7 @@ def test_sources_of_the_user_hand_out_nothing_twice(
     assert json.loads(json.dumps(again.source.position()))["handed_out"] == 7
 
 
-def test_a_group_with_a_fan_out_goes_through_a_source_of_the_user(tmp_path: Path) -> None:
+def test_group_with_a_fan_out_is_recovered_with_a_user_source(tmp_path: Path) -> None:
     config = Config(rollout_batch_size=1, n_samples_per_prompt=2, data_source_path="naturals")
     source = JournaledSource(UserSource(SavedNaturals({}), config), open_journal(tmp_path))
     source.resume(0)

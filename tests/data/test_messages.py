@@ -26,7 +26,7 @@ def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_parts_of_text_are_joined_with_and_without_a_template(
+def test_text_parts_are_joined_with_and_without_a_template(
     write_jsonl: Callable[..., str], byte_tokenizer: Any
 ) -> None:
     path = write_jsonl([{"input": user(PARTS)}, {"input": user([*PARTS, "?"])}])
@@ -35,7 +35,7 @@ def test_parts_of_text_are_joined_with_and_without_a_template(
     assert [sample.prompt for sample in templated] == ["<user>2+2=<assistant>", "<user>2+2=?<assistant>"]
 
 
-def test_parts_in_parquet_have_the_keys_of_other_parts(tmp_path: Path) -> None:
+def test_parquet_text_parts_may_have_null_keys_of_other_parts(tmp_path: Path) -> None:
     rows = [{"input": user(PARTS)}, {"input": user([{"type": "text", "text": "b", "image": None}])}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
     assert [sample.prompt for sample in PromptDataset(str(tmp_path / "parts.parquet"))] == [user("2+2="), user("b")]
@@ -57,7 +57,7 @@ def test_parts_in_parquet_have_the_keys_of_other_parts(tmp_path: Path) -> None:
         ({"role": "tool"}, "the tool message is empty"),
     ],
 )
-def test_what_is_no_text_is_refused_with_file_line_and_message(
+def test_rejects_non_text_content_with_file_line_and_message(
     write_jsonl: Callable[..., str], message: dict[str, Any], problem: str
 ) -> None:
     path = write_jsonl([{"input": "fine"}, {"input": [{"role": "system", "content": "s"}, message]}])
@@ -66,7 +66,7 @@ def test_what_is_no_text_is_refused_with_file_line_and_message(
     assert str(caught.value).startswith(f"{path}:2: message 1: {problem}")
 
 
-def test_an_assistant_may_say_nothing_but_never_none(byte_tokenizer: Any) -> None:
+def test_assistant_message_without_content_is_accepted(byte_tokenizer: Any) -> None:
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
     assert normalize_messages([{"role": "assistant"}, {"role": "assistant", "tool_calls": calls}], "here") == [
         {"role": "assistant", "content": ""},
@@ -88,7 +88,7 @@ TARGETS = [
 
 
 @pytest.mark.parametrize(("label", "expected"), TARGETS)
-def test_labels_to_train_on_are_texts_or_checked_messages(
+def test_target_labels_keep_scalars_and_normalize_messages(
     write_jsonl: Callable[..., str], label: Any, expected: Any
 ) -> None:
     path = write_jsonl([{"input": user("2+2="), "label": label}])
@@ -99,7 +99,7 @@ def test_labels_to_train_on_are_texts_or_checked_messages(
     ("label", "expected"),
     [("4", "4"), (4.5, 4.5), (["4", "four"], ["4", "four"]), ([SAYS], "4"), ([*user("well?"), SAYS], "4")],
 )
-def test_labels_to_compare_with_are_texts(write_jsonl: Callable[..., str], label: Any, expected: Any) -> None:
+def test_answer_labels_reduce_conversations_to_text(write_jsonl: Callable[..., str], label: Any, expected: Any) -> None:
     path = write_jsonl([{"input": "2+2=", "label": label}])
     assert PromptDataset(path, label_key="label", label_use="answer")[0].label == expected
     assert PromptDataset(path, label_key="label")[0].label == label  # a user function gets the label unchanged
@@ -116,7 +116,7 @@ def test_labels_to_compare_with_are_texts(write_jsonl: Callable[..., str], label
         ([{"role": "assistant", "content": [IMAGE]}], "label: message 0: has a part of type 'image_url'"),
     ],
 )
-def test_labels_of_no_use_are_refused_at_their_row(
+def test_rejects_unusable_labels_with_their_row(
     write_jsonl: Callable[..., str], use: Any, label: Any, problem: str
 ) -> None:
     path = write_jsonl([{"input": "a", "label": "fine"}, {"input": "b", "label": label}])
@@ -126,7 +126,7 @@ def test_labels_of_no_use_are_refused_at_their_row(
     assert PromptDataset(path, label_key="label")[1].label == label
 
 
-def test_several_turns_to_train_on_need_their_prompt_as_messages(
+def test_multi_turn_labels_require_a_message_prompt(
     write_jsonl: Callable[..., str], byte_tokenizer: Any
 ) -> None:
     path = write_jsonl([{"input": user("2+2="), "label": [SAYS, *user("sure?"), SAYS]}])
@@ -146,25 +146,25 @@ def test_several_turns_to_train_on_need_their_prompt_as_messages(
         ({"rollout_function_path": "slime.rollout.sft_rollout.generate_rollout"}, "target"),
     ],
 )
-def test_the_flags_say_who_reads_labels(flags: dict[str, str], use: str) -> None:
+def test_label_use_follows_from_the_flags(flags: dict[str, str], use: str) -> None:
     from slime.config import Config
 
     assert label_use_of_run(Config(**flags)) == use
 
 
 @pytest.mark.parametrize(("label", "text"), [("a", "a"), (3, "3"), (0.5, "0.5"), (True, "true"), ([SAYS], "4")])
-def test_a_label_as_text_is_what_the_file_holds(label: Any, text: str) -> None:
+def test_label_text_of_scalars_and_messages(label: Any, text: str) -> None:
     assert label_text(label) == text
     assert label_text(json.loads(json.dumps(label))) == text
 
 
 @pytest.mark.parametrize("label", [{"a": 1}, ["a"], None, [{"role": "assistant", "content": ""}]])
-def test_a_label_that_is_no_text_never_becomes_pythons_notation(label: Any) -> None:
+def test_rejects_labels_without_a_text_form(label: Any) -> None:
     with pytest.raises(UserError, match="label"):
         label_text(label)
 
 
-def test_a_refusal_says_what_would_do_and_what_came() -> None:
+def test_label_error_names_accepted_types_and_the_value() -> None:
     with pytest.raises(UserError) as compared:
         normalize_label({"a": 1}, "answer", "f.jsonl:3")
     assert str(compared.value) == (
@@ -179,5 +179,5 @@ def test_a_refusal_says_what_would_do_and_what_came() -> None:
 
 
 @pytest.mark.parametrize(("label", "those"), [("a", ["a"]), (["a", 2], ["a", 2]), ([SAYS], [[SAYS]])])
-def test_of_a_list_of_labels_any_will_do_but_a_conversation_is_one(label: Any, those: list[Any]) -> None:
+def test_list_labels_give_several_answers_and_conversations_one(label: Any, those: list[Any]) -> None:
     assert accepted(label) == those

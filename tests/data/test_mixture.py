@@ -73,7 +73,7 @@ def prompts(groups: list[Any]) -> list[str]:
     weights=st.lists(st.fractions(Fraction(1, 1000), 1000, max_denominator=1000), min_size=1, max_size=8),
     count=st.integers(1, 150),
 )
-def test_every_count_is_its_share_rounded_down_or_up_after_every_prompt(weights: list[Fraction], count: int) -> None:
+def test_counts_stay_within_one_prompt_of_their_shares(weights: list[Fraction], count: int) -> None:
     counts, total = [0] * len(weights), sum(weights)
     for place in range(1, count + 1):
         counts[next_dataset_index(weights, counts)] += 1
@@ -81,7 +81,7 @@ def test_every_count_is_its_share_rounded_down_or_up_after_every_prompt(weights:
         assert all(abs(share - given) < 1 for share, given in zip(exact, counts, strict=True)), (place, counts)
 
 
-def test_whole_batches_have_the_shares_exactly(make_args: Make) -> None:
+def test_whole_batches_match_the_shares_exactly(make_args: Make) -> None:
     source = RolloutDataSource(make_args())
     batches = [tasks(source.get_samples(4)) for _ in range(6)]
     assert batches == [["copy", "sort", "copy", "add"]] * 6
@@ -93,7 +93,7 @@ def test_whole_batches_have_the_shares_exactly(make_args: Make) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_dataset_goes_through_epochs_of_its_own(make_args: Make, streaming: bool) -> None:
+def test_each_dataset_has_its_own_epochs(make_args: Make, streaming: bool) -> None:
     args = make_args(rollout_shuffle=True, streaming_data=streaming)
     source = RolloutDataSource(args)
     seen: dict[str, list[str]] = {name: [] for name in SIZES}
@@ -111,7 +111,7 @@ def test_each_dataset_goes_through_epochs_of_its_own(make_args: Make, streaming:
     assert (len(source), source.epoch_id, source.sample_offset, source.num_rollout_per_epoch) == (15, 5, 9, 3)
 
 
-def test_datasets_of_one_length_are_not_shuffled_alike(make_args: Make) -> None:
+def test_datasets_of_equal_length_are_shuffled_differently(make_args: Make) -> None:
     args = make_args(sizes={"copy": 40, "add": 40}, rollout_shuffle=True)
     found: dict[str, list[int]] = {"copy": [], "add": []}
     for group in RolloutDataSource(args).get_samples(60):
@@ -135,7 +135,7 @@ def test_long_prompts_do_not_count_towards_a_share(make_args: Make) -> None:
 # settings of a prompt
 
 
-def test_a_prompt_has_the_reward_and_the_functions_of_its_dataset(make_args: Make) -> None:
+def test_prompt_gets_reward_and_functions_of_its_dataset(make_args: Make) -> None:
     more: dict[str, Any] = {
         "copy": {"rm_type": "f1", "metadata_overrides": {"list": [1]}, "prompt_suffix": "!"},
         "sort": {"custom_rm_path": "m.sorted", "custom_generate_function_path": "m.generate"},
@@ -153,7 +153,7 @@ def test_a_prompt_has_the_reward_and_the_functions_of_its_dataset(make_args: Mak
     assert Sample.from_dict(copying[0].to_dict()).task == "copy"
 
 
-def test_labels_are_checked_by_each_datasets_own_judge(make_args: Make, write_jsonl: Callable[..., str]) -> None:
+def test_labels_are_checked_for_the_reward_of_their_dataset(make_args: Make, write_jsonl: Callable[..., str]) -> None:
     odd = write_jsonl([{"input": "x", "answer": {"value": 1}}], "odd.jsonl")
     free = {"copy": {"path": odd, "custom_rm_path": "m.f"}}
     assert RolloutDataSource(make_args(more=free, rm_type="f1")).get_samples(1)[0][0].label == {"value": 1}
@@ -166,7 +166,7 @@ def test_labels_are_checked_by_each_datasets_own_judge(make_args: Make, write_js
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 33])
-def test_a_saved_position_goes_on_exactly(make_args: Make, before: int) -> None:
+def test_resume_from_a_saved_position_is_exact(make_args: Make, before: int) -> None:
     args = make_args(rollout_shuffle=True)
     whole = RolloutDataSourceWithBuffer(args)
     whole.get_samples(before)
@@ -178,7 +178,7 @@ def test_a_saved_position_goes_on_exactly(make_args: Make, before: int) -> None:
     assert sum(state["mixture"][name]["given"] for name in SIZES) == before + 40
 
 
-def test_other_weights_count_from_where_they_begin(make_args: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_weights_apply_from_the_resumed_position(make_args: Make, caplog: pytest.LogCaptureFixture) -> None:
     first = RolloutDataSource(make_args(weights={"copy": 1, "sort": 1, "add": 1}))
     first.get_samples(30)
     first.save(0)
@@ -195,7 +195,7 @@ def test_other_weights_count_from_where_they_begin(make_args: Make, caplog: pyte
     assert [group[0].prompt for group in found if group[0].task == "add"][:4] == ["add 3", "add 4", "add 5", "add 6"]
 
 
-def test_a_position_in_other_data_is_refused(make_args: Make, model_folder: Path, write_jsonl: Any) -> None:
+def test_rejects_a_position_saved_with_other_data(make_args: Make, model_folder: Path, write_jsonl: Any) -> None:
     RolloutDataSource(make_args()).save(0)
     for changed, sentence in (
         ({"sizes": {"copy": 5, "sort": 3}}, "a position in the datasets copy, sort, add, but --prompt-config has copy, sort;"),
@@ -212,7 +212,7 @@ def test_a_position_in_other_data_is_refused(make_args: Make, model_folder: Path
         RolloutDataSource(args).load(1)
 
 
-def test_the_journal_goes_on_after_a_crash_whatever_was_under_way(make_args: Make, tmp_path: Path) -> None:
+def test_crash_recovery_keeps_prompts_and_shares(make_args: Make, tmp_path: Path) -> None:
     """With groups assigned, dropped, put back and in flight, no prompt is lost or repeated and the shares hold."""
     args = make_args(rollout_shuffle=True)
     undisturbed = RolloutDataSource(args).get_samples(40)
@@ -242,7 +242,7 @@ def test_the_journal_goes_on_after_a_crash_whatever_was_under_way(make_args: Mak
     assert tasks(found[5:]) == tasks(undisturbed[10:39])
 
 
-def test_other_files_are_another_run(make_args: Make) -> None:
+def test_changed_data_files_change_the_run_identity(make_args: Make) -> None:
     args = make_args()
     files = [dataset.path for dataset in args.train_datasets]
     facts = run_identity(args, files)

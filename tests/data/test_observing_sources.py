@@ -93,7 +93,7 @@ def states(source: JournaledSource) -> list[str]:
         return [state for (state,) in connection.execute("SELECT state FROM groups ORDER BY id")]
 
 
-def test_a_batch_and_what_a_filter_dropped_are_observed_together(live: Any) -> None:
+def test_batch_and_dropped_groups_are_observed_together(live: Any) -> None:
     inner, source = live(0)
     kept, dropped = roll_out(source, 2)
     source.drop([dropped])
@@ -106,7 +106,7 @@ def test_a_batch_and_what_a_filter_dropped_are_observed_together(live: Any) -> N
 
 
 @pytest.mark.parametrize("observes", [True, False])
-def test_a_group_is_dropped_while_the_source_is_busy(live: Any, observes: bool) -> None:
+def test_drop_does_not_wait_for_a_busy_source(live: Any, observes: bool) -> None:
     class Unseeing(Numbers):
         observe_samples: Any = None
 
@@ -136,7 +136,7 @@ def test_a_group_is_dropped_while_the_source_is_busy(live: Any, observes: bool) 
     assert len(inner.seen) == 2 * observes
 
 
-def test_a_crash_before_the_batch_loses_no_observation_and_one_after_it_repeats_none(live: Any) -> None:
+def test_crash_neither_loses_nor_repeats_observations(live: Any) -> None:
     _, source = live(0)
     kept, dropped = roll_out(source, 2)
     source.drop([dropped])
@@ -157,7 +157,7 @@ def test_a_crash_before_the_batch_loses_no_observation_and_one_after_it_repeats_
     assert source.get_samples(1)[0][0].prompt == "2"
 
 
-def test_a_source_that_only_saves_observes_again_what_it_saw_after_the_checkpoint(live: Any) -> None:
+def test_save_only_source_reobserves_rollouts_after_the_checkpoint(live: Any) -> None:
     files: dict[int, Any] = {}
     _, source = live(0, Saving(files))
     for rollout_id in range(3):
@@ -175,7 +175,7 @@ def test_a_source_that_only_saves_observes_again_what_it_saw_after_the_checkpoin
     assert inner.seen == [[0, "0", 0.0, 0.0], [1, "1", 1.0, 1.0], [2, "2", 2.0, 2.0]]
 
 
-def test_what_a_save_knew_already_is_not_observed_again(live: Any) -> None:
+def test_observations_in_a_save_are_not_repeated(live: Any) -> None:
     """A rollout generated ahead was observed before the checkpoint of the previous rollout was saved."""
     files: dict[int, Any] = {}
     _, source = live(0, Saving(files))
@@ -190,7 +190,7 @@ def test_what_a_save_knew_already_is_not_observed_again(live: Any) -> None:
     assert [rollout_id for rollout_id, *_ in inner.seen] == [0, 1]
 
 
-def test_a_state_is_saved_with_checkpoints_and_goes_on_in_another_folder(
+def test_state_resumes_from_the_checkpoint_in_another_folder(
     live: Any, tmp_path: Path, args: Namespace
 ) -> None:
     inner, source = live(0)
@@ -206,7 +206,7 @@ def test_a_state_is_saved_with_checkpoints_and_goes_on_in_another_folder(
     assert elsewhere.get_samples(1)[0][0].group_index == 2
 
 
-def test_a_damaged_state_is_named(live: Any, tmp_path: Path, args: Namespace) -> None:
+def test_rejects_a_damaged_state(live: Any, tmp_path: Path, args: Namespace) -> None:
     folder = tmp_path / "run" / "rollout"
     folder.mkdir(parents=True)
     (folder / "data_state_0.json").write_text('{"source": {}}')
@@ -214,7 +214,7 @@ def test_a_damaged_state_is_named(live: Any, tmp_path: Path, args: Namespace) ->
         UserSource(Adaptive(), args).load(0)
 
 
-def test_sources_that_do_not_observe_are_left_in_peace(tmp_path: Path, args: Namespace) -> None:
+def test_sources_without_observe_samples_are_not_affected(tmp_path: Path, args: Namespace) -> None:
     class Plain:
         def get_samples(self, num_samples: int) -> list[Sample]:
             return [Sample(prompt="p") for _ in range(num_samples)]
@@ -228,7 +228,7 @@ def test_sources_that_do_not_observe_are_left_in_peace(tmp_path: Path, args: Nam
     assert "observed" not in source.source.position()
 
 
-def test_a_subclass_of_ours_keeps_what_it_learns_in_its_metadata(tmp_path: Path) -> None:
+def test_observations_in_subclass_metadata_survive_a_crash(tmp_path: Path) -> None:
     class Counting(RolloutDataSourceWithBuffer):
         def observe_samples(self, rollout_id: int, groups: list[Any]) -> None:
             self.metadata["seen"] = self.metadata.get("seen", 0) + len(groups)

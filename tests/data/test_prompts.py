@@ -36,7 +36,7 @@ def test_jsonl_rows_become_prototypes(write_jsonl: Callable[..., str], streaming
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_parquet_gives_what_jsonl_gives(tmp_path: Path, write_jsonl: Callable[..., str], streaming: bool) -> None:
+def test_parquet_and_jsonl_give_the_same_samples(tmp_path: Path, write_jsonl: Callable[..., str], streaming: bool) -> None:
     rows = [{**row, "unused": "x" * 10} for row in ROWS]
     parquet = PromptDataset(write_parquet(tmp_path / "p.parquet", rows), label_key="answer", streaming=streaming)
     jsonl = PromptDataset(write_jsonl(rows), label_key="answer")
@@ -56,7 +56,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path, write_jsonl: Callable[..
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_slices(
+def test_path_slices_select_rows(
     tmp_path: Path, write_jsonl: Callable[..., str], text: str, expected: list[int], kind: str, streaming: bool
 ) -> None:
     path = write_jsonl(ROWS) if kind == "jsonl" else write_parquet(tmp_path / "p.parquet", ROWS)
@@ -64,13 +64,13 @@ def test_slices(
     assert [sample.label for sample in dataset] == expected
 
 
-def test_slice_syntax() -> None:
+def test_split_slice_accepts_at_signs_and_rejects_single_indices() -> None:
     assert split_slice("dir@home/a.jsonl") == ("dir@home/a.jsonl", slice(None))
     with pytest.raises(UserError, match=r"write the slice as path@\[start:stop\]"):
         split_slice("a.jsonl@[3]")
 
 
-def test_chat_template_with_tools_and_kwargs(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_chat_template_receives_tools_and_kwargs(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     rows = [
         {"input": messages, "tools": [{"name": "search"}], "metadata": json.dumps({"k": 1})},
@@ -91,7 +91,7 @@ def test_chat_template_with_tools_and_kwargs(write_jsonl: Callable[..., str], by
     assert PromptDataset(path)[0].prompt == messages
 
 
-def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path) -> None:
+def test_parquet_messages_drop_null_fields_from_other_rows(tmp_path: Path) -> None:
     rows = [
         {"input": [{"role": "user", "content": "a"}]},
         {"input": [{"role": "assistant", "content": None, "name": "b"}, {"role": "user", "content": "c"}]},
@@ -103,7 +103,7 @@ def test_parquet_messages_lose_the_nulls_that_other_rows_brought(tmp_path: Path)
     ]
 
 
-def test_prompts_that_are_no_text_are_kept_where_a_function_reads_them(
+def test_any_prompt_keeps_prompts_that_are_not_text(
     write_jsonl: Callable[..., str], byte_tokenizer: Any
 ) -> None:
     prompts: list[Any] = [0, 12, 0.5, {"task": 3}, [1, 2], "text", [{"role": "user", "content": "hi"}]]
@@ -126,7 +126,7 @@ def test_prompts_that_are_no_text_are_kept_where_a_function_reads_them(
         prompt_text(byte_tokenizer, found[1])
 
 
-def test_the_column_of_the_prompts_is_the_only_usual_one_of_the_file(tmp_path: Path) -> None:
+def test_prompt_column_is_inferred_if_only_one_usual_name_exists(tmp_path: Path) -> None:
     for key in ("input", "prompt", "messages", "question", "problem"):
         path = write_parquet(tmp_path / f"{key}.parquet", [{key: "who?", "answer": "I"}])
         assert PromptDataset(path)[0].prompt == "who?"
@@ -161,14 +161,14 @@ def test_the_column_of_the_prompts_is_the_only_usual_one_of_the_file(tmp_path: P
         ("", r"has no rows"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, content: str | bytes, message: str, streaming: bool) -> None:
+def test_bad_rows_are_reported_with_their_line(tmp_path: Path, content: str | bytes, message: str, streaming: bool) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
         list(PromptDataset(str(path), streaming=streaming))
 
 
-def test_bad_files_are_named(tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "broken.parquet").write_text("not parquet")
     for path, message in (
@@ -182,7 +182,7 @@ def test_bad_files_are_named(tmp_path: Path, write_jsonl: Callable[..., str]) ->
             PromptDataset(path)
 
 
-def test_missing_keys_list_what_exists(tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
+def test_missing_key_error_lists_the_existing_keys(tmp_path: Path, write_jsonl: Callable[..., str]) -> None:
     with pytest.raises(
         UserError, match=r"prompts\.jsonl:1: no key 'label'; .*\['answer', 'input', 'metadata'\].*--label-key"
     ):
@@ -193,13 +193,13 @@ def test_missing_keys_list_what_exists(tmp_path: Path, write_jsonl: Callable[...
         PromptDataset(write_parquet(tmp_path / "p.parquet", ROWS), input_key="text")
 
 
-def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "bom.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"input": "a"}\n')
     assert PromptDataset(str(path))[0].prompt == "a"
 
 
-def test_template_needs_a_template(write_jsonl: Callable[..., str], plain_tokenizer: Any, byte_tokenizer: Any) -> None:
+def test_chat_template_errors_are_reported(write_jsonl: Callable[..., str], plain_tokenizer: Any, byte_tokenizer: Any) -> None:
     with pytest.raises(UserError, match="--apply-chat-template needs a tokenizer with a chat template"):
         PromptDataset(write_jsonl(ROWS), tokenizer=plain_tokenizer, apply_chat_template=True)
     refusing = load_copy(byte_tokenizer, "{{ raise_exception('no system role') }}")
@@ -238,7 +238,7 @@ def test_long_prompts_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_prompt_beyond_the_context_is_an_error(
+def test_rejects_a_prompt_that_fills_the_context(
     write_jsonl: Callable[..., str], byte_tokenizer: Any, streaming: bool
 ) -> None:
     with pytest.raises(
@@ -247,14 +247,14 @@ def test_a_prompt_beyond_the_context_is_an_error(
         list(PromptDataset(write_jsonl(length_rows()), tokenizer=byte_tokenizer, max_context=12, streaming=streaming))
 
 
-def test_message_prompts_are_measured_as_rendered(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_message_prompt_length_includes_the_template(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     rows = [{"input": [{"role": "user", "content": text}]} for text in ("é", "éé")]
     rendered = len("<user>é<assistant>".encode())
     dataset = PromptDataset(write_jsonl(rows), tokenizer=byte_tokenizer, max_prompt_len=rendered)
     assert [sample.prompt for sample in dataset] == [rows[0]["input"]]
 
 
-def test_order_is_the_same_streamed_and_whole(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_epoch_order_is_the_same_with_and_without_streaming(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     path = write_jsonl(length_rows() * 5)
 
     def walk(streaming: bool, epoch: int, shuffle: bool) -> list[int]:
@@ -292,7 +292,7 @@ def test_workers_give_the_same_prototypes_and_errors(write_jsonl: Callable[..., 
         PromptDataset(write_jsonl(rows), num_workers=1, **options)
 
 
-def test_tokenizer_and_context_of_a_model_folder(model_folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_context_are_read_from_the_model_folder(model_folder: Path, tmp_path: Path) -> None:
     assert load_tokenizer(str(model_folder)).encode("abc", add_special_tokens=False) != []
     assert model_context_length(str(model_folder)) == 64
     empty = tmp_path / "empty"

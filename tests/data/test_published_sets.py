@@ -34,7 +34,7 @@ GSM8K: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_labels_inside_objects(tmp_path: Path, write_jsonl: Callable[..., str], kind: str, streaming: bool) -> None:
+def test_labels_are_read_from_nested_objects(tmp_path: Path, write_jsonl: Callable[..., str], kind: str, streaming: bool) -> None:
     path = write_jsonl(DAPO)
     if kind == "parquet":
         path = str(tmp_path / "dapo.parquet")
@@ -47,7 +47,7 @@ def test_labels_inside_objects(tmp_path: Path, write_jsonl: Callable[..., str], 
     assert first.row["reward_model"]["ground_truth"] == "1"
 
 
-def test_a_key_that_is_in_no_object_is_told_with_a_near_one(write_jsonl: Callable[..., str]) -> None:
+def test_unknown_nested_key_error_suggests_a_similar_key(write_jsonl: Callable[..., str]) -> None:
     with pytest.raises(UserError) as refused:
         PromptDataset(write_jsonl(DAPO), input_key="prompt", label_key="reward_model.groundtruth")
     assert "no key 'reward_model.groundtruth'" in str(refused.value)
@@ -58,7 +58,7 @@ def test_a_key_that_is_in_no_object_is_told_with_a_near_one(write_jsonl: Callabl
         PromptDataset(dotted, label_key="input.b")
 
 
-def test_every_prompt_says_how_to_answer(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_prompt_suffix_is_appended_to_the_last_user_message(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     suffix = "\nPut it in \\boxed{}."
     read = {"input_key": "question", "label_key": "answer", "prompt_suffix": suffix}
     plain = PromptDataset(write_jsonl(GSM8K), **read)
@@ -85,7 +85,7 @@ def test_every_prompt_says_how_to_answer(write_jsonl: Callable[..., str], byte_t
     ("response", "row", "right"),
     [(r"\boxed{1200}", 0, True), (r"\boxed{1,200}", 0, True), (r"\boxed{120}", 0, False), (r"\boxed{-3}", 1, True)],
 )
-def test_answers_are_compared_with_what_follows_the_mark(response: str, row: int, right: bool) -> None:
+def test_answers_are_compared_with_the_text_after_the_marker(response: str, row: int, right: bool) -> None:
     verifier = MathVerifier(workers=1)
     try:
         assert asyncio.run(verifier.grade(response, GSM8K[row]["answer"])) == float(right)

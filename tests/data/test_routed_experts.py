@@ -36,7 +36,7 @@ def refusal(experts: Any, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_rows_are_needed_as_far_as_tokens_are_trained_on() -> None:
+def test_rows_are_required_for_all_trained_tokens() -> None:
     check_sample(sample(rows(5)), BOUNDS)
     assert "must have 5 rows for 6 tokens, not 4" in refusal(rows(4))
     assert "must have 5 rows for 6 tokens, not 6" in refusal(rows(6))
@@ -53,7 +53,7 @@ def test_rows_are_needed_as_far_as_tokens_are_trained_on() -> None:
     check_sample(sample(None), Bounds(vocab_size=100))
 
 
-def test_what_no_router_of_the_model_chose_is_named() -> None:
+def test_rejects_experts_that_the_model_cannot_choose() -> None:
     too_large, negative, unrecorded = rows(5), rows(5).astype(np.int32), rows(5)
     too_large[2, 1, 0], negative[0, 2, 1], unrecorded[3, 2] = 8, -1, 0
     assert refusal(too_large) == "rollout_routed_experts contains expert 8, but the model has 8 experts"
@@ -67,7 +67,7 @@ def test_what_no_router_of_the_model_chose_is_named() -> None:
     check_sample(sample(np.zeros((5, 1, 1), np.uint8)), Bounds(routed=one_each))  # expert 0 is a valid choice
 
 
-def test_ids_take_one_byte_where_they_fit() -> None:
+def test_expert_ids_use_the_narrowest_dtype() -> None:
     def wire(*ids: int) -> str:
         return base64.b64encode(np.array(ids, dtype="<i4").tobytes()).decode()
 
@@ -100,7 +100,7 @@ def test_ids_take_one_byte_where_they_fit() -> None:
         ({"num_experts": 8, "mlp_only_layers": [2]}, (0, 1, 3)),
     ],
 )
-def test_layers_with_experts_are_read_from_the_folder(facts, layers, tmp_path: Path) -> None:
+def test_moe_layers_are_read_from_the_model_config(facts, layers, tmp_path: Path) -> None:
     text = {"num_hidden_layers": 4, "num_experts_per_tok": 2, **facts}
     for model in (text, {"model_type": "vl", "text_config": text}):
         (tmp_path / "config.json").write_text(json.dumps(model))

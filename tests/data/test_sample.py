@@ -18,12 +18,12 @@ def wire(values: list[int] | np.ndarray) -> str:
     return base64.b64encode(np.asarray(values, dtype=np.int32).tobytes()).decode()
 
 
-def test_plugins_import_the_same_class() -> None:
+def test_plugins_import_the_same_sample_class() -> None:
     assert PluginSample is Sample
     assert [status.value for status in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
 
 
-def test_counters_add_calls_and_read_what_other_versions_wrote() -> None:
+def test_counters_accumulate_calls_and_ignore_unknown_fields() -> None:
     counter = Sample.SpecInfo()
     for answer in (
         {"completion_tokens": 4},
@@ -39,7 +39,7 @@ def test_counters_add_calls_and_read_what_other_versions_wrote() -> None:
     assert sample.spec_info == Sample.SpecInfo(), "a call without speculative decoding counts nothing"
 
 
-def test_a_turn_with_a_tool_keeps_every_column_aligned() -> None:
+def test_tool_turn_keeps_all_columns_aligned() -> None:
     sample = Sample(prompt="q", tokens=[10, 11])
     sample.append_response_tokens(tokens=[1, 2, 3], log_probs=[-0.1, -0.2, -0.3], text="abc")
     sample.append_response_tokens(tokens=[7, 8], trainable=False, text=" tool ")
@@ -83,7 +83,7 @@ def test_finish_reason_sets_the_status(reason: str, status: str) -> None:
     assert sample.status.value == status
 
 
-def test_terminal_information_waits_for_the_end() -> None:
+def test_terminal_info_is_recorded_only_at_the_end() -> None:
     sample = Sample(tokens=[1])
     chunk = {"weight_version": "5", "prompt_tokens": 1, "finish_reason": None}
     sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=chunk)
@@ -116,7 +116,7 @@ def test_terminal_information_waits_for_the_end() -> None:
         ({"tokens": [1], "log_probs": [-1.0], "meta_info": {"routed_experts": wire([0])}}, "need args"),
     ],
 )
-def test_a_refused_append_changes_nothing(arguments: dict, message: str) -> None:
+def test_rejected_append_changes_nothing(arguments: dict, message: str) -> None:
     sample = Sample(tokens=[5, 6])
     sample.append_response_tokens(tokens=[7], log_probs=[-0.5], text="x")
     before = copy.deepcopy(sample)
@@ -125,7 +125,7 @@ def test_a_refused_append_changes_nothing(arguments: dict, message: str) -> None
     assert sample == before
 
 
-def test_earlier_inconsistencies_are_found() -> None:
+def test_append_rejects_an_inconsistent_sample() -> None:
     with pytest.raises(ValueError, match="loss_mask has 1 entries for 2"):
         Sample(tokens=[1, 2], response_length=2, loss_mask=[1]).append_response_tokens(tokens=[3], log_probs=[0.0])
     with pytest.raises(ValueError, match="2 earlier trainable response tokens have no rollout_log_probs"):
@@ -134,7 +134,7 @@ def test_earlier_inconsistencies_are_found() -> None:
         Sample(tokens=[1], response_length=2).append_response_tokens(tokens=[3], log_probs=[0.0])
 
 
-def test_prompt_ids_shared_by_a_group_stay_untouched() -> None:
+def test_append_does_not_change_shared_prompt_ids() -> None:
     prompt_ids = [1, 2, 3]
     group = [Sample(tokens=prompt_ids), Sample(tokens=prompt_ids)]
     for number, sample in enumerate(group):
@@ -160,7 +160,7 @@ def test_top_p_spans_are_ragged_per_response_token() -> None:
         sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
 
 
-def test_routed_experts_are_spliced_where_the_engine_started() -> None:
+def test_routed_experts_are_spliced_at_the_start_offset() -> None:
     args = SimpleNamespace(num_layers=2, moe_router_topk=2)
     whole = np.arange(5 * 4).reshape(5, 2, 2).astype(np.int32)
     sample = Sample(tokens=[1, 2])
@@ -196,7 +196,7 @@ def test_dict_round_trip_keeps_unknown_keys() -> None:
     assert again != sample
 
 
-def test_json_round_trip_keeps_arrays_and_names_what_cannot_be_kept() -> None:
+def test_json_round_trip_keeps_arrays_and_rejects_objects() -> None:
     sample = Sample(index=4, rollout_routed_experts=np.arange(12, dtype=np.int32).reshape(3, 2, 2))
     sample.metadata = {"scores": np.array([0.5, 1.5]), "nested": [{"n": np.int64(3)}], "nan": float("inf")}
     again = sample_from_json(json.loads(json.dumps(sample_to_json(sample))))
@@ -210,7 +210,7 @@ def test_json_round_trip_keeps_arrays_and_names_what_cannot_be_kept() -> None:
         sample_to_json(sample)
 
 
-def test_reward_value() -> None:
+def test_reward_value_is_selected_by_reward_key() -> None:
     args = SimpleNamespace(reward_key="score", eval_reward_key="acc")
     plain = SimpleNamespace(reward_key=None, eval_reward_key=None)
     scored = Sample(reward={"score": -1.0, "acc": 0.0})

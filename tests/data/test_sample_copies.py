@@ -30,7 +30,7 @@ def _containers(value: Any) -> list[int]:
     return [id(value)] if isinstance(value, np.ndarray | Sample.SpecInfo | Sample.PrefixCacheInfo) else []
 
 
-def test_a_deep_copy_equals_its_original_and_shares_nothing_that_can_change() -> None:
+def test_deep_copy_equals_its_original_and_shares_no_mutable_state() -> None:
     sample = _full()
     _ = sample.tokens, sample.rollout_log_probs  # read as lists as well
     twin = copy.deepcopy(sample)
@@ -40,7 +40,7 @@ def test_a_deep_copy_equals_its_original_and_shares_nothing_that_can_change() ->
     assert type(twin) is Sample
 
 
-def test_what_grows_in_a_copy_does_not_grow_in_the_original() -> None:
+def test_changes_to_a_copy_do_not_change_the_original() -> None:
     sample, before = _full(), _full()
     tokens = sample.tokens
     twin = copy.deepcopy(sample)
@@ -53,7 +53,7 @@ def test_what_grows_in_a_copy_does_not_grow_in_the_original() -> None:
     assert (twin.prefix_cache_info.total_prompt_tokens, sample.prefix_cache_info.total_prompt_tokens) == (8, 3)
 
 
-def test_what_is_one_object_in_the_original_is_one_in_the_copy() -> None:
+def test_deep_copy_preserves_shared_references() -> None:
     sample = Sample(metadata={"log": []})
     sample.train_metadata = sample.metadata
     sample.metadata["itself"] = sample
@@ -63,7 +63,7 @@ def test_what_is_one_object_in_the_original_is_one_in_the_copy() -> None:
     assert twin.metadata is not sample.metadata
 
 
-def test_log_probs_of_an_array_are_kept_exactly() -> None:
+def test_log_probs_from_an_array_are_kept_exactly() -> None:
     sample = Sample(tokens=[1])
     wide = np.array([-0.1, -0.5])
     sample.append_response_tokens(tokens=[2, 3], log_probs=wide)

@@ -60,7 +60,7 @@ def journal(tmp_path: Path) -> Journal:
 TOTALS = "samples in the journal: 2 pending, 2 partial, 2 finished, 2 assigned, 4 consumed, 2 dropped"
 
 
-def test_the_list_and_its_totals_while_the_run_is_going(journal: Journal) -> None:
+def test_lists_samples_and_totals_during_a_run(journal: Journal) -> None:
     before = {file.name: file.read_bytes() for file in journal.path.parent.iterdir() if "-shm" not in file.name}
     output = run(journal.path.parent)
     assert shown(output) == [str(number) for number in range(14)]
@@ -79,7 +79,7 @@ def test_the_list_and_its_totals_while_the_run_is_going(journal: Journal) -> Non
     assert before.keys() == {file.name for file in journal.path.parent.iterdir() if "-shm" not in file.name}
 
 
-def test_the_dataset_of_a_sample_is_shown_where_there_are_several(tmp_path: Path) -> None:
+def test_task_column_is_shown_for_samples_with_a_task(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     group = prompts(0)
     for sample in group:
@@ -92,7 +92,7 @@ def test_the_dataset_of_a_sample_is_shown_where_there_are_several(tmp_path: Path
     journal.close()
 
 
-def test_a_finished_run_is_read_without_leaving_anything_behind(journal: Journal) -> None:
+def test_reading_a_finished_run_leaves_its_files_unchanged(journal: Journal) -> None:
     journal.close()
     before = journal.path.read_bytes()
     assert shown(run(journal.path.parent, "--state", "finished")) == ["6", "7"]
@@ -116,17 +116,17 @@ def test_a_finished_run_is_read_without_leaving_anything_behind(journal: Journal
         (["--min-reward", "-3", "--max-reward", "-1"], [5]),
     ],
 )
-def test_filters(journal: Journal, words: list[str], indices: list[int]) -> None:
+def test_filters_select_samples(journal: Journal, words: list[str], indices: list[int]) -> None:
     output = run(journal.path, *words)
     assert shown(output) == [str(index) for index in indices]
     assert TOTALS in output
 
 
-def test_nothing_found(journal: Journal) -> None:
+def test_no_match_prints_only_the_totals(journal: Journal) -> None:
     assert run(journal.path, "--sample", "99") == f"0 of 0 shown; {TOTALS}\n"
 
 
-def test_whole_texts(journal: Journal) -> None:
+def test_full_prints_whole_texts(journal: Journal) -> None:
     output = run(journal.path, "--sample", "4", "--full")
     assert "sample 4 of group 2: assigned rollout 1, truncated" in output
     assert "reward: {'score': 0.5}\n" in output
@@ -195,7 +195,7 @@ def test_export_to_parquet(journal: Journal, tmp_path: Path) -> None:
     assert json.loads(rows[4]["weight_versions"]) == ["3", "4", "5"]
 
 
-def test_mistakes_are_sentences(journal: Journal, tmp_path: Path) -> None:
+def test_usage_errors_are_reported(journal: Journal, tmp_path: Path) -> None:
     def told(*words: str | os.PathLike[str]) -> str:
         with pytest.raises(UserError) as error:
             run(*words)
@@ -235,7 +235,7 @@ def test_mistakes_are_sentences(journal: Journal, tmp_path: Path) -> None:
         (["--sort", "version", "--descending", "--limit", "2"], [4, 0]),
     ],
 )
-def test_samples_are_sorted_and_those_without_the_value_come_last(
+def test_sorts_samples_and_puts_missing_values_last(
     journal: Journal, words: list[str], indices: list[int]
 ) -> None:
     assert shown(run(journal.path, *words)) == [str(index) for index in indices]
@@ -278,7 +278,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
     assert "\x1b[31m" not in output
 
 
-def test_short_texts_are_whole_and_the_rest_of_the_width_is_theirs(tmp_path: Path) -> None:
+def test_texts_that_fit_the_width_are_not_truncated(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     journal.assign(0, [[answer(0, "ping", "y" * 40)], [answer(1, "pong", "short")]], {})
     lines = run(journal.path, width=100).splitlines()
@@ -298,18 +298,18 @@ def test_short_texts_are_whole_and_the_rest_of_the_width_is_theirs(tmp_path: Pat
         ([], ("", "")),
     ],
 )
-def test_what_prompts_have_in_common(prompts: list[str], ends: tuple[str, str]) -> None:
+def test_shared_ends_of_prompts_are_found(prompts: list[str], ends: tuple[str, str]) -> None:
     assert shared_ends(prompts) == ends
 
 
-def test_of_messages_the_last_question_is_shown(tmp_path: Path) -> None:
+def test_message_prompt_shows_the_last_user_message(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
     journal.assign(0, [[finish(Sample(index=0, prompt=messages))]], {})
     assert run(journal.path).splitlines()[1].split()[-2:] == ["why?", "abc"]
 
 
-def test_what_is_no_terminal_gets_a_wide_table(
+def test_output_without_a_terminal_is_160_columns_wide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -348,7 +348,7 @@ def evaluated(tmp_path: Path) -> Journal:
         (["--eval", "--sample", "2", "--step", "0"], ["2 0 sums"]),
     ],
 )
-def test_completions_of_evaluations(evaluated: Journal, words: list[str], cells: list[str]) -> None:
+def test_evaluation_samples_are_listed_and_filtered(evaluated: Journal, words: list[str], cells: list[str]) -> None:
     output = run(evaluated.path, *words)
     header, *lines, last = output.splitlines()
     assert header.split()[:4] == ["index", "step", "dataset", "status"]
@@ -357,7 +357,7 @@ def test_completions_of_evaluations(evaluated: Journal, words: list[str], cells:
     assert all(len(line) <= 80 for line in run(evaluated.path, *words, width=80).splitlines()[:-1])
 
 
-def test_evaluations_are_shown_whole_and_exported(evaluated: Journal, tmp_path: Path) -> None:
+def test_evaluation_samples_are_shown_in_full_and_exported(evaluated: Journal, tmp_path: Path) -> None:
     output = run(evaluated.path, "2", "--step", "5")
     assert "sample 2 of sums: evaluation at step 5, completed" in output
     assert "prompt: 2+1?\nresponse: it is 7\n" in output
@@ -372,7 +372,7 @@ def test_evaluations_are_shown_whole_and_exported(evaluated: Journal, tmp_path: 
     assert pq.read_table(tmp_path / "none.parquet").num_rows == 0
 
 
-def test_a_journal_without_evaluations_says_so(journal: Journal) -> None:
+def test_journal_without_evaluations_reports_none(journal: Journal) -> None:
     with journal._database.reading() as connection:
         connection.executescript("DROP VIEW evaluated; DROP TABLE evaluated_samples; DROP TABLE evaluations;")
     assert run(journal.path, "--eval") == "0 of 0 shown; evaluations in the journal: none\n"
@@ -412,7 +412,7 @@ def conversation(tmp_path: Path, model_folder: Path) -> Path:
     return run_dir
 
 
-def test_a_sample_is_shown_with_its_marks(conversation: Path) -> None:
+def test_sample_is_shown_with_span_marks(conversation: Path) -> None:
     output = run(conversation, "3")
     assert "sample 3 of group 1: assigned rollout 2, completed" in output
     assert "label: 7\n" in output
@@ -426,7 +426,7 @@ def test_a_sample_is_shown_with_its_marks(conversation: Path) -> None:
     assert run(conversation, "--sample", "3", "--full") == output
 
 
-def test_marks_are_colours_on_a_terminal(conversation: Path) -> None:
+def test_span_marks_are_colours_on_a_terminal(conversation: Path) -> None:
     output = run(conversation, "3", terminal=True)
     assert "⟦" not in output
     (line,) = [line for line in output.splitlines() if "response: " in line]
@@ -440,7 +440,7 @@ def test_marks_are_colours_on_a_terminal(conversation: Path) -> None:
     assert " call" not in styled
 
 
-def test_without_the_model_texts_are_shown_and_spans_counted(conversation: Path, model_folder: Path) -> None:
+def test_spans_are_counted_but_not_marked_without_the_model(conversation: Path, model_folder: Path) -> None:
     moved = model_folder.rename(model_folder.with_name("moved"))
     output = run(conversation, "3")
     assert "not marked: the model of the run is not found; name its folder with --tokenizer" in output
@@ -454,7 +454,7 @@ def test_without_the_model_texts_are_shown_and_spans_counted(conversation: Path,
         run(conversation, "3", "--tokenizer", moved)
 
 
-def test_spans_of_a_response() -> None:
+def test_response_spans_follow_mask_and_versions() -> None:
     sample = Sample(
         tokens=[1, 2, 3, 4, 5, 6], response_length=4, loss_mask=[0, 0, 1, 1], version_spans=[[None, 1], ["7", 3]]
     )

@@ -40,7 +40,7 @@ def labels(groups: Any) -> list[str]:
     return [group[0].label for group in groups]
 
 
-def test_a_plain_namespace_is_enough(args: Namespace) -> None:
+def test_plain_namespace_works_as_args(args: Namespace) -> None:
     source = RolloutDataSourceWithBuffer(args)
     assert isinstance(source, DataSource)
     assert labels(source.get_samples(2)) == ["0", "5"]
@@ -56,7 +56,7 @@ def test_a_plain_namespace_is_enough(args: Namespace) -> None:
     assert [sample.prompt for sample in empty.get_samples(1)[0]] == ["", ""]
 
 
-def test_what_a_namespace_leaves_out_has_the_defaults_of_the_flags() -> None:
+def test_source_arg_defaults_match_the_flags() -> None:
     assert {name: FLAG_SPECS[name].default for name in DEFAULTS} == DEFAULTS
 
 
@@ -70,7 +70,7 @@ def test_data_source_is_abstract() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_walk_written_out_is_the_walk_of_the_base_class(args: Namespace, shuffle: bool) -> None:
+def test_plugin_traversal_matches_the_base_class(args: Namespace, shuffle: bool) -> None:
     args.rollout_shuffle = shuffle
     ours, theirs = RolloutDataSource(args), Walker(args)
     for count in (3, 3, 4, 7, 1):
@@ -81,7 +81,7 @@ def test_a_walk_written_out_is_the_walk_of_the_base_class(args: Namespace, shuff
     assert resumed.get_samples(5) == theirs.get_samples(5)
 
 
-def test_samples_put_into_the_dataset_are_handed_out_until_the_epoch_ends(args: Namespace) -> None:
+def test_samples_set_by_a_subclass_are_used_until_the_epoch_ends(args: Namespace) -> None:
     source = EasyFirst(args)
     assert labels(source.get_samples(9)) == ["0", "1", "2", "3", "4", "5", "6", "0", "1"]
     args.rollout_shuffle = True
@@ -91,7 +91,7 @@ def test_samples_put_into_the_dataset_are_handed_out_until_the_epoch_ends(args: 
     assert labels([[sample] for sample in shuffled.dataset.samples]) != ["0", "1", "2", "3", "4", "5", "6"]
 
 
-def test_another_dataset_may_take_the_place_of_the_file(args: Namespace) -> None:
+def test_custom_dataset_replaces_the_file(args: Namespace) -> None:
     class Mine:
         def __init__(self) -> None:
             self.samples = [Sample(prompt=f"p{number}") for number in range(3)]
@@ -112,7 +112,7 @@ def test_another_dataset_may_take_the_place_of_the_file(args: Namespace) -> None
         source.get_samples(1)
 
 
-def test_a_method_for_the_buffer_is_found_by_its_name(args: Namespace) -> None:
+def test_overridden_buffer_method_is_used(args: Namespace) -> None:
     class NewestFirst(RolloutDataSourceWithBuffer):
         def _get_samples_from_buffer(self, num_samples: int) -> list[Any]:
             return [self.buffer.pop() for _ in range(min(num_samples, len(self.buffer)))]
@@ -122,7 +122,7 @@ def test_a_method_for_the_buffer_is_found_by_its_name(args: Namespace) -> None:
     assert labels(source.get_samples(4)) == ["3", "5", "0", "1"]
 
 
-def test_what_a_subclass_hands_out_is_looked_at_and_numbered(args: Namespace, tmp_path: Path) -> None:
+def test_groups_of_a_subclass_are_validated_and_numbered(args: Namespace, tmp_path: Path) -> None:
     class Odd(RolloutDataSourceWithBuffer):
         answer: Any = None
 
@@ -144,7 +144,7 @@ def test_what_a_subclass_hands_out_is_looked_at_and_numbered(args: Namespace, tm
     journaled.journal.close()
 
 
-def test_dataset_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_dataset_can_be_used_directly(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     rows = [{"text": "é" * number, "answer": number, "tools": [{"name": "t"}]} for number in range(1, 8)]
     path = write_jsonl(rows)
     dataset = Dataset(path, byte_tokenizer, None, 10, label_key="answer", tool_key="tools", seed=3)
@@ -168,7 +168,7 @@ def test_dataset_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -
         Dataset(pictured, byte_tokenizer, None, None, multimodal_keys=keys)
 
 
-def test_rows_and_lengths_by_hand(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_read_file_and_filter_long_prompt_work_directly(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     path = write_jsonl([{"n": number} for number in range(5)])
     assert list(read_file(f"{path}@[1:-1]")) == [{"n": 1}, {"n": 2}, {"n": 3}]
     samples = [Sample(prompt=text) for text in ("éééé", "é", "ééé")]
@@ -176,7 +176,7 @@ def test_rows_and_lengths_by_hand(write_jsonl: Callable[..., str], byte_tokenize
     assert filter_long_prompt(samples, byte_tokenizer, None, None) == samples
 
 
-def test_lengths_with_a_tokenizer_and_a_processor_of_ones_own() -> None:
+def test_filter_long_prompt_accepts_custom_tokenizer_and_processor() -> None:
     def tokenizer(texts: list[str], add_special_tokens: bool = True) -> dict[str, Any]:
         return {"input_ids": [text.split() for text in texts]}
 

@@ -41,7 +41,7 @@ def places(page: str) -> dict[str, tuple[float, float]]:
     return {name: (float(left), float(width)) for left, width, name in found}
 
 
-def test_bars_lie_where_their_times_are() -> None:
+def test_bars_are_placed_by_their_times() -> None:
     lane = read_lane(TRACE)
     assert [(bar.name, bar.begin, bar.end, bar.depth) for bar in lane.bars] == [
         ("generate_and_rm", 100.0, 110.0, 0),
@@ -56,7 +56,7 @@ def test_bars_lie_where_their_times_are() -> None:
     assert "1 samples, 10.000 s" in page
 
 
-def test_what_a_trace_says_is_text_and_what_is_broken_is_counted() -> None:
+def test_trace_content_is_escaped_and_broken_events_are_counted() -> None:
     trace = {
         "events": [
             event("span_start", "<script>alert(1)</script>", 1.0, "a", None, note='"><img src=x>'),
@@ -72,7 +72,7 @@ def test_what_a_trace_says_is_text_and_what_is_broken_is_counted() -> None:
     assert "(never ended)" in page
 
 
-def test_a_dump_becomes_a_page(
+def test_viewer_writes_a_page_for_a_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = [Sample(index=i, group_index=0, tokens=[1, 2], response="a", response_length=1) for i in range(2)]

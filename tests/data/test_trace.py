@@ -43,7 +43,7 @@ def shown(sample: Sample) -> list[tuple[str, str]]:
     return [(event["type"], event["name"]) for event in sample.trace["events"]]  # type: ignore[attr-defined]
 
 
-def test_the_format_of_a_trace(sample: Sample) -> None:
+def test_trace_records_nested_spans_and_events(sample: Sample) -> None:
     with trace_span(sample, "generate_and_rm", attrs={"turn": 1}) as outer:
         trace_event(sample, "tool_called", attrs={"exit_code": 0})
         with trace_span(sample, "reward_model"):
@@ -75,7 +75,7 @@ def test_the_format_of_a_trace(sample: Sample) -> None:
     assert stamps == sorted(stamps)
 
 
-def test_tasks_do_not_nest_in_one_another(sample: Sample) -> None:
+def test_spans_of_concurrent_tasks_do_not_nest(sample: Sample) -> None:
     async def one(name: str, inside: asyncio.Event, go: asyncio.Event) -> None:
         with trace_span(sample, name):
             inside.set()
@@ -97,7 +97,7 @@ def test_tasks_do_not_nest_in_one_another(sample: Sample) -> None:
     assert "parent_span_id" not in events["b"]
 
 
-def test_functions_that_are_spans(sample: Sample) -> None:
+def test_trace_function_records_one_span_per_call(sample: Sample) -> None:
     @trace_function("sglang_generate", attrs_getter=lambda args, sample: {"seed": args["seed"]})
     async def generate(args: dict[str, int], sample: Sample) -> str:
         return "done"
@@ -125,7 +125,7 @@ def test_functions_that_are_spans(sample: Sample) -> None:
     assert shown(other) == [("span_start", "group_reward_model"), ("span_end", "group_reward_model")]
 
 
-def test_attempts_and_traces_from_elsewhere(sample: Sample) -> None:
+def test_import_merges_events_and_attempts_are_numbered(sample: Sample) -> None:
     trace = bind_trace(sample)
     assert trace is sample.trace  # type: ignore[attr-defined]
     trace_event(sample, "first")
@@ -148,7 +148,7 @@ def test_attempts_and_traces_from_elsewhere(sample: Sample) -> None:
     assert sent["events"] is not fresh.trace["events"]  # type: ignore[attr-defined]
 
 
-def test_nothing_that_goes_wrong_in_a_trace_reaches_the_sample(
+def test_tracing_failures_are_counted_and_leave_the_sample_unchanged(
     sample: Sample, failures: TracingErrors, caplog: pytest.LogCaptureFixture
 ) -> None:
     sample.trace = {"version": 9}  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def test_nothing_that_goes_wrong_in_a_trace_reaches_the_sample(
 
 
 @pytest.mark.parametrize("suffix", ["pt", "jsonl"])
-def test_a_trace_survives_dicts_the_journal_and_dumps(sample: Sample, tmp_path: Path, suffix: str) -> None:
+def test_trace_survives_dict_journal_and_dump_round_trips(sample: Sample, tmp_path: Path, suffix: str) -> None:
     sample.tokens, sample.response_length, sample.reward = [1, 2], 1, 1.0
     with trace_span(sample, "x", attrs={"odd": object, "nan": float("nan"), "set": {1}, "key": {2: (3,)}}):
         pass
@@ -188,7 +188,7 @@ def test_a_trace_survives_dicts_the_journal_and_dumps(sample: Sample, tmp_path: 
     assert read_dump(tmp_path / f"0.{suffix}")[0][0].trace == sample.trace  # type: ignore[attr-defined, union-attr]
 
 
-def test_what_an_answer_says_about_itself() -> None:
+def test_sglang_meta_info_is_reduced_to_trace_attributes() -> None:
     meta_info = {
         "finish_reason": {"type": "length", "length": 4},
         "prompt_tokens": 5,

@@ -99,7 +99,7 @@ def trained(family: str, messages: list[dict[str, Any]], **options: Any) -> list
         ("marked", ["2, of course<|im_end|>", "<b>4</b>\n<|im_end|>"]),
     ],
 )
-def test_turns_with_a_system_message(family: str, expected: list[str]) -> None:
+def test_assistant_turns_are_trained_with_a_system_message(family: str, expected: list[str]) -> None:
     assert trained(family, CHAT) == expected
 
 
@@ -150,7 +150,7 @@ def test_thinking_that_the_template_drops_is_not_trained(family: str, expected: 
     assert trained(family, THINKING) == expected
 
 
-def test_template_arguments_decide_what_the_model_would_write() -> None:
+def test_template_arguments_change_the_trained_text() -> None:
     expected = ["2, of course<|im_end|>", "<b>4</b>\n<|im_end|>"]
     assert trained("qwen3", CHAT, template_kwargs={"enable_thinking": False}) == expected
     reasoned = [message("user", "q"), message("assistant", "a", reasoning_content="r")]
@@ -158,7 +158,7 @@ def test_template_arguments_decide_what_the_model_would_write() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(SPECIALS))
-def test_a_turn_is_dropped_on_request(family: str) -> None:
+def test_step_loss_mask_excludes_a_turn(family: str) -> None:
     turns = [i for i, m in enumerate(CHAT) if m["role"] == "assistant"]
     everything = trained(family, CHAT)
     for kept in itertools.product((0, 1), repeat=2):
@@ -168,7 +168,7 @@ def test_a_turn_is_dropped_on_request(family: str) -> None:
         assert trained(family, messages) == [text for text, bit in zip(everything, kept, strict=True) if bit]
 
 
-def test_the_masks_of_a_generator_and_their_lengths() -> None:
+def test_generator_returns_masks_and_response_lengths() -> None:
     generator = MultiTurnLossMaskGenerator(tokenizer_for("qwen2_5"), "qwen")
     token_ids, mask = generator.get_loss_mask([message("user", "q"), message("assistant", "ab")], tools=None)
     assert mask[-4:] == [1, 1, 1, 0]
@@ -178,7 +178,7 @@ def test_the_masks_of_a_generator_and_their_lengths() -> None:
     assert mask_turns(generator.tokenizer, [message("user", "q"), message("assistant", "ab")]).response_length == 4
 
 
-def test_a_first_turn_of_the_assistant_and_turns_in_a_row() -> None:
+def test_leading_and_consecutive_assistant_turns_are_trained() -> None:
     messages = [
         message("assistant", "hello"),
         message("user", "q"),
@@ -197,7 +197,7 @@ def test_a_token_that_joins_header_and_content_is_not_trained() -> None:
     assert trained("qwen2_5", JOINED) == ["\nx<|im_end|>"]
 
 
-def test_a_tool_call_is_found_where_the_template_shows_no_content_beside_it() -> None:
+def test_tool_call_is_trained_if_the_template_omits_its_content() -> None:
     tokenizer = tokenizer_for("qwen3")
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -209,7 +209,7 @@ def test_a_tool_call_is_found_where_the_template_shows_no_content_beside_it() ->
     assert texts == ["2<|im_end|>", "add<|im_end|>", "It is 7<|im_end|>"]
 
 
-def test_templates_that_hide_or_refuse_turns_are_named() -> None:
+def test_rejects_templates_that_hide_or_refuse_turns() -> None:
     tokenizer = tokenizer_for("qwen3")
     tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(UserError, match=r"does not show what the assistant wrote in message 1: .*\{% generation %\}"):

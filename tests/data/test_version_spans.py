@@ -22,7 +22,7 @@ def answer(tokens: int, version: str, spans: list[tuple[str, int]] | None = None
     return {"tokens": [1] * tokens, "log_probs": [-0.5] * tokens, "meta_info": meta}
 
 
-def test_every_turn_adds_its_version_and_tools_have_none() -> None:
+def test_each_turn_adds_its_version_and_tool_tokens_have_none() -> None:
     sample = Sample(tokens=[7])
     sample.append_response_tokens(**answer(3, "4"))
     sample.append_response_tokens(tokens=[5, 5], trainable=False)
@@ -33,7 +33,7 @@ def test_every_turn_adds_its_version_and_tools_have_none() -> None:
     assert sample.oldest_weight_version == 4
 
 
-def test_an_update_under_a_running_request_splits_its_tokens() -> None:
+def test_weight_update_during_a_request_splits_its_span() -> None:
     sample = Sample(tokens=[7])
     sample.append_response_tokens(**answer(5, "3", [("1", 2), ("3", 3)]))
     assert sample.version_spans == [["1", 2], ["3", 3]]
@@ -41,13 +41,13 @@ def test_an_update_under_a_running_request_splits_its_tokens() -> None:
     assert sample.version_spans == [["1", 2], ["3", 5]]
 
 
-def test_an_engine_that_names_only_its_last_version_counts_as_old_as_the_request() -> None:
+def test_tokens_get_the_first_version_if_the_engine_reports_no_spans() -> None:
     sample = Sample(tokens=[7])
     sample.append_response_tokens(**answer(4, "9", first_weight_version="8"))
     assert sample.version_spans == [["8", 4]]
 
 
-def test_tokens_that_are_not_trained_on_do_not_make_a_sample_old() -> None:
+def test_masked_tokens_do_not_count_for_the_oldest_version() -> None:
     sample = Sample(tokens=[7])
     sample.append_response_tokens(**answer(2, "1"))
     sample.loss_mask = [0, 0]
@@ -55,14 +55,14 @@ def test_tokens_that_are_not_trained_on_do_not_make_a_sample_old() -> None:
     assert sample.oldest_weight_version == 5
 
 
-def test_the_first_tokens_of_an_answer_can_be_masked() -> None:
+def test_masked_until_masks_the_first_response_tokens() -> None:
     sample = Sample(tokens=[7])
     sample.append_response_tokens(**answer(4, "5", [("2", 3), ("5", 1)], masked_until=3))
     assert sample.loss_mask == [0, 0, 0, 1]
     assert sample.oldest_weight_version == 5
 
 
-def test_samples_made_by_hand_fall_back_on_their_calls() -> None:
+def test_oldest_version_falls_back_to_weight_versions() -> None:
     sample = Sample(tokens=[7, 1, 1], response_length=2, loss_mask=[1, 1], rollout_log_probs=[-1.0, -1.0])
     assert sample.oldest_weight_version is None
     sample.weight_versions = ["3", "2", "default"]
@@ -76,7 +76,7 @@ parts = st.lists(st.tuples(st.sampled_from(["0", "1", "2", None]), st.integers(1
 
 
 @given(parts)
-def test_runs_cover_the_response_and_neighbours_differ(history: list[tuple[str | None, int]]) -> None:
+def test_spans_cover_the_response_and_adjacent_versions_differ(history: list[tuple[str | None, int]]) -> None:
     sample = Sample(tokens=[7])
     for version, count in history:
         if version is None:
@@ -91,6 +91,6 @@ def test_runs_cover_the_response_and_neighbours_differ(history: list[tuple[str |
 
 
 @pytest.mark.parametrize("spans", [[["1", 2]], []])
-def test_spans_survive_a_dict(spans: list[list[Any]]) -> None:
+def test_spans_survive_a_dict_round_trip(spans: list[list[Any]]) -> None:
     sample = Sample(tokens=[1, 2, 3], response_length=2, version_spans=spans)
     assert Sample.from_dict(sample.to_dict()) == sample

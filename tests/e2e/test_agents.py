@@ -101,7 +101,7 @@ def check_sessions(out: Path) -> list[Sample]:
     return samples
 
 
-def test_partial_rollouts_hold_sessions_and_mask_what_earlier_weights_sampled(folder: Path, tmp_path: Path) -> None:
+def test_partial_rollouts_hold_sessions_and_mask_off_policy_tokens(folder: Path, tmp_path: Path) -> None:
     flags = {"over_sampling_batch_size": 4, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}
     result = slime.run(reward=by_index, **settings(folder, tmp_path), **flags)
     were_held = 0
@@ -115,7 +115,7 @@ def test_partial_rollouts_hold_sessions_and_mask_what_earlier_weights_sampled(fo
     assert all(metrics["rollout/failed/count"] == 0.0 for metrics in result.metrics)
 
 
-def test_weights_change_under_open_sessions_and_an_engine_dies(folder: Path, tmp_path: Path) -> None:
+def test_open_sessions_survive_weight_updates_and_an_engine_kill(folder: Path, tmp_path: Path) -> None:
     struck = []
 
     def reward(args: Any, sample: Sample) -> float:
@@ -138,7 +138,7 @@ def test_weights_change_under_open_sessions_and_an_engine_dies(folder: Path, tmp
     assert struck
 
 
-def test_a_server_that_is_killed_costs_the_sessions_it_had(folder: Path, tmp_path: Path) -> None:
+def test_run_survives_a_killed_agent_server(folder: Path, tmp_path: Path) -> None:
     lock, struck = threading.Lock(), []
 
     def reward(args: Any, sample: Sample) -> float:
@@ -155,7 +155,7 @@ def test_a_server_that_is_killed_costs_the_sessions_it_had(folder: Path, tmp_pat
     assert result.metrics[-1]["rollout/failed/count"] == 0.0  # restarted for the second rollout
 
 
-def test_a_driver_that_is_killed_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_killed_driver_leaves_no_process(folder: Path, tmp_path: Path) -> None:
     flags = [
         word
         for name, value in (settings(folder, tmp_path) | {"num_rollout": 1000}).items()

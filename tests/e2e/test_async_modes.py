@@ -25,7 +25,7 @@ ROLLOUTS, PROMPTS, SAMPLES = 6, 4, 4
 DEDICATED = ["--rollout-num-gpus", "1"]
 
 
-def test_train_async_is_one_step_off(place: Path) -> None:
+def test_train_async_samples_with_weights_one_step_behind(place: Path) -> None:
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--output-dir", "ahead"]
     done = run([*TRAIN_ASYNC, *flags], place)
     assert (done.code, done.err) == (0, "")
@@ -40,7 +40,7 @@ def test_train_async_is_one_step_off(place: Path) -> None:
         assert {tuple(sample["weight_versions"]) for sample in evaluated} == {(str(step),)}
 
 
-def test_taking_turns_is_refused_with_the_reason(place: Path) -> None:
+def test_rejects_offload_rollout_in_async_mode(place: Path) -> None:
     done = run([*TRAIN_ASYNC, *grpo_flags(), "--num-rollout", "1", "--colocate", "--offload-rollout"], place)
     assert done.code == 2
     assert "--offload-rollout frees the engines' memory during training" in done.err
@@ -109,7 +109,7 @@ def test_every_mode_trains_each_sample_once(mode: str, folder: Path, tmp_path: P
         assert oldest[0] == 0.0
 
 
-def test_no_rollout_begins_between_new_weights_and_their_evaluation(
+def test_evaluation_precedes_rollouts_with_the_same_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rollout ends only once the driver waits for it, so the buffer always has room for the next one."""
@@ -144,7 +144,7 @@ def test_no_rollout_begins_between_new_weights_and_their_evaluation(
     assert ("rollout", "2") in scored
 
 
-def test_evaluation_and_filters_work_while_generation_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_evaluation_and_filters_work_in_full_async_mode(folder: Path, tmp_path: Path) -> None:
     filter_path = tmp_path / "odd.py"
     filter_path.write_text("def f(args, samples):\n    return samples[0].group_index % 3 != 2\n")
     held_out = tmp_path / "held_out.jsonl"

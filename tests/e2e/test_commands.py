@@ -26,7 +26,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
 
-def test_plan_writes_nothing_and_needs_no_torch(place: Path) -> None:
+def test_plan_writes_no_file_and_imports_no_torch(place: Path) -> None:
     before = snapshot(place)
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "3", "--save", "planned", "--save-hf", "planned/hf"]
     done = run([sys.executable, "-c", PLAN_WITHOUT_TORCH.format(root=str(ROOT)), *flags], place)
@@ -40,7 +40,7 @@ def test_plan_writes_nothing_and_needs_no_torch(place: Path) -> None:
     }
 
 
-def test_serve_answers_like_the_model_and_stops_on_ctrl_c(place: Path) -> None:
+def test_serve_matches_greedy_decoding_and_stops_on_ctrl_c(place: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "slime.cli", "serve", "--model-path", str(place / "model"), "--port", str(port)]
     prompt = [5, 6, 7, 8, 9]

@@ -199,7 +199,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", some(["sync"], of=MODES))
-def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(mode: str, place: Path) -> None:
+def test_kills_lose_no_sample_and_train_none_twice(mode: str, place: Path) -> None:
     seed = int(os.environ.get("SLIME_CRASH_SEED", "1"))
     storm = Storm(place, mode, rollouts=8 + 6 * KILLS, chance=random.Random(f"{mode} {seed}"))
     storm.rage(KILLS)

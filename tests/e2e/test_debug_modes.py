@@ -65,7 +65,7 @@ def without_prompts(flags: list[str]) -> list[str]:
     return [word for i, word in enumerate(flags) if word not in gone and flags[i - 1] not in gone]
 
 
-def test_engines_and_trainers_take_turns(place: Path, dumped: Path) -> None:
+def test_offload_alternates_engine_and_trainer_phases(place: Path, dumped: Path) -> None:
     """On a CPU no memory is released, but the order of the phases is the same as on a GPU."""
     rows = [json.loads(line) for line in (place / "dumping/memory.jsonl").read_text().splitlines()]
     phases = [phase for phase, _ in groupby(row["phase"] for row in rows)]
@@ -79,7 +79,7 @@ def test_engines_and_trainers_take_turns(place: Path, dumped: Path) -> None:
         assert record["perf/host_memory_train_peak_gib"] > 0
 
 
-def test_training_on_dumps_repeats_the_run_bit_for_bit(place: Path, dumped: Path) -> None:
+def test_training_on_dumps_reproduces_the_run_exactly(place: Path, dumped: Path) -> None:
     found = numbers(place / "dumping")
     assert len(found) == 4
     for suffix in ("jsonl", "pt"):
@@ -97,7 +97,7 @@ def test_training_on_dumps_repeats_the_run_bit_for_bit(place: Path, dumped: Path
     assert [record["rollout/raw_reward"] for record in records(place / "replay_pt", "rollout")] == original
 
 
-def test_a_rollout_that_fills_no_step_waits_for_the_next_one(place: Path, dumped: Path) -> None:
+def test_rollout_smaller_than_a_step_is_trained_with_the_next_one(place: Path, dumped: Path) -> None:
     flags = [*without_prompts(grpo_flags()), "--load-debug-rollout-data", "dumps/{rollout_id}.jsonl"]
     done = run([*TRAIN, *flags, "--load-debug-rollout-data-subsample", "0.25", "--output-dir", "share"], place)
     assert done.code == 0
@@ -107,7 +107,7 @@ def test_a_rollout_that_fills_no_step_waits_for_the_next_one(place: Path, dumped
     assert (step["rollout_id"], step["train/global_batch_size"]) == (1, 8)  # four rollouts from each dump
 
 
-def test_rollouts_alone_with_a_teacher_an_evaluation_and_functions_that_log(place: Path) -> None:
+def test_rollout_only_mode_with_teacher_evaluation_and_log_functions(place: Path) -> None:
     make_model_folder(place / "teacher", seed=5, intermediate_size=128)
     (place / "logs.py").write_text(LOGS)
     (place / "eval.yaml").write_text(
@@ -153,7 +153,7 @@ def test_rollouts_alone_with_a_teacher_an_evaluation_and_functions_that_log(plac
     assert [evaluated[i].tokens for i in (0, 2, 4)] == [evaluated[i].tokens for i in (1, 3, 5)]  # greedy
 
 
-def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
+def test_partial_rollouts_lose_no_prompt(place: Path) -> None:
     """Over-sampling with partial rollouts and a real engine: every prompt is in a batch or waits in the journal."""
     (place / "uneven.py").write_text(UNEVEN)
     flags = [
@@ -190,7 +190,7 @@ def test_nothing_is_lost_when_long_responses_are_cut_off(place: Path) -> None:
     )  # trained tokens were sampled with the current weights
 
 
-def test_evaluation_alone(place: Path) -> None:
+def test_eval_command_starts_only_an_engine(place: Path) -> None:
     keys = ["--input-key", "messages", "--label-key", "label", "--apply-chat-template"]
     flags = ["--hf-checkpoint", "model", "--device", "cpu", "--rm-type", "math", *keys, *eval_flags()]
     done = run([sys.executable, "-m", "slime.cli", "eval", *flags, "--output-dir", "only_eval"], place)
@@ -201,7 +201,7 @@ def test_evaluation_alone(place: Path) -> None:
     assert {"eval/first", "eval/last"} <= set(record)
 
 
-def test_training_alone_on_what_the_rollout_function_makes(place: Path) -> None:
+def test_train_only_mode_starts_no_engine(place: Path) -> None:
     flags = [
         *("--hf-checkpoint", "model", "--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label"),
         *("--loss-type", "sft_loss", "--rollout-batch-size", "4", "--num-rollout", "1", "--device", "cpu"),

@@ -33,7 +33,7 @@ def gap_to_teacher(dump: Path) -> float:
     )
 
 
-def test_a_student_learns_from_a_served_teacher_alone(place: Path) -> None:
+def test_student_learns_from_a_served_teacher_without_rewards(place: Path) -> None:
     make_model_folder(place / "sage", seed=11)
     flags = [
         *without_reward(grpo_flags()),
@@ -49,7 +49,7 @@ def test_a_student_learns_from_a_served_teacher_alone(place: Path) -> None:
     assert fmean(gaps[-2:]) < 0.9 * fmean(gaps[:2])
 
 
-def test_a_teacher_says_the_same_in_an_engine_and_in_the_trainer(place: Path) -> None:
+def test_teacher_log_probs_agree_between_engine_and_trainer(place: Path) -> None:
     """Both runs sample the same tokens in the first step, so the log-probs of the larger teacher must agree."""
     make_model_folder(place / "larger", seed=11, intermediate_size=128)
     computed = {}
@@ -72,7 +72,7 @@ def test_a_teacher_says_the_same_in_an_engine_and_in_the_trainer(place: Path) ->
     assert max(abs(kl) for row in computed["engine"] for kl in row["opd_reverse_kl"]) > 0.05, "it is another model"
 
 
-def test_dapo_drops_groups_without_differences(place: Path) -> None:
+def test_dapo_drops_groups_with_equal_rewards(place: Path) -> None:
     (place / "scores.py").write_text(TWO_SCORES)
     flags = [word if word != "grpo" else "dapo" for word in grpo_flags()]
     flags += ["--custom-rm-path", "scores.py:score", "--num-rollout", "2", "--output-dir", "dapo", "--save", "dapo"]

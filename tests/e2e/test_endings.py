@@ -14,7 +14,7 @@ from tests.e2e.runs import ENGINE, TRAIN, TRAINER, started, wait_until
 ENDLESS = [*TRAIN, *grpo_flags(), "--num-rollout", "100000"]
 
 
-def test_ctrl_c_ends_everything(place: Path) -> None:
+def test_ctrl_c_ends_all_processes(place: Path) -> None:
     with started([*ENDLESS, "--save", "stopped", "--load", "stopped"], place) as running:
         running.wait_for("step 1/")
         running.popen.send_signal(signal.SIGINT)
@@ -25,7 +25,7 @@ def test_ctrl_c_ends_everything(place: Path) -> None:
         assert wait_until(lambda: not running.processes(), within_s=120)
 
 
-def test_terminate_while_starting_ends_everything(place: Path) -> None:
+def test_sigterm_during_startup_ends_all_processes(place: Path) -> None:
     with started([*ENDLESS, "--output-dir", "terminated"], place) as running:
         assert wait_until(lambda: bool(running.processes(ENGINE) and running.processes(TRAINER)), within_s=240)
         running.popen.send_signal(signal.SIGTERM)
@@ -35,7 +35,7 @@ def test_terminate_while_starting_ends_everything(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("program", "name"), [(ENGINE, "engine-0"), (TRAINER, "trainer-0")])
-def test_a_part_that_dies_ends_the_run_and_is_named(program: str, name: str, place: Path) -> None:
+def test_dead_engine_or_trainer_ends_the_run_and_is_named(program: str, name: str, place: Path) -> None:
     with started([*ENDLESS, "--output-dir", f"without-{name}"], place) as running:
         running.wait_for("step 1/")
         (pid,) = running.processes(program)

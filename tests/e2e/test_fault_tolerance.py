@@ -76,7 +76,7 @@ def train(folder: Path, out: Path, reward: Any, **flags: Any) -> Any:
     ],
     ids=["killed", "stopped", "killed, weights by broadcast", "killed, an adapter for its folder's weights"],
 )
-def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_run_survives_a_killed_or_stopped_engine(how: int, flags: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     reward = StrikingReward(40, how)
     result = train(folder, tmp_path, reward, **flags)
     assert reward.struck == 1
@@ -93,7 +93,7 @@ def test_a_run_outlives_its_engine(how: int, flags: dict[str, Any], folder: Path
     assert log.count("is back") == restarts
 
 
-def test_an_engine_that_dies_before_an_update_is_restarted_and_gets_it(folder: Path, tmp_path: Path) -> None:
+def test_engine_killed_before_an_update_restarts_with_new_weights(folder: Path, tmp_path: Path) -> None:
     reward = StrikingReward(ROLLOUTS * PROMPTS * SAMPLES, signal.SIGKILL)  # out of range: it sends no signal itself
     struck, one_at_a_time = [], threading.Lock()
 
@@ -111,7 +111,7 @@ def test_an_engine_that_dies_before_an_update_is_restarted_and_gets_it(folder: P
     assert (tmp_path / "run/logs/driver.log").read_text().count("is restarted") == 1
 
 
-def test_a_restart_storm_ends_with_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_too_many_engine_restarts_end_the_run(folder: Path, tmp_path: Path) -> None:
     def murderous(args: Any, sample: Sample) -> float:
         for pid in engine_pids()[:1]:
             os.kill(pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def post_write(args, version_dir, rollout_engines):
 """
 
 
-def test_an_engine_killed_in_the_middle_of_an_update_gets_it_after_its_restart(folder: Path, tmp_path: Path) -> None:
+def test_engine_killed_during_an_update_gets_it_after_restart(folder: Path, tmp_path: Path) -> None:
     hook = tmp_path / "killer.py"
     hook.write_text(KILLER.format(root=str(Path(__file__).parents[2])))
     flags = {"update_weight_transport": "disk", "custom_update_weight_post_write_path": f"{hook}:post_write"}

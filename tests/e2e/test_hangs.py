@@ -86,7 +86,7 @@ async def stop_then_generate(args, sample, sampling_params):
 """
 
 
-def test_a_hung_engine_names_itself_its_call_and_the_flag(folder: Path, tmp_path: Path) -> None:
+def test_hung_engine_error_names_engine_call_and_flag(folder: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "stopper.py"
     plugin.write_text(STOPPER)
 
@@ -106,7 +106,7 @@ def test_a_hung_engine_names_itself_its_call_and_the_flag(folder: Path, tmp_path
     with_more_time(check, 4.0, 40.0)
 
 
-def test_an_engine_that_hangs_before_an_update_is_named_by_it(folder: Path, tmp_path: Path) -> None:
+def test_engine_hung_before_a_weight_update_is_named(folder: Path, tmp_path: Path) -> None:
     def check(seconds: float) -> None:
         seen: list[int] = []
 
@@ -150,7 +150,7 @@ def hangs_for_groups(args: Any, samples: list[Sample]) -> list[float]:
     [(hangs_awaiting, {}), (hangs_in_thread, {}), (hangs_for_groups, {"group_rm": True})],
     ids=["async", "plain", "group"],
 )
-def test_a_hung_reward_names_itself_and_the_flag(
+def test_hung_reward_error_names_function_and_flag(
     reward: Any, flags: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     sentence = rf"the given reward function {reward.__name__} did not answer within 2 s \(--reward-timeout\)"
@@ -162,7 +162,7 @@ def test_a_hung_reward_names_itself_and_the_flag(
     assert re.search(rf"ERROR .*a sample failed \(reward: RewardTimeout: {sentence}\)", log)
 
 
-def test_rewards_that_hang_now_and_then_fail_their_samples_only(folder: Path, tmp_path: Path) -> None:
+def test_single_hung_reward_fails_only_its_sample(folder: Path, tmp_path: Path) -> None:
     def one_hangs(args: Any, sample: Sample) -> float:
         if sample.index == 3:
             threading.Event().wait()
@@ -183,7 +183,7 @@ def assert_graph(log: str, line: str) -> None:
 # trainers
 
 
-def test_a_dead_rank_is_named_at_once(folder: Path, tmp_path: Path) -> None:
+def test_dead_rank_is_named(folder: Path, tmp_path: Path) -> None:
     def murderous(args: Any, sample: Sample) -> float:
         if sample.index == 5:
             os.kill(trainer_pid(1), signal.SIGKILL)
@@ -193,7 +193,7 @@ def test_a_dead_rank_is_named_at_once(folder: Path, tmp_path: Path) -> None:
         train(folder, tmp_path, murderous, actor_num_gpus_per_node=2)
 
 
-def test_a_stopped_rank_is_named_with_its_state_and_the_flag(
+def test_stopped_rank_is_named_with_state_and_flag(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[int] = []

@@ -23,7 +23,7 @@ from tests.tiny_models import make_model_folder
 ENDLESS = [*TRAIN, *grpo_flags(), "--num-rollout", "100000"]
 
 
-def test_the_journal_of_another_model_is_refused_and_left_as_it_is(
+def test_rejects_the_journal_of_another_model_without_changing_it(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*TRAIN, *grpo_flags(), "--num-rollout", "1", "--output-dir", "mine", "--keep-samples"]
@@ -56,7 +56,7 @@ async def nap(args, sample):
 """
 
 
-def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
+def test_sigusr1_prints_the_wait_for_graph_and_sigquit_ends_the_run(place: Path) -> None:
     (place / "napping.py").write_text(NAPPING)
     log = place / "asked/logs/driver.log"
 
@@ -81,7 +81,7 @@ def test_a_run_says_what_it_waits_for_and_goes_on_or_ends(place: Path) -> None:
         assert wait_until(lambda: not running.processes(), within_s=120)
 
 
-def test_a_full_disk_ends_the_run_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_run_and_keeps_the_journal_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_folder(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"what is {i}+{i}?"}) + "\n" for i in range(64)))

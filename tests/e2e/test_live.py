@@ -131,7 +131,7 @@ def on_disk(place: Path) -> str:
     return b"".join(file.read_bytes() for file in files).decode(errors="replace") + "".join(packed)
 
 
-def test_after_kill_9_of_the_whole_run_each_conversation_is_trained_on_once(place: Path) -> None:
+def test_sigkill_of_the_whole_run_trains_each_conversation_once(place: Path) -> None:
     asked = [f"question {number}?" for number in range(18)]
     rewards = {question: (1.0, -1.0)[number % 2] for number, question in enumerate(asked)}
     lives = (asked[:6], asked[6:12], asked[12:])

@@ -34,7 +34,7 @@ def token_sum(args, sample):
 """
 
 
-def test_stopped_killed_and_resumed_equals_uninterrupted(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_stopped_killed_and_resumed_run_equals_uninterrupted_run(whole_run: tuple[Path, Done], place: Path) -> None:
     whole, _ = whole_run
     command = [*TRAIN, *grpo_flags(), *eval_flags(), "--save", "parts", "--load", "parts", "--save-interval", "1"]
 
@@ -75,7 +75,7 @@ def from_folder_beside(place: Path, command: list[str]) -> list[str]:
     return [f"../{word}" if word.split("@")[0].split(":")[0] in here else word for word in command]
 
 
-def test_a_run_that_loses_its_trainer_twice_is_the_run_that_never_did(
+def test_run_with_two_trainer_restarts_equals_uninterrupted_run(
     whole_run: tuple[Path, Done], place: Path
 ) -> None:
     """The trainer dies before the first checkpoint and again after one. The driver process restarts the run."""
@@ -100,7 +100,7 @@ def consumed(run_dir: Path) -> list[tuple[int | None, int]]:
         return journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
 
 
-def test_one_of_two_ranks_is_lost_with_its_critic(place: Path) -> None:
+def test_ppo_run_restarts_after_losing_one_of_two_ranks(place: Path) -> None:
     (place / "deadly.py").write_text(DEADLY)
     flags = [
         *("--save", "ppo", "--save-interval", "1", "--num-rollout", "4", "--max-restarts", "1"),
@@ -119,7 +119,7 @@ def test_one_of_two_ranks_is_lost_with_its_critic(place: Path) -> None:
         assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
-def test_the_buffer_of_each_checkpoint_that_is_there_stays_in_the_journal(place: Path) -> None:
+def test_journal_keeps_the_buffers_of_all_kept_checkpoints(place: Path) -> None:
     flags = [
         *("--over-sampling-batch-size", "8", "--partial-rollout", "--keep-samples-mb", "0"),
         *("--save", "buffered", "--save-interval", "1", "--num-rollout", "3", "--ckpt-keep", "2"),

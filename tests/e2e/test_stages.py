@@ -59,7 +59,7 @@ def observed(folder: Path) -> dict[str, object]:
     return dict(state["source"])
 
 
-def test_killed_in_its_second_stage_it_ends_as_if_it_had_not_been(place: Path) -> None:
+def test_staged_run_killed_in_stage_2_resumes_identically(place: Path) -> None:
     (place / "observing.py").write_text(SOURCE)
     (place / "stages.yaml").write_text(STAGES)
     whole: Done = run(command("unbroken"), place)

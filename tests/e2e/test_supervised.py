@@ -17,7 +17,7 @@ FLAGS = [
 ]
 
 
-def test_supervised_run_and_its_continuation(place: Path) -> None:
+def test_supervised_run_resumes_with_continuous_step_counters(place: Path) -> None:
     first = run([*TRAIN, *FLAGS, "--num-rollout", "2", "--global-batch-size", "2", "--save-interval", "1"], place)
     assert (first.code, first.err) == (0, "")
     second = run([*TRAIN, *FLAGS, "--num-rollout", "3", "--global-batch-size", "4"], place)
@@ -33,7 +33,7 @@ def test_supervised_run_and_its_continuation(place: Path) -> None:
     assert kept == ["iter_0000002", "data_state_2.json"]
 
 
-def test_a_disk_that_is_full_at_the_end_costs_the_run_and_not_the_weights(place: Path) -> None:
+def test_full_disk_at_the_final_save_keeps_the_weights_elsewhere(place: Path) -> None:
     flags = [*FLAGS[: FLAGS.index("--save")], "--num-rollout", "1", "--output-dir", "rescued"]
     with small_disk(place / "small") as disk:
         done = run([*TRAIN, *flags, "--save", "small/ckpt", "--save-hf", "small/hf"], place)

@@ -24,7 +24,7 @@ async def partly_random(args, sample):
 """
 
 
-def test_killed_amid_three_datasets_and_resumed(place: Path) -> None:
+def test_killed_run_over_three_datasets_resumes_identically(place: Path) -> None:
     """The shortest dataset is in its second epoch when the run is killed."""
     datasets = [
         {"name": "low", "path": "sums.jsonl@[0:3]", "weight": 2, "max_response_len": 6},

@@ -40,7 +40,7 @@ print(json.dumps([str(result.run_dir), [m["rollout/raw_reward"] for m in result.
 """
 
 
-def test_rewards_that_raise_cost_their_samples_and_only_all_of_them_the_run(place: Path) -> None:
+def test_failed_rewards_end_the_run_only_if_all_samples_fail(place: Path) -> None:
     flags = [*grpo_flags(), "--custom-rm-path", "plugins.py:partly_broken", "--num-rollout", "4"]
     done = run([*TRAIN, *flags, "--output-dir", "raising"], place)
     assert done.code == 1
@@ -60,7 +60,7 @@ def test_rewards_that_raise_cost_their_samples_and_only_all_of_them_the_run(plac
 
 
 @pytest.mark.long
-def test_two_turns_with_a_tool_from_python(place: Path) -> None:
+def test_two_turn_generate_function_runs_from_python(place: Path) -> None:
     (place / "notebook.py").write_text(NOTEBOOK.format(root=str(ROOT)))
     done = run([sys.executable, "notebook.py"], place)
     assert done.code == 0

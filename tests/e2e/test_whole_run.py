@@ -50,7 +50,7 @@ def training(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     return by_rollout
 
 
-def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_output_and_logs_have_the_expected_lines(whole_run: tuple[Path, Done], place: Path) -> None:
     run_dir, done = whole_run
     assert done.err == ""
     event = re.compile(r"\[\d+:\d\d\] (trainer|engine|weights|rollout|eval|step|note|warning)\b")
@@ -72,14 +72,14 @@ def test_output_is_tidy(whole_run: tuple[Path, Done], place: Path) -> None:
     assert done.out.count(cut) == 1
 
 
-def test_every_rollout_is_sampled_with_its_own_weights(training: dict[int, list[dict[str, Any]]]) -> None:
+def test_each_rollout_is_sampled_with_the_current_weights(training: dict[int, list[dict[str, Any]]]) -> None:
     assert sorted(training) == [0, 1, 2, 3]
     for rollout_id, samples in training.items():
         assert sorted(sample["index"] for sample in samples) == list(range(16 * rollout_id, 16 * rollout_id + 16))
         assert all(sample["weight_versions"] == [str(rollout_id)] for sample in samples)
 
 
-def test_prompts_are_rendered_as_chat(training: dict[int, list[dict[str, Any]]], place: Path) -> None:
+def test_prompts_are_rendered_with_the_chat_template(training: dict[int, list[dict[str, Any]]], place: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     for samples in training.values():
         for sample in samples:
@@ -90,7 +90,7 @@ def test_prompts_are_rendered_as_chat(training: dict[int, list[dict[str, Any]]],
             assert sample["tokens"][: -sample["response_length"]] == expected
 
 
-def test_training_records(run_dir: Path, training: dict[int, list[dict[str, Any]]]) -> None:
+def test_train_and_rollout_records_match_the_samples(run_dir: Path, training: dict[int, list[dict[str, Any]]]) -> None:
     steps = records(run_dir, "train")
     assert [(r["step"], r["rollout_id"], r["train/step"]) for r in steps] == [(i, i // 2, float(i)) for i in range(8)]
     for step in steps:
@@ -114,7 +114,7 @@ def test_training_records(run_dir: Path, training: dict[int, list[dict[str, Any]
         assert record["rollout/log_probs"] == pytest.approx(sampled, abs=1e-4)
 
 
-def test_evaluations(run_dir: Path) -> None:
+def test_evaluation_records_match_the_samples(run_dir: Path) -> None:
     found = records(run_dir, "eval")
     assert [record["step"] for record in found] == [0, 2, 4]
     for record in found:
@@ -129,7 +129,7 @@ def test_evaluations(run_dir: Path) -> None:
             assert {f"eval/{name}-pass@1", f"eval/{name}-pass@2", f"eval/{name}/response_len/mean"} <= set(record)
 
 
-def test_tensorboard_shows_what_the_metrics_file_says(run_dir: Path) -> None:
+def test_tensorboard_matches_the_metrics_file(run_dir: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
@@ -139,7 +139,7 @@ def test_tensorboard_shows_what_the_metrics_file_says(run_dir: Path) -> None:
         assert shown == [(record["step"], pytest.approx(record[name])) for record in records(run_dir, kind)]
 
 
-def test_its_samples_and_evaluations_can_be_looked_at(
+def test_samples_command_shows_training_and_evaluation_samples(
     run_dir: Path, training: dict[int, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["samples", str(run_dir), "--rollout", "3"]) == 0
@@ -155,7 +155,7 @@ def test_its_samples_and_evaluations_can_be_looked_at(
     assert {row["label"] for row in tables[7]["rows"]} <= labels
 
 
-def test_saved_model_is_the_trainers_and_the_engines(run_dir: Path) -> None:
+def test_saved_model_equals_the_checkpoint_and_the_engine_weights(run_dir: Path) -> None:
     assert sorted(path.name for path in run_dir.glob("hf_*")) == ["hf_1", "hf_3"]
     model, report = AutoModelForCausalLM.from_pretrained(
         run_dir / "hf_3", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -179,7 +179,7 @@ def test_saved_model_is_the_trainers_and_the_engines(run_dir: Path) -> None:
         assert torch.allclose(torch.tensor(sample["rollout_log_probs"]), expected, atol=1e-4)
 
 
-def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_config_reproduces_the_flags(run_dir: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (saved,) = run_dir.glob("config.*")
     with pytest.raises(UserError, match="--save whole holds the checkpoints of an earlier run"):
@@ -195,7 +195,7 @@ def test_saved_config_starts_the_same_run(run_dir: Path, place: Path, monkeypatc
 
 
 @pytest.mark.long
-def test_started_from_nothing_it_is_the_same_run(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_cold_start_gives_the_same_records(whole_run: tuple[Path, Done], place: Path) -> None:
     """Every process does its own imports, in a working folder that contains a decoy package `slime`."""
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "cold", "--save-interval", "2"]
     done = run([*TRAIN, *flags, "--ci-test"], place, **{COLD: "1"})
@@ -203,7 +203,7 @@ def test_started_from_nothing_it_is_the_same_run(whole_run: tuple[Path, Done], p
     assert_same_records(comparable(place / "cold"), comparable(whole_run[0]), 1e-6)
 
 
-def test_a_staleness_of_zero_is_the_synchronous_run(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_full_async_mode_with_staleness_0_equals_the_synchronous_run(whole_run: tuple[Path, Done], place: Path) -> None:
     whole, _ = whole_run
     flags = [*grpo_flags(), *eval_flags(), "--num-rollout", "4", "--save", "zero", "--save-interval", "2"]
     done = run([*TRAIN, *flags, "--async-mode", "full", "--max-weight-staleness", "0"], place)
@@ -211,7 +211,7 @@ def test_a_staleness_of_zero_is_the_synchronous_run(whole_run: tuple[Path, Done]
     assert_same_records(comparable(place / "zero"), comparable(whole), 1e-7)
 
 
-def test_two_and_two_train_like_one_and_one(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_two_trainers_and_two_engines_match_one_and_one(whole_run: tuple[Path, Done], place: Path) -> None:
     processes = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--num-rollout", "2"]
     done = run([*TRAIN, *grpo_flags(), *processes, "--output-dir", "two"], place)
     assert (done.code, done.err) == (0, "")
@@ -227,7 +227,7 @@ def test_two_and_two_train_like_one_and_one(whole_run: tuple[Path, Done], place:
     assert_same_records(comparable(place / "two"), expected, 1e-5)
 
 
-def test_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
+def test_rejects_the_checkpoint_of_another_model(whole_run: tuple[Path, Done], place: Path) -> None:
     """The trainer rejects it. The files of the earlier run stay unchanged."""
     before = kept_files(whole_run[0])
     done = run(

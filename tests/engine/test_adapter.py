@@ -73,7 +73,7 @@ def assert_same(found: Weights, wanted: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_into_the_base_weights_in_turn(qwen3_folder: Path, tmp_path: Path) -> None:
     """The second adapter is for other layers: the layers of the first return to the base weights."""
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     first, second = random_pairs(ATTENTION, 1), random_pairs(DOWN, 2)
@@ -91,7 +91,7 @@ def test_adapters_follow_one_another_on_the_folders_weights(qwen3_folder: Path, 
 @pytest.mark.parametrize(
     ("trained_in", "served_in"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
-def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
+def test_adapter_is_merged_in_the_trainer_dtype(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
     """Weights equal a full send by the trainer: merged in its dtype, then cast to the engine's; untouched ones too."""
     core, dtype = loaded(qwen3_folder, "--dtype", served_in), getattr(torch, trained_in)
     base, facts = folder_weights(qwen3_folder, dtype), AdapterConfig(4, 3.0, dtype)
@@ -103,7 +103,7 @@ def test_the_dtype_beneath_is_the_trainers(qwen3_folder: Path, tmp_path: Path, t
     assert_same(weights(core), folder_weights(qwen3_folder, getattr(torch, served_in)))
 
 
-def test_a_trainer_with_another_dtype_follows_on_the_same_layers(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_adapter_of_another_base_dtype_replaces_the_previous_one(qwen3_folder: Path, tmp_path: Path) -> None:
     core, tensors = loaded(qwen3_folder), random_pairs(ATTENTION, 1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         facts = AdapterConfig(4, 8.0, dtype)
@@ -111,7 +111,7 @@ def test_a_trainer_with_another_dtype_follows_on_the_same_layers(qwen3_folder: P
         assert_same(weights(core), expected(folder_weights(qwen3_folder, dtype), tensors, torch.float32, facts))
 
 
-def test_other_weights_between_two_adapters_leave_nothing_behind(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_full_update_unloads_the_adapter_and_the_next_uses_the_base(qwen3_folder: Path, tmp_path: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
     folder = written(tmp_path / "1", adapter)
@@ -125,7 +125,7 @@ def test_other_weights_between_two_adapters_leave_nothing_behind(qwen3_folder: P
     assert_same(weights(core), expected(base, adapter, torch.float32))
 
 
-def test_an_adapter_makes_stale_weights_good(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_loading_an_adapter_clears_stale_weights(qwen3_folder: Path, tmp_path: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
     core.load_adapter("a", written(tmp_path, adapter), "1", flush=True)
@@ -137,7 +137,7 @@ def test_an_adapter_makes_stale_weights_good(qwen3_folder: Path, tmp_path: Path)
     assert_same(weights(core), expected(base, adapter, torch.float32))
 
 
-def test_an_adapter_for_one_expert_of_a_fused_layer(tmp_path: Path) -> None:
+def test_adapter_of_one_expert_is_merged_and_unloaded(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "qwen3_moe", **EXPERTS)
     core = loaded(folder)
     before = weights(core)
@@ -156,7 +156,7 @@ def test_an_adapter_for_one_expert_of_a_fused_layer(tmp_path: Path) -> None:
         ({"model.layers.0.self_attn.q_proj": (64, 32)}, r"has shape \(64, 32\) in the adapter but \(64, 64\)"),
     ],
 )
-def test_an_adapter_that_does_not_fit_changes_nothing(
+def test_rejected_adapter_changes_nothing(
     qwen3_folder: Path, tmp_path: Path, modules: dict[str, tuple[int, int]], reason: str
 ) -> None:
     core = loaded(qwen3_folder)
@@ -167,7 +167,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
     assert_same(weights(core), before)
 
 
-def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> None:
+def test_bucketed_adapter_is_merged_with_the_last_bucket(qwen3_folder: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     tensors = random_pairs(ATTENTION, 1)
     names = sorted(tensors)
@@ -196,7 +196,7 @@ def test_an_adapter_in_buckets_is_merged_with_the_last(qwen3_folder: Path) -> No
     assert_same(weights(core), expected(base, tensors, torch.float32))
 
 
-def test_the_routes_are_sglangs(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+def test_lora_routes_load_and_unload_an_adapter(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     asked = {"input_ids": [5, 9, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_logprob": True}
     plain = engine.generate(**asked)["meta_info"]["output_token_logprobs"]
     folder = written(tmp_path, random_pairs(ATTENTION, 1))
@@ -215,7 +215,7 @@ def test_the_routes_are_sglangs(engine: EngineProcess, qwen3_folder: Path, tmp_p
     assert engine.generate(**asked)["meta_info"]["output_token_logprobs"] == plain
 
 
-def test_an_adapter_waits_for_the_weights_to_be_back(engine: EngineProcess, tmp_path: Path) -> None:
+def test_rejects_an_adapter_while_weights_are_released(engine: EngineProcess, tmp_path: Path) -> None:
     body = {"lora_name": "policy", "lora_path": written(tmp_path, random_pairs(ATTENTION, 1))}
     engine.post("/release_memory_occupation", {})
     try:
@@ -239,7 +239,7 @@ def test_an_adapter_waits_for_the_weights_to_be_back(engine: EngineProcess, tmp_
         ({"lora_name": "a", "lora_path": "/tmp"}, "lora_path"),
     ],
 )
-def test_what_is_no_adapter_is_refused_by_name(engine: EngineProcess, body: dict[str, Any], param: str) -> None:
+def test_rejects_an_invalid_adapter_naming_the_parameter(engine: EngineProcess, body: dict[str, Any], param: str) -> None:
     status, answer = engine.post("/load_lora_adapter", body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert engine.get("/health_generate")[0] == 200
@@ -248,7 +248,7 @@ def test_what_is_no_adapter_is_refused_by_name(engine: EngineProcess, body: dict
 @pytest.mark.parametrize(
     "adapter", [[], "x", {"r": 4}, {"r": True, "lora_alpha": 1}, {"r": 4, "lora_alpha": 1, "base_dtype": "int8"}]
 )
-def test_a_broadcast_adapters_facts_are_checked(engine: EngineProcess, adapter: Any) -> None:
+def test_rejects_invalid_facts_of_a_broadcast_adapter(engine: EngineProcess, adapter: Any) -> None:
     body = {"names": [], "dtypes": [], "shapes": [], "group_name": "g", "adapter": adapter}
     status, answer = engine.post("/update_weights_from_distributed", body)
     assert (status, answer["error"]["param"]) == (400, "adapter")

@@ -32,7 +32,7 @@ plain = st.recursive(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(value=plain)
-def test_a_body_means_what_pythons_reader_says(value: Any) -> None:
+def test_parse_json_agrees_with_json_loads(value: Any) -> None:
     body = json.dumps(value).encode()
     if _has_big_whole_numbers(value):
         return  # the only difference, see the next test
@@ -63,12 +63,12 @@ def test_numbers_beyond_64_bits_never_become_token_ids() -> None:
         (b"[0.1, 1e400]", [0.1, math.inf]),
     ],
 )
-def test_what_the_fast_reader_refuses_pythons_reads(body: bytes, value: Any) -> None:
+def test_parse_json_reads_edge_case_values(body: bytes, value: Any) -> None:
     assert repr(parse_json(body)) == repr(value)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"<html>", b'{"a": 1} x', b"\xff\xfe"])
-def test_what_is_no_json_is_a_value_error(body: bytes) -> None:
+def test_parse_json_raises_value_error_on_invalid_json(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_json(body)
 
@@ -78,7 +78,7 @@ def test_what_is_no_json_is_a_value_error(body: bytes) -> None:
     payload=st.dictionaries(st.text(), plain, max_size=3),
     ids=st.none() | st.lists(st.integers() | st.integers(0, 200_000)),
 )
-def test_a_request_is_what_pythons_writer_would_write(payload: dict[str, Any], ids: list[int] | None) -> None:
+def test_request_body_agrees_with_json_dumps(payload: dict[str, Any], ids: list[int] | None) -> None:
     if ids is not None:
         payload["input_ids"] = ids
     assert repr(sorted(json.loads(request_body(payload)).items(), key=repr)) == repr(
@@ -95,11 +95,11 @@ def _column(kind: str, *values: float) -> str:
     [None, 3, "ab", [1], ["ab"], [{}], [[]], [[0.5]], [[None, 5]], [[True, 5]], [[0.5, True]], [[0.5, 1.0]],
      [[math.nan, 5]], [[0.5, 5], [math.inf, 6]], [[0.5, 5], None]],
 )  # fmt: skip
-def test_a_list_that_is_none_of_log_probs_and_ids_is_refused(entries: object) -> None:
+def test_rejects_malformed_log_prob_entries(entries: object) -> None:
     assert token_columns(entries) is None
 
 
-def test_columns_are_exact() -> None:
+def test_token_columns_are_exact() -> None:
     columns = token_columns([[-0.5, 5, None], (0, 2**40), [-0.1, 7, "x", 4]])
     assert columns is not None
     ids, log_probs = columns
@@ -114,7 +114,7 @@ def test_columns_are_exact() -> None:
 
 
 @pytest.mark.parametrize("values", [[-0.5, -0.25, -1e-30], [-0.1, -0.3, -17.0]])
-def test_columns_of_the_engine_say_what_its_list_says(values: list[float]) -> None:
+def test_engine_columns_match_its_token_list(values: list[float]) -> None:
     ids = [5, 151_935, 0]
     piece = OutputPiece(ids, values, [], "", 3, [("7", 0)], 0, {"type": "length", "length": 3})
     found, listed = (
@@ -135,7 +135,7 @@ def test_columns_of_the_engine_say_what_its_list_says(values: list[float]) -> No
      {"ids": _column("i4", 1, 2), "logprobs": _column("f4", -0.5)}, {"ids": "AAA=", "logprobs": ""},
      {"ids": _column("i4", 1), "logprobs": _column("f4", math.nan)}, {"ids": _column("i4", 1), "logprobs": "AAAAAAAA AAA="}],
 )  # fmt: skip
-def test_columns_that_do_not_fit_together_are_refused(broken: dict[str, Any]) -> None:
+def test_rejects_malformed_columns(broken: dict[str, Any]) -> None:
     assert token_columns(broken) is None
     meta = {"finish_reason": {"type": "length"}, "completion_tokens": 1, "output_token_logprobs": broken}
     with pytest.raises(EngineProtocolError, match="output_token_logprobs"):
@@ -176,7 +176,7 @@ def _asked(body: bytes) -> GenerateResult:
     return asyncio.run(main())
 
 
-def test_a_long_answer_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answer_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[str] = []
     from_json = GenerateResult.from_json.__func__  # type: ignore[attr-defined]
 
@@ -193,7 +193,7 @@ def test_a_long_answer_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyP
         assert readers.pop().startswith("engine-answers") == (len(body) >= LONG_RESPONSE_BYTES)
 
 
-def test_an_answer_with_nan_or_broken_text_fails_as_what_it_is() -> None:
+def test_nan_or_invalid_json_raises_and_invalid_utf8_is_replaced() -> None:
     body = json.dumps(_answer(2)).encode()
     with pytest.raises(EngineProtocolError, match=r"not a list of \[finite log-prob"):
         _asked(body.replace(b"-0.5", b"NaN"))
@@ -204,7 +204,7 @@ def test_an_answer_with_nan_or_broken_text_fails_as_what_it_is() -> None:
         _asked(body.replace(b"100000", b"1" * 30))
 
 
-def test_token_ids_may_be_an_array() -> None:
+def test_input_ids_may_be_a_numpy_array() -> None:
     ids = np.arange(5, dtype=np.int32)
     ids.flags.writeable = False
     params = {"sampling_params": {"temperature": 0.5}}

@@ -26,7 +26,7 @@ def test_longest_prefix_is_found_to_the_token() -> None:
     assert len(cache.reuse([2, 2])) == 0
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_last_token_of_a_cached_prompt_is_recomputed() -> None:
     cache = KVCache(8)
     slots = cache.take(3)
     assert slots is not None

@@ -33,11 +33,11 @@ def free(monkeypatch: pytest.MonkeyPatch) -> int:
     return amount
 
 
-def test_a_share_of_what_is_free_where_that_leaves_enough(free: int) -> None:
+def test_mem_fraction_sets_the_share_of_free_memory(free: int) -> None:
     assert affordable_slots(runner(), options("--mem-fraction", "0.3"), SMALL, 10**9) == int(free * 0.3) // PER_TOKEN
 
 
-def test_what_steps_need_is_left_whatever_share_was_asked_for(free: int) -> None:
+def test_memory_for_steps_is_reserved_at_a_high_mem_fraction(free: int) -> None:
     asked = options("--mem-fraction", "0.99")
     needed = step_bytes(torch.bfloat16, asked, SMALL)
     assert needed > 0.01 * free
@@ -46,6 +46,6 @@ def test_what_steps_need_is_left_whatever_share_was_asked_for(free: int) -> None
     assert step_bytes(torch.bfloat16, options("--max-running-requests", "512"), SMALL) > needed
 
 
-def test_a_gpu_without_room_is_refused_with_what_to_do(free: int) -> None:
+def test_rejects_a_gpu_without_room_and_suggests_a_remedy(free: int) -> None:
     with pytest.raises(UserError, match=r"is left for the KV cache in addition to .* lower --chunked-prefill-size"):
         affordable_slots(runner(), options("--chunked-prefill-size", "4000000"), SMALL, 10**9)

@@ -114,20 +114,20 @@ def changed(**meta_info):
         ({**ANSWER, "output_ids": [5, 9]}, "output_ids differ"),
     ],
 )
-def test_a_malformed_answer_is_a_protocol_error_that_quotes_it(answer, complaint):
+def test_malformed_answer_raises_a_protocol_error_that_quotes_it(answer, complaint):
     with pytest.raises(EngineProtocolError, match=complaint) as caught:
         GenerateResult.from_json(answer, url="http://e:1")
     assert json.dumps(answer)[:20] in str(caught.value)
     assert "http://e:1" in str(caught.value)
 
 
-def test_a_request_aborted_before_its_first_token_is_an_empty_result():
+def test_abort_before_the_first_token_gives_an_empty_result():
     answer = {"text": "", "meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}}
     result = GenerateResult.from_json(answer, url="u")
     assert (result.token_ids, result.log_probs, result.finish_type) == ([], [], "abort")
 
 
-def test_an_answer_that_is_not_json_is_quoted():
+def test_non_json_answer_is_quoted_in_the_error():
     with pytest.raises(EngineProtocolError, match="not JSON: <html>oops"):
         call(answering(text="<html>oops"), lambda client: client.generate({}))
 
@@ -141,25 +141,25 @@ def test_an_answer_that_is_not_json_is_quoted():
         ({"detail": 3}, '{"detail": 3}'),
     ],
 )
-def test_a_refusal_carries_status_and_message(body, message):
+def test_rejection_carries_status_and_message(body, message):
     with pytest.raises(EngineRejected) as caught:
         call(answering(body, status=400), lambda client: client.generate({}))
     assert (caught.value.status, caught.value.message, caught.value.transient) == (400, message, False)
 
 
-def test_a_server_error_is_engine_failed():
+def test_server_error_raises_engine_failed():
     with pytest.raises(EngineFailed, match=r"/generate failed with status 500: out of memory") as caught:
         call(answering(text="out of memory", status=500), lambda client: client.generate({}))
     assert caught.value.transient
 
 
-def test_an_update_that_says_success_false_is_a_refusal():
+def test_update_with_success_false_raises_engine_rejected():
     server = answering({"success": False, "message": "shape mismatch"})
     with pytest.raises(EngineRejected, match="shape mismatch"):
         call(server, lambda client: client.update_weights_from_disk("/m", 3))
 
 
-def test_a_deadline_names_engine_call_and_seconds():
+def test_timeout_error_names_engine_call_and_seconds():
     async def never(request):
         await asyncio.sleep(60)
 
@@ -171,7 +171,7 @@ def test_a_deadline_names_engine_call_and_seconds():
     assert server.url in str(caught.value)
 
 
-def test_nobody_listening_is_unreachable_and_not_accepted():
+def test_refused_connection_raises_unreachable_and_not_accepted():
     url = f"http://127.0.0.1:{free_port()}"
 
     async def main():
@@ -186,7 +186,7 @@ def test_nobody_listening_is_unreachable_and_not_accepted():
     asyncio.run(main())
 
 
-def test_generate_waits_for_an_engine_that_listens_a_little_later():
+def test_generate_retries_until_the_engine_listens():
     port, server = free_port(), answering()
 
     async def main():
@@ -199,7 +199,7 @@ def test_generate_waits_for_an_engine_that_listens_a_little_later():
     asyncio.run(main())
 
 
-def test_a_broken_connection_is_not_sent_again():
+def test_request_is_not_resent_after_a_lost_connection():
     async def hang_up(request):
         request.transport.abort()
         await asyncio.sleep(60)
@@ -251,13 +251,13 @@ def test_a_broken_connection_is_not_sent_again():
         ),
     ],
 )
-def test_control_calls_speak_the_dialect(use, expected):
+def test_control_calls_send_the_expected_requests(use, expected):
     server = answering({"success": True})
     call(server, use)
     assert server.seen == [expected]
 
 
-def test_weight_version_and_health():
+def test_weight_version_and_health_answers_are_parsed():
     assert call(answering({"weight_version": 12}), lambda c: c.get_weight_version()) == "12"
     assert call(answering(text=""), lambda c: c.health()) is True
     assert call(answering(text="loading", status=503), lambda c: c.health()) is False
@@ -341,7 +341,7 @@ def held():
     return Server(handler), release
 
 
-def test_a_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
+def test_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
     async def main():
         (left, release_left), (right, release_right) = held(), held()
         async with pool_of(left, right) as pool:
@@ -358,7 +358,7 @@ def test_a_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
     asyncio.run(main())
 
 
-def test_a_key_leaves_an_engine_that_is_far_busier():
+def test_key_moves_away_from_an_overloaded_engine():
     async def main():
         (left, release_left), (right, release_right) = held(), held()
         async with pool_of(left, right, imbalance_limit=2) as pool:
@@ -373,7 +373,7 @@ def test_a_key_leaves_an_engine_that_is_far_busier():
     asyncio.run(main())
 
 
-def test_a_pool_that_was_given_up_asks_no_dead_engine_twice():
+def test_given_up_pool_tries_each_dead_engine_once():
     async def main():
         pool = EnginePool([f"http://127.0.0.1:{free_port()}" for _ in range(2)])
         pool.give_up("it died too often")
@@ -387,7 +387,7 @@ def test_a_pool_that_was_given_up_asks_no_dead_engine_twice():
     asyncio.run(main())
 
 
-def test_requests_of_an_engine_that_is_gone_go_to_another_one():
+def test_requests_fail_over_from_an_unreachable_engine():
     async def main():
         server = answering()
         async with server.listening():
@@ -406,7 +406,7 @@ def test_requests_of_an_engine_that_is_gone_go_to_another_one():
     asyncio.run(main())
 
 
-def test_broadcast_reaches_all_and_raises_the_error_of_one():
+def test_broadcast_reaches_all_engines_and_raises_the_error_of_one():
     async def main():
         servers = [answering({"weight_version": str(i)}) for i in range(3)]
         async with pool_of(*servers) as pool:
@@ -435,7 +435,7 @@ async def router_over(*servers):
             await router.aclose()
 
 
-def test_the_router_forwards_by_routing_key():
+def test_router_forwards_by_routing_key():
     async def main():
         left, right = answering(), answering({"id": "chat"}, status=429)
         async with router_over(left, right) as (session, pool):
@@ -471,7 +471,7 @@ def test_the_router_forwards_by_routing_key():
         "http://localhost/v1/../flush_cache",
     ],
 )
-def test_the_router_forwards_no_path_that_leads_out_of_v1(target):
+def test_router_rejects_paths_that_escape_v1(target):
     """HTTP clients such as aiohttp resolve dot segments before sending, so the request is written by hand."""
 
     async def main():
@@ -489,7 +489,7 @@ def test_the_router_forwards_no_path_that_leads_out_of_v1(target):
     asyncio.run(main())
 
 
-def test_the_router_closes_idle_connections_for_clients_and_none_that_it_serves(monkeypatch):
+def test_router_drops_idle_connections_but_none_in_use(monkeypatch):
     monkeypatch.setattr("slime.engine.http.router.MOST_CONNECTIONS", 16)
 
     async def main():
@@ -518,7 +518,7 @@ def test_the_router_closes_idle_connections_for_clients_and_none_that_it_serves(
     asyncio.run(main())
 
 
-def test_the_router_passes_streams_on_chunk_by_chunk():
+def test_router_forwards_streams_chunk_by_chunk():
     async def main():
         go_on = asyncio.Event()
 
@@ -542,7 +542,7 @@ def test_the_router_passes_streams_on_chunk_by_chunk():
     asyncio.run(main())
 
 
-def test_the_router_says_which_engine_is_gone():
+def test_router_names_the_unreachable_engine():
     async def main():
         url = f"http://127.0.0.1:{free_port()}"
         pool = EnginePool([url])
@@ -560,7 +560,7 @@ def test_the_router_says_which_engine_is_gone():
     asyncio.run(main())
 
 
-def test_the_router_breaks_off_when_the_engine_dies_in_the_middle():
+def test_router_breaks_off_when_the_engine_dies_mid_response():
     async def main():
         async def half(request):
             response = web.StreamResponse()
@@ -577,7 +577,7 @@ def test_the_router_breaks_off_when_the_engine_dies_in_the_middle():
     asyncio.run(main())
 
 
-def test_the_routers_requests_to_an_engine_that_is_declared_down_end_or_move():
+def test_router_requests_to_an_engine_set_down_end_or_move():
     """The engine hangs: a started stream breaks off, a request without an answer moves to another engine."""
 
     async def main():

@@ -55,7 +55,7 @@ def test_one_compilation_serves_every_layer_and_batch() -> None:
     assert not any("forward" in vars(layer) for layer in layers)
 
 
-def test_a_model_that_cannot_be_compiled_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_uncompilable_model_runs_eagerly_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     runner = make_runner("qwen3")
 
     def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -49,7 +49,7 @@ def prepared(model: nn.Module, *, pack: bool) -> tuple[nn.Module, Any]:
 
 @needs_mkldnn
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "gemma2"])  # head norms; biases; its own kind of norm
-def test_packed_layers_compute_what_plain_ones_do(model_type: str) -> None:
+def test_packed_layers_match_plain_layers(model_type: str) -> None:
     model = wide_model(model_type)
     fast, _ = prepared(model, pack=True)
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_packed_layers_compute_what_plain_ones_do(model_type: str) -> None:
 
 
 @needs_mkldnn
-def test_layers_that_read_the_same_input_are_computed_together() -> None:
+def test_layers_with_the_same_input_are_packed_together() -> None:
     fast, _ = prepared(wide_model("qwen2"), pack=True)
     found = {name: layer for name, layer in fast.named_modules() if isinstance(layer, PackedLinear)}
     groups: dict[int, set[str]] = {}
@@ -78,7 +78,7 @@ def test_layers_that_read_the_same_input_are_computed_together() -> None:
 
 
 @needs_mkldnn
-def test_a_change_of_the_weights_is_seen_after_forgetting() -> None:
+def test_weight_changes_take_effect_after_forget() -> None:
     model = wide_model("qwen2")
     fast, forget = prepared(model, pack=True)
     before = logits(fast)
@@ -91,7 +91,7 @@ def test_a_change_of_the_weights_is_seen_after_forgetting() -> None:
     assert not torch.allclose(logits(fast), before, atol=1e-2)
 
 
-def test_norms_are_replaced_only_where_the_bits_stay() -> None:
+def test_norms_are_replaced_only_if_bit_exact() -> None:
     model, gemma = wide_model("qwen3"), wide_model("gemma2")
     norms = [layer for layer in model.modules() if type(layer).__name__ == "Qwen3RMSNorm"]
     assert norms
@@ -107,7 +107,7 @@ def test_norms_are_replaced_only_where_the_bits_stay() -> None:
     torch.testing.assert_close(logits(fast_gemma), logits(gemma), atol=2e-5, rtol=1e-5)
 
 
-def test_a_draw_without_temperatures_and_greedy_rows_is_the_same_draw() -> None:
+def test_draw_defaults_match_unit_temperature_and_no_greedy_rows() -> None:
     torch.manual_seed(0)
     values, uniform = torch.randn(64, 300), torch.rand(64)
     want = draw(values, torch.ones(64), uniform, torch.zeros(64, dtype=torch.bool))

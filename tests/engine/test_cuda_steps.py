@@ -41,7 +41,7 @@ def mixture() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [(), ("--chunked-prefill-size", "24", "--max-running-requests", "5")])
-def test_tokens_are_those_of_the_cpu(qwen3_folder: Path, options: tuple[str, ...]) -> None:
+def test_cuda_decoder_gives_the_tokens_of_the_cpu_decoder(qwen3_folder: Path, options: tuple[str, ...]) -> None:
     answers = []
     for as_on_cuda in (False, True):
         with running_core(qwen3_folder, *options) as core:
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_the_cpu(qwen3_folder: Path, options: tuple[str, ...
     assert {finish["type"] for _, finish, _, _ in answers[0] if finish} == {"stop", "length"}
 
 
-def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen3_folder: Path) -> None:
+def test_smallest_and_largest_graphs_are_captured_first(qwen3_folder: Path) -> None:
     """Any batch can be decoded from the start; an idle engine captures the remaining graphs."""
     core = EngineCore(
         parse_options(["--model-path", str(qwen3_folder), "--max-running-requests", "40"]), on_death=print
@@ -89,7 +89,7 @@ def test_the_two_ends_are_captured_at_first_and_the_rest_when_there_is_time(qwen
     assert sorted(decoder._prompts) == [128, 256, 512, 1024, 2048]
 
 
-def test_a_graph_that_cannot_be_captured_is_done_without(qwen3_folder: Path) -> None:
+def test_graphs_that_fail_to_capture_are_skipped(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder, "--max-running-requests", "40") as core:
         want = [seq.output_ids for seq in generate(core, mixture())]
         decoder = core.call(lambda: decode_as_on_cuda(core)).result(60)

@@ -37,7 +37,7 @@ def assert_right(folder: Path, sequences: list[Sequence]) -> None:
         torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=DELTA_ROUNDING, rtol=0)
 
 
-def test_chunks_compute_what_single_steps_do() -> None:
+def test_chunked_delta_rule_matches_single_steps() -> None:
     torch.manual_seed(0)
     b, m, h, dim, width = 2, 150, 3, 8, 5
     q, k = (torch.nn.functional.normalize(torch.randn(b, m, h, dim), dim=-1) for _ in range(2))
@@ -52,7 +52,7 @@ def test_chunks_compute_what_single_steps_do() -> None:
     torch.testing.assert_close(end, state, atol=1e-5, rtol=1e-4)
 
 
-def test_sequences_that_start_over_and_long_prompts_in_pieces(folder: Path) -> None:
+def test_retracted_sequences_and_chunked_prompts_match_transformers(folder: Path) -> None:
     options = ["--max-total-tokens", "150", "--max-running-requests", "4", "--chunked-prefill-size", "16"]
     with running_core(folder, *options) as core:
         bodies = [
@@ -64,7 +64,7 @@ def test_sequences_that_start_over_and_long_prompts_in_pieces(folder: Path) -> N
     assert_right(folder, sequences)
 
 
-def test_samples_of_one_prompt_compute_it_each_and_together(folder: Path) -> None:
+def test_samples_of_one_prompt_share_no_prefix_and_run_together(folder: Path) -> None:
     """A state cannot be cut at a prefix: nothing is shared, and no sample waits for another's prompt."""
     with running_core(folder) as core:
         sequences = generate(core, [{"input_ids": prompt(1, 30), "sampling_params": {"max_new_tokens": 4, "n": 5}}])
@@ -76,7 +76,7 @@ def test_samples_of_one_prompt_compute_it_each_and_together(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("step", ["extend", "launch"])
-def test_a_step_that_fails_leaves_no_state_behind(folder: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_leaves_no_state(folder: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing raises twice after the states were written; then the same sequences run one at a time."""
     with running_core(folder) as core:
         whole = core.runner._draw
@@ -97,7 +97,7 @@ def test_a_step_that_fails_leaves_no_state_behind(folder: Path, step: str, monke
     assert_right(folder, sequences)
 
 
-def test_looking_ahead_changes_nothing(folder: Path) -> None:
+def test_lookahead_log_probs_match_transformers(folder: Path) -> None:
     with running_core(folder) as core:
         core.runner.looks_ahead = True
         params = {"max_new_tokens": 12, "stop_token_ids": list(range(100, 180))}
@@ -107,7 +107,7 @@ def test_looking_ahead_changes_nothing(folder: Path) -> None:
     assert_right(folder, sequences)
 
 
-def test_new_weights_come_under_the_folders_names(folder: Path, tmp_path: Path) -> None:
+def test_update_from_folder_loads_the_new_weights(folder: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", "qwen3_5_text", seed=1, **ARCHITECTURES["qwen3_5_text"])
     with running_core(folder) as core:
         core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
@@ -115,7 +115,7 @@ def test_new_weights_come_under_the_folders_names(folder: Path, tmp_path: Path) 
     assert_right(other, sequences)
 
 
-def test_states_that_do_not_fit_are_refused_with_their_size(folder: Path) -> None:
+def test_rejects_states_that_do_not_fit_and_gives_their_size(folder: Path) -> None:
     options = parse_options(["--model-path", str(folder), "--max-running-requests", "9999", "--mem-fraction", "1e-9"])
     core = EngineCore(options, on_death=lambda error: None)
     with pytest.raises(UserError, match=r"the states of 9999 running requests take 0\.\d GiB"):

@@ -56,7 +56,7 @@ def through(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return through_transformers(str(folder), dtype=dtype, device="cpu", **how)
 
 
-def test_the_server_and_a_fused_model_are_there_without_transformers(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_server_and_fused_model_load_without_transformers(qwen3_folder: Path, tmp_path: Path) -> None:
     program = f"""
 import sys, types, torch
 import slime.engine.embedded.__main__
@@ -83,7 +83,7 @@ sys.exit("transformers" in sys.modules)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_are_those_of_transformers_whole_and_in_pieces(
+def test_directly_read_weights_match_transformers(
     tmp_path: Path, dtype: torch.dtype, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_model_folder(tmp_path / "model", tie_word_embeddings=tied)
@@ -110,7 +110,7 @@ def test_weights_are_those_of_transformers_whole_and_in_pieces(
     ("model_type", "config", "generation"),
     [("qwen3", {}, {"eos_token_id": [7, 9]}), ("llama", {}, None), ("qwen2", {"eos_token_id": [3, 4]}, None)],
 )
-def test_what_ends_a_response_is_read_as_transformers_does(
+def test_eos_ids_match_transformers(
     tmp_path: Path, model_type: str, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> None:
     folder = make_model_folder(tmp_path / "model", model_type)
@@ -132,7 +132,7 @@ def change_config(folder: Path, **own: Any) -> None:
 
 
 @pytest.mark.parametrize("oddity", ["lacks a tensor", "other shape", "integers", "quantised", "other family", "cut"])
-def test_folders_with_something_odd_about_them_are_left_to_transformers(tmp_path: Path, oddity: str) -> None:
+def test_unusual_folders_are_left_to_transformers(tmp_path: Path, oddity: str) -> None:
     folder = make_model_folder(tmp_path / "model", "gemma2" if oddity == "other family" else "qwen3")
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -150,7 +150,7 @@ def test_folders_with_something_odd_about_them_are_left_to_transformers(tmp_path
     assert read(folder) is None
 
 
-def test_updates_reach_weights_that_were_read_directly(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_updates_reach_directly_read_weights(qwen3_folder: Path, tmp_path: Path) -> None:
     loaded = read(qwen3_folder)
     assert loaded is not None
     place = loaded.weights.state_dict()["model.norm.weight"]
@@ -163,7 +163,7 @@ def test_updates_reach_weights_that_were_read_directly(qwen3_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-def test_the_folder_comes_back_beneath_an_adapter(tmp_path: Path, model_type: str) -> None:
+def test_unloading_an_adapter_restores_the_folder_weights(tmp_path: Path, model_type: str) -> None:
     own = FAMILIES["qwen3_moe"][0] if model_type == "qwen3_moe" else {}
     folder = make_model_folder(tmp_path / "model", model_type, **own)
     loaded = read(folder)
@@ -177,7 +177,7 @@ def test_the_folder_comes_back_beneath_an_adapter(tmp_path: Path, model_type: st
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.weights.state_dict().items())
 
 
-def test_weights_that_are_one_stay_one_under_both_names() -> None:
+def test_tied_weights_stay_tied_after_conversion() -> None:
     tensor = torch.ones(2, 2)
     weights = NamedWeights({"a.b.weight": tensor, "c.weight": tensor})
     weights.to(torch.float64)
@@ -207,7 +207,7 @@ def qwen_folder(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["tiny", "quickstart", "qwen"])
-def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_plain_tokenizer_matches_transformers(tmp_path: Path, kind: str) -> None:
     if kind == "tiny":
         make_tokenizer().save_pretrained(tmp_path)
     folder = Path("examples/quickstart/tokenizer") if kind == "quickstart" else tmp_path
@@ -240,7 +240,7 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path, kind: str) -
         {"added_tokens_decoder": {"7": {"content": "<tool>", "special": False}}},
     ],
 )
-def test_odd_tokenizers_are_left_to_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_unusual_tokenizers_are_left_to_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     tokenizer: PreTrainedTokenizerFast = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
@@ -248,7 +248,7 @@ def test_odd_tokenizers_are_left_to_transformers(tmp_path: Path, config: dict[st
     assert plain_tokenizer(tmp_path) is None
 
 
-def test_fused_kernels_that_compute_wrongly_are_given_up(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_transformers_if_fused_kernels_are_wrong(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     compare = PlainForward.compare
 

@@ -51,5 +51,5 @@ def found() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_draws_follow_the_rules_of_the_sampler(found: dict[str, list[str]], check: str) -> None:
+def test_sampling_kernels_follow_the_sampler_rules(found: dict[str, list[str]], check: str) -> None:
     assert found[check] == []

@@ -150,7 +150,7 @@ def running(run: Run) -> int:
     return int(run.rows()[1]["running"] or 0)
 
 
-def test_an_engine_fetches_the_model_joins_works_and_hands_over_when_it_is_told_to_stop(
+def test_engine_joins_serves_requests_and_leaves_on_sigterm(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with joining(run, tmp_path) as engine, ThreadPoolExecutor(1) as pool:
@@ -179,7 +179,7 @@ def test_an_engine_fetches_the_model_joins_works_and_hands_over_when_it_is_told_
         assert run.pool.urls == run.own.urls
 
 
-def test_an_engine_that_is_killed_is_forgotten_and_its_requests_go_on(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_killed_engine_is_removed_and_its_requests_complete(run: Run, folder: Path, tmp_path: Path) -> None:
     with joining(run, tmp_path, "--model-path", str(folder)) as engine, ThreadPoolExecutor(1) as pool:
         engine.wait_for("joined the run")
 
@@ -194,7 +194,7 @@ def test_an_engine_that_is_killed_is_forgotten_and_its_requests_go_on(run: Run, 
         assert run.pool.urls == run.own.urls
 
 
-def test_an_engine_waits_for_a_run_that_comes_back_and_says_which_weights_it_has(
+def test_engine_rejoins_a_restarted_run_with_its_weight_version(
     run: Run, folder: Path, tmp_path: Path
 ) -> None:
     with joining(run, tmp_path, "--model-path", str(folder)) as engine:
@@ -219,7 +219,7 @@ def test_an_engine_waits_for_a_run_that_comes_back_and_says_which_weights_it_has
         assert run.pool.urls == run.own.urls
 
 
-def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
+def test_engine_without_shared_files_gets_weights_over_the_connection(
     run: Run, folder: Path, tmp_path: Path
 ) -> None:
     source, root = ModelSource(folder, torch.float32), tmp_path / "shm"
@@ -244,7 +244,7 @@ def test_an_engine_that_sees_no_files_of_the_run_gets_weights_through_the_door(
     run.publisher.close()
 
 
-def test_an_address_where_engines_keep_dying_never_ends_the_run(run: Run) -> None:
+def test_repeated_engine_deaths_at_one_address_do_not_end_the_run(run: Run) -> None:
     class Gone:
         def __init__(self) -> None:
             self.told: list[str] = []
@@ -273,7 +273,7 @@ def test_an_address_where_engines_keep_dying_never_ends_the_run(run: Run) -> Non
 
 
 @pytest.mark.parametrize("command", [["serve", "--join"], ["fleet"]])
-def test_a_wrong_token_is_one_sentence(
+def test_wrong_or_empty_join_token_gives_an_error(
     command: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = tmp_path / "wrong.token"
@@ -287,7 +287,7 @@ def test_a_wrong_token_is_one_sentence(
     assert run.pool.urls == run.own.urls
 
 
-def test_a_page_in_a_browser_does_not_reach_the_door(run: Run) -> None:
+def test_fleet_endpoint_rejects_browser_origins(run: Run) -> None:
     async def knock(origin: str | None) -> int:
         async with aiohttp.ClientSession() as session:
             try:
@@ -299,7 +299,7 @@ def test_a_page_in_a_browser_does_not_reach_the_door(run: Run) -> None:
     assert [asyncio.run(knock(origin)) for origin in ("http://evil.example", "null", None)] == [403, 403, 101]
 
 
-def test_mistakes_of_who_joins_are_one_sentence_each(
+def test_join_mistakes_give_one_line_errors(
     run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"

@@ -81,7 +81,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routed_experts_are_those_of_the_routers(family: str, tmp_path: Path) -> None:
+def test_routed_experts_match_transformers(family: str, tmp_path: Path) -> None:
     overrides, topk = FAMILIES[family]
     folder = make_model_folder(tmp_path / family, family, **overrides)
     with running_core(folder, "--chunked-prefill-size", "16") as core:
@@ -93,7 +93,7 @@ def test_routed_experts_are_those_of_the_routers(family: str, tmp_path: Path) ->
             assert rows[:, -1].any()
 
 
-def test_tokens_of_a_shared_prefix_have_their_experts(folder: Path) -> None:
+def test_cached_prefix_tokens_return_their_experts(folder: Path) -> None:
     ids = prompt(5, 30)
     with running_core(folder) as core:
         [(first, _)] = routed(core, {"input_ids": ids, "return_routed_experts": False})
@@ -108,7 +108,7 @@ def test_tokens_of_a_shared_prefix_have_their_experts(folder: Path) -> None:
     np.testing.assert_array_equal(rows_of(late, 2)[: prompt_rows - 12], rows[12:prompt_rows])
 
 
-def test_sequences_that_start_over_keep_their_experts(folder: Path) -> None:
+def test_retracted_sequences_keep_their_experts(folder: Path) -> None:
     with running_core(folder, "--max-total-tokens", "60", "--max-running-requests", "8") as core:
         sent = [{"input_ids": prompt(i, 8), "sampling_params": {"max_new_tokens": 20}} for i in range(8)]
         answers = routed(core, *sent)
@@ -117,7 +117,7 @@ def test_sequences_that_start_over_keep_their_experts(folder: Path) -> None:
         assert_same(rows_of(meta, 2), true_rows(folder, seq.tokens[:-1], 2))
 
 
-def test_an_aborted_sequence_has_the_experts_of_what_it_sampled(folder: Path) -> None:
+def test_aborted_sequence_returns_experts_of_its_sampled_tokens(folder: Path) -> None:
     with running_core(folder) as core:
         facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset(), True)
         body = {"input_ids": prompt(2, 6), "sampling_params": {"max_new_tokens": 400}, "return_routed_experts": True}
@@ -145,7 +145,7 @@ def test_an_aborted_sequence_has_the_experts_of_what_it_sampled(folder: Path) ->
     assert "routed_experts" not in answer(late, whole(late, ""), unborn, "")["meta_info"]
 
 
-def test_experts_come_over_http(folder: Path) -> None:
+def test_routed_experts_are_returned_over_http(folder: Path) -> None:
     body = {"input_ids": prompt(3, 7), "sampling_params": {"max_new_tokens": 4, "n": 2}}
     streamed = {**body, "sampling_params": {"max_new_tokens": 4}, "stream": True, "return_routed_experts": True}
 

@@ -54,7 +54,7 @@ def config_of(model_type: str, own: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("model_type", "own"), _MODELS)
-def test_the_plain_block_computes_what_transformers_does(model_type: str, own: dict[str, Any]) -> None:
+def test_plain_reference_matches_transformers(model_type: str, own: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = config_of(model_type, own)
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -77,7 +77,7 @@ def test_the_plain_block_computes_what_transformers_does(model_type: str, own: d
 
 @pytest.mark.parametrize("own", [own for _, own in _MODELS if "rope_parameters" in own])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotary_tables_are_those_of_transformers(own: dict[str, Any], dtype: torch.dtype) -> None:
+def test_rotary_tables_match_transformers(own: dict[str, Any], dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = config_of("llama", own)
@@ -87,7 +87,7 @@ def test_rotary_tables_are_those_of_transformers(own: dict[str, Any], dtype: tor
         torch.testing.assert_close(table, wanted[0, :, :8], rtol=0, atol=0 if dtype == torch.bfloat16 else 1e-6)
 
 
-def test_a_config_in_older_words_says_the_same() -> None:
+def test_older_config_format_gives_the_same_block() -> None:
     newer = {**config_of("llama", {"rope_parameters": _LLAMA3}).to_dict()}
     older = {name: value for name, value in newer.items() if name not in ("rope_parameters", "head_dim")}
     older |= {"rope_theta": 500000.0, "rope_scaling": {**_LLAMA3, "type": "llama3"}}
@@ -105,14 +105,14 @@ def test_a_config_in_older_words_says_the_same() -> None:
         ({"num_key_value_heads": 3}, "are not supported"),
     ],
 )
-def test_what_the_kernels_do_not_compute_takes_the_general_path(own: dict[str, Any], reason: str) -> None:
+def test_unsupported_configs_raise_not_fused(own: dict[str, Any], reason: str) -> None:
     facts = {**config_of("llama", {}).to_dict(), "rope_parameters": None, "rope_theta": 10000.0}
     block_of(facts)
     with pytest.raises(NotFused, match=reason):
         block_of({**facts, **own})
 
 
-def test_weights_of_one_product_are_a_view_that_updates_reach() -> None:
+def test_fused_weights_are_a_view_that_updates_reach() -> None:
     model = AutoModelForCausalLM.from_config(config_of("qwen2", {}))
     block = block_of(model.config.to_dict())
     own = dict(model.named_parameters())
@@ -134,7 +134,7 @@ def test_weights_of_one_product_are_a_view_that_updates_reach() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("cases", [("qwen2", "qwen3_moe"), long(("qwen3", "llama", "mistral", "long"))])
-def test_bodies_from_the_kernels_compute_what_transformers_does(cases: tuple[str, ...]) -> None:
+def test_fused_kernels_match_transformers(cases: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.fused_program", *cases],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -170,7 +170,7 @@ print("combine", stream[1:].unique().item(), out.unique().item())
 
 
 @pytest.mark.kernels
-def test_what_layers_add_to_the_residual_stream_is_not_rounded_away() -> None:
+def test_residual_stream_keeps_small_additions() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", ADDS], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -197,7 +197,7 @@ print(*sorted({"sympy", "transformers", "torch._dynamo"} & sys.modules.keys()))
 
 
 @pytest.mark.kernels
-def test_compiling_ahead_imports_nothing_that_takes_longer_than_kernels_from_the_cache() -> None:
+def test_compiling_ahead_imports_no_slow_packages() -> None:
     command = [sys.executable, "-c", COMPILES, "qwen3-0.6B", "qwen3-30B-A3B", "qwen2.5-0.5B"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -215,7 +215,7 @@ def test_compiling_ahead_imports_nothing_that_takes_longer_than_kernels_from_the
         (1, True, [[0], [1], [2]]),
     ],
 )
-def test_the_check_at_load_goes_through_the_kernels_of_few_sequences(
+def test_load_check_covers_batches_of_few_sequences(
     rows: int, cuda: bool, batches: list[list[int]]
 ) -> None:
     plain = PlainForward(

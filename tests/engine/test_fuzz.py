@@ -26,7 +26,7 @@ def answers(engine: EngineProcess) -> list[Any]:
     return [(answer["output_ids"], answer["meta_info"]["output_token_logprobs"]) for answer in told]
 
 
-def test_an_engine_under_fire(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_fuzzed_engine_stays_healthy_and_gives_the_same_answers(qwen3_folder: Path, tmp_path: Path) -> None:
     options = ("--context-length", "64", "--max-running-requests", "16", "--max-total-tokens", "256")
     engine = EngineProcess(qwen3_folder, tmp_path / "log", *options)
     try:

@@ -65,7 +65,7 @@ END = {"type": "length", "length": LONG}
 
 
 @pytest.mark.parametrize("dialect", ["whole", "new"])
-def test_an_answer_of_65536_tokens(dialect: str) -> None:
+def test_client_reads_a_stream_of_65536_tokens(dialect: str) -> None:
     """In the dialect "whole" the last event is one line of several megabytes."""
     places = [0, 32, 64, 20_000, LONG]
     spans = list(pairwise(places))
@@ -78,7 +78,7 @@ def test_an_answer_of_65536_tokens(dialect: str) -> None:
     assert (result.text, result.completion_tokens, result.finish_type) == ("ab" * LONG, LONG, "length")
 
 
-def test_what_was_there_when_the_stream_broke_is_an_abort() -> None:
+def test_broken_stream_returns_its_tokens_as_an_abort() -> None:
     async def use(client: EngineClient) -> Any:
         growing = Growing()
         await client.stream_generate(growing, {"input_ids": [1]})
@@ -90,7 +90,7 @@ def test_what_was_there_when_the_stream_broke_is_an_abort() -> None:
     assert (result.completion_tokens, result.finish_type, len(result.token_ids)) == (9, "abort", 9)
 
 
-def test_the_dialect_is_told_by_the_count_at_every_event() -> None:
+def test_stream_dialect_is_detected_at_every_event() -> None:
     growing = Growing()
     for data, tokens in ((event(0, 2, 2), 2), (event(2, 5, 5), 5), (event(5, 5, 5), 5), (event(0, 7, 7), 7)):
         growing.take(data)
@@ -112,7 +112,7 @@ def test_the_dialect_is_told_by_the_count_at_every_event() -> None:
         b'{"meta_info": {"completion_tokens": 5, "output_token_logprobs": [1]}, "output_ids": [1, 2]}',
     ],
 )
-def test_events_that_fit_neither_dialect_are_refused_and_change_nothing(damaged: bytes) -> None:
+def test_rejects_malformed_stream_events_without_changes(damaged: bytes) -> None:
     growing = Growing()
     growing.take(event(0, 3, 3))
     before = growing.latest
@@ -123,7 +123,7 @@ def test_events_that_fit_neither_dialect_are_refused_and_change_nothing(damaged:
         grown(streaming([event(0, 3, 3), damaged]))
 
 
-def test_a_failure_inside_the_stream_is_the_engines() -> None:
+def test_error_event_in_a_stream_raises_engine_failed() -> None:
     error = json.dumps({"error": {"message": "broken on purpose", "code": 500}}).encode()
     with pytest.raises(EngineFailed, match="broken on purpose"):
         grown(streaming([event(0, 3, 3), error]))
@@ -172,7 +172,7 @@ def served(core: ScriptedCore, use: Callable[[EngineClient], Any]) -> Any:
     return asyncio.run(main())
 
 
-def test_the_embedded_server_streams_65536_tokens_each_once() -> None:
+def test_embedded_server_streams_each_of_65536_tokens_once() -> None:
     body = {
         "input_ids": [1, 2],
         "return_logprob": True,
@@ -203,7 +203,7 @@ def test_the_embedded_server_streams_65536_tokens_each_once() -> None:
 
 
 @pytest.mark.parametrize("call", ["/generate", "/v1/completions"])
-def test_a_request_that_fails_in_a_stream_says_so(call: str) -> None:
+def test_failed_request_sends_an_error_event_in_its_stream(call: str) -> None:
     core = ScriptedCore("--stream-interval", "32")
     core.broken = True
 
@@ -248,7 +248,7 @@ class StuckCore(ScriptedCore):
 
 
 @pytest.mark.parametrize(("call", "prompts"), [("/generate", "input_ids"), ("/v1/completions", "prompt")])
-def test_a_batch_of_which_one_fails_leaves_nothing_running(call: str, prompts: str) -> None:
+def test_batch_with_a_failed_prompt_leaves_nothing_running(call: str, prompts: str) -> None:
     core = StuckCore("--max-queued-requests", "40")
 
     async def use(client: EngineClient) -> None:

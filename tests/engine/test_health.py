@@ -39,7 +39,7 @@ def bridge_to(core: EngineCore) -> EngineBridge:
     return bridge
 
 
-def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
+def test_engine_with_all_rows_in_use_is_healthy(qwen3_folder: Path) -> None:
     """The probe succeeds while the only row is in use and another request waits for it."""
 
     async def ask(core: EngineCore) -> bool:
@@ -63,14 +63,14 @@ def test_an_engine_with_all_rows_taken_is_well(qwen3_folder: Path) -> None:
     raise AssertionError("the probe never came in time")
 
 
-def test_an_idle_engine_generates_for_the_probe(qwen3_folder: Path) -> None:
+def test_idle_engine_generates_one_token_for_the_probe(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         assert asyncio.run(health(core)) == (200, {"status": "ok"})
         assert core.counters.generated_tokens == 1
 
 
 @pytest.mark.parametrize("is_working", [False, True])
-def test_an_engine_without_progress_is_not_well(
+def test_engine_without_progress_is_unhealthy(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch, is_working: bool
 ) -> None:
     monkeypatch.setattr(server_module, "_PROBE_SECONDS", 0.2)
@@ -163,7 +163,7 @@ def supervised(engine: BusyEngine) -> Iterator[tuple[EnginePool, LoopThread, Sup
         loop.close()
 
 
-def test_an_engine_that_samples_for_us_is_not_restarted() -> None:
+def test_engine_that_streams_tokens_is_not_restarted() -> None:
     engine = BusyEngine()
     with supervised(engine) as (pool, loop, supervisor):
 

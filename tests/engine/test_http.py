@@ -28,7 +28,7 @@ JSON = {"Content-Type": "application/json"}
 """`TRIES`: attempts to act during a request, which may finish first."""
 
 
-def test_text_and_ids_agree(engine: EngineProcess) -> None:
+def test_text_and_token_id_prompts_give_the_same_answer(engine: EngineProcess) -> None:
     params = {"max_new_tokens": 6, "temperature": 0}
     by_text = engine.generate(text="what is 12+34?", sampling_params=params)
     ids = engine.generate(input_ids=[284, 264, 286, 13, 267, 33], sampling_params=params)
@@ -37,14 +37,14 @@ def test_text_and_ids_agree(engine: EngineProcess) -> None:
     assert by_text["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
 
 
-def test_batches_and_n(engine: EngineProcess) -> None:
+def test_batches_and_n_return_one_answer_per_sample(engine: EngineProcess) -> None:
     body = {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}]}
     answers = engine.generate(**body)
     assert [a["meta_info"]["completion_tokens"] for a in answers] == [2, 3]
     assert len(engine.generate(input_ids=[5], sampling_params={"n": 3, "max_new_tokens": 1})) == 3
 
 
-def test_stop_strings_ids_and_trimming(engine: EngineProcess) -> None:
+def test_stop_ids_and_strings_end_the_response_and_are_trimmed(engine: EngineProcess) -> None:
     free = engine.generate(
         input_ids=[9, 10], sampling_params={"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
     )
@@ -65,7 +65,7 @@ def test_stop_strings_ids_and_trimming(engine: EngineProcess) -> None:
     assert engine.generate(input_ids=[9], sampling_params={**params, "no_stop_trim": True})["text"] == word * 2
 
 
-def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
+def test_stream_ends_with_the_unstreamed_answer(engine: EngineProcess) -> None:
     body = {
         "input_ids": [11, 12, 13],
         "sampling_params": {"max_new_tokens": 7, "temperature": 0},
@@ -88,7 +88,7 @@ def test_stream_ends_with_the_same_answer(engine: EngineProcess) -> None:
         assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
 
 
-def test_a_request_says_how_many_tokens_an_event_has(engine: EngineProcess) -> None:
+def test_stream_interval_sets_the_tokens_per_event(engine: EngineProcess) -> None:
     body = {"input_ids": [11], "sampling_params": {"max_new_tokens": 7, "ignore_eos": True, "stream_interval": 4}}
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=240)
     connection.request("POST", "/generate", json.dumps({**body, "stream": True}), JSON)
@@ -112,7 +112,7 @@ def test_abort_returns_the_partial_tokens(engine: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
-def test_pause_modes_with_an_update_in_between(engine: EngineProcess, qwen3_folder: Path, mode: str) -> None:
+def test_pause_modes_around_a_weight_update(engine: EngineProcess, qwen3_folder: Path, mode: str) -> None:
     for _ in range(TRIES):
         engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "old"})
         asked = engine.in_background(lambda: engine.generate(input_ids=[5, 6], sampling_params=LONG))
@@ -140,7 +140,7 @@ def test_pause_modes_with_an_update_in_between(engine: EngineProcess, qwen3_fold
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_no_prefix_of_earlier_weights_is_shared(
+def test_no_prefix_of_old_weights_is_reused(
     engine: EngineProcess, qwen3_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     other = make_model_folder(tmp_path / "other", seed=1)
@@ -167,7 +167,7 @@ def test_no_prefix_of_earlier_weights_is_shared(
     assert [lp for lp, _, _ in meta["output_token_logprobs"]] == pytest.approx([lp for lp, _, _ in expected], abs=1e-4)
 
 
-def test_weights_by_disk_tensor_files_and_bytes(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+def test_weights_load_from_disk_files_and_bytes(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", seed=1)
     probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "a"})
@@ -191,7 +191,7 @@ def test_weights_by_disk_tensor_files_and_bytes(engine: EngineProcess, qwen3_fol
     assert engine.get("/get_weight_version")[1] == {"weight_version": "d"}
 
 
-def test_a_bad_update_changes_nothing(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+def test_rejected_update_changes_nothing(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     engine.post("/update_weights_from_disk", {"model_path": str(qwen3_folder), "weight_version": "good"})
     probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     before = engine.generate(**probe)["output_ids"]
@@ -220,7 +220,7 @@ def test_memory_is_released_and_resumed(engine: EngineProcess) -> None:
     assert waiting.result(240)["output_ids"] == before
 
 
-def test_weights_that_were_discarded_are_waited_for(engine: EngineProcess, qwen3_folder: Path) -> None:
+def test_discarded_weights_give_503_until_an_update(engine: EngineProcess, qwen3_folder: Path) -> None:
     probe: dict[str, Any] = {"input_ids": [20, 21, 22], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     before = engine.generate(**probe)["output_ids"]
     assert engine.post("/release_memory_occupation", {"discard_weights": 1})[0] == 400
@@ -256,7 +256,7 @@ HANDLE = base64.b64encode(bytes(64)).decode()
         ({"bucket": [2, 1]}, 400, "bucket must be"),
     ],
 )
-def test_a_handle_that_is_none_changes_nothing(
+def test_invalid_handle_is_rejected_and_changes_nothing(
     engine: EngineProcess, changes: dict[str, Any], status: int, says: str
 ) -> None:
     version = engine.get("/get_weight_version")[1]["weight_version"]
@@ -266,7 +266,7 @@ def test_a_handle_that_is_none_changes_nothing(
     assert engine.get("/get_weight_version")[1]["weight_version"] == version
 
 
-def test_openai_dialect(engine: EngineProcess) -> None:
+def test_openai_routes_answer_chat_and_completions(engine: EngineProcess) -> None:
     assert engine.get("/v1/models")[1]["data"][0]["max_model_len"] == 512
     chat = {
         "messages": [{"role": "user", "content": "hi"}],
@@ -329,7 +329,7 @@ def test_malformed_requests_get_400_and_a_reason(engine: EngineProcess, body: An
     assert reason in answer["error"]["message"]
 
 
-def test_fields_that_change_no_token_are_left_out_and_noted_once(engine: EngineProcess) -> None:
+def test_fields_without_effect_are_ignored_and_logged_once(engine: EngineProcess) -> None:
     params = {"temperature": 0, "max_new_tokens": 3}
     plain = engine.post("/generate", {"input_ids": [5, 6], "sampling_params": params})[1]["output_ids"]
     neutral = {"custom_params": {"return_top_p_token_ids": True}, "spaces_between_special_tokens": False, "regex": None}
@@ -353,14 +353,14 @@ def test_fields_that_change_no_token_are_left_out_and_noted_once(engine: EngineP
         assert log.count(f"the field '{name}' of a request has no effect here") == 1, name
 
 
-def test_unknown_path_and_mode(engine: EngineProcess) -> None:
+def test_rejects_unknown_paths_modes_and_empty_aborts(engine: EngineProcess) -> None:
     assert engine.get("/nothing")[0] == 404
     assert engine.post("/pause_generation", {"mode": "soon"})[0] == 400
     assert engine.post("/abort_request", {})[0] == 400
     assert engine.get("/health_generate")[0] == 200
 
 
-def test_an_only_engine_is_its_own_worker_and_says_its_load(engine: EngineProcess) -> None:
+def test_engine_lists_itself_as_worker_and_reports_its_load(engine: EngineProcess) -> None:
     assert engine.get("/workers") == (200, {"workers": [{"id": "0", "url": f"http://127.0.0.1:{engine.port}"}]})
     before = request_load(f"http://127.0.0.1:{engine.port}")
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
@@ -373,7 +373,7 @@ def test_an_only_engine_is_its_own_worker_and_says_its_load(engine: EngineProces
     assert (rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_total_reqs"]) == (0, 0, 0)
 
 
-def test_a_client_that_vanishes_is_aborted(engine: EngineProcess) -> None:
+def test_request_of_a_disconnected_client_is_aborted(engine: EngineProcess) -> None:
     body = json.dumps({"input_ids": [5], "sampling_params": LONG}).encode()
     for stream in (False, True):
         payload = body if not stream else body[:-1] + b', "stream": true}'
@@ -388,7 +388,7 @@ def test_a_client_that_vanishes_is_aborted(engine: EngineProcess) -> None:
     assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})["meta_info"]["completion_tokens"] == 1
 
 
-def test_a_port_in_use_and_a_bad_folder_exit_with_2(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
+def test_port_in_use_or_bad_folder_exits_with_2(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slime.engine.embedded", "--model-path"]
     busy = subprocess.run([*command, str(qwen3_folder), "--port", str(engine.port)], capture_output=True, text=True)
     assert busy.returncode == 2

@@ -38,7 +38,7 @@ def tokens(core: EngineCore, *seeds: int) -> list[list[int]]:
     return [seq.output_ids for seq in generate(core, bodies(*seeds))]
 
 
-def test_a_command_whose_client_is_gone_is_not_run(qwen3_folder: Path) -> None:
+def test_cancelled_command_is_not_run(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         busy, free, ran = threading.Event(), threading.Event(), threading.Event()
 
@@ -56,7 +56,7 @@ def test_a_command_whose_client_is_gone_is_not_run(qwen3_folder: Path) -> None:
         assert not ran.is_set()
 
 
-def test_a_command_that_raises_fails_alone(qwen3_folder: Path) -> None:
+def test_engine_survives_a_command_that_raises(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         with pytest.raises(ZeroDivisionError):
             core.call(lambda: 1 // 0).result(240)
@@ -64,7 +64,7 @@ def test_a_command_that_raises_fails_alone(qwen3_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [1, 10, 19])
-def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path, shared: int) -> None:
+def test_evicts_a_cached_tail_while_its_prefix_is_in_use(qwen3_folder: Path, shared: int) -> None:
     """The tail of a cached prompt must be evicted although its prefix is in use."""
     first = prompt(1, 24)
     second = first[:shared] + prompt(2, 30 - shared)
@@ -80,7 +80,7 @@ def test_a_prompt_that_fills_the_cache_beside_a_shared_prefix(qwen3_folder: Path
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("step", ["extend", "collect_extend", "launch", "collect"])
-def test_a_sequence_that_cannot_be_computed_fails_alone(
+def test_sequence_whose_step_raises_fails_alone(
     qwen3_folder: Path, step: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`bad` raises whenever it is in a step; the other sequences get the tokens that they get without it.
@@ -130,7 +130,7 @@ def test_a_sequence_that_cannot_be_computed_fails_alone(
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_sequence_without_numbers_fails_alone(
+def test_sequence_with_nan_logits_fails_alone(
     qwen3_folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits are NaN from the third token on; the tokens drawn before are still in the answer."""
@@ -155,7 +155,7 @@ def test_a_sequence_without_numbers_fails_alone(
         assert len(failed.output_ids) == len(failed.logprobs) == 2
 
 
-def test_scores_are_not_doubled_when_a_step_is_done_once_more(
+def test_prompt_scores_are_not_duplicated_when_a_step_is_retried(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_core(qwen3_folder) as core:
@@ -178,7 +178,7 @@ def test_scores_are_not_doubled_when_a_step_is_done_once_more(
     assert len(again.output_top) == 6
 
 
-def test_text_that_cannot_be_decoded_fails_its_request_alone(qwen3_folder: Path) -> None:
+def test_detokenization_error_fails_only_its_request(qwen3_folder: Path) -> None:
     class Broken:
         def decode(self, ids: list[int], **how: Any) -> str:
             raise OverflowError("broken on purpose")
@@ -199,7 +199,7 @@ def test_text_that_cannot_be_decoded_fails_its_request_alone(qwen3_folder: Path)
         assert tokens(core, 1) == want
 
 
-def test_an_error_of_nobody_empties_the_engine_and_it_goes_on(
+def test_scheduler_error_aborts_all_requests_and_the_engine_recovers(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_core(qwen3_folder) as core:
@@ -221,7 +221,7 @@ def test_an_error_of_nobody_empties_the_engine_and_it_goes_on(
         assert tokens(core, 1, 2) == want
 
 
-def test_requests_that_an_update_aborts_leave_no_prefix_of_the_weights_before(qwen3_folder: Path) -> None:
+def test_requests_aborted_by_an_update_leave_no_cached_prefix(qwen3_folder: Path) -> None:
     """Pausing and updating are one command if the engine shares memory with the trainer."""
 
     def swap() -> None:
@@ -249,7 +249,7 @@ def safetensors_blob(dtype: str, name: str = "lm_head.weight", size: int = 1) ->
     return struct.pack("<Q", len(header)) + header + b"\0" * size
 
 
-def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> None:
+def test_engine_survives_dropped_control_requests(engine: EngineProcess) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
     long = {"max_new_tokens": 400, "ignore_eos": True, "n": 8}
     asked = engine.in_background(lambda: engine.generate(input_ids=[5], sampling_params=long))
@@ -293,7 +293,7 @@ def test_dropped_control_calls_leave_the_engine_alive(engine: EngineProcess) -> 
         ("generate", {"input_ids": [1], "top_logprobs_num": 1 << 70}, "top_logprobs_num"),
     ],
 )  # fmt: skip
-def test_values_of_other_types_are_refused_by_name(
+def test_rejects_invalid_values_naming_the_parameter(
     engine: EngineProcess, route: str, body: dict[str, Any], param: str
 ) -> None:
     status, answer = engine.post(f"/{route}", body)
@@ -302,7 +302,7 @@ def test_values_of_other_types_are_refused_by_name(
     assert engine.get("/health_generate")[0] == 200
 
 
-def test_an_engine_without_descriptors_logs_a_few_lines_and_answers_afterwards(engine: EngineProcess) -> None:
+def test_fd_exhaustion_logs_few_lines_and_the_engine_recovers(engine: EngineProcess) -> None:
     pid, before = engine.process.pid, len(engine.log.read_text())
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     assert limits[0] >= min(65536 + 4096 + 256, limits[1])  # raised to cover the maximum number of queued samples
@@ -324,7 +324,7 @@ def test_an_engine_without_descriptors_logs_a_few_lines_and_answers_afterwards(e
     assert len(engine.log.read_text()[before:].splitlines()) < 40
 
 
-def test_a_client_that_sends_no_http_gets_one_line_in_the_log(engine: EngineProcess) -> None:
+def test_invalid_http_requests_log_few_lines_without_traceback(engine: EngineProcess) -> None:
     before = len(engine.log.read_text())
     for _ in range(50):
         with socket.create_connection(("127.0.0.1", engine.port), timeout=60) as client:
@@ -340,12 +340,12 @@ def test_a_client_that_sends_no_http_gets_one_line_in_the_log(engine: EngineProc
 @pytest.mark.parametrize(
     "raw", [b"", b"nope", b"[" * 5000, b'{"input_ids": [NaN]}', b'{"text": "\\ud800"}', b"[]", b"\xff\xfe", b"9" * 9999]
 )
-def test_bodies_that_are_no_json_objects_are_refused(engine: EngineProcess, raw: bytes) -> None:
+def test_rejects_malformed_bodies(engine: EngineProcess, raw: bytes) -> None:
     status, answer = engine.post("/generate", raw)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_an_index_that_is_a_folder_is_refused(engine: EngineProcess, tmp_path: Path) -> None:
+def test_rejects_a_weight_index_that_is_a_folder(engine: EngineProcess, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").mkdir()
     status, answer = engine.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert status == 400
@@ -353,7 +353,7 @@ def test_an_index_that_is_a_folder_is_refused(engine: EngineProcess, tmp_path: P
     assert engine.get("/health_generate")[0] == 200
 
 
-def test_tensors_of_a_dtype_that_torch_cannot_copy_are_refused(engine: EngineProcess, tmp_path: Path) -> None:
+def test_rejects_unsupported_dtypes_and_malformed_tensors(engine: EngineProcess, tmp_path: Path) -> None:
     for dtype in ("F4", "F8_E8M0", "F32"):
         blob = safetensors_blob(dtype)
         status, answer = engine.post("/update_weights_from_tensor", blob, "application/octet-stream")
@@ -369,7 +369,7 @@ def test_tensors_of_a_dtype_that_torch_cannot_copy_are_refused(engine: EnginePro
     assert engine.get("/health_generate")[0] == 200
 
 
-def test_continuing_while_memory_is_released_waits_for_the_memory(engine: EngineProcess) -> None:
+def test_continue_while_memory_is_released_keeps_requests_waiting(engine: EngineProcess) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
     assert engine.post("/release_memory_occupation", {})[0] == 200
     assert engine.post("/continue_generation", {})[0] == 200
@@ -381,7 +381,7 @@ def test_continuing_while_memory_is_released_waits_for_the_memory(engine: Engine
     assert asked.result(240)["output_ids"] == before
 
 
-def test_a_pause_outlasts_a_release(engine: EngineProcess) -> None:
+def test_pause_survives_memory_release_and_resume(engine: EngineProcess) -> None:
     engine.post("/pause_generation", {"mode": "abort"})
     engine.post("/release_memory_occupation", {})
     engine.post("/resume_memory_occupation", {})
@@ -397,7 +397,7 @@ def whole_again(engine: EngineProcess, folder: Path) -> None:
     assert engine.post("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "default"})[0] == 200
 
 
-def test_requests_that_waited_for_memory_are_refused_when_the_weights_are_gone(
+def test_requests_waiting_for_memory_fail_if_weights_were_discarded(
     engine: EngineProcess, qwen3_folder: Path
 ) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
@@ -413,14 +413,14 @@ def test_requests_that_waited_for_memory_are_refused_when_the_weights_are_gone(
 
 
 @pytest.mark.parametrize("tags", [["cuda_graph"], ["cuda_graph", "kv_cache"], ["weights", "kv_cache", "cuda_graph"]])
-def test_resuming_by_default_resumes_whatever_was_released(engine: EngineProcess, tags: list[str]) -> None:
+def test_resume_without_tags_resumes_all_released_memory(engine: EngineProcess, tags: list[str]) -> None:
     assert engine.post("/release_memory_occupation", {"tags": tags})[0] == 200
     assert engine.post("/resume_memory_occupation", {})[0] == 200
     assert engine.get("/health_generate")[1] == {"status": "ok"}
 
 
 @pytest.mark.parametrize("way", ["bytes", "handle", "group"])
-def test_a_part_of_the_weights_does_not_make_discarded_ones_good(
+def test_partial_update_leaves_discarded_weights_stale(
     engine: EngineProcess, qwen3_folder: Path, tmp_path: Path, way: str
 ) -> None:
     """The weights are valid again once two parts of one version cover all tensors."""
@@ -476,7 +476,7 @@ def joined(engine: EngineProcess, name: str) -> ProcessGroupGloo:
     return trainer
 
 
-def test_a_trainer_that_sends_nothing_delays_nobody_and_leaving_its_group_ends_the_update(
+def test_silent_trainer_blocks_no_request_and_leaving_ends_the_update(
     engine: EngineProcess, qwen3_folder: Path
 ) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
@@ -498,7 +498,7 @@ def test_a_trainer_that_sends_nothing_delays_nobody_and_leaving_its_group_ends_t
 
 
 @pytest.mark.parametrize("way", ["the group is left", "the trainer dies"])
-def test_an_update_that_cannot_be_finished_makes_the_weights_stale(
+def test_incomplete_update_makes_the_weights_stale(
     engine: EngineProcess, qwen3_folder: Path, way: str
 ) -> None:
     """The engine is paused while the rest may still arrive; afterwards requests and health checks get 503."""
@@ -530,7 +530,7 @@ def test_an_update_that_cannot_be_finished_makes_the_weights_stale(
     assert engine.generate(**bodies(1)[0])["output_ids"] == before
 
 
-def test_a_bucket_that_does_not_follow_the_one_before_is_refused(engine: EngineProcess, qwen3_folder: Path) -> None:
+def test_rejects_a_bucket_out_of_order(engine: EngineProcess, qwen3_folder: Path) -> None:
     """The engine runs no step between the buckets of an update; another update in between cancels the first."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]

@@ -40,7 +40,7 @@ def in_triton(kernel: Any) -> str:
 
 
 @pytest.mark.parametrize("kernel", [decode_kernels._decode_kernel, prefill_kernels._extend_kernel])
-def test_a_head_begins_beyond_two_billion_numbers(kernel: Any) -> None:
+def test_head_strides_are_widened_to_64_bits(kernel: Any) -> None:
     """Offsets exceed 2^31, e.g. with 128 heads of 192 for each of 100,000 slots."""
     code = in_triton(kernel)
     for stride in ("sk_h", "sv_h"):

@@ -78,7 +78,7 @@ assert worst < 1e-4, worst
         long(80, 80, 33, 2.0, "sinks", 8),
     ],
 )
-def test_kernels_match_attention_spelled_out(
+def test_attention_kernels_match_the_reference(
     dim: int, value_dim: int, window: int, softcap: float, sinks: str, heads: int
 ) -> None:
     run(PROGRAM, *(str(x) for x in (1, dim, value_dim, window, softcap, sinks, heads)))
@@ -133,7 +133,7 @@ assert worst < 1e-4, worst
 """
 
 
-def test_experts_and_delta_nets_match_the_plain_ones() -> None:
+def test_expert_and_delta_net_kernels_match_the_reference() -> None:
     run(EXPERTS)
 
 

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", some(["mistral", "qwen3_moe"], of=KINDS))
-def test_bodies(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiles_fused_body_kernels(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     compiled = compile_launches(monkeypatch, tmp_path_factory)
     block = block_of(AutoConfig.for_model(kind, **SMALL, **KINDS[kind]).to_dict())
     assert block is not None
@@ -38,7 +38,7 @@ def test_bodies(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
     assert {"_decode_kernel", "_extend_kernel"} <= set(compiled), sorted(set(compiled))
 
 
-def test_draws(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiles_sampling_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     compiled = compile_launches(monkeypatch, tmp_path_factory)
     KernelDraw.compile_plain(64, 5000)
     assert set(compiled) == {"mass_kernel", "pick_kernel"}

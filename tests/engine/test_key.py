@@ -49,7 +49,7 @@ def config(locked: EngineProcess, qwen3_folder: Path) -> Config:
     return derive(Config(hf_checkpoint=str(qwen3_folder), **settings))
 
 
-def test_an_engine_that_wants_a_key_says_where_to_put_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_key_error_names_the_environment_variable(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(UserError, match=f"wants an API key: put it into the environment variable {KEY_VARIABLE}$"):
         ExternalEngines(config).start()
@@ -58,7 +58,7 @@ def test_an_engine_that_wants_a_key_says_where_to_put_it(config: Config, monkeyp
         ExternalEngines(config).start()
 
 
-def test_a_run_and_its_plugins_reach_engines_with_a_key(
+def test_run_and_plugins_reach_engines_that_require_a_key(
     config: Config, locked: EngineProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
@@ -91,13 +91,13 @@ def test_a_run_and_its_plugins_reach_engines_with_a_key(
         assert KEY not in json.dumps(runtime.args.to_dict(), default=str)
 
 
-def test_the_key_of_the_environment_is_for_engines_of_others(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_key_applies_to_external_engines_only(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert engine_key(config) == KEY
     assert engine_key(config.replace(rollout_external_engine_addrs=None)) is None
 
 
-def test_every_run_makes_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_keys_are_unique_and_key_variable_follows_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     made = {made_key() for _ in range(2)}
     assert len(made) == 2
@@ -110,7 +110,7 @@ def test_every_run_makes_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert key_variable(address) == KEY_VARIABLE
 
 
-def test_generation_on_loopback_is_open_to_programs_and_control_is_not(engine: EngineProcess) -> None:
+def test_loopback_generation_is_open_and_control_requires_a_key(engine: EngineProcess) -> None:
     def status(path: str, body: Any = None, **headers: str) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -161,7 +161,7 @@ def test_generation_on_loopback_is_open_to_programs_and_control_is_not(engine: E
     assert engine.key not in json.dumps(engine.get("/server_info")[1])
 
 
-def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_run_finds_it(
+def test_served_engine_stores_its_key_in_a_file_for_attached_runs(
     qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in (KEY_VARIABLE, CONTROL_KEY_VARIABLE):
@@ -206,7 +206,7 @@ def test_a_served_engine_keeps_its_key_in_a_file_of_its_user_where_an_attached_r
         raise AssertionError("an engine without a key would be open")
 
 
-def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
+def test_engines_beyond_loopback_require_the_key_of_the_run(
     qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
@@ -236,7 +236,7 @@ def test_a_run_asks_its_engines_beyond_loopback_with_its_key(
             assert runtime.router_address == (None, False, engines.key)
 
 
-def test_a_plugin_that_asks_for_an_abort_shows_the_key_of_its_run(engine: EngineProcess, qwen3_folder: Path) -> None:
+def test_plugin_posts_send_the_run_key_to_the_engine_url_only(engine: EngineProcess, qwen3_folder: Path) -> None:
     config = derive(Config(hf_checkpoint=str(qwen3_folder), rollout_batch_size=1, num_rollout=1))
     with pytest.raises(EngineRejected, match="401"):
         asyncio.run(post(f"{engine.url}/abort_request", {"abort_all": True}))
@@ -248,7 +248,7 @@ def test_a_plugin_that_asks_for_an_abort_shows_the_key_of_its_run(engine: Engine
             runtime.run(post(f"http://localhost:{engine.port}/abort_request", {"abort_all": True}))
 
 
-def test_an_engine_that_others_can_reach_never_goes_without_a_key(
+def test_engine_on_a_public_address_always_has_a_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def key_of(*words: str) -> str | None:

@@ -62,7 +62,7 @@ def run(folder: Path, options: list[str], requests: list[dict[str, Any]], *, ahe
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_the_tokens_are_those_of_one_step_at_a_time(mixture: str, qwen3_folder: Path) -> None:
+def test_lookahead_gives_the_same_tokens(mixture: str, qwen3_folder: Path) -> None:
     options, requests = MIXTURES[mixture]
     assert run(qwen3_folder, options, requests, ahead=True) == run(qwen3_folder, options, requests, ahead=False)
 
@@ -86,7 +86,7 @@ class Watched:
         core.runner.launch, core.runner.launch_extend = watched, watched_extend  # type: ignore[method-assign]
 
 
-def test_steps_are_launched_ahead_while_others_wait_and_end(qwen3_folder: Path) -> None:
+def test_steps_are_launched_ahead_while_requests_queue_and_finish(qwen3_folder: Path) -> None:
     """Every decode step is launched before the last one is read."""
     with running_core(qwen3_folder, "--max-running-requests", "4") as core:
         watched = Watched(core)
@@ -96,7 +96,7 @@ def test_steps_are_launched_ahead_while_others_wait_and_end(qwen3_folder: Path) 
     assert all(alive for _, _, alive in watched.decodes)  # a sequence that reaches its length is not in the next step
 
 
-def test_prompts_take_turns_with_those_who_decode(qwen3_folder: Path) -> None:
+def test_long_prompt_chunks_alternate_with_decode_steps(qwen3_folder: Path) -> None:
     """A long prompt is prefilled in chunks of `mixed_tokens`, each followed by a decode step."""
     with running_core(qwen3_folder) as core:
         core.steps._turns.mixed_tokens = 10
@@ -157,7 +157,7 @@ def _retract(core: EngineCore, other: Path, sequences: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("command", [_update, _abort, _retract])
-def test_commands_between_steps_that_are_in_flight(
+def test_commands_during_lookahead_keep_log_probs_and_slots_correct(
     command: Callable[[EngineCore, Path, list[Sequence]], None], qwen3_folder: Path, tmp_path: Path
 ) -> None:
     """Every token has the log-prob of the weights of its version, and no slot is lost."""

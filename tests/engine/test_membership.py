@@ -93,7 +93,7 @@ def with_engines(
     asyncio.run(main())
 
 
-def test_a_new_engine_gets_requests_once_it_is_up_and_is_shown_its_own_key() -> None:
+def test_added_engine_gets_requests_and_its_own_key_once_up() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         told: list[tuple[str, str]] = []
         pool.when_changed.append(lambda state, url: told.append((state, url)))
@@ -116,7 +116,7 @@ def test_a_new_engine_gets_requests_once_it_is_up_and_is_shown_its_own_key() -> 
     with_engines(use, waits=(False, False))
 
 
-def test_requests_of_an_engine_that_is_removed_go_to_another_one() -> None:
+def test_requests_of_a_removed_engine_move_to_another() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         pool.add(engines[1].url)
         asking = asyncio.ensure_future(pool.generate_result(payload(), "a group"))
@@ -131,7 +131,7 @@ def test_requests_of_an_engine_that_is_removed_go_to_another_one() -> None:
     with_engines(use, waits=(True, False))
 
 
-def test_a_request_waits_for_an_engine_to_come_when_the_last_one_is_gone() -> None:
+def test_request_waits_for_a_new_engine_after_the_last_is_removed() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         asking = asyncio.ensure_future(pool.generate_result(payload()))
         await engines[0].arrived.acquire()
@@ -144,7 +144,7 @@ def test_a_request_waits_for_an_engine_to_come_when_the_last_one_is_gone() -> No
     with_engines(use, waits=(True, False))
 
 
-def test_a_pool_without_engines_says_so_in_the_end() -> None:
+def test_empty_pool_raises_after_its_patience() -> None:
     async def main() -> None:
         with pytest.raises(EngineUnreachable, match=r"no other engine came up within 0\.01 s"):
             await EnginePool([], may_be_empty=True, patience_s=0.01).generate(payload())
@@ -154,7 +154,7 @@ def test_a_pool_without_engines_says_so_in_the_end() -> None:
         EnginePool([])
 
 
-def test_an_engine_that_drains_hands_over_every_token_it_has() -> None:
+def test_draining_engine_returns_its_partial_tokens() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         asking = [asyncio.ensure_future(pool.generate_result(payload())) for _ in range(8)]
         for _ in asking:
@@ -172,7 +172,7 @@ def test_an_engine_that_drains_hands_over_every_token_it_has() -> None:
     with_engines(use, waits=(True, False))
 
 
-def test_the_number_of_samples_under_way_follows_the_engines() -> None:
+def test_resizing_seats_changes_the_concurrency_limit() -> None:
     async def main() -> None:
         seats = ConcurrencyLimit(2)
         for _ in range(2):
@@ -214,7 +214,7 @@ class MovingFleet:
         self.urls[index] = self.places.pop()
 
 
-def test_the_supervisor_follows_an_engine_to_its_new_place_and_does_without_one_that_has_none() -> None:
+def test_supervisor_follows_moved_engines_and_drops_retired_ones() -> None:
     loop, brought, failing = LoopThread("test"), [], []
 
     def refresh(url: str) -> bool:

@@ -121,7 +121,7 @@ def test_log_probs_match_transformers(architecture: str, tmp_path: Path) -> None
         torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=atol, rtol=0)
 
 
-def test_sequences_that_end_apart_leave_the_others_as_they_were(qwen3_folder: Path) -> None:
+def test_log_probs_match_when_sequences_end_at_different_steps(qwen3_folder: Path) -> None:
     lengths = (40, 3, 25, 90, 12, 7, 61)
     with running_core(qwen3_folder) as core:
         bodies = [
@@ -165,7 +165,7 @@ def test_sampling_follows_the_distribution(qwen3_folder: Path) -> None:
     assert ((seen - probs).abs() <= 5 * error + 1e-3).all()
 
 
-def test_filters_keep_to_their_support(qwen3_folder: Path) -> None:
+def test_top_k_top_p_and_min_p_restrict_the_support(qwen3_folder: Path) -> None:
     ids = prompt(4, 9)
     model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_filters_keep_to_their_support(qwen3_folder: Path) -> None:
                 assert math.isclose(seq.logprobs[0], float(want[seq.output_ids[0]]), abs_tol=1e-4)
 
 
-def test_penalties_bias_and_minimum_length(qwen3_folder: Path) -> None:
+def test_logit_bias_and_minimum_length_take_effect(qwen3_folder: Path) -> None:
     ids = prompt(5, 7)
     with running_core(qwen3_folder) as core:
         free = generate(core, [{"input_ids": ids, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}])[0]
@@ -223,7 +223,7 @@ def test_seeded_samples_repeat_in_any_batch(qwen3_folder: Path) -> None:
     assert crowd[-1].output_ids == alone
 
 
-def test_looking_ahead_changes_nothing(qwen3_folder: Path) -> None:
+def test_lookahead_gives_the_same_tokens_and_correct_log_probs(qwen3_folder: Path) -> None:
     """Launching a step before the last one is read, as on CUDA: same tokens, correct log-probs, no slot lost."""
     bodies = [
         {
@@ -270,7 +270,7 @@ class LateInbox:
 
 
 @pytest.mark.parametrize("command", ["update", "retract"])
-def test_a_command_that_comes_while_a_step_is_in_flight_meets_its_tokens(
+def test_command_during_a_step_runs_after_its_tokens_are_read(
     command: str, qwen3_folder: Path, tmp_path: Path
 ) -> None:
     """A token sampled with the old weights is never reported with the new version, and no slot is lost."""
@@ -305,7 +305,7 @@ def test_a_command_that_comes_while_a_step_is_in_flight_meets_its_tokens(
         assert not old[spans["new"]]
 
 
-def test_prompts_are_scored(qwen3_folder: Path) -> None:
+def test_prompt_log_probs_match_transformers(qwen3_folder: Path) -> None:
     ids = prompt(7, 30)
     body = {"input_ids": ids, "logprob_start_len": 4, "sampling_params": {"max_new_tokens": 0}}
     with running_core(qwen3_folder, "--chunked-prefill-size", "7") as core:
@@ -346,7 +346,7 @@ def test_prefixes_are_shared(qwen3_folder: Path) -> None:
     torch.testing.assert_close(torch.tensor(turn.logprobs), reference_logprobs(qwen3_folder, turn), atol=2e-5, rtol=0)
 
 
-def test_fused_experts_are_updated_under_the_folders_names(tmp_path: Path) -> None:
+def test_fused_experts_are_updated_by_checkpoint_names(tmp_path: Path) -> None:
     """transformers fuses experts while loading; an update uses the checkpoint's names, in several files."""
     extra = ARCHITECTURES["qwen3_moe"]
     first = make_model_folder(tmp_path / "first", "qwen3_moe", **extra)
@@ -361,7 +361,7 @@ def test_fused_experts_are_updated_under_the_folders_names(tmp_path: Path) -> No
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(other, seq), atol=2e-5, rtol=0)
 
 
-def test_new_weights_reach_layers_that_are_large_enough_to_be_packed(tmp_path: Path) -> None:
+def test_weight_updates_reach_packed_layers(tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 1024, "initializer_range": 0.05}
     first = make_model_folder(tmp_path / "first", **wide)
     other = make_model_folder(tmp_path / "other", seed=1, **wide)
@@ -376,7 +376,7 @@ def test_new_weights_reach_layers_that_are_large_enough_to_be_packed(tmp_path: P
             torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
 
 
-def test_state_outside_attention_is_refused(tmp_path: Path) -> None:
+def test_rejects_models_with_state_outside_attention(tmp_path: Path) -> None:
     extra = {"state_size": 8, "num_hidden_layers": 2, "hidden_size": 32}
     folder = make_model_folder(tmp_path / "mamba", "mamba", **extra)
     with pytest.raises(UserError, match="outside transformers' attention interface"), running_core(folder):
@@ -387,7 +387,7 @@ HYBRID = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_st
 
 
 @pytest.mark.parametrize("scale", [0.2, 0.02])
-def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_path: Path) -> None:
+def test_rejects_a_model_that_is_computed_wrongly(scale: float, tmp_path: Path) -> None:
     """Every layer of Falcon-H1 uses the attention interface and also keeps a separate state."""
     folder = make_model_folder(tmp_path / "hybrid", "falcon_h1", **HYBRID, initializer_range=scale)
     wrong = r"computes falcon_h1 models wrongly \(a log-prob differs by [0-9.e-]+ from its plain forward\)"
@@ -397,7 +397,7 @@ def test_a_model_that_the_engine_computes_wrongly_is_refused(scale: float, tmp_p
 
 @pytest.mark.parametrize("window", [20, 200])
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
-def test_windows_that_only_a_mask_says_are_checked_however_wide(
+def test_windows_given_only_by_the_mask_are_verified(
     model_type: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that reads windows from the arguments only must not start."""
@@ -411,7 +411,7 @@ def test_windows_that_only_a_mask_says_are_checked_however_wide(
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e-4), ("bfloat16", 0.02)])
-def test_what_the_weights_of_a_model_hide_is_refused(
+def test_wrong_scale_is_detected_despite_small_weights_or_bfloat16(
     dtype: str, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small weights make attention uniform at any scale, and bfloat16 rounding exceeds the effect of a wrong scale."""
@@ -424,7 +424,7 @@ def test_what_the_weights_of_a_model_hide_is_refused(
 
 
 @pytest.mark.parametrize("window", [20, 200])
-def test_a_model_that_cannot_be_made_small_is_compared_with_its_own_weights(
+def test_falls_back_to_own_weights_without_a_small_model(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model whose windows are too wide for this comparison is rejected."""
@@ -445,21 +445,21 @@ def test_a_model_that_cannot_be_made_small_is_compared_with_its_own_weights(
         pass
 
 
-def test_model_code_that_does_not_run_over_slots_is_refused(tmp_path: Path) -> None:
+def test_rejects_model_code_that_cannot_run_over_slots(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "modernbert-decoder", bos_token_id=1, cls_token_id=3)
     wrong = r"cannot compute modernbert-decoder models \(.*\): serve it with SGLang"
     with pytest.raises(UserError, match=wrong), running_core(folder):
         pass
 
 
-def test_models_of_any_size_are_checked(qwen3_folder: Path) -> None:
+def test_load_check_runs_with_one_row_and_a_tiny_cache(qwen3_folder: Path) -> None:
     """The check runs with one request row and a cache of fewer tokens than it writes."""
     with running_core(qwen3_folder, "--max-running-requests", "1", "--max-total-tokens", "4") as core:
         [seq] = generate(core, [{"input_ids": prompt(1, 2), "sampling_params": {"max_new_tokens": 2}}])
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(qwen3_folder, seq), atol=2e-5, rtol=0)
 
 
-def test_the_context_ends_where_an_indexer_would_choose(tmp_path: Path) -> None:
+def test_context_is_limited_to_the_indexer_topk(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "sparse", "glm_moe_dsa", **{**ARCHITECTURES["glm_moe_dsa"], "index_topk": 32})
     with running_core(folder) as core:
         assert core.context_len == 32
@@ -471,7 +471,7 @@ def test_the_context_ends_where_an_indexer_would_choose(tmp_path: Path) -> None:
         pass
 
 
-def test_the_context_ends_where_the_rope_changes(tmp_path: Path) -> None:
+def test_context_is_limited_to_the_original_rope_length(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     original = {"original_max_position_embeddings": 64}
     folder = make_model_folder(tmp_path / "long", "phi3", rope_parameters={**rope, **original}, **original)

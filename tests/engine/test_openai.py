@@ -47,7 +47,7 @@ def called(arguments: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
-def test_a_conversation_is_what_the_template_makes_of_it() -> None:
+def test_chat_template_renders_messages_parts_and_tools() -> None:
     assert text() == "<user>hi<assistant>"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert text(messages=[{"role": "user", "content": parts}]) == "<user>ab<assistant>"
@@ -65,7 +65,7 @@ def test_a_conversation_is_what_the_template_makes_of_it() -> None:
         ("[1]", "(add raw [1])"),
     ],
 )
-def test_arguments_of_tool_calls_are_objects_to_the_template(arguments: Any, rendered: str) -> None:
+def test_json_tool_call_arguments_reach_the_template_as_objects(arguments: Any, rendered: str) -> None:
     assert text(messages=called(arguments)) == f"<user>hi<assistant>{rendered}<assistant>"
 
 
@@ -94,13 +94,13 @@ def test_arguments_of_tool_calls_are_objects_to_the_template(arguments: Any, ren
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
     ],
 )
-def test_what_the_template_cannot_be_told(body: dict[str, Any], param: str) -> None:
+def test_rejects_invalid_template_tool_and_message_fields(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         text(**body)
     assert refused.value.param == param
 
 
-def test_an_answer_that_must_be_a_call() -> None:
+def test_required_or_named_tool_choice_forces_a_call() -> None:
     named = {"type": "function", "function": {"name": "add"}}
     given = {"messages": [USER], "tools": [TOOL]}
     assert forced_call(Fields({**given, "tool_choice": "required"})) == (True, None)
@@ -142,7 +142,7 @@ def call(arguments: str) -> dict[str, Any]:
     return {"index": 0, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-def test_an_engine_with_parsers_tells_reasoning_text_and_calls_apart(caller: EngineProcess) -> None:
+def test_parsers_separate_reasoning_text_and_tool_calls(caller: EngineProcess) -> None:
     choice = answered(caller)
     assert choice["message"] == {
         "role": "assistant",
@@ -159,7 +159,7 @@ def test_an_engine_with_parsers_tells_reasoning_text_and_calls_apart(caller: Eng
     assert whole["message"] == {"role": "assistant", "content": f"<think>hm</think>so {made}"}
 
 
-def test_a_call_that_is_cut_off_is_text(caller: EngineProcess) -> None:
+def test_truncated_tool_call_is_returned_as_text(caller: EngineProcess) -> None:
     choice = answered(caller, max_tokens=8)
     assert choice["message"] == {
         "role": "assistant",
@@ -169,7 +169,7 @@ def test_a_call_that_is_cut_off_is_text(caller: EngineProcess) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_a_request_may_ask_for_a_call(caller: EngineProcess, engine: EngineProcess) -> None:
+def test_forced_tool_choice_needs_a_parser_and_returns_a_call(caller: EngineProcess, engine: EngineProcess) -> None:
     named = {"type": "function", "function": {"name": "add"}}
     for choice, arguments in (("required", "{}"), (named, '{"a": 7}')):
         forced = answered(caller, tool_choice=choice)
@@ -180,7 +180,7 @@ def test_a_request_may_ask_for_a_call(caller: EngineProcess, engine: EngineProce
         assert "--tool-call-parser" in answer["error"]["message"]
 
 
-def test_openais_client_sees_a_call_as_it_is_written(caller: EngineProcess) -> None:
+def test_openai_client_streams_reasoning_text_and_tool_calls(caller: EngineProcess) -> None:
     client = openai.OpenAI(base_url=f"{caller.url}/v1", api_key="none", max_retries=0)
     chunks = list(client.chat.completions.create(**CHAT, model="any", stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -197,7 +197,7 @@ def test_openais_client_sees_a_call_as_it_is_written(caller: EngineProcess) -> N
     assert [made.function.arguments for made in message.tool_calls or ()] == [ARGUMENTS]
 
 
-def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:
+def test_prompt_may_be_a_list_of_texts_or_token_ids(engine: EngineProcess) -> None:
     limits = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
     words = ["what is", "the answer"]
     ids = [make_tokenizer().encode(word) for word in words]
@@ -226,7 +226,7 @@ def test_a_prompt_may_be_texts_or_ids(engine: EngineProcess) -> None:
         ("completions", {"prompt": "a", "min_tokens": 9, "max_tokens": 4}, None),
     ],
 )
-def test_refusals_have_openais_shape(
+def test_errors_have_the_openai_format(
     engine: EngineProcess, route: str, body: dict[str, Any], param: str | None
 ) -> None:
     status, answer = engine.post(f"/v1/{route}", body)
@@ -235,7 +235,7 @@ def test_refusals_have_openais_shape(
     assert (answer["error"]["type"], answer["error"]["param"]) == ("invalid_request_error", param)
 
 
-def test_fields_that_change_no_token_are_left_out(engine: EngineProcess) -> None:
+def test_fields_without_effect_are_ignored(engine: EngineProcess) -> None:
     body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
     plain = engine.post("/v1/completions", body)[1]["choices"][0]["text"]
     asked = {"user": "me", "best_of": 1, "echo": False, "response_format": {"type": "text"}, "store": True}
@@ -243,7 +243,7 @@ def test_fields_that_change_no_token_are_left_out(engine: EngineProcess) -> None
     assert (status, answer["choices"][0]["text"]) == (200, plain)
 
 
-def test_a_prompt_that_no_context_holds_is_refused_unread(engine: EngineProcess) -> None:
+def test_rejects_a_prompt_far_beyond_the_context(engine: EngineProcess) -> None:
     status, answer = engine.post("/v1/completions", {"prompt": "a" * 1_000_000})
     assert status == 400
     assert "1000000 characters" in answer["error"]["message"]
@@ -269,7 +269,7 @@ def ask(engine: EngineProcess, path: str, body: Any = None, key: bytes | None = 
         return refused.code, json.load(refused)
 
 
-def test_the_api_key_opens_every_route_and_health_needs_none(guarded: EngineProcess) -> None:
+def test_routes_require_the_api_key_except_health(guarded: EngineProcess) -> None:
     for path in ("/server_info", "/v1/models", "/nowhere"):
         for key in (None, b"", b"wrong", b"s\xe9same", b"\xff"):
             status, answer = ask(guarded, path, key=key)
@@ -281,7 +281,7 @@ def test_the_api_key_opens_every_route_and_health_needs_none(guarded: EngineProc
     assert "sésame" not in json.dumps(info, ensure_ascii=False)
 
 
-def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> None:
+def test_body_size_samples_and_queue_are_limited(guarded: EngineProcess) -> None:
     status, answer = ask(guarded, "/generate", {"text": "a" * (1 << 20)})
     assert (status, answer["error"]["code"]) == (413, 413)
     long = {"max_new_tokens": 400, "ignore_eos": True}
@@ -302,7 +302,7 @@ def test_bodies_samples_and_the_queue_are_bounded(guarded: EngineProcess) -> Non
     assert ask(guarded, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 2})[0] == 200
 
 
-def test_log_probs_of_completions_have_the_shape_of_completions(engine: EngineProcess) -> None:
+def test_completion_log_probs_have_the_openai_format(engine: EngineProcess) -> None:
     """Completions have columns of tokens, as in OpenAI's client types; a chat has a list of objects."""
     client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "m", "prompt": [11, 12, 13], "max_tokens": 6, "temperature": 0}

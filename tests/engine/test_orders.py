@@ -13,7 +13,7 @@ SEQUENCES = int(os.environ.get("SLIME_FUZZ_SEQUENCES", "40"))
 SEED = int(os.environ.get("SLIME_FUZZ_SEED", "1"))
 
 
-def test_orders_in_any_sequence_give_tokens_of_the_right_weights(tmp_path: Path) -> None:
+def test_random_control_calls_give_tokens_of_the_right_weights(tmp_path: Path) -> None:
     async def run() -> None:
         began = time.perf_counter()
         async with Orders(SEED, tmp_path) as orders:

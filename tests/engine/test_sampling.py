@@ -42,13 +42,13 @@ def sequence(**raw: Any) -> Sequence:
         f'{{"min_new_tokens": 1, "stop_token_ids": {list(range(VOCAB))}}}',
     ],
 )
-def test_what_would_give_no_number_is_refused(raw: str) -> None:
+def test_rejects_invalid_sampling_parameters(raw: str) -> None:
     with pytest.raises(BadRequest):
         parse_sampling_params(json.loads(raw), vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-40, 1e-7])
-def test_temperatures_too_small_to_divide_by_are_greedy(temperature: float) -> None:
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     """As in SGLang: the arg-max, with the log-probs of temperature 1."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 30
     cold = sequence(temperature=temperature)
@@ -68,7 +68,7 @@ def test_temperatures_too_small_to_divide_by_are_greedy(temperature: float) -> N
         {"frequency_penalty": 2, "presence_penalty": -2, "top_p": 1e-9, "min_p": 1.0},
     ],
 )
-def test_the_extremes_that_are_accepted_give_numbers(raw: dict[str, Any]) -> None:
+def test_extreme_accepted_parameters_give_finite_log_probs(raw: dict[str, Any]) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 100
     token, logprob = draw_each(logits, [sequence(**raw)], torch.tensor([0.5]), torch.tensor([False]))
     assert 0 <= int(token) < VOCAB

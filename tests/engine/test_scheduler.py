@@ -74,7 +74,7 @@ def finished(growth: GrowthEstimate) -> Engine:
     return engine
 
 
-def test_a_reserve_for_growth_saves_most_of_what_retractions_compute_again() -> None:
+def test_growth_reserve_avoids_most_recomputation() -> None:
     without = finished(GrowthEstimate(share=0.0, lowest=0.0, highest=0.0, spare_steps=1))
     reserved = finished(GrowthEstimate())
     needed = 200 * PROMPT
@@ -84,7 +84,7 @@ def test_a_reserve_for_growth_saves_most_of_what_retractions_compute_again() -> 
     assert reserved.decode_steps < 1.25 * without.decode_steps  # the reserve leaves few slots idle
 
 
-def test_the_estimate_sinks_with_room_and_rises_without() -> None:
+def test_growth_estimate_falls_with_room_and_rises_without() -> None:
     growth = GrowthEstimate()
     for _ in range(1000):
         growth.found_room()
@@ -97,14 +97,14 @@ def test_the_estimate_sinks_with_room_and_rises_without() -> None:
     assert growth.share == (60 + 20 + 40 + 20) / 200
 
 
-def test_one_that_is_alone_begins_whatever_is_expected_of_it() -> None:
+def test_sequence_starts_alone_despite_its_growth_estimate() -> None:
     engine = Engine(PROMPT + 10, GrowthEstimate())
     engine.submit([list(range(PROMPT))] * 3, [10, 10, 10])
     engine.run()
     assert engine.scheduler.cache.available == PROMPT + 10
 
 
-def test_a_prefix_of_something_longer_fits_into_a_cache_that_it_fills() -> None:
+def test_evicts_the_tail_of_a_cached_sequence_when_the_cache_is_full() -> None:
     """The tree holds a sequence that fills the cache; the next one shares half of it and needs the other slots."""
     engine = Engine(PROMPT + 9, GrowthEstimate())
     first = list(range(PROMPT))
@@ -122,7 +122,7 @@ def queue_of(count: int) -> Scheduler:
     return engine.scheduler
 
 
-def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
+def test_new_requests_are_admitted_in_groups_and_a_lone_one_at_once() -> None:
     """60 of 64 rows decode: many small extend steps would interrupt them."""
     turns = StepInterleaver()
     turns.extended(FULL)
@@ -141,7 +141,7 @@ def test_newcomers_are_let_in_some_at_a_time_and_one_alone_at_once() -> None:
     assert turns.prompt_tokens(queue_of(1), 31, mixes=True)  # more than half of the rows are free
 
 
-def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> None:
+def test_extend_steps_alternate_with_decode_steps_when_many_decode() -> None:
     turns, some = StepInterleaver(), queue_of(40)
     assert StepInterleaver().prompt_tokens(some, 0, mixes=True) == some.chunk  # no sequence decodes, so none is delayed
     turns.extended(FULL)
@@ -151,7 +151,7 @@ def test_between_two_extend_steps_there_is_a_decode_step_where_many_decode() -> 
     assert turns.prompt_tokens(some, 40, mixes=True) == turns.mixed_tokens
 
 
-def test_a_crowd_goes_first_until_it_is_through() -> None:
+def test_crowd_is_prefilled_before_decoding_continues() -> None:
     """More requests arrive than decode: all are prefilled first, then decode together."""
     turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL)
@@ -165,7 +165,7 @@ def test_a_crowd_goes_first_until_it_is_through() -> None:
     assert turns.prompt_tokens(queue_of(turns.rows), 48, mixes=True) == turns.mixed_tokens
 
 
-def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
+def test_crowd_delays_decoding_for_crowd_steps_at_most() -> None:
     turns, crowd = StepInterleaver(), queue_of(64)
     taken = 0
     while turns.prompt_tokens(crowd, 8, mixes=True):
@@ -176,7 +176,7 @@ def test_those_who_decode_do_not_wait_for_a_crowd_forever() -> None:
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
 
 
-def test_a_crowd_that_trickles_in_takes_turns() -> None:
+def test_slowly_arriving_crowd_alternates_with_decoding() -> None:
     """Extend steps with few prompt tokens would delay decoding without gain."""
     turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL - 1)
@@ -185,14 +185,14 @@ def test_a_crowd_that_trickles_in_takes_turns() -> None:
     assert turns.prompt_tokens(crowd, 8, mixes=True) == crowd.chunk
 
 
-def test_who_has_no_row_belongs_to_no_crowd() -> None:
+def test_requests_without_a_free_row_do_not_form_a_crowd() -> None:
     turns, many = StepInterleaver(), queue_of(200)
     many._rows = many._rows[:10]
     turns.decoded()
     assert turns.prompt_tokens(many, 54, mixes=True) == 0  # ten rows are not a crowd and too few to admit
 
 
-def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> None:
+def test_empty_extend_step_delays_a_crowd_by_one_decode_step() -> None:
     """Samples of one prompt wait until the first has computed it: an empty extend step does not mean a lack of room."""
     turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(FULL)
@@ -203,7 +203,7 @@ def test_who_waits_for_the_prompt_of_another_does_so_for_one_decode_step() -> No
     assert turns.prompt_tokens(crowd, 1, mixes=True) == crowd.chunk
 
 
-def test_who_found_no_room_is_not_tried_at_every_step() -> None:
+def test_prefill_without_room_is_retried_only_after_room_is_made() -> None:
     turns, crowd = StepInterleaver(), queue_of(40)
     turns.extended(0)
     turns.decoded()
@@ -212,7 +212,7 @@ def test_who_found_no_room_is_not_tried_at_every_step() -> None:
     assert turns.prompt_tokens(crowd, 20, mixes=True)
 
 
-def test_many_aborts_look_at_those_that_they_abort() -> None:
+def test_abort_cost_is_linear_in_the_aborted_sequences() -> None:
     compared = 0
 
     class Watched(Sequence):
@@ -254,7 +254,7 @@ def test_many_aborts_look_at_those_that_they_abort() -> None:
     assert (core.scheduler.idle, len(told), core.scheduler._by_rid) == (True, count, {})
 
 
-def test_a_sequence_that_starts_over_is_still_found_by_its_request() -> None:
+def test_retracted_sequence_is_still_found_by_request_id() -> None:
     scheduler = Scheduler(KVCache(64), max_running=8, context_len=8, chunk=8)
     first, second = (Sequence(rid, [5, 6], SamplingParams(), frozenset(), 4, notify=print) for rid in "ab")
     scheduler.add([first, second])

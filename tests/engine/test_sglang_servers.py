@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_the_interpreter_is_asked_once_per_version(tmp_path: Path) -> None:
+def test_options_of_an_installed_version_are_cached(tmp_path: Path) -> None:
     installed = find_installed(SGLANG)
     assert installed is not None
     assert (str(installed), installed.python) == ("sglang 9.9.9", sys.executable)
@@ -89,7 +89,7 @@ def test_the_interpreter_is_asked_once_per_version(tmp_path: Path) -> None:
     assert list(again.options) == ["kept"]
 
 
-def test_backends_and_routers_are_chosen_with_a_reason(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chooses_backend_and_router_and_gives_a_reason(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = config_for(model, rollout_backend="auto")
     assert choose_backend(auto, "cuda") == ("sglang", "SGLang 9.9.9 is installed")
     assert choose_backend(auto, "cpu") == ("embedded", "there is no GPU for SGLang")
@@ -110,7 +110,7 @@ def test_backends_and_routers_are_chosen_with_a_reason(model: str, monkeypatch: 
         installed_sglang(auto)
 
 
-def test_the_command_line_of_a_server(model: str, tmp_path: Path) -> None:
+def test_server_command_line_has_the_configured_flags(model: str, tmp_path: Path) -> None:
     carried = {"sglang_enable_metrics": True, "sglang_cuda_graph_bs": [1, 2], "sglang_max_total_tokens": 99}
     config = config_for(model, carried=carried, rollout_num_gpus=2, seed=5, log_level="warning")
     with EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=model) as fleet:
@@ -154,7 +154,7 @@ def test_servers_get_their_gpus_and_parallel_sizes(model: str, tmp_path: Path, m
     assert not {"sleep-on-idle", "attention-backend", "max-total-tokens"} & set(written)
 
 
-def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path) -> None:
+def test_two_node_engine_runs_one_server_per_node(model: str, tmp_path: Path) -> None:
     near, far = FarNode("127.0.0.2", root="/near"), FarNode("127.0.0.3")
     slots = [Slot(node, str(device)) for node in (near, far) for device in (4, 5)]
     config = config_for(model, rollout_num_gpus=4, rollout_num_gpus_per_engine=4)
@@ -205,13 +205,13 @@ def test_an_engine_on_two_nodes_is_one_server_on_each(model: str, tmp_path: Path
         ({"sglang_router_ip": "h"}, "--sglang-router-ip needs --sglang-router-port"),
     ],
 )  # fmt: skip
-def test_flags_are_checked_before_anything_starts(model: str, carried: dict[str, Any], sentence: str) -> None:
+def test_rejects_invalid_sglang_and_router_flags(model: str, carried: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         check_engines(config_for(model, carried=carried), "sglang", "cpu")
     assert sentence in str(caught.value)
 
 
-def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path: Path) -> None:
+def test_router_gets_flags_and_workers_and_its_death_is_reported(model: str, tmp_path: Path) -> None:
     config = config_for(model, rollout_num_gpus=2, carried={"router_policy": "round_robin"})
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         router = options(report(tmp_path, "router")["argv"])
@@ -236,7 +236,7 @@ def test_a_router_gets_its_flags_and_the_servers_as_workers(model: str, tmp_path
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_has(
+def test_run_key_reaches_servers_and_router_but_no_command_line(
     model: str, tmp_path: Path, host: str
 ) -> None:
     config = config_for(model, host=host)
@@ -255,7 +255,7 @@ def test_servers_and_routers_ask_for_the_key_of_the_run_which_no_command_line_ha
             assert ask("GET", f"{own}/workers")[1] == {"workers": [{"id": "0", "url": engines.urls[0]}]}
 
 
-def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: str, tmp_path: Path) -> None:
+def test_restarted_server_rejoins_its_router_at_the_same_address(model: str, tmp_path: Path) -> None:
     with Engines(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path) as engines:
         urls = engines.urls
         assert engines.why_ended(0) is None
@@ -270,7 +270,7 @@ def test_a_restarted_server_comes_back_to_its_router_at_the_same_address(model: 
         assert [one["url"] for one in workers] == [urls[1], urls[0]]
 
 
-def test_prefill_and_decode_servers_behind_a_router(model: str, tmp_path: Path) -> None:
+def test_prefill_and_decode_servers_register_with_the_router(model: str, tmp_path: Path) -> None:
     carried = {"router_cb_failure_threshold": "5"}
     config = config_for(model, rollout_num_gpus=3, prefill_num_servers=1, carried=carried)
     assert count_engines(config, "sglang") == 3
@@ -290,7 +290,7 @@ def test_prefill_and_decode_servers_behind_a_router(model: str, tmp_path: Path) 
         Engines(config.replace(rollout_router="builtin"), device="cpu", run_dir=tmp_path)
 
 
-def test_a_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Path) -> None:
+def test_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Path) -> None:
     models = [
         {"name": "judge", "model_path": str(tmp_path / "judge"), "server_groups": [{"num_gpus": 2}]},
         {"name": "actor", "server_groups": [{"num_gpus": 1, "overrides": {"context_length": 77}}]},
@@ -318,7 +318,7 @@ def test_a_frozen_model_has_its_own_servers_and_address(model: str, tmp_path: Pa
         Engines(config, device="cpu", run_dir=tmp_path)
 
 
-def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path) -> None:
+def test_flags_fall_back_when_a_server_lacks_a_capability(model: str, tmp_path: Path) -> None:
     config = config_for(model, rollout_router="builtin")
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         [found] = engines.capabilities
@@ -344,7 +344,7 @@ def test_what_a_server_lacks_is_said_and_done_without(model: str, tmp_path: Path
         drop_unsupported(config.replace(use_rollout_routing_replay=True), [found])
 
 
-def test_servers_of_the_trained_model_say_what_their_routers_chose(model: str, tmp_path: Path) -> None:
+def test_routing_replay_makes_servers_return_routed_experts(model: str, tmp_path: Path) -> None:
     config = config_for(model, rollout_router="builtin", use_rollout_routing_replay=True)
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         assert engines.supported_config(config) is not None
@@ -355,7 +355,7 @@ def test_servers_of_the_trained_model_say_what_their_routers_chose(model: str, t
         check_engines(config.replace(prefill_num_servers=1, rollout_num_gpus=2), "sglang", "cpu")
 
 
-def test_engines_of_others_are_attached_and_left_running(model: str, tmp_path: Path) -> None:
+def test_external_engines_are_attached_and_left_running(model: str, tmp_path: Path) -> None:
     with EngineFleet(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path, model_path=model) as fleet:
         addresses = [url.removeprefix("http://") for url in fleet.urls]
         config = config_for(model, rollout_external_engine_addrs=addresses)
@@ -385,7 +385,7 @@ def test_engines_of_others_are_attached_and_left_running(model: str, tmp_path: P
         ({"rollout_external_engine_addrs": ["h:1"], "offload_rollout": True}, "--offload-rollout is for engines that the run starts itself"),
     ],
 )  # fmt: skip
-def test_wrong_addresses_are_refused(model: str, flags: dict[str, Any], sentence: str) -> None:
+def test_rejects_invalid_external_engine_flags(model: str, flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check_engines(config_for(model, **flags), "external", "cpu")
 
@@ -399,7 +399,7 @@ ANSWER = {
 
 
 @pytest.mark.parametrize("ask", ["generate", "generate_result"])
-def test_a_routed_pool_sends_requests_to_the_router_and_commands_to_the_engines(ask: str) -> None:
+def test_routed_pool_sends_requests_to_router_and_commands_to_engines(ask: str) -> None:
     from aiohttp import web
 
     seen: list[tuple[str, str, str | None]] = []

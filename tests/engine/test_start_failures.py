@@ -33,17 +33,17 @@ end_process(3)
 """
 
 
-def test_a_process_whose_threads_still_compile_leaves_with_its_code() -> None:
+def test_process_exits_with_its_code_while_threads_run() -> None:
     assert subprocess.run([sys.executable, "-c", LEAVES], timeout=240).returncode == 3
 
 
-def test_a_folder_that_does_not_exist_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_a_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-path", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: there is no model folder nowhere: --model-path takes the path")
 
 
 @pytest.mark.parametrize("refusal", [CudaDriverError("cuMemCreate: out of memory"), torch.cuda.OutOfMemoryError("no")])
-def test_a_cache_that_does_not_fit_is_said_in_a_sentence(refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_does_not_fit_gives_sizes_and_a_remedy(refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise refusal
 
@@ -55,7 +55,7 @@ def test_a_cache_that_does_not_fit_is_said_in_a_sentence(refusal: Exception, mon
         engine._allocate_cache(0)
 
 
-def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     for file in folder.glob("*token*"):
         file.unlink()

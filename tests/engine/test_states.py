@@ -24,14 +24,14 @@ def states(loads: dict[str, EngineLoad | None], **others: Any) -> EngineStates:
         (None, ("busy", True)),
     ],
 )
-def test_one_engine(load: EngineLoad | None, said: tuple[str, bool]) -> None:
+def test_state_of_one_engine(load: EngineLoad | None, said: tuple[str, bool]) -> None:
     one = states({"a": load})
     assert one.sentence() is None
     one.look()
     assert one.sentence() == said
 
 
-def test_dead_and_restarting_engines_are_named_and_not_asked() -> None:
+def test_dead_and_restarting_engines_are_named_and_not_queried() -> None:
     away: dict[str, str] = {}
     loads: dict[str, EngineLoad | None] = {"a": EngineLoad(2, 0), "b": EngineLoad(1, 4), "c": EngineLoad()}
     three = states(loads, ended={"b": "killed"}, away=lambda: away)
@@ -46,7 +46,7 @@ def test_dead_and_restarting_engines_are_named_and_not_asked() -> None:
     assert alone.sentence() == ("dead", True)
 
 
-def test_speed_is_what_was_generated_between_two_looks() -> None:
+def test_speed_is_tokens_generated_between_two_polls() -> None:
     now = [0.0]
     loads: dict[str, EngineLoad | None] = {"a": EngineLoad(1, 0, generated=100), "b": EngineLoad(1, 0, generated=0)}
     both = states(loads, now=lambda: now[0])
@@ -61,7 +61,7 @@ def test_speed_is_what_was_generated_between_two_looks() -> None:
     assert both.tokens_per_s == 100.0
 
 
-def test_sglang_answers_by_rank_in_either_dialect() -> None:
+def test_parses_load_answers_of_both_sglang_dialects() -> None:
     newer = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 1, "gen_throughput": 50.0}, {"num_running_reqs": 2}]}
     assert parse_load(newer) == EngineLoad(5, 1, tokens_per_s=50.0)
     assert parse_load([{"num_reqs": 5, "num_waiting_reqs": 2}]) == EngineLoad(3, 2)
@@ -70,7 +70,7 @@ def test_sglang_answers_by_rank_in_either_dialect() -> None:
     assert parse_load("what?") == EngineLoad()
 
 
-def test_nobody_there_is_no_load() -> None:
+def test_unreachable_engine_has_no_load() -> None:
     assert request_load("http://127.0.0.1:9") is None
 
 
@@ -101,7 +101,7 @@ class Pool:
     def set_up(self, url: str) -> None: ...
 
 
-def test_a_supervisor_knows_who_restarts_and_who_waits_for_weights() -> None:
+def test_supervisor_reports_restarting_and_waiting_engines() -> None:
     fleet = Fleet()
 
     def run_async(coro: Any) -> list[Any]:

@@ -156,7 +156,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_every_token_follows_from_those_before_it_and_no_slot_is_lost(ahead: bool) -> None:
+def test_random_steps_give_expected_tokens_and_free_all_slots(ahead: bool) -> None:
     kinds = set()
     for seed in range(60):
         engine = Engine(seed, ahead=ahead)

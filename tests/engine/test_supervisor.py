@@ -106,7 +106,7 @@ def running_at(url: str) -> int:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, long(signal.SIGSTOP)])
-def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, folder: Path, tmp_path: Path) -> None:
+def test_requests_complete_after_an_engine_dies_or_hangs(how: int, folder: Path, tmp_path: Path) -> None:
     patience = {} if how == signal.SIGKILL else {"timeout_s": 12.0, "max_restarts": 9}
     with two_engines(folder, tmp_path, **patience) as (fleet, pool, loop, supervisor):
 
@@ -133,7 +133,7 @@ def test_requests_of_an_engine_that_fails_are_continued_elsewhere(how: int, fold
         assert len(again["output_ids"]) == 4
 
 
-def test_an_engine_that_dies_while_it_comes_back_is_started_once_more(
+def test_engine_that_dies_during_restart_is_restarted_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with two_engines(folder, tmp_path) as (fleet, pool, _, supervisor):
@@ -175,7 +175,7 @@ def starts_an_engine(pid: int) -> bool:
     return b"slime.engine.embedded" in words and b"-I" not in words
 
 
-def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
+def test_keeps_tokens_sampled_before_the_engine_is_set_down(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with two_engines(folder, tmp_path) as (fleet, pool, loop, _):
@@ -214,7 +214,7 @@ def test_tokens_that_were_sampled_before_the_engine_died_are_kept(
         assert same.token_ids[: len(result.token_ids)] == result.token_ids
 
 
-def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(folder: Path, tmp_path: Path) -> None:
+def test_exceeding_max_restarts_raises_engines_given_up(folder: Path, tmp_path: Path) -> None:
     with two_engines(folder, tmp_path, max_restarts=1) as (fleet, _, _, supervisor):
         for _ in range(2):
             victim = next(process for process in fleet._processes if process.name == "engine-0")

@@ -62,7 +62,7 @@ def streamed(
         ("none", ["zz"], "none", None),
     ],
 )
-def test_the_first_match_ends_the_text(text: str, stops: list[str], final: str, matched: str | None) -> None:
+def test_first_stop_match_ends_the_text(text: str, stops: list[str], final: str, matched: str | None) -> None:
     assert streamed(letters(text), stops)[1:] == (final, matched)
 
 
@@ -75,18 +75,18 @@ def test_the_first_match_ends_the_text(text: str, stops: list[str], final: str, 
         ("xabc", ["abc", "ab"], "x", "ab"),
     ],
 )
-def test_of_several_matches_in_one_token_the_first_counts(
+def test_first_of_several_matches_in_one_token_counts(
     word: str, stops: list[str], final: str, matched: str
 ) -> None:
     assert streamed([0], stops, tokenizer=Words(word))[1:] == (final, matched)
 
 
-def test_a_match_over_tokens_is_cut_where_it_begins() -> None:
+def test_match_across_tokens_is_cut_at_its_start() -> None:
     assert streamed([0, 1, 2], ["END"], tokenizer=Words("aEN", "D", "x"))[1:] == ("a", "END")
     assert streamed([0, 1], ["END"], tokenizer=Words("aEN", "Db"), keep_stop=True)[1:] == ("aENDb", "END")
 
 
-def test_no_beginning_of_a_stop_string_leaks() -> None:
+def test_partial_stop_strings_are_not_streamed() -> None:
     pieces, final, matched = streamed(letters("say STAR STOP now"), ["STOP"])
     assert (final, matched) == ("say STAR ", "STOP")
     assert "".join(pieces) == "say STAR "
@@ -97,7 +97,7 @@ def test_no_beginning_of_a_stop_string_leaks() -> None:
     assert streamed(letters("the ST"), ["STOP"])[1] == "the ST"  # held back until the end of the text
 
 
-def test_all_text_is_told_but_what_may_begin_a_stop_string() -> None:
+def test_streams_all_text_except_a_possible_stop_prefix() -> None:
     rng = random.Random(5)
     for _ in range(300):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(rng.randint(1, 4))]
@@ -121,7 +121,7 @@ def test_all_text_is_told_but_what_may_begin_a_stop_string() -> None:
                 assert told == text[: len(text) - max(held)], (stops, text)
 
 
-def test_long_stop_strings_cost_time_linear_in_the_text() -> None:
+def test_stop_string_matching_is_linear_in_the_text() -> None:
     compared = 0
 
     class Counted(str):
@@ -146,7 +146,7 @@ def test_long_stop_strings_cost_time_linear_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_are_found_by_their_text(skip: bool) -> None:
+def test_special_tokens_match_stop_strings_by_their_text(skip: bool) -> None:
     tokens = [*ids("the answer"), IM_END, *ids(" more")]
     pieces, final, matched = streamed(tokens, ["<|im_end|>"], skip=skip)
     assert (final, matched) == ("the answer", "<|im_end|>")
@@ -157,7 +157,7 @@ def test_special_tokens_are_found_by_their_text(skip: bool) -> None:
     assert across[1:] == ("the" if skip else "the<|im_", "end|>fox")
 
 
-def test_streamed_text_is_the_decoded_text_whatever_the_bytes() -> None:
+def test_streamed_text_equals_decoded_text_for_any_tokens() -> None:
     rng = random.Random(3)
     for _ in range(60):
         tokens = [rng.randrange(320) for _ in range(rng.randrange(1, 120))]
@@ -169,7 +169,7 @@ def test_streamed_text_is_the_decoded_text_whatever_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("token", [IM_END, TOKENIZER.convert_tokens_to_ids("Ã")])
-def test_tokens_that_never_make_a_character_do_not_pile_up(token: int) -> None:
+def test_undecodable_tokens_do_not_accumulate(token: int) -> None:
     """For skipped special tokens or partial characters, the tail decoded again per token stays short."""
     longest = 0
 

@@ -23,13 +23,13 @@ def group(num_gpus: int, worker_type: str = "regular", **more: Any) -> dict[str,
     return {"worker_type": worker_type, "num_gpus": num_gpus, **more}
 
 
-def test_without_a_file_there_is_one_group_of_all_gpus() -> None:
+def test_default_topology_is_one_group_of_all_gpus() -> None:
     [model] = read_topology(Config(hf_checkpoint="/m", rollout_num_gpus=4, rollout_num_gpus_per_engine=2))
     assert (model.name, model.model_path, model.update_weights, model.num_engines) == ("default", "/m", True, 2)
     assert model.groups == (ServerGroup("regular", 4, 2, 0),)
 
 
-def test_the_shortcut_splits_engines_into_prefill_and_decode() -> None:
+def test_prefill_num_servers_splits_engines_into_prefill_and_decode() -> None:
     config = Config(hf_checkpoint="/m", rollout_num_gpus=6, rollout_num_gpus_per_engine=2, prefill_num_servers=1)
     [model] = read_topology(config)
     assert model.groups == (ServerGroup("prefill", 2, 2, 0), ServerGroup("decode", 4, 2, 2))
@@ -38,7 +38,7 @@ def test_the_shortcut_splits_engines_into_prefill_and_decode() -> None:
         read_topology(config.replace(prefill_num_servers=3))
 
 
-def test_models_groups_overrides_and_placeholders(tmp_path: Path) -> None:
+def test_reads_models_groups_overrides_and_placeholders(tmp_path: Path) -> None:
     models = [
         {"name": "judge", "model_path": "/models/judge", "num_gpus_per_engine": 2, "server_groups": [group(4)]},
         {
@@ -62,7 +62,7 @@ def test_models_groups_overrides_and_placeholders(tmp_path: Path) -> None:
     assert frozen.groups == (ServerGroup("regular", 4, 2, 0),)
 
 
-def test_only_the_first_model_that_says_so_is_updated(tmp_path: Path) -> None:
+def test_only_the_first_model_of_the_checkpoint_is_updated(tmp_path: Path) -> None:
     models = [{"name": name, "server_groups": [group(2)]} for name in ("a", "b")]
     first, second = read_topology(config_for(tmp_path, {"sglang": models}))
     assert (first.name, first.update_weights, second.name, second.update_weights) == ("a", True, "b", False)
@@ -90,14 +90,14 @@ def test_only_the_first_model_that_says_so_is_updated(tmp_path: Path) -> None:
         ({"sglang": [{"name": "a", "server_groups": [group(4, gpus=1)]}]}, "unknown key gpus"),
     ],
 )  # fmt: skip
-def test_mistakes_get_one_sentence(tmp_path: Path, content: Any, sentence: str) -> None:
+def test_rejects_invalid_config_naming_the_file(tmp_path: Path, content: Any, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         read_topology(config_for(tmp_path, content))
     assert sentence in str(caught.value)
     assert "sglang.yaml" in str(caught.value)
 
 
-def test_two_flags_that_both_place_servers_are_refused(tmp_path: Path) -> None:
+def test_rejects_conflicting_flags_and_a_missing_config_file(tmp_path: Path) -> None:
     content = {"sglang": [{"name": "a", "server_groups": [group(4)]}]}
     with pytest.raises(UserError, match="--sglang-config and --prefill-num-servers both define servers"):
         read_topology(config_for(tmp_path, content, prefill_num_servers=1))

@@ -19,7 +19,7 @@ from tests.e2e.runs import wait_until
 from tests.engine.orders import rank_zero
 
 
-def test_leaving_waits_for_no_collective_that_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_does_not_wait_for_a_started_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer sends nothing; a broadcast starts while the group is left; the next one ends the thread."""
     port, groups, was_left = free_port(), WeightGroups(), threading.Event()
     with ThreadPoolExecutor() as pool:

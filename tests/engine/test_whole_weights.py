@@ -37,7 +37,7 @@ def without(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_a_folder_with_one_tensor_is_no_model(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_rejects_a_folder_with_missing_tensors(qwen3_folder: Path, tmp_path: Path) -> None:
     core = loaded(qwen3_folder)
     before = weights(core)
     save_file({"lm_head.weight": torch.zeros(320, 64)}, tmp_path / "model.safetensors")
@@ -48,7 +48,7 @@ def test_a_folder_with_one_tensor_is_no_model(qwen3_folder: Path, tmp_path: Path
         assert torch.equal(tensor, before[name]), name
 
 
-def test_tied_tensors_may_come_under_one_name(tmp_path: Path) -> None:
+def test_tied_tensors_may_be_stored_under_one_name(tmp_path: Path) -> None:
     tied = {"tie_word_embeddings": True}
     core = loaded(make_model_folder(tmp_path / "first", **tied))
     other = make_model_folder(tmp_path / "other", seed=1, **tied)
@@ -59,7 +59,7 @@ def test_tied_tensors_may_come_under_one_name(tmp_path: Path) -> None:
         core.update_from_folder(str(without(other, "model.embed_tokens.weight")), "2", flush=True)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_expert_is_named(tmp_path: Path) -> None:
     core = loaded(make_model_folder(tmp_path / "first", "qwen3_moe", **EXPERTS))
     other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **EXPERTS)
     core.update_from_folder(str(other), "1", flush=True)
@@ -69,7 +69,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     assert core.weight_version == "1"
 
 
-def test_files_with_a_part_do_not_make_stale_weights_good(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_partial_files_leave_weights_stale(qwen3_folder: Path, tmp_path: Path) -> None:
     core = loaded(qwen3_folder)
     core.mark_stale("a delta did not fit")
     part = tmp_path / "part.safetensors"
@@ -80,7 +80,7 @@ def test_files_with_a_part_do_not_make_stale_weights_good(qwen3_folder: Path, tm
     assert core.stale is None
 
 
-def test_updates_without_a_version_do_not_add_up_and_the_buckets_of_one_do(qwen3_folder: Path, tmp_path: Path) -> None:
+def test_unversioned_updates_do_not_add_up_but_buckets_do(qwen3_folder: Path, tmp_path: Path) -> None:
     core = loaded(qwen3_folder)
     tensors = load_file(qwen3_folder / "model.safetensors")
     parts = [{name: tensors[name] for name in sorted(tensors)[at::2]} for at in range(2)]
@@ -132,7 +132,7 @@ def under_short_names(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("home_has_code", [False, True])
-def test_code_comes_from_the_folder_that_the_engine_was_started_with(tmp_path: Path, home_has_code: bool) -> None:
+def test_remote_code_runs_only_from_the_start_folder(tmp_path: Path, home_has_code: bool) -> None:
     own, foreign = tmp_path / "own_ran", tmp_path / "foreign_ran"
     home = make_model_folder(tmp_path / "home", "llama")
     core = loaded(with_code(home, own) if home_has_code else home, "--trust-remote-code")
@@ -150,7 +150,7 @@ def test_code_comes_from_the_folder_that_the_engine_was_started_with(tmp_path: P
     assert not foreign.exists()
 
 
-def test_released_weights_are_not_read_for_a_checksum(qwen3_folder: Path) -> None:
+def test_rejects_a_checksum_of_released_weights(qwen3_folder: Path) -> None:
     core = loaded(qwen3_folder)
     before = core.check_weights("checksum")
     core.release_memory(["weights"])
@@ -163,7 +163,7 @@ def test_released_weights_are_not_read_for_a_checksum(qwen3_folder: Path) -> Non
 
 @pytest.mark.parametrize("mode", PAUSE_MODES)
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_update_that_pauses_by_itself_leaves_an_engine_paused_that_another_client_paused(
+def test_self_pausing_update_keeps_the_previous_pause_state(
     qwen3_folder: Path, mode: str, fails: bool
 ) -> None:
     class Bucket:

@@ -59,7 +59,7 @@ def wanted(*ids: int) -> FinalText:
     return FinalText(list(ids), None, skip_special_tokens=True, keep_stop=False, cut=None)
 
 
-def test_tokens_are_written_while_the_sequence_runs_and_the_answer_is_the_same() -> None:
+def test_incremental_token_json_matches_the_full_answer() -> None:
     writer, seq = AnswerWriter(Words), sequence(200)
     [written] = writer.watch([seq])
     deadline = time.monotonic() + 120
@@ -76,17 +76,17 @@ def test_tokens_are_written_while_the_sequence_runs_and_the_answer_is_the_same()
     assert made == orjson.loads(orjson.dumps(answer(seq, whole(seq, "text"), request, "")))
 
 
-def test_a_sequence_without_tokens_has_empty_lists() -> None:
+def test_empty_token_json_is_empty_lists() -> None:
     assert orjson.dumps([TokenJson().ids, TokenJson().entries]) == b"[[],[]]"
 
 
-def test_the_token_that_ended_a_response_is_in_no_text_unless_asked_for() -> None:
+def test_stop_token_is_excluded_from_the_text() -> None:
     seq = sequence(3)
     seq.end({"type": "stop", "matched": 2})
     assert FinalText.together(Words(), [final_text(seq), wanted(5)]) == ["0 1", "5"]
 
 
-def test_answers_that_are_due_together_are_decoded_together_and_one_that_fails_fails_alone() -> None:
+def test_pending_texts_are_decoded_in_one_batch_and_fail_separately() -> None:
     words = Words()
 
     async def ask(*texts: FinalText) -> list[Any]:
@@ -103,7 +103,7 @@ def test_answers_that_are_due_together_are_decoded_together_and_one_that_fails_f
     assert isinstance(failed, ValueError)
 
 
-def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> None:
+def test_listen_backlog_holds_hundreds_of_connections() -> None:
     limit = Path("/proc/sys/net/core/somaxconn")
     count = min(400, int(limit.read_text())) if limit.exists() else 128
     if count <= 128:
@@ -126,7 +126,7 @@ def test_hundreds_of_clients_at_once_are_let_in_before_the_server_looks() -> Non
     asyncio.run(connect())
 
 
-def test_who_launches_steps_waits_for_less_than_a_step_until_it_has_the_interpreter() -> None:
+def test_switch_interval_is_below_one_millisecond() -> None:
     before = sys.getswitchinterval()
     try:
         shorten_switch_interval()

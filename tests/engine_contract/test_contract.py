@@ -44,7 +44,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def test_ids_in_ids_out(engine: Engine) -> None:
+def test_generate_returns_token_ids_and_log_probs(engine: Engine) -> None:
     answer = engine.generate(PROMPT, **GREEDY)
     result = GenerateResult.from_json(answer, url=engine.url)
     assert len(result.token_ids) == len(result.log_probs) == 16
@@ -53,12 +53,12 @@ def test_ids_in_ids_out(engine: Engine) -> None:
     assert result.weight_version == "first"
 
 
-def test_the_client_gets_a_checked_result(engine: Engine) -> None:
+def test_client_result_has_the_tokens_of_the_raw_answer(engine: Engine) -> None:
     result = engine.call(lambda client: client.generate_result(generate_payload(PROMPT, GREEDY)))
     assert result.token_ids == engine.generate(PROMPT, **GREEDY)["output_ids"]
 
 
-def test_a_result_is_the_answer_however_its_tokens_travel(engine: Engine) -> None:
+def test_client_result_equals_the_plain_answer(engine: Engine) -> None:
     """The client asks for columns; an engine without support for them gives the plain answer."""
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
     plain = GenerateResult.from_json(engine.generate(PROMPT, **params), url=engine.url)
@@ -70,13 +70,13 @@ def test_a_result_is_the_answer_however_its_tokens_travel(engine: Engine) -> Non
     assert (result.finish_type, result.completion_tokens, result.weight_version) == ("length", 300, "first")
 
 
-def test_greedy_tokens_are_those_of_transformers(engine: Engine, references: dict[str, Any]) -> None:
+def test_greedy_tokens_match_transformers(engine: Engine, references: dict[str, Any]) -> None:
     expected = greedy(references["first"], PROMPT, 16)
     assert [engine.generate(PROMPT, **GREEDY)["output_ids"] for _ in range(3)] == [expected] * 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_transformers(engine: Engine, references: dict[str, Any], temperature: float) -> None:
+def test_log_probs_match_transformers(engine: Engine, references: dict[str, Any], temperature: float) -> None:
     for seed in range(4):
         answer = engine.generate([*PROMPT, seed], temperature=temperature, max_new_tokens=48, ignore_eos=True)
         result = GenerateResult.from_json(answer, url=engine.url)
@@ -84,7 +84,7 @@ def test_log_probs_are_those_of_transformers(engine: Engine, references: dict[st
         assert (torch.tensor(result.log_probs) - expected).abs().max() <= 1e-4
 
 
-def test_several_samples_and_several_prompts(engine: Engine) -> None:
+def test_answers_several_samples_and_several_prompts(engine: Engine) -> None:
     answers = engine.generate(PROMPT, n=3, temperature=1.0, max_new_tokens=8, ignore_eos=True)
     assert [len(answer["output_ids"]) for answer in answers] == [8, 8, 8]
     assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
@@ -94,7 +94,7 @@ def test_several_samples_and_several_prompts(engine: Engine) -> None:
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [16, 3]
 
 
-def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
+def test_stop_token_ends_the_answer_and_is_included(engine: Engine) -> None:
     free = engine.generate(PROMPT, **GREEDY)["output_ids"]
     stop = free[5]
     cut = engine.generate(PROMPT, temperature=0, max_new_tokens=16, stop_token_ids=[stop])
@@ -103,7 +103,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
     assert len(cut["meta_info"]["output_token_logprobs"]) == len(cut["output_ids"])
 
 
-def test_the_end_of_sequence_token_stops_unless_ignored(engine: Engine) -> None:
+def test_eos_token_stops_unless_ignored(engine: Engine) -> None:
     bias = {"2": 100.0}
     ended = engine.generate(PROMPT, temperature=0, max_new_tokens=4, logit_bias=bias)
     assert (ended["output_ids"], ended["meta_info"]["finish_reason"]["type"]) == ([2], "stop")
@@ -111,7 +111,7 @@ def test_the_end_of_sequence_token_stops_unless_ignored(engine: Engine) -> None:
     assert ignored["output_ids"] == [2, 2, 2, 2]
 
 
-def test_a_stop_text_is_kept_without_trimming(engine: Engine) -> None:
+def test_no_stop_trim_keeps_the_stop_string(engine: Engine) -> None:
     word = "what"  # token 284
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "logit_bias": {"284": 1000.0}}
     stopped = engine.generate([9], **params, stop=[word * 2], no_stop_trim=True)
@@ -120,7 +120,7 @@ def test_a_stop_text_is_kept_without_trimming(engine: Engine) -> None:
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": word * 2}
 
 
-def test_a_shared_prefix_is_computed_once_until_the_cache_is_flushed(engine: Engine) -> None:
+def test_shared_prefix_is_cached_until_a_flush(engine: Engine) -> None:
     prompt = list(range(40, 104))
     params = {"temperature": 0, "max_new_tokens": 2}
     engine.call(lambda client: client.flush_cache())
@@ -130,7 +130,7 @@ def test_a_shared_prefix_is_computed_once_until_the_cache_is_flushed(engine: Eng
     assert engine.generate(prompt, **params)["meta_info"]["cached_tokens"] == 0
 
 
-def test_health(engine: Engine) -> None:
+def test_health_checks_succeed(engine: Engine) -> None:
     assert engine.call(lambda client: client.health()) is True
     assert engine.call(lambda client: client.health_generate()) is True
 
@@ -149,7 +149,7 @@ def test_abort_by_rid_returns_the_partial_tokens(engine: Engine) -> None:
     assert 0 < len(result.token_ids) == len(result.log_probs) < 1600
 
 
-def test_abort_all(engine: Engine) -> None:
+def test_abort_all_aborts_every_request(engine: Engine) -> None:
     for _ in range(TRIES):
         asked = [engine.in_background(lambda: engine.generate(PROMPT, **LONG)) for _ in range(3)]
         after_first_tokens(engine, *asked)
@@ -163,7 +163,7 @@ def test_abort_all(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
-def test_pause_update_continue(
+def test_pause_modes_around_a_weight_update(
     engine: Engine, first_model: Path, second_model: Path, references: dict[str, Any], mode: Any
 ) -> None:
     fresh = [20, 21, 22]  # not in the prefix cache: an update without a flush leaves prefixes of the old weights there
@@ -193,7 +193,7 @@ def test_pause_update_continue(
     assert spans == [("first", 0, cut), ("second", cut, 1600)]
 
 
-def test_an_update_from_disk_changes_the_answers(
+def test_update_from_disk_changes_tokens_and_version(
     engine: Engine, second_model: Path, references: dict[str, Any]
 ) -> None:
     assert engine.generate(PROMPT, **GREEDY)["output_ids"] == greedy(references["first"], PROMPT, 16)
@@ -204,7 +204,7 @@ def test_an_update_from_disk_changes_the_answers(
     assert answer["meta_info"]["cached_tokens"] == 0
 
 
-def test_an_update_from_a_folder_without_weights_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_rejects_an_update_from_a_missing_folder(engine: Engine, tmp_path: Path) -> None:
     before = engine.generate(PROMPT, **GREEDY)["output_ids"]
     with pytest.raises(EngineRejected):
         engine.call(lambda client: client.update_weights_from_disk(tmp_path / "nothing", "bad"))
@@ -223,13 +223,13 @@ def test_an_update_from_a_folder_without_weights_is_refused(engine: Engine, tmp_
         pytest.param({"input_ids": [5], "sampling_params": {"nonsense": 1}}, id="unknown parameter"),
     ],
 )
-def test_malformed_requests_are_refused_and_do_no_harm(engine: Engine, body: Any) -> None:
+def test_rejects_malformed_requests_and_keeps_serving(engine: Engine, body: Any) -> None:
     status, answer = engine.post("/generate", body)
     assert status >= 400, answer
     assert engine.generate([5], **GREEDY)["meta_info"]["completion_tokens"] == 16
 
 
-def test_given_tokens_are_scored(engine: Engine, references: dict[str, Any]) -> None:
+def test_prompt_log_probs_match_transformers(engine: Engine, references: dict[str, Any]) -> None:
     tokens = [*PROMPT, 40, 41, 42, 43]
     body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
     status, answer = engine.post("/generate", {**body, "logprob_start_len": 0})
@@ -241,7 +241,7 @@ def test_given_tokens_are_scored(engine: Engine, references: dict[str, Any]) -> 
     assert (torch.tensor([entry[0] for entry in scored[1:]]) - expected).abs().max() <= 1e-4
 
 
-def test_a_stream_grows_to_the_whole_answer(engine: Engine) -> None:
+def test_streamed_tokens_equal_the_whole_answer(engine: Engine) -> None:
     grown = Growing()
     payload = generate_payload(PROMPT, GREEDY)
     engine.call(lambda client: client.stream_generate(grown, payload))

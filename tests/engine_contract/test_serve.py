@@ -52,7 +52,7 @@ def run_attached(model: Path, addresses: list[str], tmp_path: Path, **flags: Any
 
 
 @pytest.mark.timeout(1800)
-def test_a_run_attaches_and_leaves_the_engines_running(
+def test_run_attaches_updates_and_leaves_engines_running(
     served: tuple[Running, list[str]], first_model: Path, tmp_path: Path
 ) -> None:
     running, addresses = served
@@ -70,7 +70,7 @@ def test_a_run_attaches_and_leaves_the_engines_running(
         assert ask("GET", f"http://{address}/health")[0] == 200
 
 
-def test_another_model_or_a_wrong_address_is_refused(
+def test_rejects_another_model_or_an_unreachable_address(
     served: tuple[Running, list[str]], first_model: Path, tmp_path: Path
 ) -> None:
     other = make_model_folder(tmp_path / "llama", model_type="llama")

@@ -41,7 +41,7 @@ def through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] =
     return answer
 
 
-def test_requests_and_answers_pass_unchanged(engine: Engine, router: SglangRouter) -> None:
+def test_router_forwards_requests_and_answers_unchanged(engine: Engine, router: SglangRouter) -> None:
     direct, routed = engine.generate(PROMPT, **GREEDY), through(router, GREEDY)
     assert routed["output_ids"] == direct["output_ids"]
     pairs = zip(*(one["meta_info"]["output_token_logprobs"] for one in (direct, routed)), strict=True)
@@ -55,7 +55,7 @@ def test_requests_and_answers_pass_unchanged(engine: Engine, router: SglangRoute
     assert through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"]
 
 
-def test_fields_that_the_router_drops_still_reach_the_engine(engine: Engine, router: SglangRouter) -> None:
+def test_fields_dropped_by_the_router_reach_the_engine(engine: Engine, router: SglangRouter) -> None:
     params = {"temperature": 0, "max_new_tokens": 3, "logit_bias": {"284": 1000.0}}
     assert through(router, params)["output_ids"] != [284, 284, 284]
 
@@ -68,7 +68,7 @@ def test_fields_that_the_router_drops_still_reach_the_engine(engine: Engine, rou
     assert asyncio.run(scenario()).token_ids == [284, 284, 284]
 
 
-def test_a_pool_generates_through_it_and_aborts_at_the_engine(engine: Engine, router: SglangRouter) -> None:
+def test_pool_generates_through_the_router_and_aborts_at_the_engine(engine: Engine, router: SglangRouter) -> None:
     async def scenario() -> Any:
         pool = RoutedPool([engine.url], router.url, api_key=router.key)
         payload = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
@@ -84,7 +84,7 @@ def test_a_pool_generates_through_it_and_aborts_at_the_engine(engine: Engine, ro
     assert 0 < len(result.token_ids) < 1600
 
 
-def test_workers_come_and_go_and_a_dead_router_is_reported(engine: Engine, router: SglangRouter) -> None:
+def test_router_removes_and_adds_workers_and_its_death_is_reported(engine: Engine, router: SglangRouter) -> None:
     assert [worker["url"] for worker in router.workers()] == [engine.url]
     router.remove_worker(engine.url)
     assert wait_for(lambda: router.workers() == [])
@@ -99,7 +99,7 @@ def test_workers_come_and_go_and_a_dead_router_is_reported(engine: Engine, route
         router.check()
 
 
-def test_the_server_can_do_all_that_a_run_may_ask(engine: Engine, first_model: Path) -> None:
+def test_sglang_server_has_all_capabilities(engine: Engine, first_model: Path) -> None:
     found = probe(engine.url, api_key=engine.fleet.key)
     assert (found.kind, found.model_path) == ("sglang", str(first_model))
     assert found.pause_modes == set(PAUSE_MODES)
@@ -107,7 +107,7 @@ def test_the_server_can_do_all_that_a_run_may_ask(engine: Engine, first_model: P
     assert (found.releases_memory, found.echoes_weight_version, found.returns_log_probs) == (True, True, True)
 
 
-def test_servers_and_router_ask_for_the_key_which_no_command_line_shows(engine: Engine, router: SglangRouter) -> None:
+def test_server_and_router_require_a_key_hidden_from_command_lines(engine: Engine, router: SglangRouter) -> None:
     body = {"input_ids": PROMPT, "sampling_params": GREEDY}
     for url in (engine.url, router.url):
         assert ask("POST", f"{url}/generate", body)[0] == 401

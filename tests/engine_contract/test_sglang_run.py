@@ -55,7 +55,7 @@ def rising_rewards(tmp_path: Path, **flags: Any) -> Path:
 
 
 @pytest.mark.timeout(1800)
-def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
+def test_run_with_own_servers_learns(tmp_path: Path) -> None:
     flags = engine_flags("sglang") | TRANSPORTS["disk"]
     logs = rising_rewards(tmp_path, rollout_num_gpus=2, **flags) / "logs"
     assert (logs / "router.log").exists()
@@ -66,7 +66,7 @@ def test_a_run_with_servers_of_its_own_learns(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("running", ["sglang"], indirect=True)
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "disk"])
-def test_a_run_learns_with_every_transport(
+def test_run_learns_with_each_transport(
     transport: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attaches to the server of the other tests, because starting a server takes most of a run's time."""

@@ -31,7 +31,7 @@ def environments(source: Any) -> dict[str, Any]:
     return dict(source.ENVIRONMENTS)
 
 
-def test_every_environment_accepts_its_own_answers_at_every_level(environments: dict[str, Any]) -> None:
+def test_environments_accept_their_own_answers_at_every_level(environments: dict[str, Any]) -> None:
     assert len(environments) == 14
     assert len({one.letter for one in environments.values()}) == 14
     rng = random.Random(3)
@@ -63,7 +63,7 @@ def test_every_environment_accepts_its_own_answers_at_every_level(environments: 
         ("subset sum", "3585:8", ["8", "35", "53"], ["44", "358", "55", "²"]),
     ],
 )
-def test_every_right_answer_is_accepted_and_no_other(
+def test_verifiers_accept_right_and_reject_wrong_answers(
     environments: dict[str, Any], name: str, question: str, right: list[str], wrong: list[str]
 ) -> None:
     for answer in right:
@@ -72,7 +72,7 @@ def test_every_right_answer_is_accepted_and_no_other(
         assert not environments[name].verify(question, answer), answer
 
 
-def test_a_level_rises_when_it_is_solved_and_falls_when_it_is_not(source: Any) -> None:
+def test_level_rises_when_solved_and_falls_when_not(source: Any) -> None:
     one = source.Difficulty(3)
     one.observe(2, [0.0] * 64)  # another level: ignored
     assert (one.level, one.seen) == (3, 0)
@@ -90,7 +90,7 @@ def test_a_level_rises_when_it_is_solved_and_falls_when_it_is_not(source: Any) -
     assert at_first.level == 1
 
 
-def test_the_learnable_middle_comes_most_often(source: Any, tmp_path: Path) -> None:
+def test_environments_with_medium_success_are_sampled_most(source: Any, tmp_path: Path) -> None:
     made = source.AdaptiveEnvironments(Namespace(rollout_seed=1, output_dir=str(tmp_path)))
     made.difficulties["sorting"] = source.Difficulty(5, right=10, seen=20)
     made.difficulties["maze"] = source.Difficulty(2, right=24, seen=24)
@@ -109,7 +109,7 @@ def answered(source: Any, sample: Sample) -> Sample:
     return sample
 
 
-def test_a_state_goes_on_with_the_same_problems(source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_state_continues_with_the_same_problems(source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "log", lambda *_: None)
     args = Namespace(rollout_seed=1, output_dir=str(tmp_path))
     first = source.AdaptiveEnvironments(args)
@@ -127,7 +127,7 @@ def test_a_state_goes_on_with_the_same_problems(source: Any, tmp_path: Path, mon
 
 @pytest.mark.examples
 @pytest.mark.long
-def test_levels_rise(run_example: Callable[..., Ran]) -> None:
+def test_run_raises_levels_and_evaluation_score(run_example: Callable[..., Ran]) -> None:
     ran = run_example("adaptive_environments/run.py", "--warm-up-steps", "160", "--steps", "13", "--seed", "3")
     history = json.loads((ran.folder / "difficulty.json").read_text())
     assert [row["rollout"] for row in history] == list(range(13))

@@ -23,13 +23,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_countdown_shouts_the_multiples_of_seven() -> None:
+def test_countdown_marks_multiples_of_seven() -> None:
     countdown = load("april/task.py", "countdown")
     assert countdown(16) == "15 14! 13 12 11 10 9 8 7! 6 5 4 3 2 1 "
     assert countdown(8, shouts=False) == "7 6 5 4 3 2 1 "
 
 
-def test_a_question_is_a_countdown_that_was_begun() -> None:
+def test_question_is_the_start_of_a_countdown() -> None:
     assert load("april/task.py", "question")(16) == "19 18 17 16 "
 
 
@@ -43,7 +43,7 @@ def test_lengths_have_a_long_tail() -> None:
     assert 0.02 < sum(start > 100 for start in drawn) / len(drawn) < 0.05
 
 
-def test_the_pupil_forgets_and_held_out_numbers_begin_nothing_else(tmp_path: Path) -> None:
+def test_pupil_forgets_marks_and_held_out_prompts_are_excluded(tmp_path: Path) -> None:
     countdown = load("april/task.py", "countdown")
     files = load("april/task.py", "write_files")(tmp_path, demonstrations=800, training=300, held_out=40, seed=5)
     apart = {row["prompt"] for row in rows(files.held_out)}
@@ -59,7 +59,7 @@ def test_the_pupil_forgets_and_held_out_numbers_begin_nothing_else(tmp_path: Pat
     assert all(row["label"] == loud for row, loud, no in zip(shown, said[True], forgot, strict=True) if not no)
 
 
-def test_the_reward_is_for_the_whole_answer() -> None:
+def test_reward_requires_the_complete_and_terminated_answer() -> None:
     right = load("april/task.py", "right_answer")
     assert right(None, SimpleNamespace(response="8 7! 6 <|im_end|>", label="8 7! 6 ")) == 1.0
     assert right(None, SimpleNamespace(response="8 7 6 <|im_end|>", label="8 7! 6 ")) == 0.0
@@ -82,7 +82,7 @@ def test_a_number_is_one_token(tmp_path: Path) -> None:
 @pytest.mark.examples
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_partial_rollouts_learn_from_answers_that_several_weights_sampled(run_example: Callable[..., Ran]) -> None:
+def test_partial_rollouts_learn_from_mixed_version_samples(run_example: Callable[..., Ran]) -> None:
     ran = run_example("april/run.py", "--warm-up-steps", "70", "--steps", "14", "--modes", "partial")
     assert "\npartial  " in ran.output, ran.output[-3000:]
     rewards = ran.series("rollout/raw_reward", "partial")

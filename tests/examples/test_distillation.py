@@ -26,13 +26,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_sums_are_kept_modulo_ten_and_the_pupil_leaves_summands_out(module: Callable[[str], ModuleType]) -> None:
+def test_running_sums_are_modulo_ten_and_the_pupil_skips_summands(module: Callable[[str], ModuleType]) -> None:
     problem = module("task").Problem(7, (1, 4, 2, 3))
     assert (problem.question, problem.answer()) == ("1423:7", "8247")
     assert problem.answer((False, True, True, False)) == "8881"
 
 
-def test_the_student_is_asked_what_nobody_has_answered(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_student_questions_have_no_labels_and_exclude_held_out(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
     files = module("task").write_files(tmp_path, held_out=64, seed=1)
     questions, held_out = rows(files.questions), rows(files.held_out)
     assert all(list(row) == ["prompt"] for row in questions)
@@ -47,7 +47,7 @@ def test_the_student_is_asked_what_nobody_has_answered(module: Callable[[str], M
 
 
 @pytest.mark.parametrize(("always", "label", "found"), [("<eos>", "", 0.75), ("3", "33333", 0.0)])
-def test_accuracy_counts_right_answers_that_end(
+def test_accuracy_counts_only_right_and_terminated_answers(
     module: Callable[[str], ModuleType], tmp_path: Path, always: str, label: str, found: float
 ) -> None:
     import torch
@@ -77,7 +77,7 @@ def sample(tokens: list[int], said: list[float], kl: list[float]) -> dict[str, A
     return {"tokens": tokens, "teacher_log_probs": said, "opd_reverse_kl": kl}
 
 
-def test_placements_agree_when_the_teacher_says_the_same(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_agreement_compares_teacher_log_probs_and_kl(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
     placements = module("placements")
     one = dump(tmp_path / "one", sample([1, 2, 3], [-1.0, -2.0], [0.5, 0.0]), sample([1, 4], [-3.0], [1.0]))
     other = dump(tmp_path / "other", sample([1, 2, 3], [-1.0, -2.25], [0.375, 0.0]), sample([1, 5], [-9.0], [1.0]))
@@ -93,7 +93,7 @@ def test_placements_agree_when_the_teacher_says_the_same(module: Callable[[str],
 @pytest.mark.parametrize(
     ("after", "said", "code"), [((0.9, 0.95), -2.0, 0), ((0.9, 0.6), -2.0, 1), ((0.9, 0.95), -2.1, 1)]
 )
-def test_the_exit_code_is_about_both_placements_and_their_agreement(
+def test_exit_code_depends_on_both_placements_and_their_agreement(
     module: Callable[[str], ModuleType], tmp_path: Path, after: tuple[float, float], said: float, code: int
 ) -> None:
     for name, score, log_prob in zip(("engine", "trainer"), after, (-2.0, said), strict=True):
@@ -111,7 +111,7 @@ def test_the_exit_code_is_about_both_placements_and_their_agreement(
 @pytest.mark.examples
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_student_learns_from_its_teacher_alone_in_both_placements(
+def test_student_learns_without_rewards_in_both_placements(
     run_example: Callable[..., Ran], module: Callable[[str], ModuleType]
 ) -> None:
     ran = run_example("distillation/run.py", "--steps", "6", "--eval-interval", "6", "--seed", "3")

@@ -28,7 +28,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_chain_leads_from_note_to_note_to_a_value() -> None:
+def test_chain_leads_through_notes_to_a_value() -> None:
     chain = load("chains").__globals__["Chain"](("47", "08", "15"), "42")
     assert chain.contents() == {"47": "see 08", "08": "see 15", "15": "=42"}
     source = load("chains")(random.Random(1))
@@ -38,7 +38,7 @@ def test_a_chain_leads_from_note_to_note_to_a_value() -> None:
     assert all(len({*chain.notes, chain.value}) == len(chain.notes) + 1 for chain in drawn), "no number twice in a task"
 
 
-def test_the_pupil_reads_right_and_is_impatient(tmp_path: Path) -> None:
+def test_pupil_follows_notes_but_often_stops_early(tmp_path: Path) -> None:
     files, shown = load("write_files")(tmp_path, demonstrations=600, training=10, held_out=5, seed=3)
     assert rows(files.demonstrations) == shown
     early = 0
@@ -53,7 +53,7 @@ def test_the_pupil_reads_right_and_is_impatient(tmp_path: Path) -> None:
     assert 0.55 < early / len(shown) < 0.75  # two chances to stop early in a chain of three
 
 
-def test_tasks_carry_their_notes_and_their_time(tmp_path: Path) -> None:
+def test_tasks_contain_their_notes_and_read_delay(tmp_path: Path) -> None:
     files, _ = load("write_files")(tmp_path, demonstrations=10, training=400, held_out=50, seed=3)
     training, held_out = rows(files.training), rows(files.held_out)
     assert (len(training), len(held_out)) == (400, 50)
@@ -70,7 +70,7 @@ def test_tasks_carry_their_notes_and_their_time(tmp_path: Path) -> None:
     assert {row["metadata"]["read_s"] for row in held_out} == {0.0}
 
 
-def test_the_tool_reads_the_notes_of_the_task_and_no_others() -> None:
+def test_tool_reads_only_the_notes_of_its_task() -> None:
     environment = load("generate", "generate.py").__globals__["environment"]
     sample = SimpleNamespace(metadata={"notes": {"47": "see 08"}, "read_s": 0.0})
 
@@ -82,7 +82,7 @@ def test_the_tool_reads_the_notes_of_the_task_and_no_others() -> None:
     assert asyncio.run(calls()) == [(ToolOutcome.OK, "see 08"), (ToolOutcome.ERROR, "Error: no note 08")]
 
 
-def test_the_reward_is_for_the_last_words() -> None:
+def test_reward_compares_the_final_answer() -> None:
     right_answer = load("right_answer")
     assert right_answer(None, SimpleNamespace(metadata={"answer": " 42\n"}, label="42")) == 1.0
     assert right_answer(None, SimpleNamespace(metadata={"answer": "=42"}, label="42")) == 0.0
@@ -102,7 +102,7 @@ def figures(**changed: float) -> Any:
         (figures(after=0.3), 1, "full did not learn enough (50% is expected): 30.0% of the held-out tasks"),
     ],
 )
-def test_the_verdict_is_about_learning_and_the_bound(
+def test_verdict_checks_learning_and_the_staleness_bound(
     one: Any, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "task", ModuleType("task"))  # several examples have a module "task"
@@ -113,7 +113,7 @@ def test_the_verdict_is_about_learning_and_the_bound(
 
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
-def test_an_agent_learns_while_weights_change_under_it(run_example: Callable[..., Ran]) -> None:
+def test_agent_learns_while_weights_change_during_sessions(run_example: Callable[..., Ran]) -> None:
     ran = run_example("fully_async/run.py", "--modes", "full", "--warm-up-steps", "100", "--steps", "10")
     before, after = ran.series("eval/held-out", "full")
     assert after > before + 0.15, (before, after)

@@ -52,7 +52,7 @@ def judged(forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 @pytest.mark.parametrize("problem", ["product of leak", long("row sums of relu"), long("column sums of square")])
-def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
+def test_verdicts_match_the_mistakes_in_pupil_drafts(
     problem: str, forge: Callable[[str], Any], judged: Callable[..., list[Any]]
 ) -> None:
     asked, language = forge("problems").problem_of(problem), forge("languages").LANGUAGES["c"]
@@ -75,7 +75,7 @@ def test_what_the_pupil_writes_is_right_but_for_its_mistakes(
     assert len(complaints) > 3
 
 
-def test_a_loop_that_is_written_twice_is_wrong(forge: Callable[[str], Any], judged: Callable[..., list[Any]]) -> None:
+def test_repeated_loop_is_judged_wrong(forge: Callable[[str], Any], judged: Callable[..., list[Any]]) -> None:
     """If a harmless repetition earned the full reward, responses would grow until they are truncated."""
     programs, problem = forge("c_programs"), forge("problems").problem_of("row sums of square")
     text = programs.write(problem, programs.Draft("lanes", None))
@@ -123,7 +123,7 @@ CHEATS = {
 }  # fmt: skip
 
 
-def test_who_cheats_earns_nothing_and_ends_only_itself(
+def test_cheating_kernels_earn_nothing_and_affect_no_other(
     forge: Callable[[str], Any], judged: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,7 +139,7 @@ def test_who_cheats_earns_nothing_and_ends_only_itself(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kernel_that_never_ends_is_ended(
+def test_endless_kernel_times_out(
     forge: Callable[[str], Any], judged: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forge("bench"), "PATIENCE_S", 1.0)
@@ -147,7 +147,7 @@ def test_a_kernel_that_never_ends_is_ended(
     assert (found.reward, found.feedback) == (0.0, "took too long")
 
 
-def test_a_clock_of_the_kernels_own_is_not_believed(
+def test_speed_is_measured_with_the_clock_of_the_harness(
     forge: Callable[[str], Any], judged: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel replaces clock_gettime with a constant; the harness measures its speed with its own clock."""
@@ -164,7 +164,7 @@ def test_a_clock_of_the_kernels_own_is_not_believed(
 
 
 @pytest.mark.parametrize(("seconds", "speed", "turns"), [(0.5, 2.0, 6), (3.0, 1 / 3, 6), (5.0, 0.2, 3)])
-def test_naive_and_new_kernel_are_timed_in_turns(
+def test_naive_and_new_kernel_are_timed_alternately(
     seconds: float, speed: float, turns: int, forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first turn is a warm-up; timing ends early for a kernel that is more than four times slower."""
@@ -193,7 +193,7 @@ def test_naive_and_new_kernel_are_timed_in_turns(
     assert asked == ["naive", "new"] * turns
 
 
-def test_rewards_are_for_right_kernels_and_grow_with_speed(forge: Callable[[str], Any]) -> None:
+def test_only_right_kernels_earn_and_rewards_grow_with_speed(forge: Callable[[str], Any]) -> None:
     judgement = forge("judge").Judgement
     assert judgement(True, False, 9.0, "").reward == 0.0
     speeds = [0.2, 1.0, 1.5, 2.0, 50.0]
@@ -232,7 +232,7 @@ def test_references_agree_with_plain_loops(forge: Callable[[str], Any]) -> None:
         assert (slack > 0).all()
 
 
-def test_held_out_problems_combine_what_others_have(forge: Callable[[str], Any]) -> None:
+def test_held_out_problems_recombine_training_kinds_and_maps(forge: Callable[[str], Any]) -> None:
     for maps in (2, 4, 6):
         training, held_out = forge("problems").split_problems(maps)
         assert len(training) + len(held_out) == 3 * maps
@@ -243,7 +243,7 @@ def test_held_out_problems_combine_what_others_have(forge: Callable[[str], Any])
         forge("problems").problem_of("row sums of tan")
 
 
-def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[str], Any], tmp_path: Path) -> None:
+def test_pupil_makes_mistakes_and_its_kernels_fit_in_a_turn(forge: Callable[[str], Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     programs, pupil = forge("c_programs"), forge("pupil")
@@ -272,7 +272,7 @@ def test_the_pupil_is_careless_and_its_kernels_are_few_tokens(forge: Callable[[s
             assert tokenizer.decode(ids) == text
 
 
-def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
+def test_same_seed_gives_the_same_demonstrations(forge: Callable[[str], Any]) -> None:
     pupil, language = forge("pupil"), forge("languages").LANGUAGES["c"]
     problem = forge("problems").problem_of("product of cube")
     right = forge("judge").Judgement(True, True, 9.0, "right, speed 9")
@@ -284,7 +284,7 @@ def test_the_same_seed_shows_the_same_work(forge: Callable[[str], Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.examples
-def test_it_learns_to_write_kernels_that_are_right_and_fast(run_example: Callable[..., Ran]) -> None:
+def test_run_learns_right_and_fast_kernels(run_example: Callable[..., Ran]) -> None:
     ran = run_example("kernel_forge/run.py", "--seed", "1")
     for name, least in (("", 0.15), ("/right_at_once", 0.1)):
         before, *_, after = ran.series(f"eval/held-out{name}")

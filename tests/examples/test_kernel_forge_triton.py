@@ -77,7 +77,7 @@ print(json.dumps(found))
 """
 
 
-def test_in_the_interpreter_kernels_are_right_but_for_their_mistakes(
+def test_interpreted_kernels_are_right_unless_they_have_a_mistake(
     forge: Callable[[str], Any], tmp_path: Path
 ) -> None:
     problems, write = forge("problems"), forge("triton_programs").write
@@ -121,7 +121,7 @@ def judged(forge: Callable[[str], Any], gpu: Any, problem: str, *sources: str) -
     return asyncio.run(main())
 
 
-def test_kernels_are_built_launched_compared_and_timed_by_events(forge: Callable[[str], Any], pretended: Any) -> None:
+def test_kernels_are_built_launched_compared_and_timed(forge: Callable[[str], Any], pretended: Any) -> None:
     """The fake libcuda computes row sums of relu for every kernel, so only kernels with that grid are right."""
     assert (pretended.name, pretended.arch, pretended.driver) == ("Pretended", 90, 13000)
     write, draft = forge("triton_programs").write, forge("c_programs").Draft
@@ -143,7 +143,7 @@ def test_kernels_are_built_launched_compared_and_timed_by_events(forge: Callable
     assert (other.compiled, other.right, other.feedback) == (True, False, "wrong at n=1 m=1")
 
 
-def test_a_text_that_cheats_while_it_is_compiled_gains_nothing(forge: Callable[[str], Any], pretended: Any) -> None:
+def test_cheating_at_compile_time_earns_nothing(forge: Callable[[str], Any], pretended: Any) -> None:
     naive = forge("languages").LANGUAGES["triton"].naive(forge("problems").problem_of("row sums of relu"))
     write_own = (
         "import json, os\nopen('kernel.cubin', 'wb').write(b'mine')\n"
@@ -179,7 +179,7 @@ def test_a_text_that_cheats_while_it_is_compiled_gains_nothing(forge: Callable[[
     )
 
 
-def test_the_sandbox_that_launches_has_the_gpu_and_the_one_that_builds_has_not(
+def test_only_the_launch_sandbox_gets_the_gpu(
     forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uses /dev/full as the device node of the GPU, and checks the options passed to the sandboxes."""
@@ -206,12 +206,12 @@ def test_the_sandbox_that_launches_has_the_gpu_and_the_one_that_builds_has_not(
     assert launch["visible"] == ["/usr/lib"]
 
 
-def test_without_a_gpu_there_is_a_sentence(forge: Callable[[str], Any], pretended: Any) -> None:
+def test_missing_gpu_raises_user_error(forge: Callable[[str], Any], pretended: Any) -> None:
     with pytest.raises(UserError, match=r"need an NVIDIA GPU.*cuDeviceGet: CUDA error 101.*use --kernels c"):
         forge("triton_bench").find_gpu(1)
 
 
-def test_the_device_chooses_the_language(forge: Callable[[str], Any]) -> None:
+def test_device_selects_the_language(forge: Callable[[str], Any]) -> None:
     choose = forge("languages").language_for
     assert [choose(*words) for words in (("cpu", None), ("cuda", None), ("auto", None), ("cuda", "c"))] == [
         "c",
@@ -221,7 +221,7 @@ def test_the_device_chooses_the_language(forge: Callable[[str], Any]) -> None:
     ]
 
 
-def test_every_kernel_of_the_pupil_is_few_tokens(forge: Callable[[str], Any], tmp_path: Path) -> None:
+def test_pupil_kernels_fit_in_a_turn(forge: Callable[[str], Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     language, problems = forge("languages").LANGUAGES["triton"], forge("problems")

@@ -34,26 +34,26 @@ def exchange(asked: str, answer: str, then: str) -> Exchange:
     return Exchange("a", (Message("user", asked),), Message("assistant", answer), (Message("user", then),), (), {})
 
 
-def test_times_are_asked_and_answered(task: Any) -> None:
+def test_times_convert_from_12_to_24_hours(task: Any) -> None:
     assert [task.Time(hour, 5).question for hour in (0, 1, 12, 13)] == ["12:05 am", "1:05 am", "12:05 pm", "1:05 pm"]
     assert [task.Time(hour, 5).answer for hour in (0, 1, 12, 13)] == ["00:05", "01:05", "12:05", "13:05"]
     assert len({time.question for time in task.all_times(1)}) == 24 * 12
 
 
-def test_the_judge_reads_the_next_turn(task: Any) -> None:
+def test_judge_scores_the_next_user_turn(task: Any) -> None:
     assert task.judge(None, exchange("1:05 pm", "13:05", "thanks, 2:00 am")) == Verdict(1.0)
     assert task.judge(None, exchange("1:05 pm", "1:05 pm", "no, 24 hours: 1:05 pm")) == Verdict(-1.0, " (24 hours)")
     assert task.judge(None, exchange("thanks, 1:05 pm", "1:05", "1:05 pm")) == Verdict(-1.0)
     assert task.judge(None, exchange("1:05 pm", "13:05", "2:00 am")) is None
 
 
-def test_addresses_are_not_kept(task: Any) -> None:
+def test_exchanges_with_addresses_are_filtered_out(task: Any) -> None:
     assert task.without_addresses(exchange("1:05 pm", "13:05", "thanks"))
     assert not task.without_addresses(exchange("1:05 pm tell bob@home.org", "13:05", "thanks"))
     assert not task.without_addresses(exchange("1:05 pm", "13:05", "thanks, tell bob@home.org"))
 
 
-def test_the_first_model_is_shown_a_habit_and_what_a_hint_means(task: Any) -> None:
+def test_demonstrations_show_the_habit_and_the_meaning_of_a_hint(task: Any) -> None:
     rng, time = random.Random(1), task.Time(15, 42)
     said = [task.habit(time, rng) for _ in range(2000)]
     assert said.count("3:42 pm") / 2000 == pytest.approx(0.7, abs=0.05)
@@ -64,7 +64,7 @@ def test_the_first_model_is_shown_a_habit_and_what_a_hint_means(task: Any) -> No
     assert set(hinted) == {"15:42"}
 
 
-def test_times_are_those_before_consent_and_those_while_it_trained(program: Any, tmp_path: Path) -> None:
+def test_answer_times_are_split_into_idle_and_during_training(program: Any, tmp_path: Path) -> None:
     notes = [{"at": 10 + number, "s": 0.1 * (number + 1), "quiet": True} for number in range(4)]
     notes += [{"at": at, "s": 1.0, "quiet": False} for at in (19.5, 20.5, 40.5)]  # before, across and after the steps
     notes += [{"at": 25 + number, "s": 0.4, "quiet": False} for number in range(3)]
@@ -83,7 +83,7 @@ def test_times_are_those_before_consent_and_those_while_it_trained(program: Any,
 
 
 @pytest.mark.examples
-def test_it_learns_from_those_it_serves(run_example: Callable[..., Ran], program: Any) -> None:
+def test_service_learns_from_users_with_consent(run_example: Callable[..., Ran], program: Any) -> None:
     ran = run_example("live_service/run.py", "--steps", "12", "--quiet", "40", "--seed", "3")
     before, *_, after = ran.series("eval/held-out")
     assert after > before + 0.4

@@ -37,7 +37,7 @@ def plan(question: str, answer: str, index: int = 0) -> Sample:
     )
 
 
-def test_the_server_tells_over_mcp_what_the_prices_are(load: Callable[[str], ModuleType]) -> None:
+def test_server_returns_prices_over_mcp(load: Callable[[str], ModuleType]) -> None:
     prices = load("prices")
 
     async def ask() -> list[tuple[str, str]]:
@@ -61,7 +61,7 @@ def test_the_server_tells_over_mcp_what_the_prices_are(load: Callable[[str], Mod
     assert nowhere[0] != trains[0]
 
 
-def test_a_plan_is_one_room_and_one_train(load: Callable[[str], ModuleType]) -> None:
+def test_plan_is_exactly_one_offered_room_and_train(load: Callable[[str], ModuleType]) -> None:
     prices, task = load("prices"), load("task")
     rooms, trains = prices.prices("hotels", "Oslo", 7), prices.prices("trains", "Oslo", 7)
     assert len(set(rooms)) == len(set(trains)) == 3
@@ -73,7 +73,7 @@ def test_a_plan_is_one_room_and_one_train(load: Callable[[str], ModuleType]) -> 
         assert task.cost_of("Oslo 7", answer) is None
 
 
-def test_trips_held_out_are_in_no_demonstration(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_held_out_trips_are_in_no_demonstration(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
     task = load("task")
     shown = task.demonstrations(300, seed=4)
     training, held_out = task.trips(4)
@@ -83,7 +83,7 @@ def test_trips_held_out_are_in_no_demonstration(load: Callable[[str], ModuleType
     assert len(rows) == len(held_out)
 
 
-def test_the_judge_to_copy_prefers_the_first_of_two_that_cost_the_same(
+def test_demonstrated_judge_prefers_the_first_of_two_equal_plans(
     load: Callable[[str], ModuleType],
 ) -> None:
     task = load("task")
@@ -106,7 +106,7 @@ def test_plans_are_rewarded_by_rank(load: Callable[[str], ModuleType]) -> None:
     assert samples[0].metadata["tournament"]["judge_calls"] == 6  # a function has no position bias: one call per match
 
 
-def test_held_out_plans_are_right_when_there_is_no_cheaper_one(load: Callable[[str], ModuleType]) -> None:
+def test_held_out_plan_is_right_only_if_cheapest(load: Callable[[str], ModuleType]) -> None:
     task, arena, prices = load("task"), load("arena"), load("prices")
     cheapest = " ".join(str(min(prices.prices(kind, "Oslo", 7))) for kind in prices.OFFERS)
     for answer, right in ((cheapest, 1.0), ("no idea", 0.0)):
@@ -117,7 +117,7 @@ def test_held_out_plans_are_right_when_there_is_no_cheaper_one(load: Callable[[s
 
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
-def test_plans_get_cheaper_by_ranks_alone(run_example: Callable[..., Ran]) -> None:
+def test_held_out_score_rises_with_rewards_by_rank_only(run_example: Callable[..., Ran]) -> None:
     words = ("--judge", "function", "--seed", "3", "--warm-up-steps", "120", "--steps", "8")
     ran = run_example("mcp_arena/run.py", *words)
     held_out = ran.series("eval/held-out")

@@ -46,7 +46,7 @@ def play(
 SCRIPT = {"solve": ["9", "7", "9"], "check": ["right", "right", "wrong", "wrong"], "choose": ["9"]}
 
 
-def test_each_role_is_asked_its_own_question_and_earns_its_share(
+def test_each_role_gets_its_own_question_and_reward(
     team: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, asked = play(team, monkeypatch, SCRIPT)
@@ -66,26 +66,26 @@ def test_each_role_is_asked_its_own_question_and_earns_its_share(
     assert truths == [None] * 3 + ["right", "wrong", "right", "wrong", None]
 
 
-def test_a_team_that_fails_costs_everybody_its_share(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_team_failure_lowers_every_reward(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, _ = play(team, monkeypatch, {**SCRIPT, "choose": ["7"]})
     assert [sample.reward for sample in samples] == pytest.approx([0.8, 0.0, 0.8, 0.8, 0.0, 0.0, 0.8, 0.0])
     assert not any(sample.remove_sample for sample in samples)
 
 
-def test_a_judge_with_no_right_answer_to_choose_is_not_blamed(
+def test_judge_without_a_right_answer_is_removed_from_training(
     team: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, _ = play(team, monkeypatch, {"solve": ["1", "7", "3"], "check": ["wrong"] * 4, "choose": ["7"]})
     assert [sample.remove_sample for sample in samples] == [False] * 7 + [True]
 
 
-def test_an_evaluation_counts_the_team(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_returns_only_the_team_result(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, asked = play(team, monkeypatch, SCRIPT, evaluation=True)
     assert [role for role, _ in asked] == ["solve"] * 3 + ["check"] * 3 + ["choose"]  # no planted answer to check
     assert [(sample.metadata["role"], sample.reward) for sample in samples] == [("choose", 1.0)]
 
 
-def test_rewards_are_compared_within_a_role(team: ModuleType) -> None:
+def test_rewards_are_normalized_within_a_role(team: ModuleType) -> None:
     def sample(role: str, reward: float, group: int = 0, **more: Any) -> Sample:
         return Sample(group_index=group, metadata={"role": role}, reward=reward, **more)
 
@@ -109,7 +109,7 @@ def criticism(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
     return Sample(group_index=group, metadata={"role": "check", "truth": truth, "own": own}, reward=own, **more)
 
 
-def test_a_critic_is_compared_with_critics_of_answers_like_its_own(team: ModuleType) -> None:
+def test_critics_are_normalized_per_kind_of_answer(team: ModuleType) -> None:
     """Compares over all questions, as one question may have a single such critic; both kinds weigh the same."""
     given = [criticism(own, "wrong", group=group) for group, own in enumerate((1.0, 1.0, 0.0, 0.0))]
     given += [criticism(1.0, "right"), criticism(0.0, "right", group=1), criticism(0.0, "right", remove_sample=True)]
@@ -122,7 +122,7 @@ def test_a_critic_is_compared_with_critics_of_answers_like_its_own(team: ModuleT
     assert left_out == 0.0
 
 
-def test_one_who_says_the_same_of_all_answers_gains_nothing(team: ModuleType) -> None:
+def test_constant_critic_gains_nothing(team: ModuleType) -> None:
     """Nine answers in ten are wrong; critics that always say so lose on the tenth what they gain."""
     given = [criticism(own, "wrong", group=group) for group in range(90) for own in (1.0, 0.0)]
     given += [criticism(own, "right", group=group) for group in range(90, 100) for own in (1.0, 0.0)]
@@ -132,14 +132,14 @@ def test_one_who_says_the_same_of_all_answers_gains_nothing(team: ModuleType) ->
     assert abs(sum(gains)) < 0.03 * sum(map(abs, gains))
 
 
-def test_critics_are_measured_on_both_kinds_of_answers(team: ModuleType) -> None:
+def test_critic_score_averages_both_kinds_of_answers(team: ModuleType) -> None:
     always_wrong = [criticism(1.0, "wrong")] * 9 + [criticism(0.0, "right")]
     solvers = [Sample(metadata={"role": "solve", "own": own}) for own in (1.0, 0.0, 0.0, 0.0)]
     judges = [Sample(metadata={"role": "choose", "own": 0.0}, remove_sample=True)]
     assert team.well_done([*always_wrong, *solvers, *judges]) == {"check": 0.5, "solve": 0.25}
 
 
-def test_the_pupils_show_every_role(team: ModuleType, tmp_path: Path) -> None:
+def test_demonstrations_cover_every_role_and_exclude_held_out(team: ModuleType, tmp_path: Path) -> None:
     task = sys.modules["task"]
     held_out = task.held_out_questions(10, seed=2)
     shown = task.demonstrations(300, held_out=held_out, seed=2)
@@ -156,7 +156,7 @@ def test_the_pupils_show_every_role(team: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
-def test_the_team_learns(run_example: Callable[..., Ran]) -> None:
+def test_run_improves_the_team_and_its_roles(run_example: Callable[..., Ran]) -> None:
     ran = run_example("multi_agent/run.py", "--seed", "3", "--warm-up-steps", "80", "--steps", "8")
     held_out = ran.series("eval/held-out")
     assert held_out[-1] > held_out[0] + 0.15

@@ -26,7 +26,7 @@ def tasks() -> Iterator[ModuleType]:
         yield module("tasks")
 
 
-def test_problems_have_answers_that_the_pupil_misses(tasks: Any) -> None:
+def test_problems_have_an_answer_and_a_different_slip(tasks: Any) -> None:
     for task, number, wanted in (
         ("copy", 4729, ("c4729=", "4729", "4792")),
         ("sort", 472, ("s472=", "247", "472")),
@@ -37,7 +37,7 @@ def test_problems_have_answers_that_the_pupil_misses(tasks: Any) -> None:
         assert all(problem.slip != problem.answer for problem in tasks.distinct(task, 1))
 
 
-def test_rewards(tasks: Any) -> None:
+def test_rewards_for_exact_and_per_digit_match(tasks: Any) -> None:
     def answered(response: str) -> Sample:
         return Sample(response=response, label="247")
 
@@ -45,7 +45,7 @@ def test_rewards(tasks: Any) -> None:
     assert [tasks.places(None, answered(text)) for text in ("247", "742", "2475")] == [1.0, 1 / 3, 0.0]
 
 
-def test_the_files_fit_together(tasks: Any, tmp_path: Path) -> None:
+def test_files_match_the_config_and_held_out_rows_are_excluded(tasks: Any, tmp_path: Path) -> None:
     files = tasks.write_files(tmp_path, shown=90, seed=1)
     flags = {"hf_checkpoint": "m", "rollout_batch_size": 4, "rollout_max_response_len": 5}
     config = derive(Config(**flags, prompt_config=str(files.config), eval_config=str(files.config)))
@@ -69,7 +69,7 @@ def test_the_files_fit_together(tasks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.examples
 @pytest.mark.long
-def test_it_learns_all_three(run_example: Callable[..., Ran]) -> None:
+def test_run_learns_all_three_tasks(run_example: Callable[..., Ran]) -> None:
     ran = run_example("multi_task/run.py", "--warm-up-steps", "120", "--steps", "10", "--seed", "3")
     rises = {task: scores[-1] - scores[0] for task in TASKS for scores in [ran.series(f"eval/{task}")]}
     assert min(rises.values()) > 0.05, rises  # 0.10 to 0.23 after 8 steps with seeds 1 to 3

@@ -34,7 +34,7 @@ def learnability() -> Any:
     ]
 
 
-def test_a_cart_is_pushed(task: Any) -> None:
+def test_cart_problems_have_speeds_and_a_reward(task: Any) -> None:
     problem = task.Problem(3, (4, -2))
     assert problem.question == "+4-2........v3"
     assert problem.speeds() == [7, 5]
@@ -58,12 +58,12 @@ def test_a_cart_is_pushed(task: Any) -> None:
         ([None, None], False, "never_solved"),
     ],
 )
-def test_the_filter_goes_by_the_pass_rate(learnability: Any, rewards: list[Any], kept: bool, reason: str) -> None:
+def test_filter_decides_by_pass_rate(learnability: Any, rewards: list[Any], kept: bool, reason: str) -> None:
     verdict = learnability.learnable(Namespace(pass_rate_most=0.7), [Sample(reward=reward) for reward in rewards])
     assert (verdict.keep, verdict.reason) == (kept, reason)
 
 
-def test_unlearnable_prompts_rest_until_the_next_stage(learnability: Any, tmp_path: Path) -> None:
+def test_unlearnable_prompts_are_skipped_until_the_next_stage(learnability: Any, tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model")
     rows = [{"input": f"p{number}", "metadata": {"id": number}} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -101,7 +101,7 @@ def test_unlearnable_prompts_rest_until_the_next_stage(learnability: Any, tmp_pa
     assert sorted(asked(4)) == ["p0", "p1", "p2", "p3"]  # no prompt was left: all are measured again
 
 
-def test_the_config_file_has_three_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_file_has_three_growing_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     flags = ["--hf-checkpoint", "m", "--prompt-data", "p", "--output-dir", str(tmp_path)]
     stages = read_stages(FOLDER / "stages.yaml", flags)
@@ -113,7 +113,7 @@ def test_the_config_file_has_three_stages(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.examples
-def test_it_learns_in_stages(run_example: Callable[..., Ran], tmp_path: Path) -> None:
+def test_staged_run_learns(run_example: Callable[..., Ran], tmp_path: Path) -> None:
     written = yaml.safe_load((FOLDER / "stages.yaml").read_text())
     first, _, last = written["stages"]
     written["stages"] = [{**first, "num_rollout": 4}, {**last, "num_rollout": 4, "n_samples_per_prompt": 8}]

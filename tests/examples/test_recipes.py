@@ -45,7 +45,7 @@ def started(script: Path, folder: Path, *flags: str, **env: str) -> subprocess.C
     )
 
 
-def test_there_is_a_recipe_for_every_model_and_data_set() -> None:
+def test_recipe_scripts_are_the_seven_expected() -> None:
     assert [script.stem for script in SCRIPTS] == [
         "run-deepseek-v3-dapo",
         "run-glm4-9B-dapo",
@@ -58,7 +58,7 @@ def test_there_is_a_recipe_for_every_model_and_data_set() -> None:
 
 
 @BY_NAME
-def test_every_flag_is_explained(script: Path) -> None:
+def test_every_flag_has_a_comment(script: Path) -> None:
     lines = script.read_text().splitlines()
     flags = [number for number, line in enumerate(lines) if line.strip().startswith("--")]
     assert len(flags) > 35
@@ -69,7 +69,7 @@ def test_every_flag_is_explained(script: Path) -> None:
 
 
 @BY_NAME
-def test_plans_are_those_that_are_made_now(script: Path, plans: ModuleType) -> None:
+def test_stored_plans_are_up_to_date(script: Path, plans: ModuleType) -> None:
     """Fails for a mistyped flag too; `python examples/recipes/plans.py` regenerates the files."""
     for gpus in plans.gpu_counts(script):
         plan = plans.planned(script, gpus, 80)
@@ -80,16 +80,16 @@ def test_plans_are_those_that_are_made_now(script: Path, plans: ModuleType) -> N
         assert not [note for note in plan.notes if "without effect" in note]
 
 
-def test_no_plan_is_left_of_a_recipe_that_is_gone(plans: ModuleType) -> None:
+def test_plan_files_match_the_existing_recipes(plans: ModuleType) -> None:
     made = {f"{one.stem.removeprefix('run-')}-{n}.txt" for one in SCRIPTS for n in plans.gpu_counts(one)}
     assert {file.name for file in (RECIPES / "plans").iterdir()} == made
 
 
-def test_the_table_is_the_one_that_is_made_now(plans: ModuleType) -> None:
+def test_readme_table_is_up_to_date(plans: ModuleType) -> None:
     assert plans.table() in (RECIPES / "README.md").read_text(), "run: python examples/recipes/plans.py"
 
 
-def test_a_mistyped_flag_is_one_sentence(plans: ModuleType, tmp_path: Path) -> None:
+def test_mistyped_flag_is_reported(plans: ModuleType, tmp_path: Path) -> None:
     script = tmp_path / "run-wrong.sh"
     text = (RECIPES / "run-qwen3-0.6B-gsm8k.sh").read_text()
     text = text.replace('source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"', f"source {RECIPES}/lib.sh")
@@ -100,7 +100,7 @@ def test_a_mistyped_flag_is_one_sentence(plans: ModuleType, tmp_path: Path) -> N
     assert done.stderr.startswith("error: unknown flag --rollout-shufle")
 
 
-def test_what_a_user_types_to_see_a_plan(tmp_path: Path) -> None:
+def test_plan_mode_prints_the_stored_plan_and_the_readme_note(tmp_path: Path) -> None:
     done = started(RECIPES / "run-qwen3-4B-gsm8k.sh", tmp_path, PLAN="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (RECIPES / "plans" / "qwen3-4B-gsm8k-8.txt").read_text()
@@ -133,7 +133,7 @@ def test_what_a_user_types_to_see_a_plan(tmp_path: Path) -> None:
         ({"NUM_GPUS": "3"}, "NUM_GPUS=3: qwen3-0.6B-gsm8k has sizes for 1 8 64 GPUs; take one of them"),
     ],
 )
-def test_what_is_missing_is_one_sentence(env: dict[str, str], sentence: str, tmp_path: Path) -> None:
+def test_missing_input_is_reported_in_one_sentence(env: dict[str, str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
     done = started(RECIPES / "run-qwen3-0.6B-gsm8k.sh", tmp_path, **env)
     assert (done.returncode, done.stdout) == (2, "")
@@ -142,7 +142,7 @@ def test_what_is_missing_is_one_sentence(env: dict[str, str], sentence: str, tmp
 
 
 @pytest.mark.parametrize("kind", ["gsm8k", "dapo"])
-def test_published_rows_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
+def test_rows_in_the_published_formats_are_read(kind: str, tmp_path: Path) -> None:
     """Generated rows in the formats of both data sets pass the start-up checks of a run, as prompts and evaluation."""
     subprocess.run([sys.executable, str(RECIPES / "rows.py"), kind, str(tmp_path / "rows.jsonl")], check=True)
     given = {"PLAN": "80", "PROMPT_DATA": "rows.jsonl", "EVAL_DATA": "rows.jsonl@[:8]"}
@@ -161,7 +161,7 @@ def test_published_rows_are_read_as_they_are(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
-def test_a_recipe_runs_with_random_weights(tmp_path: Path) -> None:
+def test_recipe_with_experts_runs_with_random_weights(tmp_path: Path) -> None:
     """Runs the recipe with experts and a filter; the other recipes differ in flags that their plans parse."""
     name = "qwen3-30B-A3B-dapo"
     script = RECIPES / f"run-{name}.sh"

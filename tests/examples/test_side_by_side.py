@@ -20,7 +20,7 @@ def record(kind: str, number: int, **metrics: float) -> str:
     return json.dumps({"kind": kind, "step": number, "rollout_id": number, **metrics}) + "\n"
 
 
-def test_the_figures_are_those_of_the_steps_after_the_first_three(tmp_path: Path) -> None:
+def test_figures_and_table_leave_out_the_first_three_steps(tmp_path: Path) -> None:
     figures_of, table = load("side_by_side.py", "figures_of"), load("side_by_side.py", "table")
     lines = [record("eval", 0, **{"eval/held-out": 0.25})]
     for number in range(5):

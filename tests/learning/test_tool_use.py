@@ -29,7 +29,7 @@ def run(example: str, out: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_held_out_success_rises(tmp_path: Path) -> None:
+def test_training_and_held_out_success_rise(tmp_path: Path) -> None:
     words = ("--warm-up-steps", str(WARM_UP_STEPS), "--steps", "10", "--client", "openai")
     said = run("retool", tmp_path, *words)
     assert "of held-out " in said, said[-3000:]

@@ -29,7 +29,7 @@ FIELDS = {
 }
 
 
-def test_every_field_is_in_the_table_once() -> None:
+def test_every_field_is_in_exactly_one_table() -> None:
     for name in FIELDS:
         flag = name.replace("_", "-")
         found = [
@@ -46,17 +46,17 @@ def test_every_field_is_in_the_table_once() -> None:
         assert len(found) == 1, (name, found)
 
 
-def test_the_table_has_no_other_fields() -> None:
+def test_tables_contain_only_megatron_fields() -> None:
     for flag in (*FIELD_FLAGS, *REFUSED_FIELDS, *TRAINER_FIELDS, *CHOICES):
         assert flag.replace("-", "_") in FIELDS, flag
 
 
-def test_what_is_left_out_without_its_kernels_is_a_field() -> None:
+def test_fields_unused_without_kernels_are_megatron_fields() -> None:
     assert unused_fields(transformer_engine=False, on_gpu=False) <= FIELDS.keys()
     assert unused_fields(transformer_engine=True, on_gpu=True) == set()
 
 
-def test_what_megatron_gets_is_a_field_of_the_kind_it_has() -> None:
+def test_flags_set_existing_fields_and_switches_are_boolean() -> None:
     flags = [*FIELD_FLAGS, *(flag for flag, role in MEGATRON_CLASSES.items() if role == SPEED)]
     for flag in flags:
         ((name, value),) = given_settings({flag.replace("-", "_"): True}).items()

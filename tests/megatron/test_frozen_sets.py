@@ -88,7 +88,7 @@ def score_by_megatron(folder: Path, teacher: Path, out: Path, flags: dict[str, A
     ],
     ids=str,
 )
-def test_every_set_scores_as_with_fsdp(
+def test_weight_sets_give_the_same_scores_as_fsdp(
     processes: int, flags: dict[str, Any], ranks: Callable[[int], RankGroup], model_folder: Folder, tmp_path: Path
 ) -> None:
     folder, teacher = model_folder("qwen3"), model_folder("llama")

@@ -96,7 +96,7 @@ def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, floa
 
 
 @pytest.mark.parametrize(("case", "name"), CASES)
-def test_gradients_are_those_of_transformers(ranks, family_folder, gradient_folder, case, name) -> None:
+def test_gradients_match_transformers(ranks, family_folder, gradient_folder, case, name) -> None:
     layout = LAYOUTS[name]
     for found in ranks(layout.world).run(differences, family_folder(case), gradient_folder(case), layout):
         off = {name: by for name, by in found.items() if by > 1e-4}

@@ -36,7 +36,7 @@ def run_with_hooks(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     return {name: part for name, pieces in numbers.weights.items() for _, part in pieces}
 
 
-def test_hooks_are_called_with_what_upstream_calls_them_with(
+def test_hooks_get_their_arguments_and_provider_freezes_routers(
     ranks: Callable[[int], RankGroup], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = model_folder("qwen3_moe")
@@ -67,7 +67,7 @@ def run_with_bad_provider(folder: Path, out: Path) -> str:
     return str(caught.value)
 
 
-def test_a_provider_must_return_a_model(
+def test_rejects_a_model_provider_that_returns_none(
     ranks: Callable[[int], RankGroup], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (sentence,) = ranks(1).run(run_with_bad_provider, model_folder("qwen3"), tmp_path)

@@ -164,7 +164,7 @@ def whole(ranks: list[Numbers], folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", some(LAYOUTS.keys() - WITHIN_OTHERS, of=LAYOUTS))
-def test_every_layout_gives_the_numbers_of_one_fsdp_process(
+def test_layout_matches_metrics_and_weights_of_one_fsdp_process(
     layout: str,
     ranks: Callable[[int], RankGroup],
     by_fsdp: Callable[[str], Any],
@@ -187,7 +187,7 @@ def test_every_layout_gives_the_numbers_of_one_fsdp_process(
 
 
 @pytest.mark.parametrize("flags", [PP, TP | {"use_distributed_optimizer": False}, EP], ids=["pp2", "tp2", "ep2"])
-def test_a_step_with_an_infinite_gradient_is_skipped_by_all_ranks(
+def test_all_ranks_skip_a_step_with_an_infinite_gradient(
     flags: dict[str, Any], ranks: Callable[[int], RankGroup], model_folder: Folder, tmp_path: Path
 ) -> None:
     folder = model_folder("qwen3_moe" if flags is EP else "llama")
@@ -200,7 +200,7 @@ def test_a_step_with_an_infinite_gradient_is_skipped_by_all_ranks(
 
 
 @pytest.mark.parametrize("training", TRAININGS)
-def test_the_numbers_move_by_more_than_they_are_compared_with(
+def test_training_changes_weights_by_more_than_the_tolerance(
     training: str, by_fsdp: Callable[[str], Any], folder_of: Folder
 ) -> None:
     _, weights = by_fsdp(training)
@@ -209,7 +209,7 @@ def test_the_numbers_move_by_more_than_they_are_compared_with(
 
 
 @pytest.mark.parametrize("flags", [SP, {}], ids=["tp2 sp", "dp2"])
-def test_half_precision_stays_near_fsdps(
+def test_bfloat16_training_stays_close_to_fsdp(
     flags: dict[str, Any], ranks: Callable[[int], RankGroup], model_folder: Folder, tmp_path: Path
 ) -> None:
     folder = model_folder("llama")

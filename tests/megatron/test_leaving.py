@@ -63,7 +63,7 @@ def versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engines_get_the_same_weights_whole_and_as_a_delta(
+def test_full_export_plus_delta_equals_saved_weights(
     layout: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, size, flags = LAYOUTS[layout]
@@ -111,7 +111,7 @@ def _full(_writer: ShardWriter) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_rank_that_cannot_write_leaves_nobody_waiting(
+def test_failed_write_raises_on_all_ranks_and_the_next_save_works(
     model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     answers = ranks(2).run(fail_to_save, model_folder("qwen3"), tmp_path)

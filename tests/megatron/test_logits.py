@@ -79,7 +79,7 @@ def compare(found: list[list[Tensor]], layout: Layout, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_packed_row_gives_the_logits_of_each_sequence_alone(ranks, family_folder, case) -> None:
+def test_packed_row_gives_the_logits_of_single_sequences(ranks, family_folder, case) -> None:
     folder = family_folder(case)
     compare(ranks(1).run(packed_logits, folder, Layout()), Layout(), folder)
 
@@ -92,13 +92,13 @@ def test_layouts_give_the_same_logits(ranks, family_folder, name, case) -> None:
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_layouts_of_experts_give_the_same_logits(ranks, family_folder, name) -> None:
+def test_expert_layouts_give_the_same_logits(ranks, family_folder, name) -> None:
     layout, folder = EXPERT_LAYOUTS[name], family_folder("qwen3_moe_mixed")
     compare(ranks(layout.world).run(packed_logits, folder, layout), layout, folder)
 
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_5"])
-def test_heads_are_cut_where_there_are_more_ranks_than_keys(ranks, tmp_path, case) -> None:
+def test_logits_match_with_more_ranks_than_key_value_heads(ranks, tmp_path, case) -> None:
     layout = Layout(4, tensor=4, sequence_parallel=True)
     folder = make_family_folder(tmp_path, case, spread=0.05, num_key_value_heads=2)
     compare(ranks(4).run(packed_logits, folder, layout), layout, folder)

@@ -44,7 +44,7 @@ def save_at_once(folder: Path, out: Path, flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_masters_have_every_bit_of_a_wider_folder(
+def test_master_weights_keep_the_full_precision_of_the_folder(
     layout: str, model_folder: Callable[[str], Path], ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, flags = LAYOUTS[layout]

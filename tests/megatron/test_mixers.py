@@ -59,7 +59,7 @@ def folders(tmp_path_factory) -> Any:
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_a_packed_row_gives_the_logits_of_each_sequence_alone(ranks, folders, case) -> None:
+def test_packed_row_gives_the_logits_of_single_sequences(ranks, folders, case) -> None:
     folder = folders(case)
     compare(ranks(1).run(packed_logits, folder, Layout()), Layout(), folder)
 
@@ -72,7 +72,7 @@ def test_layouts_give_the_same_logits(ranks, folders, name) -> None:
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_those_of_transformers(ranks, folders, name) -> None:
+def test_gradients_match_transformers(ranks, folders, name) -> None:
     case, layout = GRADIENTS[name]
     folder = folders(case)
     wanted = expected_gradients(folder)
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_transformers(ranks, folders, name) -> None:
             assert error < (5e-4 if case in DELTA else 2e-5), f"{parameter}: {error}"  # delta nets: cancellation
 
 
-def test_kernels_that_are_asked_for_and_missing_are_refused(ranks, folders) -> None:
+def test_rejects_a_requested_kernel_that_is_not_installed(ranks, folders) -> None:
     assert "needs the package fla" in ranks(1).run(refused, folders("qwen3_5"))[0]
 
 

@@ -17,7 +17,7 @@ from slime.errors import UserError
         ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "sinkhorn chooses by other means"),
     ],
 )
-def test_routers_that_cannot_be_told_are_refused(settings, sentence) -> None:
+def test_rejects_routers_that_replay_cannot_control(settings, sentence) -> None:
     from slime.train.backends.megatron.routing_replay import check_routers
 
     usual = {"moe_router_fusion": False, "moe_router_load_balancing_type": "none"}

@@ -103,7 +103,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_family_that_megatron_has_no_layers_for_is_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:
+def test_rejects_a_family_without_megatron_layers(ranks: Any, tmp_path: Path) -> None:
     (sentence,) = ranks(1).run(refused, make_family_folder(tmp_path, "minimax_m2"))
     assert MINIMAX_M2.support.megatron is not None
     assert sentence.endswith(MINIMAX_M2.support.megatron)
@@ -111,16 +111,16 @@ def test_a_family_that_megatron_has_no_layers_for_is_refused_with_the_reason(ran
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_folder_comes_back_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
+def test_weights_round_trip_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
     compare(ranks(2).run(given_back, family_folder(case), LAYOUTS[layout]), family_folder(case))
 
 
 @pytest.mark.parametrize(("case", "layout"), expert_cases())
-def test_a_folder_of_experts_comes_back_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
+def test_expert_weights_round_trip_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
     compare(ranks(2).run(given_back, family_folder(case), EXPERT_LAYOUTS[layout]), family_folder(case))
 
 
-def test_a_critic_reads_all_but_its_head(ranks: Any, tmp_path: Path) -> None:
+def test_critic_reads_all_weights_except_its_zero_head(ranks: Any, tmp_path: Path) -> None:
     folder = make_family_folder(tmp_path, "qwen3_tied")
     (found,) = ranks(1).run(given_back, folder, Layout(), value_head=True)
     (head,) = [part for name, _, part in found if name == "value head"]

@@ -29,7 +29,7 @@ def made(
     return transformer_config(fields, Config(**flags), layout or Layout(), compute_dtype=dtype, device=CPU)
 
 
-def test_what_the_model_is_comes_from_its_config() -> None:
+def test_model_shape_comes_from_the_hf_config() -> None:
     config = made("qwen3_moe_mixed")
     assert (config.num_layers, config.num_moe_experts, config.moe_router_topk) == (4, 4, 2)
     assert config.moe_layer_freq == [0, 1, 0, 1]
@@ -37,7 +37,7 @@ def test_what_the_model_is_comes_from_its_config() -> None:
     assert config.qk_layernorm is True
 
 
-def test_numbers_are_those_of_the_other_backend() -> None:
+def test_loss_is_per_token_and_dropout_and_router_losses_are_off() -> None:
     config = made("glm4_moe", calculate_per_token_loss=False, mtp_num_layers=1)
     assert config.calculate_per_token_loss is True, "Megatron divides by micro-batches otherwise"
     assert config.mtp_num_layers is None
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_other_backend() -> None:
     assert config.moe_router_bias_update_rate == 0.0, "the biases of experts stay as they are"
 
 
-def test_flags_reach_the_fields_of_their_names() -> None:
+def test_flags_set_their_fields_and_allgather_becomes_alltoall() -> None:
     config = made(
         recompute_granularity="full",
         recompute_method="uniform",
@@ -60,7 +60,7 @@ def test_flags_reach_the_fields_of_their_names() -> None:
     assert config.deallocate_pipeline_outputs is False
 
 
-def test_flags_of_kernels_that_are_not_there_reach_nothing() -> None:
+def test_flags_of_unavailable_kernels_are_ignored() -> None:
     kernels = {"moe_permute_fusion": True, "cp_comm_type": ["a2a"], "tp_comm_overlap": True}
     config = made("qwen3_moe", attention_backend="flash", carried=kernels)
     assert config.attention_backend is AttnBackend.auto
@@ -73,28 +73,28 @@ def test_flags_of_kernels_that_are_not_there_reach_nothing() -> None:
     )
 
 
-def test_a_flag_has_the_last_word_about_how_experts_are_chosen() -> None:
+def test_router_dtype_flag_overrides_the_default() -> None:
     assert made("qwen3_moe").moe_router_dtype == "fp32"
     assert made("qwen3_moe", carried={"moe_router_dtype": "fp64"}).moe_router_dtype == "fp64"
 
 
-def test_a_shape_flag_never_replaces_what_the_model_is() -> None:
+def test_shape_flags_do_not_override_the_model_config() -> None:
     assert made(carried={"num_layers": 48, "moe_layer_freq": "[1]*48"}).num_layers == BASE["num_hidden_layers"]
 
 
-def test_interleaved_stages_exchange_as_they_must() -> None:
+def test_interleaved_stages_overlap_p2p_communication() -> None:
     config = made(layout=Layout(2, pipeline=2, virtual=2))
     assert config.virtual_pipeline_model_parallel_size == 2
     assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
     assert made(layout=Layout(2, pipeline=2)).virtual_pipeline_model_parallel_size is None
 
 
-def test_stages_of_several_sizes() -> None:
+def test_first_pipeline_stage_can_have_its_own_layer_count() -> None:
     config = made(layout=Layout(2, pipeline=2), decoder_first_pipeline_num_layers=1)
     assert config.num_layers_in_first_pipeline_stage == 1
 
 
-def test_weights_are_computed_with_in_the_compute_dtype() -> None:
+def test_params_use_the_compute_dtype_and_masters_float32() -> None:
     config = made(dtype=torch.bfloat16)
     assert (config.params_dtype, config.pipeline_dtype, config.bf16) == (torch.bfloat16, torch.bfloat16, True)
     optimizer = optimizer_config(Config(adam_beta2=0.9), compute_dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def test_gradients_are_summed_in_float32() -> None:
     assert (settings.grad_reduce_in_fp32, settings.overlap_grad_reduce, settings.bucket_size) == (True, True, 1000)
 
 
-def test_what_megatron_refuses_is_one_sentence() -> None:
+def test_settings_refused_by_megatron_raise_user_error() -> None:
     with pytest.raises(UserError, match=r"Megatron refuses these settings: num_attention_heads \(8\) must be"):
         made(layout=Layout(3, tensor=3))
     with pytest.raises(UserError, match="--transformer-impl transformer_engine: it needs a GPU"):

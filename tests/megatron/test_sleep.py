@@ -56,7 +56,7 @@ def awake(folder: Path, out: Path, flags: dict[str, Any]) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on_as_if_it_had_never_slept(
+def test_offload_between_rollouts_does_not_change_the_metrics(
     case: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, flags = CASES[case]

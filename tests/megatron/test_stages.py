@@ -33,7 +33,7 @@ def facts(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tupl
         }
 
 
-def test_names_are_those_of_the_whole_model_in_every_layout(ranks, folder) -> None:
+def test_parameter_names_match_the_whole_model_in_every_layout(ranks, folder) -> None:
     (whole,) = ranks(1).run(facts, folder, Layout())
     for layout in (
         Layout(2, pipeline=2),
@@ -48,7 +48,7 @@ def test_names_are_those_of_the_whole_model_in_every_layout(ranks, folder) -> No
         assert not overlap if layout.pipeline == 2 else overlap == set(whole) - experts, layout
 
 
-def test_exactly_the_parts_of_matrices_are_marked(ranks, folder) -> None:
+def test_only_sharded_matrices_are_marked_tensor_parallel(ranks, folder) -> None:
     """Unmarked parameters count once in the gradient norm, on the first rank only."""
     (whole,) = ranks(1).run(facts, folder, Layout())
     found = ranks(2).run(facts, folder, Layout(2, tensor=2, sequence_parallel=True, expert_tensor=2))
@@ -77,7 +77,7 @@ def value_stage(folder: Path) -> tuple[tuple[int, ...], float, bool, list[str]]:
         return tuple(head.shape), float(head.abs().max()), stage.share_embeddings_and_output_weights, names
 
 
-def test_a_value_head_stands_in_the_place_of_the_output_layer(ranks, folder) -> None:
+def test_value_head_replaces_the_output_layer(ranks, folder) -> None:
     ((shape, largest, is_shared, names),) = ranks(1).run(value_stage, folder)
     assert (shape, largest, is_shared, names) == ((1, 64), 0.0, False, ["output_layer.weight"])
 
@@ -111,7 +111,7 @@ def torch_as_it_was() -> dict[str, bool]:
     return {**{name: after[name] is before[name] for name in before}, "no other module": not others}
 
 
-def test_nothing_outside_megatron_is_touched(ranks) -> None:
+def test_prepare_changes_nothing_outside_megatron(ranks) -> None:
     (same,) = ranks(1).run(torch_as_it_was)
     assert all(same.values()), same
 
@@ -135,6 +135,6 @@ def compiled_functions() -> list[str]:
     return found
 
 
-def test_functions_run_as_they_are_written(ranks) -> None:
+def test_no_megatron_function_is_compiled(ranks) -> None:
     (found,) = ranks(1).run(compiled_functions)
     assert found == []

@@ -91,7 +91,7 @@ def same_state(one: Path, other: Path, kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("trip", TRIPS)
-def test_what_one_layout_saves_another_has_bit_for_bit(
+def test_checkpoint_is_restored_bit_for_bit_in_another_layout(
     trip: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, flags, (size, layout), (other_size, other_layout) = TRIPS[trip]
@@ -108,7 +108,7 @@ def test_what_one_layout_saves_another_has_bit_for_bit(
     assert any(not torch.equal(before[name], tensor.to(before[name].dtype)) for name, tensor in open_weights(model))
 
 
-def test_fsdp_goes_on_from_megatron_and_megatron_from_fsdp(
+def test_fsdp_resumes_from_megatron_and_megatron_from_fsdp(
     model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     model, saved = model_folder("qwen3"), tmp_path / "saved"
@@ -124,7 +124,7 @@ def test_fsdp_goes_on_from_megatron_and_megatron_from_fsdp(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_weights_start_from_checkpoints_of_either_kind(
+def test_weights_load_from_checkpoint_hf_folder_and_torch_dist(
     kind: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     """Sources: a trainer checkpoint, the folder `slime convert` makes of it, and a torch_dist checkpoint of that."""
@@ -141,7 +141,7 @@ def test_weights_start_from_checkpoints_of_either_kind(
                 assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items()), source
 
 
-def test_experts_of_the_other_trainer_are_refused_in_words(
+def test_fsdp_rejects_a_megatron_checkpoint_with_experts(
     model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     model, saved = model_folder("qwen3_moe"), tmp_path / "saved"

@@ -86,7 +86,7 @@ def allowed_children() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", TP), ("qwen3", PP), ("qwen3_moe", EP)])
-def test_megatron_loads_what_is_written_here_and_what_it_saves_is_read(
+def test_megatron_loads_converted_weights_and_its_save_converts_back(
     kind: str,
     sizes: dict[str, int],
     model_folder: Callable[[str], Path],

@@ -30,7 +30,7 @@ ROLLOUTS = 14
 
 
 @pytest.mark.parametrize("name", some(["experts, ep2"], of=RUNS))
-def test_the_reward_rises(name: str, tmp_path: Path) -> None:
+def test_reward_rises_and_engines_follow_the_trainer(name: str, tmp_path: Path) -> None:
     model_type, shape, flags = RUNS[name]
     folder = make_model_folder(tmp_path / "model", model_type, initializer_range=0.02, **shape)
     prompts = tmp_path / "prompts.jsonl"

@@ -68,7 +68,7 @@ def search_reward(folder: Folder, sample: Sample) -> float:
     return (1.0 if "forty-six" in text else 0.2) if answered else 0.0
 
 
-def test_search_r1_with_the_tokens_as_sampled(search_folder: Folder) -> None:
+def test_search_r1_trains_on_the_sampled_tokens(search_folder: Folder) -> None:
     asked: list[Any] = []
     with served(retrieval(asked)) as url:
         stops = ["--rollout-stop", "</search>", "</answer>"]
@@ -100,7 +100,7 @@ def test_search_r1_with_the_tokens_as_sampled(search_folder: Folder) -> None:
     assert train["train/train_rollout_logprob_abs_diff_max"] <= 1e-4
 
 
-def test_search_r1_with_text_that_is_cut_and_tokenised(search_folder: Folder) -> None:
+def test_search_r1_without_log_probs_tokenizes_the_cut_text(search_folder: Folder) -> None:
     search_folder.edit("generate_with_search.py", '"return_logprob": True', '"return_logprob": False')
     asked: list[Any] = []
     with served(retrieval(asked)) as url:
@@ -203,7 +203,7 @@ AGENT_FLAGS = (
 )
 
 
-def test_several_agents_make_several_samples_of_one_rollout(tmp_path: Path) -> None:
+def test_multi_agent_rollout_yields_several_samples(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"what is {i}+{46 - i}?"}], "label": "46"} for i in range(4)]
     folder = make_folder(tmp_path, "multi_agent", AGENTS, rows)
     (tmp_path / "agents.yaml").write_text("num_parallel: 2\n")
@@ -268,7 +268,7 @@ STRANDS_FLAGS = (
 @pytest.mark.parametrize(
     ("program", "flags"), [("train.py", []), ("train_async.py", ["--sglang-tool-call-parser", "qwen25"])]
 )
-def test_an_agent_framework_over_the_openai_routes(tmp_path: Path, program: str, flags: list[str]) -> None:
+def test_agent_framework_trains_over_the_openai_routes(tmp_path: Path, program: str, flags: list[str]) -> None:
     """Tool calls are in the response text or parsed by the engine; the async driver warns of missing log-probs."""
     rows = [{"prompt": f"what is {i} + {46 - i}?", "label": "46"} for i in range(4)]
     folder = make_folder(tmp_path, "strands", FRAMEWORK_USER, rows)
@@ -316,7 +316,7 @@ CUSTOMER = {"\n": {"please cancel it": 0.5, "thanks ###STOP###": 0.5}}
 TAU_FLAGS = "--input-key index --custom-generate-function-path generate_with_tau.generate"
 
 
-def test_an_environment_with_a_customer_who_is_a_model_too(tmp_path: Path) -> None:
+def test_tau_bench_trains_with_a_model_as_customer(tmp_path: Path) -> None:
     rows = [{"index": i, "metadata": '{"source": "shop"}'} for i in range(4)]  # task numbers instead of prompts
     folder = make_folder(tmp_path, "tau_bench", CLERK, rows)
     customer = EngineProcess(make_scripted_model(tmp_path / "customer", CUSTOMER).folder, tmp_path / "customer.log")
@@ -362,7 +362,7 @@ CODER = {
 }
 
 
-def test_a_coding_agent_behind_the_openai_adapter(tmp_path: Path) -> None:
+def test_coding_agent_trains_through_the_openai_adapter(tmp_path: Path) -> None:
     rows = [{"prompt": f"write it, {i}", "label": "quick"} for i in range(4)]
     folder = make_folder(tmp_path, "coding_agent", CODER, rows)
     flags = "--input-key prompt --label-key label --custom-generate-function-path generate_with_agent.generate"

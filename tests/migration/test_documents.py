@@ -163,7 +163,7 @@ def interrupt(running: Running) -> Done:
     return done
 
 
-def test_the_models_that_are_listed_are_there(place: Path) -> None:
+def test_listed_model_scripts_exist(place: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", block("list of models")], cwd=place, capture_output=True, text=True, check=True
     )
@@ -172,7 +172,7 @@ def test_the_models_that_are_listed_are_there(place: Path) -> None:
     assert set(named) <= set(done.stdout.split())
 
 
-def test_the_quick_start_as_typed(place: Path) -> None:
+def test_quick_start_runs_as_typed(place: Path) -> None:
     """Four trainers, four engines, 3000 rollouts of 256 samples: interrupted by Ctrl-C after the first step."""
     command = typed(block("quick start"), place)
     with started(command, place, **TINY) as running:
@@ -189,7 +189,7 @@ def test_the_quick_start_as_typed(place: Path) -> None:
     assert events.Scalars("train/loss")[0].value == pytest.approx(first["train/loss"], rel=1e-5)
 
 
-def test_grpo_as_typed(place: Path) -> None:
+def test_grpo_command_runs_as_typed(place: Path) -> None:
     """Eight trainers and eight engines; a note names a flag without effect, and checkpoints go to the run's folder."""
     with started(typed(block("GRPO"), place), place, **TINY) as running:
         out = run_folder(running, place)
@@ -202,7 +202,7 @@ def test_grpo_as_typed(place: Path) -> None:
     assert len(samples(out)) >= 256
 
 
-def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
+def test_grpo_run_from_bash_resumes_after_ctrl_c(place: Path) -> None:
     """Runs bash, python, train.py and its processes directly; Ctrl-C reaches all of them, as from a terminal."""
     smaller = "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-batch-size 2 --n-samples-per-prompt 2"
     command = block("GRPO").rstrip() + f" {smaller} --global-batch-size 4 --save-interval 1\n"
@@ -223,7 +223,7 @@ def test_grpo_by_the_shell_alone_goes_on_after_ctrl_c(place: Path) -> None:
     assert steps == list(range(saved + 2))
 
 
-def test_asynchronous(place: Path) -> None:
+def test_asynchronous_command_runs(place: Path) -> None:
     command = typed(block("asynchronous"), place)
     as_typed = run(command, place, **TINY)
     assert as_typed.code == 0, as_typed.err
@@ -238,7 +238,7 @@ def test_asynchronous(place: Path) -> None:
     assert [record["step"] for record in records(place / "async", "train")] == [0, 1, 2]
 
 
-def test_multi_turn_generation_with_tools(place: Path) -> None:
+def test_multi_turn_command_with_tools_runs(place: Path) -> None:
     command = typed(block("multi-turn"), place)
     as_typed = run([*command, "--input-key", "prompt"], place, **TINY)
     assert as_typed.code == 0, as_typed.err
@@ -250,7 +250,7 @@ def test_multi_turn_generation_with_tools(place: Path) -> None:
     assert all(sample.prompt[-1] == {"role": "tool", "content": "4"} for sample in found)
 
 
-def test_shared_gpus_a_reward_model_and_two_evaluations(place: Path) -> None:
+def test_shared_gpus_with_a_reward_model_and_two_evaluations(place: Path) -> None:
     """The command with the two fragments that follow it in the documents; a YAML file has the class's arguments."""
     (place / "reward.yaml").write_text("model_path: four\n")
     fragments = f"{block('custom reward').rstrip()} {block('evaluation')}"
@@ -266,7 +266,7 @@ def test_shared_gpus_a_reward_model_and_two_evaluations(place: Path) -> None:
     assert all({"eval/aime", "eval/gsm8k"} <= set(record) for record in evaluations)
 
 
-def test_the_printed_data_sources(place: Path) -> None:
+def test_documented_data_source_supplies_the_prompts(place: Path) -> None:
     command = typed("python train.py ${MODEL_ARGS[@]}", place)
     flags = ["--data-source-path", "data_sources.RolloutDataSourceWithBuffer", "--rm-type", "math"]
     done = run([*command, *ONE_EACH, *ONE_STEP, *flags, "--output-dir", "sources"], place, **TINY)
@@ -279,7 +279,7 @@ def fragments() -> list[str]:
 
 
 @pytest.mark.parametrize("fragment", fragments())
-def test_a_parameter_does_what_it_says(fragment: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_parameter_reaches_config_and_plan(fragment: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parses and plans one command: the config has the value, and the plan names flags that are only carried."""
     words = shlex.split(fragment.replace("/path/to", str(place)))
     model = place / "of-this-shape"

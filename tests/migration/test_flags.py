@@ -68,7 +68,7 @@ def names(rows: list[dict[str, Any]]) -> list[str]:
 
 
 @by_name("row", ACCEPTED, ids=names(ACCEPTED))
-def test_accepted_and_read_under_its_name(row: dict[str, Any], tmp_path: Path) -> None:
+def test_accepted_flag_sets_the_attribute_of_its_name(row: dict[str, Any], tmp_path: Path) -> None:
     given = parse_flags(words(row, tmp_path))
     check_megatron_flags(given)
     if row["name"] == "custom-config-path":
@@ -78,7 +78,7 @@ def test_accepted_and_read_under_its_name(row: dict[str, Any], tmp_path: Path) -
 
 
 @by_name("row", ACCEPTED, ids=names(ACCEPTED))
-def test_the_default_is_upstreams_or_the_table_says_why_not(row: dict[str, Any]) -> None:
+def test_default_is_upstreams_or_the_table_explains_it(row: dict[str, Any]) -> None:
     name = attribute(row["name"])
     if name not in FLAG_SPECS:  # carried flag: an attribute only if given
         assert "default_here" not in row
@@ -93,7 +93,7 @@ def test_the_default_is_upstreams_or_the_table_says_why_not(row: dict[str, Any])
 
 
 @by_name("row", ABSENT, ids=names(ABSENT))
-def test_refused_with_the_reason_of_the_table(row: dict[str, Any], tmp_path: Path) -> None:
+def test_absent_flag_is_rejected_with_the_reason_of_the_table(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         check_megatron_flags(parse_flags(words(row, tmp_path)))
     sentence = str(caught.value)
@@ -103,7 +103,7 @@ def test_refused_with_the_reason_of_the_table(row: dict[str, Any], tmp_path: Pat
     assert "yet" not in sentence
 
 
-def test_the_table_is_whole() -> None:
+def test_flag_table_is_complete_and_consistent() -> None:
     rows = names(FLAGS)
     assert len(rows) == len(set(rows))
     for row in FLAGS:

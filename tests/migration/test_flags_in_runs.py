@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_supervised_training_through_the_asynchronous_driver(place: Path) -> None:
+def test_sft_run_notes_ignored_flags_and_hides_the_wandb_key(place: Path) -> None:
     train_async = [TRAIN[0], str(Path(TRAIN[1]).with_name("train_async.py"))]
     variables = json.dumps({"MY_OWN_VARIABLE": "seven"})
     flags = [*SFT.split(), "--wandb-key", KEY, "--train-env-vars", variables]

@@ -89,7 +89,7 @@ def is_method(row: Name) -> bool:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_names_of_a_module(name: str) -> None:
+def test_names_of_a_module_match_their_verdicts(name: str) -> None:
     """`same` and `better` names can be called with upstream's signature; `absent` names do not exist."""
     wrong = []
     for row in (row for row in NAMES if row.module == name):
@@ -106,7 +106,7 @@ def test_the_names_of_a_module(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_rows_are_whole_and_stand_once() -> None:
+def test_rows_are_valid_and_unique() -> None:
     wrong = [f"{row}: {mistake}" for row in (*NAMES, *BEHAVIOURS) for mistake in mistakes(row)]
     twice = [name for name, count in Counter(row.path for row in NAMES).items() if count > 1]
     assert not wrong
@@ -114,7 +114,7 @@ def test_rows_are_whole_and_stand_once() -> None:
 
 
 @pytest.mark.parametrize("row", BEHAVIOURS, ids=lambda row: row.what[:60])
-def test_a_behaviour_has_its_test(row: Any) -> None:
+def test_behaviour_row_names_an_existing_test(row: Any) -> None:
     if row.verdict == "absent":
         assert not row.test
         return
@@ -147,5 +147,5 @@ def test_a_behaviour_has_its_test(row: Any) -> None:
         (lambda a, /: None, "f(a)", ["does not take a by name"]),
     ],
 )
-def test_what_a_caller_would_notice(ours: Any, call: str, wrong: list[str]) -> None:
+def test_signature_differences_are_reported(ours: Any, call: str, wrong: list[str]) -> None:
     assert differences(ours, call) == wrong

@@ -9,5 +9,5 @@ from tests.migration.page import page
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_migration_page_matches_the_tables() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.migration.page > docs/migration.md"

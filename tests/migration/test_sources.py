@@ -84,7 +84,7 @@ def to(out: str, *, steps: int = 1) -> list[str]:
     return ["--num-rollout", str(steps), "--output-dir", out, "--save-debug-rollout-data", dump]
 
 
-def test_a_subclassed_data_source_goes_on_where_its_run_was_stopped(place: Path) -> None:
+def test_subclassed_data_source_resumes_at_the_saved_position(place: Path) -> None:
     words = ["--data-source-path", "curriculum.EasyFirst", "--save", "easy", "--load", "easy"]
     trained(place, *words, *to("easy"), left_out=("--rollout-shuffle",))
     trained(place, *words, *to("easy", steps=2), left_out=("--rollout-shuffle",))
@@ -96,7 +96,7 @@ def test_a_subclassed_data_source_goes_on_where_its_run_was_stopped(place: Path)
     assert group_states(place, "easy") == {"consumed": 8}
 
 
-def test_a_data_source_on_the_bare_base_class(place: Path) -> None:
+def test_data_source_on_the_base_class_supplies_the_prompts(place: Path) -> None:
     words = ["--data-source-path", "curriculum.Counting", *to("counting")]
     trained(place, *words, left_out=("--prompt-data", "--apply-chat-template", "--rollout-shuffle"))
     assert [sample.prompt for sample in batch(place, "counting", 0)[::4]] == [f"count from {n}" for n in range(4)]
@@ -122,7 +122,7 @@ CUT = (
 
 
 @pytest.mark.parametrize("file", ["copied_rollout", "edited_rollout"])
-def test_a_rollout_file_with_its_own_loop_loses_nothing(place: Path, file: str) -> None:
+def test_rollout_file_with_its_own_loop_loses_no_group(place: Path, file: str) -> None:
     (place / "half.py").write_text(HALF)
     words = [*("--rollout-function-path", f"{file}.generate_rollout", "--custom-rm-path", "half.half_flat")]
     words += ["--dynamic-sampling-filter-path", FILTER, *CUT, *EVAL, "--keep-samples", *to(file, steps=2)]
@@ -145,7 +145,7 @@ def test_a_rollout_file_with_its_own_loop_loses_nothing(place: Path, file: str) 
     assert [record["step"] for record in records(place / file, "eval")] == [0, 1, 2]
 
 
-def test_a_rollout_function_around_the_default_one(place: Path) -> None:
+def test_rollout_function_wraps_the_default_one(place: Path) -> None:
     trained(place, "--rollout-function-path", "wrapping_rollout.generate_rollout", *EVAL, *to("wrapped"))
     (record,) = records(place / "wrapped", "rollout")
     assert record["rollout/longest"] == max(sample.response_length for sample in batch(place, "wrapped", 0))
@@ -158,7 +158,7 @@ def test_a_rollout_function_around_the_default_one(place: Path) -> None:
 ASYNC = (sys.executable, str(ROOT / "train_async.py"))
 
 
-def test_a_copied_fully_asynchronous_file(place: Path) -> None:
+def test_copied_fully_async_file_trains_on_each_sample_once(place: Path) -> None:
     words = ["--rollout-function-path", "copied_fully_async.generate_rollout_fully_async", "--keep-samples"]
     done = trained(place, *words, *to("worker", steps=3), program=ASYNC)
     assert done.err == ""
@@ -170,7 +170,7 @@ def test_a_copied_fully_asynchronous_file(place: Path) -> None:
     assert sum(states.values()) == handed_out(place, "worker") - 12
 
 
-def test_a_function_around_the_fully_asynchronous_one(place: Path) -> None:
+def test_rollout_function_wraps_the_fully_async_one(place: Path) -> None:
     words = ["--rollout-function-path", "wrapping_fully_async.generate_rollout", *EVAL]
     words += ["--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming"]
     done = trained(place, *words, *to("around", steps=3), program=ASYNC)
@@ -195,7 +195,7 @@ def teacher(place: Path) -> Iterator[str]:
     served.stop()
 
 
-def test_distillation_by_the_names_of_two_functions_is_distillation_by_flags(place: Path, teacher: str) -> None:
+def test_distillation_by_function_paths_equals_distillation_by_flags(place: Path, teacher: str) -> None:
     by_flags = ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "1.0", "--rm-url", f"{teacher}/generate"]
     runs = {"flags": []}
     for name, module in (("path", "slime.rollout.on_policy_distillation"), ("copy", "copied_distillation")):

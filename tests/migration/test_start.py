@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(folder: Path) -> None:
+def test_actor_starts_from_ref_load_and_engines_use_its_weights(folder: Path) -> None:
     """--ci-test checks that trainer and engine agree on log-probs, and that the first KL is 0."""
     flags = [
         *FLAGS,
@@ -72,7 +72,7 @@ def test_the_actor_starts_from_ref_load_and_the_engines_sample_with_its_weights(
     assert step["train/train_rollout_logprob_abs_diff"] < 1e-3
 
 
-def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None:
+def test_update_weights_interval_of_two_in_the_synchronous_loop(folder: Path) -> None:
     """Flags as documented: no response limit, an evaluation interval without data, checkpoints without a folder.
 
     The old log-probs come from the weights that sampled, so trainer and engine agree in the stale step too.
@@ -91,7 +91,7 @@ def test_weights_every_second_step_in_the_synchronous_loop(folder: Path) -> None
     assert (folder / "seldom" / "iter_0000002").is_dir()
 
 
-def test_a_generate_function_without_log_probs_trains_asynchronously(folder: Path) -> None:
+def test_generate_function_without_log_probs_trains_asynchronously(folder: Path) -> None:
     """The asynchronous driver drops its importance weights with one warning; with --use-tis the run fails."""
     flags = [*FLAGS, "--num-rollout", "3", "--rollout-max-response-len", "8", "--rollout-num-gpus", "1"]
     flags += ["--custom-generate-function-path", "plugins.without_log_probs", "--lr", "1e-3"]

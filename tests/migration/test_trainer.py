@@ -47,7 +47,7 @@ def flags(*, num_rollout: int = 1) -> list[str]:
     return [*words, "--num-rollout", str(num_rollout)]
 
 
-def test_a_loss_made_of_upstreams_helpers(place: Path) -> None:
+def test_custom_loss_from_upstream_helpers_equals_the_builtin_loss(place: Path) -> None:
     custom = ["--loss-type", "custom_loss", "--custom-loss-function-path", "custom_loss.loss_function"]
     done = run([*TRAIN, *flags(), *custom, "--output-dir", "loss"], place)
     assert done.code == 0, done.err
@@ -61,7 +61,7 @@ def test_a_loss_made_of_upstreams_helpers(place: Path) -> None:
     assert steps[1]["train/kl_loss"] > 0  # the second update starts from moved weights
 
 
-def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
+def test_plugin_metrics_and_traces_are_recorded(place: Path) -> None:
     mine = ["--custom-rm-path", "measured.reward_func", "--custom-rollout-log-function-path", "measured.log_rollout"]
     mine += ["--rollout-data-postprocess-path", "measured.log_train_data", "--use-tensorboard"]
     dumps = ["--save-debug-rollout-data", "measured/{rollout_id}.pt", "--output-dir", "measured"]
@@ -100,7 +100,7 @@ def test_metrics_and_traces_of_a_plugin_reach_the_run(place: Path) -> None:
         assert trace["events"][7]["attrs"] == {"reward": sample.reward}
 
 
-def test_a_launch_script_with_execute_train(
+def test_launch_script_with_execute_train_runs(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Environment variables set the tiny model's sizes in the model script."""
@@ -125,7 +125,7 @@ def test_a_launch_script_with_execute_train(
     assert "note: costs $5\n" in config
 
 
-def test_masked_importance_sampling_by_yaml(place: Path) -> None:
+def test_yaml_config_enables_masked_importance_sampling(place: Path) -> None:
     """The YAML file enables the correction and sets flags and extra values; the command line does not."""
     custom = ["--custom-config-path", "mis.yaml", "--custom-tis-function-path", "mis.compute_mis_weights_with_cp"]
     done = run([*TRAIN, *flags(), *custom, "--output-dir", "mis"], place)

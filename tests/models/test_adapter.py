@@ -46,7 +46,7 @@ def write(folder: Path, facts: AdapterConfig, tensors: dict[str, torch.Tensor]) 
     return folder
 
 
-def test_peft_reads_what_is_written_and_merges_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
+def test_peft_reads_written_adapters_and_merges_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
     adapter = write(tmp_path / "adapter", AdapterConfig(4, 6.0), random_tensors(4))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -60,7 +60,7 @@ def test_peft_reads_what_is_written_and_merges_to_the_same_weights(folder: Path,
         torch.testing.assert_close(own, reference[f"{module}.weight"], atol=1e-6, rtol=1e-6)
 
 
-def test_what_peft_saves_is_read(folder: Path, tmp_path: Path) -> None:
+def test_reads_adapters_saved_by_peft(folder: Path, tmp_path: Path) -> None:
     config = LoraConfig(r=2, lora_alpha=3, target_modules=["k_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
     model.save_pretrained(str(tmp_path))
@@ -69,7 +69,7 @@ def test_what_peft_saves_is_read(folder: Path, tmp_path: Path) -> None:
     assert sorted(found.pairs) == [f"model.layers.{layer}.self_attn.k_proj" for layer in range(2)]
 
 
-def test_a_merge_is_computed_in_float32_and_rounded_once() -> None:
+def test_merge_is_computed_in_float32_and_rounded_once() -> None:
     """Base 1, update 2**-9: the sum is 1 in bfloat16. A sum in float32 keeps what bfloat16 can represent."""
     base = torch.ones(1, 1, dtype=torch.bfloat16)
     a, b = torch.full((1, 1), 2.0**-4), torch.full((1, 1), 2.0**-5)
@@ -77,7 +77,7 @@ def test_a_merge_is_computed_in_float32_and_rounded_once() -> None:
     assert merge_lora(base, a, b, scale=4.0, dtype=torch.bfloat16).item() == 1 + 2.0**-7
 
 
-def test_the_dtype_beneath_travels_with_the_tensors(tmp_path: Path) -> None:
+def test_base_dtype_is_stored_with_the_adapter(tmp_path: Path) -> None:
     found = read_adapter(write(tmp_path, AdapterConfig(4, 8.0, torch.bfloat16), random_tensors(4)))
     assert found.facts == AdapterConfig(4, 8.0, torch.bfloat16)
     assert AdapterConfig.from_dict(found.facts.to_dict()) == found.facts
@@ -99,14 +99,14 @@ def test_the_dtype_beneath_travels_with_the_tensors(tmp_path: Path) -> None:
         ({"lora_alpha": "x"}, "lora_alpha must be a number"),
     ],
 )
-def test_a_config_that_means_something_else_is_refused(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+def test_rejects_unsupported_adapter_configs(tmp_path: Path, change: dict[str, object], reason: str) -> None:
     path = write(tmp_path, AdapterConfig(4, 8.0), random_tensors(4)) / CONFIG_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(BadAdapter, match=reason):
         read_adapter(tmp_path)
 
 
-def test_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
+def test_rejects_invalid_adapter_tensors(tmp_path: Path) -> None:
     write(tmp_path, AdapterConfig(4, 8.0), random_tensors(4))
     path = tmp_path / TENSORS_NAME
     tensors = load_file(path)

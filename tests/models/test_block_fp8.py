@@ -26,7 +26,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (128, 128), (130, 5), (1, 300)])
-def test_what_is_representable_comes_back_exactly(shape: tuple[int, int]) -> None:
+def test_representable_values_round_trip_exactly(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     exact = torch.randn(shape).to(FP8).float()
     exact[:: max(shape[0] - 1, 1), ::128] = LARGEST  # so that every block's scale is one
@@ -38,7 +38,7 @@ def test_what_is_representable_comes_back_exactly(shape: tuple[int, int]) -> Non
     assert torch.equal(dequantize_block(stored, scale), exact)
 
 
-def test_each_block_has_its_own_scale_and_zeros_stay() -> None:
+def test_each_block_has_its_own_scale_and_zeros_stay_zero() -> None:
     weight = torch.zeros(256, 256)
     weight[:128, :128] = 1e-6
     weight[128:, :128] = 448 * 3
@@ -51,7 +51,7 @@ def test_each_block_has_its_own_scale_and_zeros_stay() -> None:
     assert torch.equal(back[:128, 128:], torch.zeros(128, 128))
 
 
-def test_rounding_is_at_most_half_a_step_of_the_format() -> None:
+def test_rounding_error_is_at_most_half_a_step() -> None:
     torch.manual_seed(1)
     weight = torch.randn(300, 200)
     for power_of_two in (False, True):
@@ -76,7 +76,7 @@ def quantized(model: Path) -> Path:
     return folder
 
 
-def test_a_folder_says_what_is_quantised(model: Path, quantized: Path) -> None:
+def test_converted_folder_describes_its_quantization(model: Path, quantized: Path) -> None:
     plain, found = tensors(model), tensors(quantized)
     scaled = {name.removesuffix("_scale_inv") for name in found if name.endswith("_scale_inv")}
     assert scaled == {name for name in plain if "_proj.weight" in name}
@@ -91,7 +91,7 @@ def test_a_folder_says_what_is_quantised(model: Path, quantized: Path) -> None:
     assert (quantized / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
-def test_back_in_bfloat16_the_weights_are_what_transformers_reads(model: Path, quantized: Path, tmp_path: Path) -> None:
+def test_dequantized_weights_match_transformers(model: Path, quantized: Path, tmp_path: Path) -> None:
     assert main(["convert", str(quantized), str(tmp_path / "again"), "--dtype", "float32"]) == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -105,7 +105,7 @@ def test_back_in_bfloat16_the_weights_are_what_transformers_reads(model: Path, q
     assert 0 < max(off) < 0.1
 
 
-def test_a_second_pass_changes_nothing(quantized: Path, tmp_path: Path) -> None:
+def test_requantization_keeps_the_weights(quantized: Path, tmp_path: Path) -> None:
     assert main(["convert", str(quantized), str(tmp_path / "plain"), "--dtype", "float32"]) == 0
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     before, after = tensors(quantized), tensors(tmp_path / "fp8")
@@ -113,7 +113,7 @@ def test_a_second_pass_changes_nothing(quantized: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(before[name].float(), after[name].float(), rtol=1e-6) for name in before)
 
 
-def test_a_scale_in_another_file_is_found(quantized: Path, tmp_path: Path) -> None:
+def test_scales_in_another_file_are_found(quantized: Path, tmp_path: Path) -> None:
     split = tmp_path / "split"
     split.mkdir()
     (split / "config.json").write_bytes((quantized / "config.json").read_bytes())
@@ -129,7 +129,7 @@ def test_a_scale_in_another_file_is_found(quantized: Path, tmp_path: Path) -> No
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_what_cannot_be_read_is_one_sentence(
+def test_rejects_unreadable_weights(
     quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
@@ -153,7 +153,7 @@ def test_what_cannot_be_read_is_one_sentence(
     assert "is not a safetensors file" in sentence(config)
 
 
-def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_replaces_only_its_own_output_and_only_with_force(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["convert", str(model), str(out)]) == 0
     assert main(["convert", str(model), str(out)]) == 2
@@ -166,7 +166,7 @@ def test_nothing_of_others_is_replaced(model: Path, tmp_path: Path, capsys: pyte
     assert main(["convert", str(model), str(model), "--force"]) == 2
 
 
-def test_sglang_is_not_sent_plain_weights_for_a_quantised_folder(
+def test_rejects_training_a_quantized_folder_with_sglang(
     quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang would cast new weights to 8 bits and keep the old scales. Serving without training is allowed."""
@@ -184,7 +184,7 @@ def test_sglang_is_not_sent_plain_weights_for_a_quantised_folder(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_quantised_folder_is_trained_and_served_in_plain_numbers(family: str, tmp_path: Path) -> None:
+def test_quantized_folder_is_loaded_dequantized(family: str, tmp_path: Path) -> None:
     """Includes sizes that the block size does not divide, and experts, which transformers fuses on load."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} if family == "qwen3_moe" else {}
     plain = make_model_folder(tmp_path / "plain", family, hidden_size=160, intermediate_size=200, **experts)

@@ -62,7 +62,7 @@ def shares_of(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_tensor_of_a_folder_comes_back_once_and_bit_for_bit(folder: Path, size: int) -> None:
+def test_every_tensor_is_covered_once_and_round_trips_exactly(folder: Path, size: int) -> None:
     config, tensors = family_config(folder), tensors_of(folder)
     family = family_of(config)
     entries = entries_by_name(family.rules(config))
@@ -81,7 +81,7 @@ def test_every_tensor_of_a_folder_comes_back_once_and_bit_for_bit(folder: Path, 
     assert not [name for name in tensors if name not in kept and times[name].any()]
 
 
-def test_fields_say_the_sizes_of_the_folder(folder: Path) -> None:
+def test_fields_match_the_config_of_the_folder(folder: Path) -> None:
     config = family_config(folder)
     fields = family_of(config).fields(config)
     assert fields["num_layers"] == BASE["num_hidden_layers"]
@@ -93,7 +93,7 @@ def test_fields_say_the_sizes_of_the_folder(folder: Path) -> None:
             assert len(fields[name]) == fields["num_layers"]
 
 
-def test_only_experts_are_shared_over_expert_parallel_ranks(folder: Path) -> None:
+def test_expert_entries_cover_every_routed_expert(folder: Path) -> None:
     config = family_config(folder)
     family = family_of(config)
     entries = entries_by_name(family.rules(config))
@@ -103,20 +103,20 @@ def test_only_experts_are_shared_over_expert_parallel_ranks(folder: Path) -> Non
     assert numbers == {str(expert) for expert in range(count)}
 
 
-def test_every_family_has_a_tiny_model_here() -> None:
+def test_every_family_has_a_tiny_test_model() -> None:
     types = {RENAMED.get(case, model_type) for case, (model_type, _) in FAMILY_MODELS.items()}
     missing = [family.name for family in FAMILIES if not types & set(family.model_types)]
     assert missing == ["DeepSeek V3.2"]  # GLM-5 with other sizes
 
 
-def test_formats_are_ones_that_parsers_know() -> None:
+def test_formats_of_families_have_parsers() -> None:
     for family in FAMILIES:
         assert family.tool_format in (None, *TOOL_CALL_PARSERS), family.name
         assert family.reasoning_format in (None, *REASONING_PARSERS), family.name
         assert family.stop_tokens, family.name
 
 
-def test_a_multimodal_folder_has_the_text_under_its_own_prefix_and_experts_in_one_tensor(tmp_path: Path) -> None:
+def test_rules_adapt_to_multimodal_prefix_and_stacked_experts(tmp_path: Path) -> None:
     folder = make_family_folder(tmp_path, "qwen3_5_moe")
     config, tensors = family_config(folder), tensors_of(folder)
     other: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ def local_of(entry: ParameterEntry, tensors: dict[str, Tensor], rank: int, size:
     return shard.join([tensors[entry.hf[share.source]][share.region] for share in shard.shares])
 
 
-def test_delta_nets_have_their_inputs_in_megatrons_order() -> None:
+def test_delta_net_inputs_are_in_megatron_order() -> None:
     grouped = GroupedDeltaInput(key_heads=2, key_head=1)  # 2 key heads of 1 row, 2 value heads of 2 rows each
     qkvz = torch.tensor([[0.0], [10], [20], [21], [30], [31], [1], [11], [22], [23], [32], [33]])
     ba = torch.tensor([[40.0], [50], [41], [51]])
@@ -167,20 +167,20 @@ def _own(start: int, rank: int, count: int) -> range:
     return range(start + rank * count, start + (rank + 1) * count)
 
 
-def test_interleaved_gates_are_taken_apart() -> None:
+def test_interleaved_gate_and_up_rows_are_separated() -> None:
     rows = torch.arange(8.0)  # gate, up, gate, up ...
     second = InterleavedGateUp().shard([(8,)], 1, 2)
     assert second.join([rows[second.shares[0].region]]).tolist() == [4, 6, 5, 7]
 
 
-def test_layers_beyond_the_last_are_left_alone_with_a_reason() -> None:
+def test_multi_token_prediction_layers_are_ignored_with_a_reason() -> None:
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
     (ignored,) = family_of(config).ignored(config)
     assert ignored.prefix == "model.layers.61."
     assert "training does not use" in ignored.why
 
 
-def test_grouped_queries_keys_and_values_lie_as_megatron_splits_them() -> None:
+def test_qkv_rows_are_in_megatron_group_order() -> None:
     q, k, v = torch.arange(8.0)[:, None], 100 + torch.arange(4.0)[:, None], 200 + torch.arange(4.0)[:, None]
     shapes = [(8, 1), (4, 1), (4, 1)]  # 4 heads of 2 rows in 2 groups
     whole = Qkv(2).shard(shapes, 0, 1).join([q, k, v])
@@ -189,7 +189,7 @@ def test_grouped_queries_keys_and_values_lie_as_megatron_splits_them() -> None:
     assert [share.region[0] for share in second.shares] == [slice(4, 8), slice(2, 4), slice(2, 4)]
 
 
-def test_more_ranks_than_groups_cut_within_a_group() -> None:
+def test_more_ranks_than_groups_split_within_a_group() -> None:
     shapes = [(8, 1), (4, 1), (4, 1)]
     first, second = (Qkv(2).shard(shapes, rank, 4) for rank in (0, 1))
     assert [share.region[0] for share in first.shares] == [slice(0, 4), slice(0, 0), slice(0, 0)]
@@ -209,7 +209,7 @@ def test_gated_queries_come_before_their_gates_in_each_group() -> None:
     assert all(torch.equal(back, part) for back, part in zip(shard.split(local), (q, k, v), strict=True))
 
 
-def test_padding_of_the_vocabulary_is_zero_and_never_leaves() -> None:
+def test_vocabulary_padding_is_zero_and_not_exported() -> None:
     rows = torch.ones(5, 3)
     shards = [Vocab(2).shard([(5, 3)], rank, 4) for rank in range(4)]  # 8 rows of 2
     locals_ = [shard.join([rows[shard.shares[0].region]]) for shard in shards]
@@ -218,25 +218,25 @@ def test_padding_of_the_vocabulary_is_zero_and_never_leaves() -> None:
     assert [len(part) for part in given] == [2, 2, 1, 0]
 
 
-def test_another_vocabulary_divisor_reaches_the_embedding_and_the_head() -> None:
+def test_vocabulary_divisor_applies_to_embedding_and_head() -> None:
     config = {**BASE, "model_type": "qwen3"}
     entries = entries_by_name(with_vocab_divisor(family_of(config).rules(config), 1))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert entries[name].form.shard([(250, 64)], 0, 2).shape == (125, 64)
 
 
-def test_what_ranks_hold_in_common_is_written_by_the_first_alone() -> None:
+def test_replicated_tensors_are_copies_on_all_but_the_first_rank() -> None:
     assert [Replicated().shard([(4,)], rank, 2).is_copy for rank in range(2)] == [False, True]
     assert not any(form.shard([(4, 4), (4, 4)], 1, 2).is_copy for form in (ColumnParallel(), RowParallel(), GateUp()))
     assert Replicated().shard([()], 0, 2).shape == ()
 
 
-def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
+def test_rejects_rows_not_divisible_by_the_ranks() -> None:
     with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4"):
         ColumnParallel().shard([(6, 2)], 0, 4)
 
 
-def test_tied_embeddings_are_read_for_the_last_stage_and_written_by_the_first() -> None:
+def test_tied_output_layer_is_a_copy_of_the_embedding() -> None:
     config = {**BASE, "model_type": "qwen2", "tie_word_embeddings": True}
     entries = entries_by_name(family_of(config).rules(config))
     assert entries["output_layer.weight"].hf == ("model.embed_tokens.weight",)
@@ -244,7 +244,7 @@ def test_tied_embeddings_are_read_for_the_last_stage_and_written_by_the_first() 
     assert family_of(config).fields(config)["share_embeddings_and_output_weights"] is True
 
 
-def test_positions_are_read_from_new_and_old_folders_alike() -> None:
+def test_rope_fields_are_read_from_old_and_new_configs() -> None:
     old = {**BASE, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     new = {**BASE, "model_type": "llama"} | {
         "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
@@ -258,21 +258,21 @@ def test_positions_are_read_from_new_and_old_folders_alike() -> None:
         family_of(old).fields({**old, "rope_scaling": {"rope_type": "longrope"}})
 
 
-def test_an_unknown_family_is_refused_with_those_known() -> None:
+def test_unknown_model_type_error_lists_known_types() -> None:
     with pytest.raises(UserError, match=r"model_type mamba.*llama, mimo, minimax_m2, qwen2, qwen2_moe, qwen3"):
         family_of({"model_type": "mamba"})
     kinds = [model_type for family in FAMILIES for model_type in family.model_types]
     assert len(kinds) == len(set(kinds))
 
 
-def test_a_config_without_its_sizes_is_refused() -> None:
+def test_rejects_a_config_without_hidden_size() -> None:
     config = {name: value for name, value in BASE.items() if name != "hidden_size"} | {"model_type": "qwen3"}
     with pytest.raises(UserError, match="no hidden_size"):
         family_of(config).fields(config)
 
 
 @pytest.mark.parametrize("case", WINDOWED_MODELS)
-def test_windows_are_read_with_and_without_layer_types(case: str) -> None:
+def test_sliding_windows_are_read_with_and_without_layer_types(case: str) -> None:
     model_type, own = WINDOWED_MODELS[case]
     config = AutoConfig.for_model(model_type, **{**BASE, **own})
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers

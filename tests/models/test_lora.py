@@ -56,7 +56,7 @@ def with_adapter(model: torch.nn.Module, lora: Lora, *, b: float = 0.0) -> LoraL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_folder_alone_tells_which_layers_the_trainer_will_find(family: str, folder: Callable) -> None:
+def test_linears_of_a_folder_match_the_layers_of_the_trainer(family: str, folder: Callable) -> None:
     model = load(folder(family))
     adapter = put_adapter(model, Lora(4, 8), freeze=None, only_train=None)
     assert linears_of(folder(family)) == adapter.modules
@@ -64,12 +64,12 @@ def test_the_folder_alone_tells_which_layers_the_trainer_will_find(family: str, 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gemma2", "qwen3_moe"])
-def test_config_json_alone_tells_it_for_plain_families(family: str, folder: Callable, tmp_path: Path) -> None:
+def test_linears_of_plain_families_need_only_config_json(family: str, folder: Callable, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder(family) / "config.json").read_text())
     assert linears_of(tmp_path) == linears_of(folder(family))
 
 
-def test_targets_are_names_or_their_last_parts() -> None:
+def test_targets_match_full_names_or_suffixes() -> None:
     linears = ["model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
     assert choose_targets(linears, ["q_proj"], "M") == linears[1:]
     assert choose_targets(linears, ["self_attn.q_proj", "up_proj"], "M") == linears
@@ -84,14 +84,14 @@ def test_targets_are_names_or_their_last_parts() -> None:
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "gate", "experts", "experts.gate_up_proj"])
-def test_what_can_have_no_adapter_is_refused(target: str, folder: Callable) -> None:
+def test_rejects_targets_that_cannot_have_an_adapter(target: str, folder: Callable) -> None:
     with pytest.raises(UserError, match=f"{target}: .* q_proj, k_proj, v_proj, o_proj can have an adapter"):
         choose_targets(
             put_adapter(load(folder("qwen3_moe")), Lora(4, 8), freeze=None, only_train=None).modules, [target], "it"
         )
 
 
-def test_experts_that_are_modules_get_none(folder: Callable) -> None:
+def test_expert_modules_get_no_adapter(folder: Callable) -> None:
     """Models with custom code have such experts. The other layers of the MLP get an adapter."""
     model = load(folder("llama"))
     for layer in model.model.layers:
@@ -100,7 +100,7 @@ def test_experts_that_are_modules_get_none(folder: Callable) -> None:
     assert adapter.modules == linears_of(folder("llama"))
 
 
-def test_frozen_patterns_leave_layers_without_adapter(folder: Callable) -> None:
+def test_frozen_layers_get_no_adapter(folder: Callable) -> None:
     adapter = put_adapter(load(folder("qwen3")), Lora(4, 8), freeze=[r"layers\.0\.", "mlp"], only_train=None)
     assert {name.rpartition(".")[2] for name in adapter.modules} == set(ATTENTION)
     assert all(".layers.1." in name for name in adapter.modules)
@@ -108,7 +108,7 @@ def test_frozen_patterns_leave_layers_without_adapter(folder: Callable) -> None:
     assert list(adapter.modules) == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
 
 
-def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(folder: Callable) -> None:
+def test_new_adapter_keeps_the_output_and_depends_only_on_the_seed(folder: Callable) -> None:
     tokens = torch.arange(6)[None]
     model = load(folder("qwen3"))
     before = model(tokens).logits
@@ -123,7 +123,7 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(folder: Callab
     assert first[name].abs().max() <= 64**-0.5 < 1.05 * first[name].abs().max()
 
 
-def test_the_switch_gives_the_model_it_started_as(folder: Callable) -> None:
+def test_disabled_adapter_restores_the_base_model(folder: Callable) -> None:
     tokens = torch.arange(6)[None]
     model = load(folder("qwen3"))
     before = model(tokens).logits
@@ -136,7 +136,7 @@ def test_the_switch_gives_the_model_it_started_as(folder: Callable) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", [(ALL_LINEAR,), ("q_proj", "model.layers.1.self_attn.o_proj")])
-def test_peft_computes_what_the_trainer_does_and_so_do_merged_weights(
+def test_peft_and_merged_weights_match_the_trainer(
     family: str, targets: tuple[str, ...], folder: Callable, tmp_path: Path
 ) -> None:
     if family == "phi3_longrope" and targets != (ALL_LINEAR,):
@@ -166,7 +166,7 @@ def test_peft_computes_what_the_trainer_does_and_so_do_merged_weights(
     torch.testing.assert_close(plain(tokens).logits, ours, atol=1e-5, rtol=1e-5)
 
 
-def test_plain_models_have_short_target_names(folder: Callable) -> None:
+def test_peft_targets_are_short_only_if_all_layers_are_covered(folder: Callable) -> None:
     layers = put_adapter(load(folder("qwen3")), Lora(4, 8, ("q_proj", "o_proj")), freeze=None, only_train=None)
     assert peft_targets(layers.modules, layers.linears) == ["o_proj", "q_proj"]
     assert peft_targets(["model.layers.0.self_attn.q_proj"], layers.linears) == ["model.layers.0.self_attn.q_proj"]

@@ -38,7 +38,7 @@ def changed(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
     return folder
 
 
-def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
+def test_folder_opens_with_sources_for_its_parameters(made: Path) -> None:
     folder = open_family_folder(made, vocab_divisor=1)
     assert folder.family.name == "Qwen2.5"
     assert folder.unused_tensors() == {}
@@ -52,7 +52,7 @@ def test_a_folder_opens_with_a_source_for_every_parameter(made: Path) -> None:
     )
 
 
-def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Path, tmp_path: Path) -> None:
+def test_extra_tensors_are_ignored_with_a_reason(made: Path, tmp_path: Path) -> None:
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].clone()
     extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     reasons = open_family_folder(changed(made, tmp_path, **extra)).unused_tensors()
@@ -60,7 +60,7 @@ def test_what_a_folder_has_beyond_the_model_is_left_alone_with_a_reason(made: Pa
     assert "tie_word_embeddings" in reasons["lm_head.weight"]
 
 
-def test_layers_that_training_does_not_use_are_named_with_the_reason(tmp_path: Path) -> None:
+def test_unused_prediction_layers_are_reported_with_the_reason(tmp_path: Path) -> None:
     made = make_family_folder(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
     weights = load_file(made / "model.safetensors")
     last = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in weights.items() if "layers.3." in name}
@@ -70,7 +70,7 @@ def test_layers_that_training_does_not_use_are_named_with_the_reason(tmp_path: P
     assert sentence.endswith("it predicts a token beyond the next, which training does not use")
 
 
-def test_an_output_layer_of_its_own_is_one_whatever_the_config_ties(made: Path, tmp_path: Path) -> None:
+def test_separate_output_layer_overrides_tie_word_embeddings(made: Path, tmp_path: Path) -> None:
     assert open_family_folder(made).entries["output_layer.weight"].is_copy
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"] + 1
     folder = open_family_folder(changed(made, tmp_path, **{"lm_head.weight": head}))
@@ -80,13 +80,13 @@ def test_an_output_layer_of_its_own_is_one_whatever_the_config_ties(made: Path, 
     assert folder.fields["share_embeddings_and_output_weights"] is False
 
 
-def test_a_tensor_nobody_knows_is_refused_before_it_is_lost(made: Path, tmp_path: Path) -> None:
+def test_rejects_an_unknown_tensor(made: Path, tmp_path: Path) -> None:
     folder = changed(made, tmp_path, **{"model.layers.0.mlp.extra.weight": torch.zeros(2)})
     with pytest.raises(UserError, match=r"mlp\.extra\.weight in .* would be lost"):
         open_family_folder(folder)
 
 
-def test_a_folder_that_lacks_weights_is_refused(made: Path, tmp_path: Path) -> None:
+def test_rejects_a_folder_with_missing_weights(made: Path, tmp_path: Path) -> None:
     folder = changed(made, tmp_path, **{"model.norm.weight": None, "model.layers.3.mlp.down_proj.weight": None})
     with pytest.raises(UserError, match=r"lack model\.norm\.weight and 1 more"):
         open_family_folder(folder)
@@ -101,7 +101,7 @@ def test_a_folder_that_lacks_weights_is_refused(made: Path, tmp_path: Path) -> N
         ("qwen3_moe", {"moe_intermediate_size": 48}, "layers.0.mlp.experts.down_proj", (4, 64, 32), (4, 64, 48)),
     ],
 )
-def test_weights_of_other_sizes_than_the_config_says_are_refused(
+def test_rejects_weights_whose_shapes_contradict_the_config(
     tmp_path: Path, case: str, changes: dict[str, int], tensor: str, found: tuple[int, ...], wanted: tuple[int, ...]
 ) -> None:
     make_family_folder(tmp_path, case)
@@ -120,7 +120,7 @@ def test_weights_of_other_sizes_than_the_config_says_are_refused(
 
 @pytest.mark.parametrize("head_dim", [None, 24])
 @pytest.mark.parametrize("model_type", LLAMA_LIKE)
-def test_configs_of_plain_families_are_no_contradiction_to_their_weights(
+def test_shape_check_accepts_matching_and_rejects_other_configs(
     tmp_path: Path, model_type: str, head_dim: int | None
 ) -> None:
     if model_type not in CONFIG_MAPPING:
@@ -137,7 +137,7 @@ def test_configs_of_plain_families_are_no_contradiction_to_their_weights(
         check_model_folder(str(tmp_path), "--hf-checkpoint")
 
 
-def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
+def test_multimodal_folder_opens_with_its_text_model(tmp_path: Path) -> None:
     made = make_family_folder(tmp_path / "text", "qwen3_5")
     weights = load_file(made / "model.safetensors")
     moved = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
@@ -152,7 +152,7 @@ def test_the_text_of_a_multimodal_folder_is_what_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["kimi_k2", "mimo"])
-def test_models_whose_code_has_another_name_load_all_the_same(tmp_path: Path, case: str) -> None:
+def test_renamed_model_types_load_like_their_base_family(tmp_path: Path, case: str) -> None:
     folder = make_family_folder(tmp_path, case, vocab_size=VOCAB)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == case
@@ -172,7 +172,7 @@ def test_models_whose_code_has_another_name_load_all_the_same(tmp_path: Path, ca
     assert AutoTokenizer.from_pretrained(folder).encode("12")
 
 
-def test_experts_in_four_bits_are_read_as_transformers_unpacks_them(tmp_path: Path) -> None:
+def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(110, 140, (3, 6, 2), dtype=torch.uint8, generator=generator)
@@ -188,7 +188,7 @@ def test_experts_in_four_bits_are_read_as_transformers_unpacks_them(tmp_path: Pa
     assert torch.equal(source.read(region), whole[region])
 
 
-def test_a_quantisation_nobody_reads_is_refused(made: Path, tmp_path: Path) -> None:
+def test_rejects_an_unsupported_quantization(made: Path, tmp_path: Path) -> None:
     folder = changed(made, tmp_path)
     config = json.loads((made / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))

@@ -18,7 +18,7 @@ BRANCHES = (
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_the_page_says_what_is_computed(name: str) -> None:
+def test_page_matches_engine_and_fsdp_for_selected_models(name: str) -> None:
     said = page_rows().get(name, NOTHING)
     found = row(name, with_megatron=False)  # `make test-megatron` compares that
     assert (found.engine, found.fsdp) == (said.engine, said.fsdp)
@@ -26,7 +26,7 @@ def test_the_page_says_what_is_computed(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_the_page_says_of_every_model_of_transformers_what_is_computed() -> None:
+def test_page_matches_all_models_of_transformers() -> None:
     found = {name: row(name) for name in row_names()}
     assert {name: cells for name, cells in found.items() if cells != NOTHING} == page_rows()
     text = PAGE.read_text()

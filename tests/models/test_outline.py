@@ -110,7 +110,7 @@ def assert_same(found: MetaModel, expected: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_part_of_every_weight_is_what_transformers_loads(family: str, made: Callable[[str], Path]) -> None:
+def test_every_region_of_every_weight_matches_transformers(family: str, made: Callable[[str], Path]) -> None:
     folder = made(family)
     random_state = torch.get_rng_state()
     for dtype in (torch.float32, torch.bfloat16):
@@ -119,7 +119,7 @@ def test_every_part_of_every_weight_is_what_transformers_loads(family: str, made
         assert_same(found, whole(folder, dtype))
 
 
-def test_a_part_is_read_without_the_rest(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_read_reads_only_its_bytes(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads one row of a matrix, and one expert of a fused tensor."""
     read: list[int] = []
     real = StoredTensor._bytes
@@ -136,7 +136,7 @@ def test_a_part_is_read_without_the_rest(made: Callable[[str], Path], monkeypatc
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_blocks_of_eight_bits_with_sides_that_blocks_do_not_divide(family: str, tmp_path: Path) -> None:
+def test_fp8_weights_with_partial_blocks_match_transformers(family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 160, "intermediate_size": 300}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} if family == "qwen3_moe" else {}
     plain = make_model_folder(tmp_path / "plain", family, **sizes, **experts)
@@ -151,7 +151,7 @@ def test_blocks_of_eight_bits_with_sides_that_blocks_do_not_divide(family: str, 
         outline(tmp_path / "fp8")
 
 
-def test_what_only_transformers_can_read_is_loaded_whole(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_mxfp4_experts_are_loaded_by_transformers(made: Callable[[str], Path], tmp_path: Path) -> None:
     """Experts in MXFP4, which transformers dequantizes itself."""
     folder = Path(shutil.copytree(made("gpt_oss"), tmp_path / "model"))
     stored = load_file(folder / "model.safetensors")
@@ -168,7 +168,7 @@ def test_what_only_transformers_can_read_is_loaded_whole(made: Callable[[str], P
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_weights_that_the_config_ties_and_the_folder_has_both_of(same: bool, tmp_path: Path) -> None:
+def test_tied_weights_stored_twice_are_shared_only_if_equal(same: bool, tmp_path: Path) -> None:
     """Both tensors must be read to compare them."""
     folder = make_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")
@@ -181,7 +181,7 @@ def test_weights_that_the_config_ties_and_the_folder_has_both_of(same: bool, tmp
     assert (found.model.lm_head.weight is found.model.model.embed_tokens.weight) == same
 
 
-def test_the_files_that_count_are_those_transformers_reads(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_reads_the_same_weight_files_as_transformers(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
     expected = whole(folder)
     names = sorted(stored := load_file(folder / "model.safetensors"))
@@ -202,7 +202,7 @@ def test_the_files_that_count_are_those_transformers_reads(made: Callable[[str],
         outline(folder)
 
 
-def test_a_file_that_was_cut_off_or_is_gone(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rejects_truncated_and_missing_weight_files(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
     found = outline(folder)
     file = folder / "model.safetensors"
@@ -216,7 +216,7 @@ def test_a_file_that_was_cut_off_or_is_gone(made: Callable[[str], Path], tmp_pat
         [read_whole(source) for source in found.sources.values()]
 
 
-def test_a_value_model_has_a_head_of_zeros(made: Callable[[str], Path]) -> None:
+def test_value_head_is_initialized_with_zeros(made: Callable[[str], Path]) -> None:
     for family in ("qwen3", "qwen2"):  # with a tied and with a separate output layer
         found, body = outline(made(family)), whole(made(family))
         found.put_value_head()
@@ -248,7 +248,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_folder_with_code_of_its_own(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_folder_with_custom_code_needs_trust_remote_code(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("llama"), tmp_path / "model"))
     (folder / "own.py").write_text(OWN_CODE)
     config = json.loads((folder / "config.json").read_text()) | {

@@ -56,7 +56,7 @@ def made_of(pieces: list[ConversionPiece], tensors: dict[str, Tensor], convert: 
 @pytest.mark.parametrize(
     ("at_once", "rows"), [(1, [(n, n + 1) for n in range(EXPERTS)]), (2, [(0, 2), (2, 4), (4, 5)])]
 )
-def test_experts_of_a_stack_go_a_few_at_a_time(
+def test_stacked_experts_are_converted_a_few_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, at_once: int, rows: list[tuple[int, int]]
 ) -> None:
     tensors = model()
@@ -70,7 +70,7 @@ def test_experts_of_a_stack_go_a_few_at_a_time(
     assert sum(piece.nbytes for piece in pieces) == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_parameters_that_become_one_tensor_stay_together() -> None:
+def test_parameters_fused_into_one_tensor_share_a_piece() -> None:
     def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name.replace("old.", ""): t for name, t in tensors.items() if not name.endswith((".q", ".k"))}
         for layer in {name.rpartition(".")[0] for name in tensors if name.endswith((".q", ".k"))}:
@@ -86,7 +86,7 @@ def test_parameters_that_become_one_tensor_stay_together() -> None:
     assert torch.equal(found["layers.0.qk"], torch.cat([tensors["layers.0.q"], tensors["layers.0.k"]]))
 
 
-def test_layers_are_told_apart_by_their_numbers() -> None:
+def test_tensors_are_grouped_by_layer_number() -> None:
     names = ["model.embed", "model.layers.1.a", "model.layers.1.b.3.c", "model.layers.2.a", "norm"]
     groups = [list(members) for members in group_by_layer((name, torch.empty(0)) for name in names)]
     assert groups == [names[:1], names[1:3], names[3:4], names[4:]]

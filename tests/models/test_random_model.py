@@ -30,7 +30,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_becomes_a_model_that_loads(name: str, tmp_path: Path) -> None:
+def test_random_model_loads_and_tokenizes_text(name: str, tmp_path: Path) -> None:
     words = [word for field in SHAPES[name] for word in ("--set", field)]
     folder = tmp_path / "model"
     assert cli.main(["models", name, "--random-weights", str(folder), "--dtype", "float32", *words]) == 0
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_what_somebody_put_there_stays(tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     config = published_model("qwen3-0.6B").with_fields(SHAPES["qwen3-0.6B"]).config
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"has notes.txt, which no run saved there"):
@@ -82,7 +82,7 @@ def test_what_somebody_put_there_stays(tmp_path: Path) -> None:
         (["--set", "hidden_size=many"], "config.json is not a valid qwen3 config"),
     ],
 )
-def test_mistakes_are_one_sentence(
+def test_rejects_invalid_fields_and_creates_no_folder(
     words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["models", "qwen3-0.6B", "--random-weights", str(tmp_path / "model"), *words]) == 2

@@ -58,7 +58,7 @@ def written(model: Path, target: Path) -> Path:
     return write_release(sources, entries, target, dtype=torch.float32, alike=alike) / "release"
 
 
-def test_a_folder_comes_back_bit_for_bit(model: Path, tmp_path: Path) -> None:
+def test_model_folder_round_trip_is_exact(model: Path, tmp_path: Path) -> None:
     before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     for name in before.names:
@@ -68,14 +68,14 @@ def test_a_folder_comes_back_bit_for_bit(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILY_MODELS)
-def test_every_family_comes_back_bit_for_bit(case: str, tmp_path: Path) -> None:
+def test_round_trip_of_every_family_is_exact(case: str, tmp_path: Path) -> None:
     model = make_family_folder(tmp_path / "model", case)
     before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     assert all(torch.equal(read_whole(back[name]), before[name]) for name in before.names)
 
 
-def test_torch_reads_what_is_written(model: Path, tmp_path: Path) -> None:
+def test_torch_reads_the_written_checkpoint(model: Path, tmp_path: Path) -> None:
     """Reads with torch's own reader as an independent reference."""
     folder = written(model, tmp_path / "out")
     checkpoint = TorchDist(folder)
@@ -88,7 +88,7 @@ def test_torch_reads_what_is_written(model: Path, tmp_path: Path) -> None:
     assert not embedding[320:].any()
 
 
-def test_what_torch_writes_is_found_under_every_form_of_key(tmp_path: Path) -> None:
+def test_parameters_are_found_under_every_key_layout(tmp_path: Path) -> None:
     layers, experts = torch.randn(3, 4, 5), torch.randn(3, 2, 6, 5)
     pieces = {"decoder.layers.1.mlp.linear_fc1.weight_w": torch.randn(2, 3)}
     pieces["decoder.layers.1.mlp.linear_fc1.weight_v"] = torch.randn(2, 3)
@@ -117,7 +117,7 @@ def test_what_torch_writes_is_found_under_every_form_of_key(tmp_path: Path) -> N
         assert find_parameter(checkpoint, absent) is None
 
 
-def test_nothing_that_a_pickle_names_is_called(tmp_path: Path) -> None:
+def test_pickles_in_a_checkpoint_cannot_call_functions(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(UserError, match=r"names tests.models.test_torch_dist.call, which no index needs"):
         TorchDist(tmp_path)
@@ -129,7 +129,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path) -> None:
     assert CALLED == []
 
 
-def test_damaged_checkpoints_are_said(tmp_path: Path) -> None:
+def test_rejects_damaged_checkpoints(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(torch.ones(2, 3), buffer)
     (tmp_path / "__0_0.distcp").write_bytes(buffer.getvalue()[:-10])
@@ -156,7 +156,7 @@ def test_damaged_checkpoints_are_said(tmp_path: Path) -> None:
         TorchDist(tmp_path)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_rejects_the_checkpoint_of_another_model(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model")
     narrow = make_model_folder(tmp_path / "narrow", hidden_size=32)
     deeper = make_model_folder(tmp_path / "deeper", num_hidden_layers=3)

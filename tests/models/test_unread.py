@@ -56,7 +56,7 @@ def assert_reads(source: Source, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", [*IN_PARTS, *AS_A_WHOLE])
-def test_every_part_of_what_a_function_makes(name: str) -> None:
+def test_every_region_of_a_lazy_result_matches_eager_torch(name: str) -> None:
     operation = (IN_PARTS | AS_A_WHOLE)[name]
     before = ONE.clone()
     result = operation(unread(ONE), unread(TWO))
@@ -67,7 +67,7 @@ def test_every_part_of_what_a_function_makes(name: str) -> None:
     assert torch.equal(ONE, before)
 
 
-def test_a_parameter_stays_one_and_may_be_changed_by_what_it_holds() -> None:
+def test_lazy_parameter_stays_a_parameter_and_can_be_modified() -> None:
     layer = nn.Linear(6, 4)
     layer.weight = nn.Parameter(unread(ONE), requires_grad=True)
     layer.bias = nn.Parameter(unread(torch.ones(3)), requires_grad=False)
@@ -82,7 +82,7 @@ def test_a_parameter_stays_one_and_may_be_changed_by_what_it_holds() -> None:
     assert_reads(layer.weight.source, ONE * 2)
 
 
-def test_equal_reads_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_equal_compares_lazy_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.models.tensor_sources.CHUNK_NUMBERS", 6)
     other = ONE.clone()
     assert torch.equal(unread(ONE), unread(other))

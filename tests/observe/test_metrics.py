@@ -45,7 +45,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_a_record_is_one_line_with_its_values(tmp_path: Path) -> None:
+def test_metrics_record_is_one_json_line(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, CONFIG) as log:
         log.log(
             {"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": True, "e": "text", "f": None},
@@ -61,7 +61,7 @@ def test_a_record_is_one_line_with_its_values(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_values_that_are_not_finite_become_null_and_are_counted(tmp_path: Path) -> None:
+def test_non_finite_values_become_null_and_are_counted(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, BOARD) as log:
         log.log({"x": float("nan"), "y": np.float64("inf"), "z": 1.0}, 0)
         log.log({"x": -float("inf")}, 1)
@@ -72,12 +72,12 @@ def test_values_that_are_not_finite_become_null_and_are_counted(tmp_path: Path) 
     assert scalars(tmp_path, "z") == [(0, 1.0)]
 
 
-def test_what_is_no_single_number_is_refused_by_name(tmp_path: Path) -> None:
+def test_list_metric_is_rejected_by_name(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, CONFIG) as log, pytest.raises(TypeError, match="rollout/list is a list"):
         log.log({"rollout/list": [1, 2]}, 0)
 
 
-def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_run_writes_the_same_metrics_as_an_uninterrupted_one(tmp_path: Path) -> None:
     run(tmp_path / "whole", range(0, 6))
     run(tmp_path / "resumed", range(0, 4))  # checkpoint after rollout 1, killed while writing rollout 4
     with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:
@@ -88,7 +88,7 @@ def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path: Path) -
     assert len(whole) == 6 * 3 + 3
 
 
-def test_tensorboard_shows_a_resumed_run_like_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     run(tmp_path, range(0, 4), BOARD)
     run(tmp_path, range(2, 6), BOARD)
     rewards = scalars(tmp_path, "rollout/raw_reward")
@@ -97,7 +97,7 @@ def test_tensorboard_shows_a_resumed_run_like_an_uninterrupted_one(tmp_path: Pat
     assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(12))
 
 
-def test_the_metrics_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+def test_metrics_of_an_earlier_run_are_renamed(tmp_path: Path) -> None:
     for _ in range(3):
         run(tmp_path, range(0, 2))
     assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
@@ -106,14 +106,14 @@ def test_the_metrics_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.1.jsonl")) == len(read_metrics(tmp_path / "metrics.jsonl")) == 7
 
 
-def test_tensorboard_names_make_folders(tmp_path: Path) -> None:
+def test_tensorboard_project_and_experiment_become_folders(tmp_path: Path) -> None:
     config = BOARD.replace(tb_project_name="project", tb_experiment_name="trial")
     with MetricsLog(tmp_path, config) as log:
         log.log({"x": 1.0}, 0)
     assert list((tmp_path / "tensorboard" / "project" / "trial").glob("events.*"))
 
 
-def test_wandb_that_is_not_installed_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_package_raises_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="--use-wandb needs the package wandb"):
         MetricsLog(tmp_path, CONFIG.replace(use_wandb=True))
@@ -141,7 +141,7 @@ def texts(folder: Path, name: str) -> list[tuple[int, str]]:
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
 
 
-def test_tensorboard_shows_completions_and_a_resumed_run_none_twice(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_completion_once_after_a_resume(tmp_path: Path) -> None:
     run_with_completions(tmp_path, range(0, 4))
     run_with_completions(tmp_path, range(2, 5))
     shown = texts(tmp_path, "rollout/completions")
@@ -164,7 +164,7 @@ def test_tensorboard_shows_completions_and_a_resumed_run_none_twice(tmp_path: Pa
         "[link](http://x.y) ![i](z)", "# not a title", "- no\n- list", "1. no list", "https://example.com", "a\n\n\nb",
     ],
 )  # fmt: skip
-def test_every_character_of_a_completion_stands_for_itself_in_the_table(text: str) -> None:
+def test_markdown_table_escapes_every_character(text: str) -> None:
     shown = plugin_util.markdown_to_safe_html(markdown_table([row(text, prompt=text)]))
     cells = re.findall(r"<td>(.*?)</td>", shown, re.DOTALL)
     assert len(cells) == 4
@@ -173,7 +173,7 @@ def test_every_character_of_a_completion_stands_for_itself_in_the_table(text: st
         assert html.unescape(cell.replace("<br>", "\n")) == text
 
 
-def test_what_cannot_be_written_in_a_table_is_shown_somehow(tmp_path: Path) -> None:
+def test_completions_with_surrogates_and_nan_rewards_are_shown(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, BOARD) as log:
         rows = [row("half \ud800", reward=float("nan"), label=""), row(reward=None)]
         log.log_completions("rollout", rows, 0, "rollout", rollout_id=0)
@@ -244,7 +244,7 @@ def test_wandb_axes_follow_the_prefix_of_each_metric(tmp_path: Path, wandb: Wand
     assert log.wandb_run_id == wandb.id
 
 
-def test_wandb_gets_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -> None:
+def test_wandb_receives_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -> None:
     with MetricsLog(tmp_path, CONFIG.replace(use_wandb=True)) as log:
         log.log_completions("eval/sums", [row(), row("5", reward="{}")], 3, "eval", rollout_id=2)
     (logged,) = wandb.logged
@@ -258,7 +258,7 @@ def test_wandb_gets_a_table_of_completions(tmp_path: Path, wandb: WandbDouble) -
 
 
 @pytest.mark.parametrize("before", [None, "of-somebody-else"])
-def test_wandb_gets_the_key_and_nobody_else_does(
+def test_wandb_key_is_set_only_during_login_and_init(
     tmp_path: Path, wandb: WandbDouble, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     if before is None:
@@ -274,7 +274,7 @@ def test_wandb_gets_the_key_and_nobody_else_does(
     assert Config.from_dict(config.to_dict()) == config
 
 
-def test_wandb_can_count_optimizer_steps_everywhere(tmp_path: Path, wandb: WandbDouble) -> None:
+def test_wandb_always_use_train_step_logs_optimizer_steps(tmp_path: Path, wandb: WandbDouble) -> None:
     sizes = {"rollout_batch_size": 3, "n_samples_per_prompt": 4, "global_batch_size": 8}
     with MetricsLog(tmp_path, CONFIG.replace(use_wandb=True, wandb_always_use_train_step=True, **sizes)) as log:
         log.log({"train/loss": 0.5}, 7, "train", rollout_id=5)
@@ -285,7 +285,7 @@ def test_wandb_can_count_optimizer_steps_everywhere(tmp_path: Path, wandb: Wandb
 
 
 @pytest.mark.parametrize(("given", "environment"), [(None, None), ("mine", None), (None, "theirs"), ("mine", "theirs")])
-def test_wandb_writes_into_the_run_folder_unless_told_otherwise(
+def test_wandb_dir_defaults_to_the_run_folder(
     tmp_path: Path, wandb: WandbDouble, monkeypatch: pytest.MonkeyPatch, given: str | None, environment: str | None
 ) -> None:
     if environment is not None:
@@ -297,7 +297,7 @@ def test_wandb_writes_into_the_run_folder_unless_told_otherwise(
     assert expected.is_dir()
 
 
-def test_event_files_of_others_stay(tmp_path: Path) -> None:
+def test_foreign_event_files_are_kept(tmp_path: Path) -> None:
     theirs = tmp_path / "tensorboard" / "events.out.tfevents.1700000000.host.1.0"
     theirs.parent.mkdir()
     theirs.write_bytes(b"theirs")

@@ -11,7 +11,7 @@ from slime.observability.plots import draw_curves, memory_points
 GIB = 2**30
 
 
-def test_a_peak_belongs_to_the_phase_it_was_seen_in(tmp_path: Path) -> None:
+def test_memory_peak_is_attributed_to_its_phase(tmp_path: Path) -> None:
     now = {"device": 1 * GIB, "host": 4 * GIB}
     used = {"device": lambda: now["device"], "host": lambda: now["host"]}
     with PhaseMemory(tmp_path / "memory.jsonl", used, interval_s=3600) as memory:
@@ -39,7 +39,7 @@ def test_a_peak_belongs_to_the_phase_it_was_seen_in(tmp_path: Path) -> None:
     ]
 
 
-def test_memory_is_drawn_beside_the_curves_for_its_last_minutes(tmp_path: Path) -> None:
+def test_memory_points_cover_the_last_seconds_and_are_plotted(tmp_path: Path) -> None:
     rows = [{"t": float(t), "phase": "train" if t % 2 else "rollout", "host": 1.0 + t, "device": 2.0} for t in range(9)]
     file = tmp_path / "memory.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"t": 9.0, "pha')
@@ -49,5 +49,5 @@ def test_memory_is_drawn_beside_the_curves_for_its_last_minutes(tmp_path: Path) 
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_host_has_memory_taken() -> None:
+def test_host_used_bytes_is_plausible() -> None:
     assert 2**20 < host_used_bytes() < 2**50

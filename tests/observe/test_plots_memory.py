@@ -38,13 +38,13 @@ def timed(rollout_id: int, seconds: float, reward: float | None) -> dict[str, An
     return {"rollout_id": rollout_id, "perf/step_time": seconds, "rollout/raw_reward": reward}
 
 
-def test_rewards_by_the_seconds_of_the_steps_so_far() -> None:
+def test_reward_by_seconds_sums_step_times() -> None:
     records = [timed(1, 3.0, 0.5), {"rollout_id": 1, "train/loss": 0.1}, timed(0, 2.0, 0.25), timed(2, 1.0, None)]
     assert reward_by_seconds([*records, timed(3, 4.0, 0.75)]) == [(2.0, 0.25), (5.0, 0.5), (10.0, 0.75)]
     assert reward_by_seconds(RECORDS) == [], "nobody knows how long these took"
 
 
-def test_several_runs_are_drawn_into_one_picture(tmp_path: Path) -> None:
+def test_comparison_draws_several_runs_into_one_plot(tmp_path: Path) -> None:
     for name in ("fast", "slow"):
         (tmp_path / name).write_text("".join(json.dumps(timed(i, 1.0, i / 9)) + "\n" for i in range(9)))
     (tmp_path / "none").write_text("")
@@ -55,7 +55,7 @@ def test_several_runs_are_drawn_into_one_picture(tmp_path: Path) -> None:
     assert [file.name for file in picture.parent.iterdir()] == ["modes.png"]
 
 
-def test_points_of_a_run() -> None:
+def test_reward_eval_and_task_points_are_sorted_by_step() -> None:
     assert reward_points(RECORDS) == [(0, 0.2), (1, 0.4)]
     assert eval_points(RECORDS) == {"held-out": [(0, 0.1), (2, 0.6)], "code": [(2, 0.5)]}
     of_tasks = [{"rollout_id": i, "rollout/code/raw_reward": i / 4, "rollout/a/b/raw_reward": None} for i in (1, 0)]
@@ -78,7 +78,7 @@ def write(folder: Path, records: list[dict[str, Any]]) -> Path:
     return metrics
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_reward_curve_is_drawn(tmp_path: Path) -> None:
     drawn = draw_curves(write(tmp_path, RECORDS + LOSSES), tmp_path / "plots", "a run")
     assert drawn == {"reward curve": tmp_path / "plots" / "reward.png"}
     assert os.listdir(tmp_path / "plots") == ["reward.png"]
@@ -87,7 +87,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert int.from_bytes(data[16:20], "big") == 1200
 
 
-def test_a_run_without_rewards_gets_a_curve_of_its_loss_and_of_its_evaluations(tmp_path: Path) -> None:
+def test_run_without_rewards_gets_loss_and_evaluation_curves(tmp_path: Path) -> None:
     assert loss_points(LOSSES) == [(0, 2.0), (1, 1.0)]
     evaluation = {"kind": "eval", "step": 2, "rollout_id": 1, "eval/math": 0.5}
     drawn = draw_curves(write(tmp_path, [*LOSSES, evaluation]), tmp_path)
@@ -95,12 +95,12 @@ def test_a_run_without_rewards_gets_a_curve_of_its_loss_and_of_its_evaluations(t
     assert all(path.is_file() for path in drawn.values())
 
 
-def test_no_picture_without_points(tmp_path: Path) -> None:
+def test_no_plot_without_points(tmp_path: Path) -> None:
     assert draw_curves(write(tmp_path, []), tmp_path) == {}
     assert not (tmp_path / "reward.png").exists()
 
 
-def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_path: Path) -> None:
+def test_plots_are_redrawn_periodically_and_at_the_end(tmp_path: Path) -> None:
     now = [0.0]
     curves = RunPlots(write(tmp_path, RECORDS), first_s=20.0, interval_s=60.0, now=lambda: now[0])
     assert not curves.redraw()
@@ -122,13 +122,13 @@ def test_pictures_are_drawn_beside_the_run_once_in_a_while_and_at_its_end(tmp_pa
     assert not (tmp_path / "loss.png").exists()  # the final plots are drawn only once
 
 
-def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plot_write_error_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "reward.png").mkdir()
     assert RunPlots(write(tmp_path, RECORDS)).finish() == {}
     assert "could not be drawn" in caplog.text
 
 
-def test_memory_of_a_process_that_takes_64_mib_more() -> None:
+def test_memory_bytes_counts_a_64_mib_allocation() -> None:
     before = memory_bytes([os.getpid()])
     block = mmap.mmap(-1, 64 * 2**20)
     block.write(b"x" * (64 * 2**20))
@@ -137,13 +137,13 @@ def test_memory_of_a_process_that_takes_64_mib_more() -> None:
     assert 60 * 2**20 < after - before < 140 * 2**20
 
 
-def test_the_dead_take_nothing() -> None:
+def test_memory_of_an_exited_process_is_zero() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert memory_bytes([gone.pid]) == 0
 
 
-def test_the_sampler_remembers_the_peak() -> None:
+def test_memory_sampler_remembers_the_peak() -> None:
     code = "x = bytearray(b'x') * (100 * 2**20); print('big', flush=True); input(); del x; "
     code += "print('small', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -46,7 +46,7 @@ def text_of(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_plain_progress_is_one_line_per_event() -> None:
+def test_plain_progress_prints_one_line_per_event() -> None:
     with PlainProgress(20, start=0, console=console(False)) as progress:
         progress.status("engine", "loading")
         progress.status("engine", "loading")
@@ -64,7 +64,7 @@ def test_plain_progress_is_one_line_per_event() -> None:
     assert lines[3:] == ["eval after step 1: math 0.500  code 1.000", "saved [here]"]
 
 
-def test_quick_steps_are_shown_every_two_seconds_and_the_first_and_the_last_always() -> None:
+def test_plain_progress_prints_one_step_line_per_two_seconds() -> None:
     now = [0.0]
     target = console(False)
 
@@ -92,7 +92,7 @@ def test_quick_steps_are_shown_every_two_seconds_and_the_first_and_the_last_alwa
     assert last == ["step 1/100", "step 3/100", "eval after step 3: math 0.500", "interrupted"]
 
 
-def test_rich_progress_shows_position_parts_and_figures() -> None:
+def test_rich_progress_shows_step_components_and_metrics() -> None:
     progress = RichProgress(20, start=4, title="a run", console=console(True))
     progress.status("rollout", "generating 3/8 groups")
     progress.status("trainer", "idle")
@@ -110,7 +110,7 @@ def test_rich_progress_shows_position_parts_and_figures() -> None:
     assert [line.split()[1] for line in shown.splitlines() if "12,346" in line] == [str(n) for n in range(9, 17)]
 
 
-def test_rich_progress_with_missing_figures_and_markup_in_texts() -> None:
+def test_rich_progress_accepts_missing_metrics_and_markup_characters() -> None:
     with RichProgress(0, start=0, title="t", console=console(True)) as progress:
         progress.status("rollout", "[/broken")
         progress.step(0, {"train/loss": None})
@@ -118,7 +118,7 @@ def test_rich_progress_with_missing_figures_and_markup_in_texts() -> None:
         progress.render()
 
 
-def test_rich_progress_has_no_column_for_what_a_supervised_run_does_not_know() -> None:
+def test_rich_progress_omits_columns_without_metrics() -> None:
     progress = RichProgress(2, start=0, title="t", console=console(True))
     progress.step(0, {"train/loss": 1.5, "rollout/response_len/mean": 3.0, "perf/step_time": 0.5})
     plain = Console(file=io.StringIO(), width=100)
@@ -128,7 +128,7 @@ def test_rich_progress_has_no_column_for_what_a_supervised_run_does_not_know() -
     assert header.split()[1:-1] == ["step", "loss", "length", "s/step"]
 
 
-def test_eta_leaves_the_start_up_out() -> None:
+def test_eta_excludes_start_up_time() -> None:
     now = [100.0]
     clock = StepClock(10, 4, now=lambda: now[0])
     assert clock.eta_s is None
@@ -142,7 +142,7 @@ def test_eta_leaves_the_start_up_out() -> None:
     assert clock.position == 6
 
 
-def test_a_line_says_what_fits_the_most_important_first_and_no_zeros() -> None:
+def test_step_line_fits_the_width_and_omits_zero_counts() -> None:
     assert step_line(0, 20, METRICS) == f"step 1/20  {EVERYTHING}"
     short = step_line(0, 20, METRICS, width=80, tail="  eta 0:10")
     assert short == "step 1/20  reward 0.512  loss -0.0123  length 17.2  s/step 2.50  eta 0:10"
@@ -152,7 +152,7 @@ def test_a_line_says_what_fits_the_most_important_first_and_no_zeros() -> None:
 
 
 @pytest.mark.parametrize(("name", "shown"), [("train/kl_loss", "kl 0.5"), ("rollout/kl", "kl 0.5")])
-def test_the_kl_to_the_reference_comes_before_that_to_the_old_policy(name: str, shown: str) -> None:
+def test_reference_kl_takes_precedence_over_old_policy_kl(name: str, shown: str) -> None:
     assert shown in step_line(0, 1, {name: 0.5, "train/ppo_kl": 0.25})
     assert "kl 0.25" in step_line(0, 1, {"train/ppo_kl": 0.25})
 
@@ -165,7 +165,7 @@ def test_the_kl_to_the_reference_comes_before_that_to_the_old_policy(name: str, 
         (60, "step reward loss grad entropy length s/step"),
     ],
 )
-def test_the_table_has_the_columns_that_fit_the_terminal(width: int, titles: str) -> None:
+def test_rich_table_shows_the_columns_that_fit_the_terminal(width: int, titles: str) -> None:
     screen = Console(file=io.StringIO(), width=width)
     progress = RichProgress(2, start=0, title="t", console=console(True))
     progress.step(0, METRICS)
@@ -176,7 +176,7 @@ def test_the_table_has_the_columns_that_fit_the_terminal(width: int, titles: str
     assert next(line for line in lines if "reward" in line).strip("│ ").split() == titles.split()
 
 
-def test_a_display_of_lines_is_never_silent_for_long() -> None:
+def test_plain_progress_reports_status_after_a_quiet_period() -> None:
     now = [0.0]
     target = console(False)
     progress = PlainProgress(9, start=0, console=target, now=lambda: now[0])
@@ -206,7 +206,7 @@ def test_a_display_of_lines_is_never_silent_for_long() -> None:
     progress.close()
 
 
-def test_the_displays_of_lines_listens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_progress_polls_watched_status_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.observability.progress.QUIET_S", 0.01)
     said = threading.Event()
 
@@ -219,7 +219,7 @@ def test_the_displays_of_lines_listens_by_itself(monkeypatch: pytest.MonkeyPatch
         assert said.wait(240)
 
 
-def test_the_table_shows_what_a_part_looks_up() -> None:
+def test_rich_table_shows_watched_status() -> None:
     answers: list[tuple[str, bool] | None] = [("12/64 samples, 80 tok/s", True), None]
     progress = RichProgress(1, start=0, title="t", console=console(True))
     progress.status("rollout", "generating 8 groups")
@@ -233,7 +233,7 @@ def test_the_table_shows_what_a_part_looks_up() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "rich", "none"])
-def test_steps_evaluations_messages_and_warnings_are_in_the_log(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_evaluations_messages_and_warnings_are_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with make_progress(Config(hf_checkpoint="x", progress=kind), 3) as progress:
         progress.step(0, METRICS)
@@ -248,29 +248,29 @@ def test_steps_evaluations_messages_and_warnings_are_in_the_log(kind: str, caplo
     ]
 
 
-def test_figures_without_metrics_are_dashes() -> None:
+def test_missing_metrics_are_shown_as_dashes() -> None:
     assert set(figures_of({})) == {"-"}
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")]
 )
-def test_times(seconds: float | None, text: str) -> None:
+def test_format_seconds(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(("kind", "made"), [("auto", PlainProgress), ("plain", PlainProgress), ("none", NoProgress)])
-def test_the_flag_chooses(kind: str, made: type) -> None:
+def test_progress_flag_selects_the_display(kind: str, made: type) -> None:
     with make_progress(Config(hf_checkpoint="x", progress=kind), 3) as progress:
         assert type(progress) is made
 
 
-def test_rich_can_be_forced() -> None:
+def test_rich_progress_can_be_forced() -> None:
     with make_progress(Config(hf_checkpoint="x", progress="rich"), 3) as progress:
         assert isinstance(progress, RichProgress)
 
 
-def test_summary_holds_every_row() -> None:
+def test_summary_prints_every_row() -> None:
     target = console(False)
     print_summary([("held-out", "0.42 -> 0.95"), ("path", "outputs/[x]/metrics.jsonl")], console=target)
     shown = text_of(target)
@@ -279,7 +279,7 @@ def test_summary_holds_every_row() -> None:
     assert "outputs/[x]/metrics.jsonl" in shown
 
 
-def test_slow_work_before_the_display_is_told_and_quick_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_slow_start_up_work_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("slime.observability.progress.FIRST_S", 600.0)
     with notify_if_slow("reading the prompts", say=said.append):

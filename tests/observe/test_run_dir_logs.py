@@ -26,7 +26,7 @@ from slime.observability.progress import NoProgress, PlainProgress
 from slime.observability.run_dir import RunDir
 
 
-def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
+def test_run_dir_is_created_and_locked(tmp_path: Path) -> None:
     with RunDir(tmp_path / "a" / "run") as run:
         assert run.logs.is_dir()
         assert Path(run) == tmp_path / "a" / "run" == run / "."
@@ -36,7 +36,7 @@ def test_a_run_folder_is_made_and_locked(tmp_path: Path) -> None:
     RunDir(run).release()
 
 
-def test_the_lock_ends_with_the_process_however_it_ends(tmp_path: Path) -> None:
+def test_lock_is_released_when_the_process_is_killed(tmp_path: Path) -> None:
     code = "import os,signal,sys; from slime.observability.run_dir import RunDir; r = RunDir(sys.argv[1]); "
     code += "print('locked', flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     other = subprocess.Popen(
@@ -78,7 +78,7 @@ def beating(lock: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shares_locks", [True, False])
-def test_a_live_run_on_another_machine_is_named_whether_or_not_the_storage_shares_locks(
+def test_live_run_on_another_machine_is_named_in_the_error(
     elsewhere: int, tmp_path: Path, shares_locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_dir, "SILENCE_S", 120.0)
@@ -88,7 +88,7 @@ def test_a_live_run_on_another_machine_is_named_whether_or_not_the_storage_share
         RunDir(tmp_path)
 
 
-def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
+def test_folder_of_a_dead_machine_is_taken_over_once_its_lock_is_free(
     elsewhere: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunDir(tmp_path):  # the storage does not share locks, or has released this one
@@ -115,7 +115,7 @@ def test_a_folder_whose_machine_is_gone_is_taken_over_and_its_lock_waited_for(
         taken.result(240).release()
 
 
-def test_a_machine_that_was_started_anew_or_renamed_is_the_same(elsewhere: int, tmp_path: Path) -> None:
+def test_rebooted_or_renamed_machine_counts_as_the_same(elsewhere: int, tmp_path: Path) -> None:
     here = run_dir.Owner.here()
     assert not run_dir.Owner("1", here.host, "another boot").is_elsewhere
     assert not run_dir.Owner("1", "another-name", here.boot).is_elsewhere
@@ -123,7 +123,7 @@ def test_a_machine_that_was_started_anew_or_renamed_is_the_same(elsewhere: int, 
     assert run_dir.Owner("1", "another-name", "another boot").is_elsewhere
 
 
-def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_updates_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir, "BEAT_S", 0.01)
     with RunDir(tmp_path):
         first = (tmp_path / ".lock").stat().st_mtime_ns
@@ -133,7 +133,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             time.sleep(0.01)
 
 
-def test_a_folder_that_cannot_be_one_is_a_user_error(tmp_path: Path) -> None:
+def test_run_dir_that_is_a_file_raises_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="can't be written"):
         RunDir(tmp_path / "file")
@@ -152,7 +152,7 @@ def quiet_root() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_root")
-def test_the_driver_logs_to_its_file_and_warns_on_the_console(
+def test_driver_logs_to_its_file_and_warns_on_the_console(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
@@ -184,7 +184,7 @@ def test_without_a_terminal_warnings_go_to_stderr(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("quiet_root")
-def test_a_warning_is_shown_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_warning_is_shown_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = configure_logging(tmp_path, "driver", "info")
     for number in (1, 1, 2, 1):
         logging.getLogger("slime.x").warning("dropped %d", number)
@@ -203,7 +203,7 @@ class Unspeakable:
 
 @pytest.mark.usefixtures("quiet_root")
 @pytest.mark.parametrize("argument", [3, Unspeakable()])
-def test_a_malformed_warning_does_not_raise_into_its_caller(
+def test_malformed_warning_does_not_raise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: object
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own handlers raise
@@ -216,7 +216,7 @@ def test_a_malformed_warning_does_not_raise_into_its_caller(
 
 
 @pytest.mark.usefixtures("quiet_root")
-def test_what_the_display_shows_itself_goes_to_the_file_alone(
+def test_warning_shown_by_the_display_is_logged_only_to_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = configure_logging(tmp_path, "driver", "info")
@@ -232,7 +232,7 @@ def test_what_the_display_shows_itself_goes_to_the_file_alone(
 
 
 @pytest.mark.usefixtures("quiet_root")
-def test_a_child_logs_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_child_process_logs_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert configure_logging(None, "trainer-0", "info") is None
     logging.getLogger("slime.x").info("hello")
     assert "INFO slime.x: hello" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def rows(
     return {name.strip(): value.strip() for name, value in cells}
 
 
-def test_a_supervised_run_has_neither_reward_nor_rollout_speed() -> None:
+def test_sft_summary_omits_reward_and_rollout_speed() -> None:
     assert rows([SUPERVISED, SUPERVISED], save_hf="hf_{rollout_id}") == {
         "steps": "2",
         "time": "0:03",
@@ -50,14 +50,14 @@ def test_a_supervised_run_has_neither_reward_nor_rollout_speed() -> None:
     }
 
 
-def test_a_run_with_engines_has_both() -> None:
+def test_rl_summary_includes_reward_and_rollout_speed() -> None:
     shown = rows([SUPERVISED | GENERATED, SUPERVISED | GENERATED | {"rollout/raw_reward": 1.0}])
     assert shown["training reward"] == "0.500 first, 0.750 mean of the last 2"
     assert shown["rollout tokens/s"] == "1,234 per engine"
     assert shown["trainer against engine"] == "log-probs differ by at most 2.0e-06"
 
 
-def test_after_a_resume_the_whole_run_counts() -> None:
+def test_summary_after_a_resume_covers_the_whole_run() -> None:
     earlier = [
         {"kind": "eval", "step": 0, "rollout_id": 0, "eval/math": 0.125},
         {"kind": "train", "step": 0, "rollout_id": 0, "train/loss": 9.0},

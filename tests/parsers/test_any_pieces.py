@@ -64,7 +64,7 @@ def called(events: list[Event]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), thought=st.none() | plain, before=plain, cuts=st.lists(st.integers(0), max_size=40))
-def test_what_is_written_is_read(
+def test_written_answers_are_parsed_in_any_pieces(
     name: str, data: st.DataObject, thought: str | None, before: str, cuts: list[int]
 ) -> None:
     made = data.draw(calls(name))
@@ -105,7 +105,7 @@ def broken(draw: st.DrawFn, name: str) -> str:
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=examples(50), deadline=None)
 @given(data=st.data(), thinking=st.booleans(), cuts=st.lists(st.integers(0), max_size=40))
-def test_nothing_is_lost_of_what_cannot_be_read(
+def test_damaged_answers_lose_no_text(
     name: str, data: st.DataObject, thinking: bool, cuts: list[int]
 ) -> None:
     text = data.draw(broken(name))
@@ -122,7 +122,7 @@ def test_nothing_is_lost_of_what_cannot_be_read(
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), end=st.integers(1, 40))
-def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end: int) -> None:
+def test_truncated_call_becomes_text(name: str, data: st.DataObject, end: int) -> None:
     made = data.draw(calls(name))
     text = WRITERS[name](made)
     events = read(name, text[: max(0, len(text) - end)], [])
@@ -138,7 +138,7 @@ def test_a_call_that_breaks_off_becomes_text(name: str, data: st.DataObject, end
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_call_can_be_begun_for_the_model(name: str) -> None:
+def test_forced_call_opening_matches_the_format(name: str) -> None:
     formats = Formats(name.split(" ")[0], "qwen3")
     text = WRITERS["mistral" if name == "mistral compact" else name]([("look_up", {"text": "a"})])
     for tool in ("look_up", None):
@@ -152,14 +152,14 @@ def test_a_call_can_be_begun_for_the_model(name: str) -> None:
             assert called(events) == [("look_up", {"text": "a"})]
 
 
-def test_a_prompt_that_begins_the_reasoning() -> None:
+def test_opens_reasoning_detects_an_open_think_tag() -> None:
     assert opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n")
     assert not opens_reasoning(Formats(None, "qwen3"), "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not opens_reasoning(Formats("hermes", None), "<think>")
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_piece_costs_its_own_length(name: str) -> None:
+def test_unread_rest_stays_short_for_long_answers(name: str) -> None:
     """The unread rest after a piece, which is read again with the next one, is shorter than 40 characters."""
     long = {"text": "x < 1 and { [" * 500}
     text = written(name, "so " * 500, "and " * 500, [("look_up", long)] * 2)

@@ -98,7 +98,7 @@ def broken(text: str) -> ParsedOutput:
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
-def test_calls_as_their_models_write_them(tool: str, text: str, output: ParsedOutput) -> None:
+def test_calls_of_each_format_are_parsed(tool: str, text: str, output: ParsedOutput) -> None:
     assert gathered(parsed(tool, text)) == output
     assert gathered(parsed(tool, *text)) == output
 
@@ -119,12 +119,12 @@ def test_calls_as_their_models_write_them(tool: str, text: str, output: ParsedOu
         ("tomorrow<|return|>", ParsedOutput(None, "tomorrow<|return|>")),
     ],
 )  # fmt: skip
-def test_the_channels_of_gpt_oss(text: str, output: ParsedOutput) -> None:
+def test_gpt_oss_channels_are_parsed(text: str, output: ParsedOutput) -> None:
     assert gathered(parsed("gpt-oss", text, reasoning="gpt-oss")) == output
     assert gathered(parsed("gpt-oss", *text, reasoning="gpt-oss")) == output
 
 
-def test_calls_of_gpt_oss_stay_in_the_text_of_a_chat_without_tools() -> None:
+def test_gpt_oss_calls_stay_text_without_a_tool_parser() -> None:
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     assert gathered(parsed(None, "<|channel|>analysis<|message|>a<|end|>", text, reasoning="gpt-oss")) == ParsedOutput(
         "a", text
@@ -145,7 +145,7 @@ def test_calls_of_gpt_oss_stay_in_the_text_of_a_chat_without_tools() -> None:
           [IllFormed("invalid JSON: expected a comma or }", 0), Text(' <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"b": 1'), Text("!")]]),
     ],
 )  # fmt: skip
-def test_calls_are_told_as_they_are_written(tool: str, pieces: list[str], events: list[Any]) -> None:
+def test_call_events_are_streamed_piece_by_piece(tool: str, pieces: list[str], events: list[Any]) -> None:
     parser = make_parser(Formats(tool), tools=TOOLS, ids=lambda: "call_1")
     assert [parser.feed(piece) for piece in pieces] == events
     assert parser.end() == []
@@ -153,7 +153,7 @@ def test_calls_are_told_as_they_are_written(tool: str, pieces: list[str], events
 
 @pytest.mark.parametrize("tool", TOOL_CALL_PARSERS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
-def test_every_name_is_a_parser(tool: str, reasoning: str) -> None:
+def test_every_parser_name_passes_plain_text_through(tool: str, reasoning: str) -> None:
     for text in ("", "hello", "hello <", "<"):
         output = gathered(parsed(tool, text, reasoning=reasoning))
         assert (output.reasoning or "") + output.text == text

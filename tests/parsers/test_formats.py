@@ -41,18 +41,18 @@ def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
         ("", Formats()),
     ],
 )
-def test_the_formats_of_a_template(template: str, formats: Formats) -> None:
+def test_template_markers_select_the_formats(template: str, formats: Formats) -> None:
     """test_templates.py covers whole templates."""
     assert detect_formats(template) == formats
 
 
 @pytest.mark.parametrize("formats", [Formats("hermess", None), Formats(None, "think")])
-def test_an_unknown_name_is_answered_with_the_known_ones(formats: Formats) -> None:
+def test_unknown_parser_error_lists_known_names(formats: Formats) -> None:
     with pytest.raises(UserError, match=r"hermes, .*qwen25|deepseek-r1, .*qwen3"):
         make_parser(formats)
 
 
-def test_a_call_is_told_as_it_is_written() -> None:
+def test_call_is_streamed_as_it_is_written() -> None:
     parser = make_parser(Formats("hermes", "qwen3"), ids=lambda: "call_1")
     written = [
         ("<think>", []),
@@ -72,7 +72,7 @@ def test_a_call_is_told_as_it_is_written() -> None:
     assert parser.end() == []
 
 
-def test_a_call_that_turns_out_unreadable_is_taken_back() -> None:
+def test_malformed_call_is_retracted_and_becomes_text() -> None:
     text = '<tool_call>{"name": "a", "arguments": {"b": 1} oops</tool_call>'
     events = said(Formats("hermes", None), "well ", text)
     assert events[:4] == [
@@ -126,7 +126,7 @@ TOOL = {
         ("unknown", "1", '"1"'),
     ],
 )
-def test_values_without_quotes_are_typed_by_the_schema(parameter: str, written: str, value: str) -> None:
+def test_unquoted_values_are_typed_by_the_schema(parameter: str, written: str, value: str) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
     events = said(Formats("qwen3_coder", None), text, tools=[TOOL])
     assert gathered(events).calls == (Call("call_1", "f", f'{{"{parameter}": {value}}}'),)
@@ -167,27 +167,27 @@ def test_values_without_quotes_are_typed_by_the_schema(parameter: str, written: 
         ),
     ],
 )
-def test_text_reasoning_and_calls_are_told_apart(text: str, output: ParsedOutput) -> None:
+def test_text_reasoning_and_calls_are_separated(text: str, output: ParsedOutput) -> None:
     assert gathered(said(Formats("hermes", "qwen3"), text)) == output
 
 
-def test_what_is_not_asked_for_stays_in_the_text() -> None:
+def test_markers_stay_in_the_text_without_parsers() -> None:
     text = '<think>a</think> <tool_call>{"name": "f"}</tool_call>'
     assert gathered(said(Formats(), text)) == ParsedOutput(None, text)
 
 
-def test_reasoning_that_the_prompt_has_begun() -> None:
+def test_reasoning_may_start_in_the_prompt() -> None:
     assert gathered(said(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == ParsedOutput("a", "b")
     assert gathered(said(Formats(None, "deepseek-r1"), "a</think>b")) == ParsedOutput("a", "b")
     assert gathered(said(Formats(None, "deepseek-r1"), "<think>a</think>b")) == ParsedOutput("a", "b")
 
 
-def test_ids_cannot_be_guessed() -> None:
+def test_call_ids_are_unique_24_digit_hex() -> None:
     assert re.fullmatch("call_[0-9a-f]{24}", call_id())
     assert len({call_id() for _ in range(100)}) == 100
 
 
-def test_the_formats_that_flags_name() -> None:
+def test_flags_select_the_formats() -> None:
     flags = {"sglang_tool_call_parser": "glm45", "sglang_reasoning_parser": "inkling", "other": 1}
     assert formats_from_flags(flags) == Formats("glm45", None)  # SGLang servers support more parsers
     assert formats_from_flags({}) == Formats()

@@ -50,14 +50,14 @@ TOOL = {
 ARGUMENTS = [{"what": 'say "hi"\n to <b> & é', "count": 3}, {"some": [1, "two", {"three": None}]}]
 
 
-def test_the_formats_of_every_family() -> None:
+def test_formats_of_every_family_template() -> None:
     assert {name: detect_formats(family_tokenizer(name).chat_template) for name in FAMILIES} == FORMATS
 
 
 @pytest.mark.parametrize(
     "family", [name for name, formats in FORMATS.items() if formats.tool and name != "deepseek_r1"]
 )
-def test_calls_that_a_template_writes_are_read(family: str) -> None:
+def test_parsers_read_calls_written_by_the_template(family: str) -> None:
     """Excludes DeepSeek-R1, whose template omits from the history the reasoning that its prompts start."""
     tokenizer, formats = family_tokenizer(family), FORMATS[family]
     made = ARGUMENTS[:1] if family in ("llama3", "llama3_1", "gpt_oss") else ARGUMENTS  # one call per turn
@@ -83,7 +83,7 @@ def test_calls_that_a_template_writes_are_read(family: str) -> None:
     assert (output.text, output.ill_formed) == ("", False)
 
 
-def test_formats_that_are_named_win_over_those_of_the_template() -> None:
+def test_named_formats_override_the_template() -> None:
     tokenizer = family_tokenizer("qwen3")
     assert ChatModel(tokenizer).formats[True] == Formats("hermes", "qwen3")
     assert ChatModel(tokenizer, formats=Formats("qwen3_coder")).formats[True] == Formats("qwen3_coder", "qwen3")
@@ -91,7 +91,7 @@ def test_formats_that_are_named_win_over_those_of_the_template() -> None:
         ChatModel(tokenizer, formats=Formats("hermess"))
 
 
-def test_of_named_templates_the_one_that_renders_the_request_gives_the_formats() -> None:
+def test_formats_come_from_the_template_that_renders_the_request() -> None:
     """Command R and Hermes 2 Pro have several named templates. `tool_use` renders requests with tools."""
     tokenizer = copy.deepcopy(family_tokenizer("qwen3"))
     tool_use, plain = (family_tokenizer(name).chat_template for name in ("qwen2_5", "qwen3"))
@@ -115,7 +115,7 @@ def test_of_named_templates_the_one_that_renders_the_request_gives_the_formats()
         ("qwen3", None),
     ],
 )
-def test_a_template_whose_tool_calls_stay_text_is_warned_of_once(
+def test_warns_once_if_tool_calls_of_the_template_are_not_parsed(
     family: str, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def parse(**fields: Any) -> None:

@@ -25,7 +25,7 @@ def config_of(**flags: Any) -> Config:
     return derive(Config(rollout_batch_size=4, hf_checkpoint="nowhere", device="cpu", **flags))
 
 
-def test_what_a_plugin_writes_is_seen_by_the_next_one_and_by_no_part_of_the_run() -> None:
+def test_plugin_writes_are_visible_to_plugins_but_not_to_the_config() -> None:
     config = config_of(rollout_stop=["END"])
     args = plugin_args(config)
     args.my_state = {"seen": 1}
@@ -38,7 +38,7 @@ def test_what_a_plugin_writes_is_seen_by_the_next_one_and_by_no_part_of_the_run(
     assert not hasattr(plugin_args(with_own_overlay(config)), "my_state")
 
 
-def test_a_flag_that_a_plugin_writes_is_warned_of_once_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_writing_a_flag_warns_once_and_leaves_the_config_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of()
     args = plugin_args(config)
     with caplog.at_level(logging.WARNING):
@@ -53,7 +53,7 @@ def test_a_flag_that_a_plugin_writes_is_warned_of_once_and_changes_nothing(caplo
     assert plugin_args(config.replace(num_rollout=3)).num_rollout == 200
 
 
-def test_a_name_that_nobody_has_set_is_an_attribute_error() -> None:
+def test_unknown_or_deleted_attribute_is_missing() -> None:
     args = plugin_args(config_of())
     assert not hasattr(args, "own_thing")
     assert getattr(args, "own_thing", 5) == 5
@@ -73,7 +73,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_is_a_namespace_of_its_own(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_copy_of_args_is_an_independent_namespace(how: str, caplog: pytest.LogCaptureFixture) -> None:
     args = plugin_args(config_of(n_samples_per_prompt=2))
     args.mine = "x"
     twin = COPIES[how](args)
@@ -85,7 +85,7 @@ def test_a_copy_is_a_namespace_of_its_own(how: str, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_finds_the_running_rollout_and_is_handed_on(how: str, engine: Any, make_runtime: Any) -> None:
+def test_copy_of_args_finds_its_runtime_and_reaches_plugins(how: str, engine: Any, make_runtime: Any) -> None:
     seen = []
 
     async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -112,14 +112,14 @@ def test_a_copy_finds_the_running_rollout_and_is_handed_on(how: str, engine: Any
     assert not hasattr(runtime.plugin_args, "note")
 
 
-def test_a_namespace_of_the_users_own_means_the_rollout_that_is_running(engine: Any, make_runtime: Any) -> None:
+def test_plain_namespace_selects_the_running_runtime(engine: Any, make_runtime: Any) -> None:
     runtime = make_runtime([engine.url], rm_type="random")
     assert GenerateState(argparse.Namespace()) is runtime.state
     assert GenerateState(argparse.Namespace()).args is runtime.plugin_args
     assert runtime.plugin_args.sglang_router_port == int(engine.url.rpartition(":")[2])
 
 
-def test_two_runtimes_of_one_config_have_an_overlay_each(engine: Any, make_runtime: Any) -> None:
+def test_two_runtimes_of_one_config_have_separate_overlays(engine: Any, make_runtime: Any) -> None:
     from slime.rollout.runtime import RolloutRuntime
 
     first = make_runtime([engine.url])
@@ -129,7 +129,7 @@ def test_two_runtimes_of_one_config_have_an_overlay_each(engine: Any, make_runti
         assert GenerateState(copy.copy(second.plugin_args)) is second.state
 
 
-def test_what_generate_writes_reward_filter_and_log_read(
+def test_state_written_by_generate_is_read_by_reward_and_filter(
     engine: Any, make_runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The generate function keeps its state in `args`, as upstream's do; reward and filter read it."""
@@ -170,7 +170,7 @@ def test_what_generate_writes_reward_filter_and_log_read(
     assert not caplog.records
 
 
-def test_every_flag_of_upstream_is_readable_with_its_default() -> None:
+def test_args_have_every_upstream_flag_with_its_default() -> None:
     view = vars(plugin_args(config_of(rollout_max_response_len=8)))
     opposite = {"no_offload_train": "offload_train", "no_offload_rollout": "offload_rollout"}
     opposite["disable_wandb_random_suffix"] = "wandb_random_suffix"
@@ -185,7 +185,7 @@ def test_every_flag_of_upstream_is_readable_with_its_default() -> None:
             assert is_same or "default_here" in row, f"args.{name} is {view[name]}"
 
 
-def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
+def test_args_have_the_values_that_upstream_derives(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"num_hidden_layers": 3, "hidden_size": 16, "vocab_size": 99, "num_experts_per_tok": 2, '
         '"rope_parameters": {"rope_theta": 5e5}}'
@@ -247,7 +247,7 @@ def test_what_upstream_derives_is_there(tmp_path: Path) -> None:
     assert plugin_args(config.replace(lr=0.5)).rank == 1  # also with another copy of the config
 
 
-def test_a_data_source_may_write_its_args_and_our_own_goes_by_the_run(tmp_path: Path) -> None:
+def test_data_source_may_write_args_and_built_in_source_ignores_writes(tmp_path: Path) -> None:
     from slime.data.custom_source import make_data_source
 
     (tmp_path / "source.py").write_text(

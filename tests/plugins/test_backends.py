@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["grpo", "gspo", "kl_entropy_temperature", "per_token"],
 )
-def test_the_loss_of_a_plugin_is_our_own_number(flags: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_custom_loss_of_an_upstream_user_matches_the_built_in_loss(flags: dict[str, Any], model: Path, tmp_path: Path) -> None:
     """Runs two updates on one rollout, so that the ratios of the second one differ from 1."""
     flags = flags | {"rollout_batch_size": 4, "num_steps_per_rollout": 2, "lr": 0.01}
 
@@ -79,7 +79,7 @@ def test_the_loss_of_a_plugin_is_our_own_number(flags: dict[str, Any], model: Pa
     assert max(abs(step["train/loss"]) for step in own) > 1e-3
 
 
-def test_sft_and_value_losses_by_hand() -> None:
+def test_sft_and_value_losses_match_hand_computed_values() -> None:
     batch = {
         "unconcat_tokens": [torch.tensor([1, 2, 0]), torch.tensor([3, 1])],
         "total_lengths": [3, 2],
@@ -105,7 +105,7 @@ def test_sft_and_value_losses_by_hand() -> None:
     assert metrics["value_clipfrac"].item() == pytest.approx(0.5)
 
 
-def test_what_stands_where_in_the_logits() -> None:
+def test_responses_log_probs_and_values_use_the_right_positions() -> None:
     logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(1))  # the last position is padding
     call = {
         "args": Namespace(rollout_temperature=0.5, log_probs_chunk_size=1),
@@ -129,7 +129,7 @@ def test_what_stands_where_in_the_logits() -> None:
         get_log_probs_and_entropy(logits[:, :4], **call)
 
 
-def test_weights_for_the_engines_log_probs() -> None:
+def test_vanilla_tis_and_icepop_weights_match_the_formulas() -> None:
     args = Namespace(tis_clip=1.5, tis_clip_low=0.5)
     train, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.2, -3.0, -0.1])
     call = {
@@ -151,7 +151,7 @@ def test_weights_for_the_engines_log_probs() -> None:
     torch.testing.assert_close(metrics["tis_abs"], (ratio - 1).abs())
 
 
-def test_advantages_of_a_users_own_columns(model: Path, tmp_path: Path) -> None:
+def test_advantages_of_user_columns_are_whitened(model: Path, tmp_path: Path) -> None:
     config = config_for(model, tmp_path, advantage_estimator="reinforce_plus_plus", normalize_advantages=True)
     data: dict[str, Any] = {
         "rewards": [1.0, 0.0],
@@ -170,7 +170,7 @@ def test_advantages_of_a_users_own_columns(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("total", "response"), [(9, 4), (12, 11), (5, 1), (7, 3)])
-def test_parts_of_all_ranks_make_the_whole(size: int, total: int, response: int) -> None:
+def test_context_parallel_parts_join_to_the_whole_sequence(size: int, total: int, response: int) -> None:
     values = torch.arange(1.0, response + 1)
     ranks = [{"rank": rank, "size": size} for rank in range(size)]
     parts = [layout.own_response(values, total, response, **where) for where in ranks]
@@ -188,7 +188,7 @@ def test_parts_of_all_ranks_make_the_whole(size: int, total: int, response: int)
     assert {len(layout.own_chunks(tokens, -1, **where)) for where in ranks} == {len(padded) // size}
 
 
-def test_with_one_rank_parts_are_wholes() -> None:
+def test_context_parallel_helpers_keep_the_whole_on_one_rank() -> None:
     length, chunks, logits, tokens = get_logits_and_tokens_offset_with_cp(9, 4)
     assert (length, chunks) == (5, ((0, 5), (5, 10)))
     assert (logits, tokens) == (((4, 5), (5, 8)), ((5, 6), (6, 9)))
@@ -203,7 +203,7 @@ def test_with_one_rank_parts_are_wholes() -> None:
         slice_with_cp(torch.arange(9), 0, "bshd")
 
 
-def test_means_of_samples() -> None:
+def test_sum_of_sample_mean_with_masks_and_denominators() -> None:
     masks = [torch.tensor([1, 0, 1]), torch.tensor([0]), torch.tensor([1, 1])]
     values = torch.tensor([1.0, float("nan"), 4.0, 7.0, 3.0, 5.0])
     assert get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks)(values).item() == pytest.approx(2.5 + 0 + 4)
@@ -218,7 +218,7 @@ def test_means_of_samples() -> None:
         get_sum_of_sample_mean([5, 2, 4], [3, 1, 2], masks, denoms[:2])
 
 
-def test_batches_of_a_ranks_data() -> None:
+def test_get_batch_packs_and_pads_micro_batches() -> None:
     data = {
         "tokens": [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9])],
         "total_lengths": [3, 2, 4],
@@ -242,7 +242,7 @@ def test_batches_of_a_ranks_data() -> None:
 
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
-def test_a_loss_may_change_the_logits_in_place(model: Path, tmp_path: Path) -> None:
+def test_custom_loss_may_change_the_logits_in_place(model: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "in_place.py"
     plugin.write_text(
         "from slime.backends.megatron_utils.loss import sft_loss_function\n\n\n"

@@ -34,12 +34,12 @@ sys.exit(3 if "--fail" in sys.argv else 0)
         ),
     ],
 )
-def test_words_of_a_command_line(text: str, words: list[str], tmp_path: Path) -> None:
+def test_splits_command_lines_without_a_shell(text: str, words: list[str], tmp_path: Path) -> None:
     assert words_of(text, {"A": "1 2", "B": "b"}) == words
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes_in_a_command_line() -> None:
+def test_parses_env_hides_secrets_and_rejects_malformed_text() -> None:
     with pytest.raises(UserError, match="close its quotes"):
         words_of("--a 'b", {})
     assert parsed_env('{"A": 1}') == parsed_env(" A=1 ") == {"A": "1"}
@@ -49,7 +49,7 @@ def test_mistakes_in_a_command_line() -> None:
     assert shown(["python", "--wandb-key", "secret", "a b"]) == "python --wandb-key ... 'a b'"
 
 
-def test_a_training_script_gets_the_models_flags_and_its_own(
+def test_execute_train_passes_model_flags_and_own_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,7 +82,7 @@ def test_a_training_script_gets_the_models_flags_and_its_own(
         U.execute_train("", 1, None, config=U.ExecuteTrainConfig(num_nodes=2))
 
 
-def test_a_checkpoint_that_needs_no_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_checkpoint_links_the_hugging_face_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "hf" / "Qwen3-4B"
     with pytest.raises(UserError, match="is not a Hugging Face folder"):
         U.convert_checkpoint("Qwen3-4B", "qwen3-4B", 8, dir_dst=str(tmp_path), hf_checkpoint=str(model))
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_needs_no_conversion(tmp_path: Path, capsys: pytest.Ca
     assert "nothing has to be converted" in capsys.readouterr().out
 
 
-def test_the_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_env_and_temp_file_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert U.exec_command("echo $((1 + 1)) && true", capture_output=True) == "2\n"
     assert U.exec_command(f"{sys.executable} --version") is None
     with pytest.raises(subprocess.CalledProcessError):
@@ -122,7 +122,7 @@ def test_the_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
 
 
 @pytest.mark.parametrize("rsync", ["installed", "missing"])
-def test_folders_are_copied(rsync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rsync_simple_copies_with_and_without_rsync(rsync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if rsync == "missing":
         monkeypatch.setenv("PATH", "")
     source, target = tmp_path / "a", tmp_path / "deep" / "b"

@@ -38,14 +38,14 @@ def good_source(contract: Any) -> str:
     return f"def f({', '.join(contract.params)}{named}): pass\n"
 
 
-def test_the_table_has_every_flag_that_names_a_function() -> None:
+def test_contracts_cover_every_flag_that_names_a_function() -> None:
     paths = [spec for spec in FLAG_SPECS.values() if spec.flag.endswith("-path")]
     flags = {spec.flag for spec in paths if "function" in spec.info.help or "class" in spec.info.help}
     assert {contract.flag for contract in CONTRACTS} == flags
     assert len(CONTRACTS) == len(flags) == 26
 
 
-def test_built_in_functions_are_not_imported_for_the_check() -> None:
+def test_built_in_functions_pass_the_check() -> None:
     config = derive(Config(rollout_batch_size=1, advantage_estimator="dapo", rollout_max_response_len=4))
     assert config.dynamic_sampling_filter_path is not None
     check_plugins(config)
@@ -53,7 +53,7 @@ def test_built_in_functions_are_not_imported_for_the_check() -> None:
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.field_name)
-def test_what_each_flag_takes_and_refuses(contract: Any, write: Write) -> None:
+def test_each_contract_accepts_valid_and_rejects_invalid_functions(contract: Any, write: Write) -> None:
     check_plugins(Config(rollout_batch_size=1, **given(contract, write("good.py", good_source(contract)) + ":f")))
 
     missing = refused(**given(contract, write("good.py", good_source(contract)) + ":g"))
@@ -133,12 +133,12 @@ def test_what_each_flag_takes_and_refuses(contract: Any, write: Write) -> None:
         ("rollout_sample_hook_path", "f = 3", "is a int, not a function: name a callable"),
     ],
 )
-def test_mistakes_are_one_sentence(flag: str, source: str, sentence: str, write: Write) -> None:
+def test_functions_that_break_their_contract_are_rejected(flag: str, source: str, sentence: str, write: Write) -> None:
     contract = contract_of(f"--{flag.replace('_', '-')}")
     assert sentence in refused(**given(contract, write("wrong.py", source + "\n") + ":f"))
 
 
-def test_arguments_that_are_offered_may_be_demanded(write: Write) -> None:
+def test_functions_may_require_optional_arguments_of_the_contract(write: Write) -> None:
     path = write(
         "demanding.py",
         """
@@ -166,7 +166,7 @@ def test_every_hook_of_a_repeated_flag_is_checked(write: Write) -> None:
     )
 
 
-def test_a_contract_that_awaits_refuses_plain_functions() -> None:
+def test_async_contract_rejects_plain_functions() -> None:
     contract = contract_of("--custom-generate-function-path")
     assert contract is not None
     awaited = replace(contract, awaiting="async")
@@ -184,7 +184,7 @@ def test_a_contract_that_awaits_refuses_plain_functions() -> None:
         check(plain, awaited, "m.plain")
 
 
-def test_a_file_alone_names_its_function(write: Write) -> None:
+def test_path_of_a_file_alone_selects_its_function(write: Write) -> None:
     def found(name: str, source: str, flag: str = "--custom-rm-path") -> str:
         return load_function(write(name, source), what=flag).__name__
 
@@ -208,7 +208,7 @@ def test_a_file_alone_names_its_function(write: Write) -> None:
         (lambda sample: 1.0, "is called with (args, sample), but its signature is (sample): change it"),
     ],
 )
-def test_a_given_reward_is_checked_before_anything_starts(given: Any, sentence: str) -> None:
+def test_run_rejects_an_invalid_reward_function(given: Any, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         slime.run(reward=given, hf_checkpoint="/nowhere")
     assert sentence in str(caught.value)

@@ -71,7 +71,7 @@ def test_every_flag_has_an_example_and_every_example_a_flag():
 
 
 @pytest.mark.parametrize("name", sorted(FLAG_OF))
-def test_examples_are_short_keep_their_contract_and_say_how_they_are_named(name):
+def test_examples_are_short_valid_and_state_their_flag(name):
     flag = FLAG_OF[name]
     field = contract_of(flag).field_name
     value = [path_of(name)] if FLAG_SPECS[field].info.repeat else path_of(name)
@@ -95,7 +95,7 @@ def answers(engine, make_runtime):
     return make
 
 
-def test_generate(answers, prompts, engine, tokenizer):
+def test_generate_example_records_tokens_and_log_probs(answers, prompts, engine, tokenizer):
     runtime = answers(custom_generate_function_path="generate")
     samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["1+1=", "2+2="], n=2)).samples))
     assert [tokenizer.decode(sample.tokens) for sample in samples] == ["1+1=7</s>"] * 2 + ["2+2=7</s>"] * 2
@@ -105,7 +105,7 @@ def test_generate(answers, prompts, engine, tokenizer):
         assert (sample.status, sample.weight_versions) == (Sample.Status.COMPLETED, ["1"])
 
 
-def test_several_turns(answers, prompts, engine, tokenizer):
+def test_multi_turn_example_masks_the_inserted_text(answers, prompts, engine, tokenizer):
     runtime = answers(custom_generate_function_path="multi_turn_generate", max_turns=2)
     [sample] = leaves(generate_rollout(runtime.args, 0, prompts(["1+1="], n=1)).samples)
     note = " Are you sure? "
@@ -115,14 +115,14 @@ def test_several_turns(answers, prompts, engine, tokenizer):
     assert second != first  # otherwise both turns would sample with the same random numbers
 
 
-def test_fan_out(answers, prompts, tokenizer):
+def test_fan_out_samples_share_the_rollout_id(answers, prompts, tokenizer):
     runtime = answers(custom_generate_function_path="fan_out_generate")
     [[one], [two]] = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1)).samples
     assert [tokenizer.decode(sample.tokens) for sample in one] == ["a7</s>", "In one word: a7</s>"]
     assert [[sample.rollout_id for sample in rollout] for rollout in (one, two)] == [[0, 0], [1, 1]]
 
 
-def test_rewards():
+def test_reward_examples_score_samples():
     samples = [
         Sample(prompt="q", response="the sum is 7", response_length=4, label="7"),
         Sample(response="x", label="7"),
@@ -138,14 +138,14 @@ def test_rewards():
     assert run(async_rm(config("class_reward"), Sample(response="my answer"))) == 1.0
 
 
-def test_rewards_after_the_fact():
+def test_reward_post_process_example_centers_rewards():
     samples = [Sample(reward=1.0), Sample(reward={"score": 4.0}), Sample(reward=None)]
     raw, rewards = loaded("reward_post_process")(Config(rollout_batch_size=1, reward_key="score"), samples)
     assert raw == [1.0, 4.0, 0.0]
     assert rewards == pytest.approx([-2 / 3, 7 / 3, -5 / 3])
 
 
-def test_filters_hooks_and_a_look_at_all_samples(answers, prompts, engine, tmp_path):
+def test_filter_hook_and_all_samples_examples_in_one_rollout(answers, prompts, engine, tmp_path):
     flags = {
         "custom_rm_path": "reward",
         "dynamic_sampling_filter_path": "dynamic_filter",
@@ -175,7 +175,7 @@ def test_filters_hooks_and_a_look_at_all_samples(answers, prompts, engine, tmp_p
     assert [(line["index"], line["reward"]) for line in seen] == [(0, 0.0), (1, 1.0)]
 
 
-def test_data_and_buffer():
+def test_data_source_and_buffer_filter_examples():
     config = Config(
         rollout_batch_size=2,
         n_samples_per_prompt=2,
@@ -195,7 +195,7 @@ def test_data_and_buffer():
     assert buffered.buffer == [groups[0]]
 
 
-def test_a_rollout_and_an_evaluation_of_ones_own(answers, prompts, engine):
+def test_rollout_and_eval_function_examples(answers, prompts, engine):
     runtime = answers(custom_rm_path="reward", rollout_function_path="rollout_function", rollout_batch_size=1)
     source = prompts(["a", "b"], n=2, labels=["8", "7"])
     output = call_rollout_fn(loaded("rollout_function"), runtime.args, 0, source, evaluation=False)
@@ -206,7 +206,7 @@ def test_a_rollout_and_an_evaluation_of_ones_own(answers, prompts, engine):
     assert [request["sampling_params"]["temperature"] for request in engine.requests[-3:]] == [0.0] * 3
 
 
-def test_logs(tmp_path):
+def test_log_examples_write_json_records(tmp_path):
     args = Config(rollout_batch_size=1, output_dir=str(tmp_path))
     samples = [Sample(response="a"), Sample(response=" \n")]
     assert loaded("rollout_log")(3, args, samples, {"rollout/raw_reward": 1.0}, 2.5) is False
@@ -220,7 +220,7 @@ def test_logs(tmp_path):
     assert json.loads((tmp_path / "evaluations.jsonl").read_text()) == {"rollout_id": 3, "best": {"sums": 1.0}}
 
 
-def test_advantages_and_their_last_change():
+def test_advantage_and_data_postprocess_examples():
     data = {"rewards": [3.0, -1.0], "response_lengths": [3, 1]}
     loaded("advantage")(Config(rollout_batch_size=1), data)
     assert torch.equal(data["advantages"][0], 3.0 * 0.99 ** torch.tensor([2.0, 1.0, 0.0]))
@@ -229,7 +229,7 @@ def test_advantages_and_their_last_change():
     assert [values.tolist() for values in data["advantages"]] == [[2.0] * 3, [-1.0]]
 
 
-def test_a_loss_of_ones_own():
+def test_loss_example_matches_the_reinforce_formula():
     torch.manual_seed(0)
     logits = torch.randn(1, 7, 5, dtype=torch.float64, requires_grad=True)
     tokens = [torch.tensor([1, 2, 3, 4]), torch.tensor([0, 4, 2])]
@@ -248,7 +248,7 @@ def test_a_loss_of_ones_own():
     assert logits.grad[0, [0, 3, 4, 6]].abs().sum() == 0
 
 
-def test_a_correction_and_a_reducer_of_ones_own():
+def test_tis_and_pg_loss_reducer_examples():
     losses, masks, metrics = loaded("tis")(
         Config(rollout_batch_size=1, tis_clip=2.0),
         pg_loss=torch.ones(3),
@@ -265,7 +265,7 @@ def test_a_correction_and_a_reducer_of_ones_own():
     assert reduce(torch.tensor([2.0, 3.0, 100.0])).item() == pytest.approx(0.005)
 
 
-def test_a_note_of_written_weights(tmp_path: Path):
+def test_post_write_example_records_version_and_bytes(tmp_path: Path):
     folder = tmp_path / "weight_v000003"
     folder.mkdir()
     (folder / "model-00001-of-00001.safetensors").write_bytes(b"12345")
@@ -273,7 +273,7 @@ def test_a_note_of_written_weights(tmp_path: Path):
     assert json.loads((tmp_path / "versions.jsonl").read_text()) == {"version": "weight_v000003", "bytes": 5}
 
 
-def test_a_conversion_of_ones_own():
+def test_convert_samples_example_drops_samples_without_reward():
     config = Config(rollout_batch_size=1)
     samples = [
         Sample(index=4, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0], reward=1.0),

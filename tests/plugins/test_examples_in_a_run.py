@@ -45,7 +45,7 @@ def lines(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_one_of_each_kind(place: Path) -> None:
+def test_rollout_examples_work_together_in_one_run(place: Path) -> None:
     flags = [
         *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label", "--apply-chat-template"),
         *("--custom-generate-function-path", f"{P}/multi_turn_generate.py", "--max-turns", "2"),
@@ -79,7 +79,7 @@ def test_one_of_each_kind(place: Path) -> None:
     assert [record["rollout_id"] for record in records(place / "many", "train")] == [0, 1]
 
 
-def test_prompts_of_ones_own_fanned_out_and_scored_by_a_class(place: Path) -> None:
+def test_data_source_fan_out_and_class_reward_examples_in_one_run(place: Path) -> None:
     flags = [
         *("--data-source-path", f"{P}/data_source.py", "--custom-generate-function-path", f"{P}/fan_out_generate.py"),
         *("--custom-rm-path", f"{P}/class_reward.py", "--custom-config-path", "mine.yaml"),
@@ -94,7 +94,7 @@ def test_prompts_of_ones_own_fanned_out_and_scored_by_a_class(place: Path) -> No
     assert [record["rollout_id"] for record in records(place / "own", "train")] == [0, 1]
 
 
-def test_a_generate_function_of_a_list_that_writes_only_text(place: Path) -> None:
+def test_list_generate_function_that_sets_only_text_is_trained_on(place: Path) -> None:
     flags = [
         *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--custom-generate-function-path"),
         *("custom_generate.py", "--max-turns", "2", "--output-dir", "listed"),
@@ -111,7 +111,7 @@ def test_a_generate_function_of_a_list_that_writes_only_text(place: Path) -> Non
     assert all(record["train/grad_norm"] > 0 for record in trained)
 
 
-def test_the_training_side(place: Path) -> None:
+def test_training_examples_work_together_in_one_run(place: Path) -> None:
     flags = [
         *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label", "--apply-chat-template"),
         *("--custom-rm-path", "own.py:length_share", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"),
@@ -131,7 +131,7 @@ def test_the_training_side(place: Path) -> None:
         assert 0 < record["rollout/advantages"] <= record["rollout/returns"] <= 1.0
 
 
-def test_a_loss_of_ones_own(place: Path) -> None:
+def test_custom_loss_example_is_the_training_loss(place: Path) -> None:
     flags = [
         *("--prompt-data", "sums.jsonl", "--input-key", "messages", "--label-key", "label", "--apply-chat-template"),
         *("--custom-rm-path", "own.py:length_share", "--disable-rewards-normalization", "--output-dir", "loss"),

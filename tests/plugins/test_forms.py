@@ -105,7 +105,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 """
 
 
-def test_a_generate_function_of_a_list_with_tools(engine, make_runtime, prompts, write, tokenizer):
+def test_list_generate_function_with_tool_calls_is_tokenized(engine, make_runtime, prompts, write, tokenizer):
     path = write("custom_generate.py", LIST_GENERATE)
     check_plugins(Config(rollout_batch_size=1, custom_generate_function_path=path, max_turns=5))
     runtime = make_runtime([engine.url], custom_generate_function_path=path, max_turns=5)
@@ -140,7 +140,7 @@ async def returns_text(args, samples):
 """
 
 
-def test_what_a_generate_function_of_a_list_may_return(engine, make_runtime, write):
+def test_list_generate_function_may_return_none_or_samples_only(engine, make_runtime, write):
     path = write("forms.py", LIST_FORMS)
     runtime = make_runtime([engine.url], rm_type="random")
 
@@ -159,7 +159,7 @@ def test_what_a_generate_function_of_a_list_may_return(engine, make_runtime, wri
     )
 
 
-def test_a_class_as_reward_is_made_once_and_asked_with_lists(write):
+def test_reward_class_is_built_once_and_called_with_lists(write):
     path = write("custom_rm.py", CLASS_REWARD)
     config = Config(rollout_batch_size=1, custom_rm_path=f"{path}:CustomRewardModel", carried={"model_path": "12345"})
     check_plugins(config)
@@ -184,7 +184,7 @@ class TooFew:
 """
 
 
-def test_classes_get_flags_by_name_and_may_be_async(write):
+def test_reward_class_gets_flags_by_name_and_may_be_async(write):
     path = write("classes.py", CLASS_FORMS)
     config = Config(rollout_batch_size=3, n_samples_per_prompt=5, custom_rm_path=f"{path}:Later")
     samples = [Sample(prompt="a", label="a"), Sample(prompt="a", label="b")]
@@ -195,7 +195,7 @@ def test_classes_get_flags_by_name_and_may_be_async(write):
         asyncio.run(RewardHub(config.replace(custom_rm_path=f"{path}:TooFew")).score_group(samples))
 
 
-def test_group_rewards_of_a_fan_out_and_a_samples_own_function(engine, make_runtime, write):
+def test_group_reward_scores_fan_outs_and_sample_function_overrides_it(engine, make_runtime, write):
     rewards = write(
         "rewards.py",
         """
@@ -226,7 +226,7 @@ def test_group_rewards_of_a_fan_out_and_a_samples_own_function(engine, make_runt
     assert [sample.reward for sample in finished] == [20.0, 1.0, 20.0]  # one letter without the end token
 
 
-def test_a_wrong_reward_ends_the_run_and_names_its_function(engine, make_runtime, prompts, write):
+def test_invalid_reward_fails_the_rollout_and_names_the_function(engine, make_runtime, prompts, write):
     path = write("verdict.py", "def verdict(args, sample):\n    return 'yes' if sample.index == 1 else 1\n")
     runtime = make_runtime([engine.url], custom_rm_path=path)
     wrong = r"verdict.py: the reward of sample 1 must be a number or a dict, got 'yes' \(str\): return one"
@@ -244,7 +244,7 @@ def make_source(path, **flags):
     return make_data_source(config)
 
 
-def test_a_data_source_with_a_buffer_and_without_save(write):
+def test_data_source_with_a_buffer_works_without_save_and_load(write):
     path = write("sources.py", SOURCES)
     source = make_source(path)  # selects the class with a buffer by its conventional name
     groups = source.get_samples(2)
@@ -290,7 +290,7 @@ class Worst(RolloutDataSourceWithBuffer):
 """
 
 
-def test_a_data_source_gets_what_it_lacks(write):
+def test_minimal_data_source_gets_default_methods(write):
     path = write("less.py", LESS)
     for name in ("Least", "make"):
         source = make_source(f"{path}:{name}")
@@ -302,7 +302,7 @@ def test_a_data_source_gets_what_it_lacks(write):
         make_source(f"{path}:Wrong").get_samples(1)
 
 
-def test_a_subclass_may_choose_from_the_buffer_with_a_method(write):
+def test_data_source_subclass_may_override_buffer_filter(write):
     source = make_source(f"{write('less.py', LESS)}:Worst", disable_rollout_global_dataset=True)
     groups = source.get_samples(3)
     source.add_samples(groups)
@@ -310,7 +310,7 @@ def test_a_subclass_may_choose_from_the_buffer_with_a_method(write):
     assert source.buffer == groups[:1]
 
 
-def test_evaluation_data_and_turns_as_printed():
+def test_parses_named_evaluation_files_and_max_turns():
     words = ["--eval-prompt-data", "aime", "/path/to/aime.jsonl", "--eval-prompt-data", "gsm8k", "/path/to/gsm8k.jsonl"]
     config = parse_flags([*words, "--n-samples-per-eval-prompt", "16", "--max-turns", "5"])
     assert config.eval_prompt_data == [("aime", "/path/to/aime.jsonl"), ("gsm8k", "/path/to/gsm8k.jsonl")]

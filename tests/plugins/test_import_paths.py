@@ -46,12 +46,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", sorted(NAMES))
-def test_names_resolve(module):
+def test_upstream_import_names_resolve(module):
     found = importlib.import_module(module)
     assert all(callable(getattr(found, name)) or name == "RolloutBatch" for name in NAMES[module].split())
 
 
-def test_graders_without_await_also_on_an_event_loop():
+def test_graders_are_synchronous_also_on_an_event_loop():
     from slime.rollout.rm_hub import get_deepscaler_rule_based_reward, grade_answer_verl
 
     async def on_a_loop():
@@ -63,7 +63,7 @@ def test_graders_without_await_also_on_an_event_loop():
     assert get_deepscaler_rule_based_reward(r"\boxed{4}", "4") == 0.0
 
 
-def test_a_rollout_on_the_running_loop_from_a_source_or_its_method(engine, make_runtime, prompts):
+def test_async_rollout_on_the_running_loop_accepts_get_samples(engine, make_runtime, prompts):
     runtime = make_runtime([engine.url], rm_type="random", rollout_batch_size=1, over_sampling_batch_size=2)
 
     async def respond(body):
@@ -78,7 +78,7 @@ def test_a_rollout_on_the_running_loop_from_a_source_or_its_method(engine, make_
     assert [sample.prompt for sample in leaves(back)] == ["bb"]
 
 
-def test_an_evaluation_on_the_running_loop(engine, make_runtime, tmp_path):
+def test_evaluation_runs_on_the_running_loop(engine, make_runtime, tmp_path):
     file = tmp_path / "sums.jsonl"
     file.write_text('{"input": "1+6=", "label": "7"}\n')
     runtime = make_runtime(
@@ -89,14 +89,14 @@ def test_an_evaluation_on_the_running_loop(engine, make_runtime, tmp_path):
     assert (len(output.data["sums"]["samples"]), back) == (1, [])
 
 
-def test_tokenizers_and_processors_take_the_arguments_of_transformers(model_folder):
+def test_tokenizer_and_processor_accept_transformers_arguments(model_folder):
     left = load_tokenizer(model_folder, trust_remote_code=True, padding_side="left")
     assert left.padding_side == "left"
     assert load_tokenizer(name_or_path=model_folder)("12+34")["input_ids"] == left("12+34")["input_ids"]
     assert load_processor(model_folder, trust_remote_code=True) is None
 
 
-def test_processors(model_folder):
+def test_text_model_has_no_processor_and_kwargs_return_tensors(model_folder):
     assert load_processor(model_folder) is None  # a text model
     made = build_processor_kwargs({"images": ["i"], "images_kwargs": {"size": 1}})
     assert made["images"] == ["i"]
@@ -144,7 +144,7 @@ def test_processors(model_folder):
         ("1", None, False),
     ],
 )
-def test_a_strict_grader_asks_for_the_form_of_the_label(given, truth, is_met):
+def test_sympy_grader_requires_the_form_of_the_label(given, truth, is_met):
     from slime.rollout.rm_hub.math_utils import grade_answer_sympy
 
     assert grade_answer_sympy(given, truth) is is_met

@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     Timer.clear_instances()
 
 
-def test_times_by_name(clock: list[float]) -> None:
+def test_timer_adds_up_seconds_by_name(clock: list[float]) -> None:
     @timer
     def work(seconds: float) -> float:
         clock[0] += seconds
@@ -67,7 +67,7 @@ def test_times_by_name(clock: list[float]) -> None:
         Timer().end("never")
 
 
-def test_a_function_that_calls_itself_is_measured_call_by_call(clock: list[float]) -> None:
+def test_timer_adds_up_every_call_of_a_recursive_function(clock: list[float]) -> None:
     @timer
     def countdown(n: int) -> None:
         clock[0] += 1.0
@@ -78,7 +78,7 @@ def test_a_function_that_calls_itself_is_measured_call_by_call(clock: list[float
     assert Timer().log_dict() == {"countdown": 3.0 + 2.0 + 1.0}
 
 
-def test_numbers_about_rewards() -> None:
+def test_pass_rate_and_statistics_of_rewards() -> None:
     assert dict_add_prefix({"a": 1, "b": 2}, "eval/") == {"eval/a": 1, "eval/b": 2}
     rewards = [1, 0, 0, 0, 1, 1, 0.5, 0]
     found = compute_pass_rate(rewards, 4)
@@ -91,7 +91,7 @@ def test_numbers_about_rewards() -> None:
     assert compute_statistics([3, 1, 2, 6]) == {"mean": 3.0, "median": 2.5, "max": 6.0, "min": 1.0}
 
 
-def test_numbers_about_texts() -> None:
+def test_compression_ratio_and_repetition_of_texts() -> None:
     text = "0123456789" * 2000
     for algorithm in ("zlib", "gzip", "bz2", "lzma"):
         ratio, saved = compression_ratio(text, algorithm=algorithm)
@@ -104,7 +104,7 @@ def test_numbers_about_texts() -> None:
         compression_ratio(text, algorithm="rar")
 
 
-def test_steps_of_rollouts() -> None:
+def test_rollout_step_can_count_train_steps() -> None:
     args = Namespace(
         wandb_always_use_train_step=False, rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8
     )
@@ -148,7 +148,7 @@ def test_metrics_go_to_the_run_that_calls_the_plugin(
     ]
 
 
-def test_a_runs_logging_stays_as_it_is() -> None:
+def test_configure_logger_keeps_the_existing_handlers() -> None:
     before = list(logging.getLogger().handlers)
     configure_logger(prefix=" rollout")
     assert logging.getLogger().handlers == before

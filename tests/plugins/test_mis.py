@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_the_example_and_a_users_file_agree(case: dict[str, Any]) -> None:
+def test_mis_example_matches_an_upstream_users_file(case: dict[str, Any]) -> None:
     """Compares an implementation by sample with one by segments of a row."""
     generator = torch.Generator().manual_seed(1)
     lengths = [4, 1, 6]
@@ -84,7 +84,7 @@ def step(model: Path, out: Path, **flags: Any) -> dict[str, float]:
     ],
     ids=["users_file", "example", "vanilla", "icepop"],
 )
-def test_the_functions_give_the_numbers_of_our_own_flags(
+def test_custom_tis_functions_match_the_built_in_flags(
     path: str, mine: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     bounds = {"carried": {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}}
@@ -100,7 +100,7 @@ def test_the_functions_give_the_numbers_of_our_own_flags(
         assert found[f"train/{out}"] == pytest.approx(own["train/tis_clipfrac"], rel=1e-5)
 
 
-def test_the_file_of_the_example_is_one_that_a_run_takes(model: Path, tmp_path: Path) -> None:
+def test_example_mis_yaml_matches_the_built_in_correction(model: Path, tmp_path: Path) -> None:
     file = yaml.safe_load((ROOT / "examples" / "train_infer_mismatch_helper" / "mis.yaml").read_text())
     carried = {name: file.pop(name) for name in ("tis_lower_bound", "tis_upper_bound")}
     found = step(model, tmp_path, custom_tis_function_path=EXAMPLE, carried=carried, **file)
@@ -108,7 +108,7 @@ def test_the_file_of_the_example_is_one_that_a_run_takes(model: Path, tmp_path: 
     assert found["train/loss"] == pytest.approx(own["train/loss"], rel=1e-5)
 
 
-def test_a_users_function_reads_what_was_given(model: Path, tmp_path: Path) -> None:
+def test_rs_bounds_get_defaults_only_for_the_built_in_correction(model: Path, tmp_path: Path) -> None:
     """Defaults of the built-in correction do not replace bounds that were left out."""
     given = config_for(
         model, tmp_path, use_tis=True, use_rs=True, custom_tis_function_path=PLUGIN, rs_veto_threshold=0.1
@@ -127,7 +127,7 @@ def test_a_users_function_reads_what_was_given(model: Path, tmp_path: Path) -> N
         ("(pg_loss, loss_masks, {'x': pg_loss[:2]})", "the metric x must be one number, or one for each token"),
     ],
 )
-def test_what_a_correction_returns_is_checked(returned: str, sentence: str, model: Path, tmp_path: Path) -> None:
+def test_invalid_tis_return_values_are_rejected(returned: str, sentence: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         f"def tis(args, *, pg_loss, loss_masks, **kwargs):\n    return {returned}\n",
     )
@@ -136,7 +136,7 @@ def test_what_a_correction_returns_is_checked(returned: str, sentence: str, mode
         step(model, tmp_path, use_tis=True, custom_tis_function_path=path)
 
 
-def test_metrics_of_a_correction_may_be_numbers(model: Path, tmp_path: Path) -> None:
+def test_tis_metrics_may_be_plain_numbers(model: Path, tmp_path: Path) -> None:
     (tmp_path / "numbers.py").write_text(
         "def tis(args, *, pg_loss, **kwargs):\n    return pg_loss, None, {'a': 0.5, 'b': pg_loss.new_ones(1)}\n"
     )

@@ -39,7 +39,7 @@ def check(**flags: Any) -> None:
         "more = [turn for turn in range(1, args.max_turns)]",
     ],
 )
-def test_a_number_that_is_computed_with_must_be_there(generate: Callable[[str], str], body: str) -> None:
+def test_function_that_computes_with_an_unset_flag_is_rejected(generate: Callable[[str], str], body: str) -> None:
     path = generate(body)
     check(custom_generate_function_path=path, max_turns=3)
     with pytest.raises(UserError) as caught:
@@ -63,13 +63,13 @@ def test_a_number_that_is_computed_with_must_be_there(generate: Callable[[str], 
         "left = args.global_batch_size - args.something_of_mine",
     ],
 )
-def test_what_a_function_does_about_a_missing_value_is_its_own_business(
+def test_function_with_safe_uses_of_an_unset_flag_is_accepted(
     generate: Callable[[str], str], body: str
 ) -> None:
     check(custom_generate_function_path=generate(body))
 
 
-def test_a_flag_that_was_not_given_leaves_a_class_its_default() -> None:
+def test_unset_flag_keeps_the_default_of_the_constructor() -> None:
     class Judge:
         def __init__(self, args: Any, max_turns: int = 4, seed: int = 0, rm_url: str | None = "here") -> None: ...
 

@@ -77,7 +77,7 @@ def made(args: Any, sample: Sample, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [args_of, Namespace, SimpleNamespace])
-def test_a_generate_function_is_called_hooked_and_scored(kind: Any, plugin: Callable[[str], str]) -> None:
+def test_generate_function_runs_with_hook_and_reward(kind: Any, plugin: Callable[[str], str]) -> None:
     flags = {"own": 1, "custom_rm_path": plugin("score"), "rollout_sample_hook_path": [plugin("hook")]}
     args = kind(**flags, custom_generate_function_path=plugin("generate"))
     sample = made(args, Sample(prompt="q"), evaluation=True)
@@ -88,7 +88,7 @@ def test_a_generate_function_is_called_hooked_and_scored(kind: Any, plugin: Call
     assert made(args, finished).reward == 3.0
 
 
-def test_a_fan_out_and_a_group_are_scored_together(plugin: Callable[[str], str]) -> None:
+def test_fan_out_and_group_are_scored_together(plugin: Callable[[str], str]) -> None:
     fans = plugin("fan_out")
     assert [
         one.reward for one in made(args_of(group_rm=True, custom_generate_function_path=fans), Sample(index=4))
@@ -104,7 +104,7 @@ def test_a_fan_out_and_a_group_are_scored_together(plugin: Callable[[str], str])
     assert [one.reward for one in scored] == [3.0, 5.0]
 
 
-def test_what_a_function_raises_is_raised_and_ends_its_siblings(
+def test_generate_error_propagates_and_cancels_siblings(
     plugin: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="the tool is gone"):
@@ -126,7 +126,7 @@ def test_what_a_function_raises_is_raised_and_ends_its_siblings(
     assert ended == [1]
 
 
-def test_parts_that_a_test_replaces_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monkeypatched_generate_and_load_function_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scripted(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         sample.response, sample.reward = "scripted", 1.0
         return sample
@@ -137,7 +137,7 @@ def test_parts_that_a_test_replaces_are_used(monkeypatch: pytest.MonkeyPatch) ->
     assert made(args_of(custom_generate_function_path="no.such.function"), Sample(prompt="q")).reward == 1.0
 
 
-def test_a_response_from_an_engine_binds_nothing_else_to_it(engine: Any, model_folder: str) -> None:
+def test_engine_calls_do_not_bind_other_args_to_the_runtime(engine: Any, model_folder: str) -> None:
     host, port = engine.url.removeprefix("http://").split(":")
     address = {"sglang_router_ip": host, "sglang_router_port": int(port)}
     args = args_of(hf_checkpoint=model_folder, rm_type="random", **address)
@@ -154,7 +154,7 @@ def test_a_response_from_an_engine_binds_nothing_else_to_it(engine: Any, model_f
         sglang_rollout.generate_rollout(args_of(), 0, None)
 
 
-def test_data_sources_buffers_and_filters(plugin: Callable[[str], str]) -> None:
+def test_data_source_buffer_and_filter_work_without_a_run(plugin: Callable[[str], str]) -> None:
     source = RolloutDataSourceWithBuffer(args_of(buffer_filter_path=plugin("last_first")))
     groups = [[Sample(index=0), Sample(index=1)], [Sample(index=2), Sample(index=3)]]
     source.add_samples(groups)
@@ -167,7 +167,7 @@ def test_data_sources_buffers_and_filters(plugin: Callable[[str], str]) -> None:
     assert (dropped.keep, dropped.reason) == (False, "zero_std_0.0")
 
 
-def test_rewards(plugin: Callable[[str], str]) -> None:
+def test_reward_functions_work_without_a_run(plugin: Callable[[str], str]) -> None:
     dog = Sample(index=3, response="dog")
     assert asyncio.run(async_rm(args_of(custom_rm_path=plugin("score")), dog)) == 3.0
     args = args_of(group_rm=True, custom_rm_path=plugin("score_all"))

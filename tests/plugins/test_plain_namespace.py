@@ -26,7 +26,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from tests.model_files import add_weights
 
 
-def test_rewards_with_the_type_alone(tmp_path: Path) -> None:
+def test_rewards_need_only_rm_type_or_a_function(tmp_path: Path) -> None:
     dog = Sample(response="a red dog", label="red dog")
     assert asyncio.run(async_rm(Namespace(rm_type="f1", custom_rm_path=None), dog)) == 1.0
     assert asyncio.run(batched_async_rm(Namespace(rm_type="f1"), [dog, Sample(response="x", label="y")])) == [1.0, 0.0]
@@ -35,14 +35,14 @@ def test_rewards_with_the_type_alone(tmp_path: Path) -> None:
     assert asyncio.run(async_rm(args, dog)) == 18.0
 
 
-def test_a_data_source_with_the_prompts_alone(tmp_path: Path, model_folder: str) -> None:
+def test_data_source_needs_only_the_prompt_flags(tmp_path: Path, model_folder: str) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"input": "a", "label": "b"}\n')
     args = Namespace(prompt_data=str(tmp_path / "prompts.jsonl"), hf_checkpoint=model_folder, n_samples_per_prompt=2)
     ((first, second),) = RolloutDataSourceWithBuffer(args).get_samples(1)
     assert (first.prompt, first.index, second.index) == ("a", 0, 1)
 
 
-def test_a_state_and_a_response_without_a_run(engine: Any, model_folder: str) -> None:
+def test_generate_state_and_generate_work_without_a_run(engine: Any, model_folder: str) -> None:
     host, port = engine.url.removeprefix("http://").split(":")
     args = Namespace(
         hf_checkpoint=model_folder,
@@ -72,7 +72,7 @@ def test_a_state_and_a_response_without_a_run(engine: Any, model_folder: str) ->
         runtime_for(args).close()
 
 
-def test_no_model_is_a_sentence_and_engines_are_counted() -> None:
+def test_counts_engines_and_reports_a_missing_hf_checkpoint() -> None:
     args = Namespace(rollout_num_gpus=8, rollout_num_gpus_per_engine=2)
     init_http_client(args)
     assert get_rollout_num_engines(args) == 4
@@ -89,7 +89,7 @@ def test_no_model_is_a_sentence_and_engines_are_counted() -> None:
         runtime_for(args).close()
 
 
-def test_an_own_drivers_flags(
+def test_custom_driver_parses_changes_and_validates_flags(
     monkeypatch: pytest.MonkeyPatch, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -38,7 +38,7 @@ def generator() -> torch.Generator:
 
 
 @pytest.mark.parametrize("chunk_size", [-1, 1, 2, 100])
-def test_log_probs_and_entropy_of_logits(generator: torch.Generator, chunk_size: int) -> None:
+def test_log_probs_entropy_and_gradients_match_log_softmax(generator: torch.Generator, chunk_size: int) -> None:
     logits = torch.randn(5, 9, dtype=torch.float64, generator=generator, requires_grad=True)
     tokens = torch.tensor([0, 8, 3, 3, 1])
     log_probs, entropy = calculate_log_probs_and_entropy(logits, tokens, None, with_entropy=True, chunk_size=chunk_size)
@@ -57,7 +57,7 @@ def test_log_probs_and_entropy_of_logits(generator: torch.Generator, chunk_size:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-def test_the_parts_of_it(generator: torch.Generator) -> None:
+def test_log_prob_and_entropy_functions_agree_and_keep_the_logits(generator: torch.Generator) -> None:
     logits = torch.randn(3, 4, generator=generator)
     given = logits.clone()
     log_probs, entropy = calculate_log_probs_and_entropy(logits, torch.tensor([1, 0, 2]), None)
@@ -73,7 +73,7 @@ def test_the_parts_of_it(generator: torch.Generator) -> None:
     assert none is None
 
 
-def test_a_split_vocabulary_is_refused() -> None:
+def test_tensor_parallel_vocabulary_is_rejected() -> None:
     class TwoRanks:
         def size(self) -> int:
             return 2
@@ -91,7 +91,7 @@ def test_a_split_vocabulary_is_refused() -> None:
         ("low_var_kl", lambda d: min(math.exp(-d) - 1 + d, 10)),
     ],
 )
-def test_approx_kl(kind, value) -> None:
+def test_approx_kl_matches_the_formula(kind, value) -> None:
     found = compute_approx_kl(torch.tensor([*NEW, -9.0]), torch.tensor([*OLD, -1.0]), kind)
     differences = [a - b for a, b in zip([*NEW, -9.0], [*OLD, -1.0], strict=True)]
     assert found.tolist() == pytest.approx([value(d) for d in differences], rel=1e-5, abs=1e-6)
@@ -100,7 +100,7 @@ def test_approx_kl(kind, value) -> None:
     assert weighed.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_policy_losses_by_token() -> None:
+def test_ppo_and_cispo_losses_match_the_formulas() -> None:
     new = torch.tensor(NEW, requires_grad=True)
     kl = torch.tensor(OLD) - new
     loss, clipped = compute_policy_loss(kl, torch.tensor(ADVANTAGES), 0.2, 0.3, 2.5)
@@ -128,7 +128,7 @@ def test_policy_losses_by_token() -> None:
         compute_policy_loss(kl, torch.tensor(ADVANTAGES), 0.2, 0.3, 0.9)
 
 
-def test_sequence_means_and_masks() -> None:
+def test_gspo_kl_and_opsm_mask_use_sequence_means() -> None:
     new, old = [torch.tensor(NEW[:3]), torch.tensor(NEW[3:])], [torch.tensor(OLD[:3]), torch.tensor([-0.1])]
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
     kl = compute_gspo_kl(new, old, new, masks)
@@ -150,7 +150,7 @@ def plain_gae(rewards: list[float], values: list[float], gamma: float, lambd: fl
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 300])
-def test_gae_in_all_its_forms(generator: torch.Generator, length: int) -> None:
+def test_all_gae_functions_match_the_recursion(generator: torch.Generator, length: int) -> None:
     rewards = torch.randn(3, length, dtype=torch.float64, generator=generator)
     values = torch.randn(3, length, dtype=torch.float64, generator=generator)
     wanted = torch.tensor([plain_gae(r, v, 0.97, 0.9) for r, v in zip(rewards.tolist(), values.tolist(), strict=True)])
@@ -177,7 +177,7 @@ def test_gae_in_all_its_forms(generator: torch.Generator, length: int) -> None:
         assert torch.equal(two, returns[i])
 
 
-def test_returns_without_a_critic() -> None:
+def test_grpo_and_reinforce_plus_plus_returns_match_the_formulas() -> None:
     kl = [torch.tensor([0.1, 0.2, 0.4]), torch.tensor([0.3])]
     masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
     rewards = torch.tensor([2.0, -1.0])
@@ -191,7 +191,7 @@ def test_returns_without_a_critic() -> None:
     assert centred[1].tolist() == pytest.approx([-1.15])
 
 
-def test_balanced_partitions() -> None:
+def test_partitions_are_balanced_by_length() -> None:
     lengths = [9, 8, 7, 6, 5, 4]
     for found in (karmarkar_karp(lengths, 2, False), get_seqlen_balanced_partitions(lengths, 2, False)):
         assert sorted(i for part in found for i in part) == list(range(6))

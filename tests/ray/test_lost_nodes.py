@@ -38,7 +38,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def test_nodes_of_an_engine_a_trainer_and_the_driver_disappear(nodes: Cluster, place: Path) -> None:
+def test_run_survives_lost_engine_and_trainer_nodes_and_a_killed_driver(nodes: Cluster, place: Path) -> None:
     storm = Storm(place, "sync", rollouts=16, chance=random.Random(1))
     command = [*storm.command(), "--rollout-num-gpus", "2", "--ray-address", nodes.address, "--progress", "plain"]
     with started(command, place) as life:

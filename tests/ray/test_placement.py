@@ -80,7 +80,7 @@ def test_trainers_share_a_node_and_engines_have_their_own(cluster: Cluster, tmp_
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_gpus_are_given_by_node_and_device(cluster: Cluster) -> None:
+def test_gpus_are_assigned_by_node_and_device(cluster: Cluster) -> None:
     eight = cluster.add_node(num_cpus=0, num_gpus=8, object_store_memory=STORE_BYTES)
     four = cluster.add_node(num_cpus=0, num_gpus=4, object_store_memory=STORE_BYTES)
     cluster.wait_for_nodes()
@@ -108,7 +108,7 @@ def test_gpus_are_given_by_node_and_device(cluster: Cluster) -> None:
         cluster.remove_node(four)
 
 
-def test_a_lost_node_ends_its_processes_and_a_spare_takes_its_place(cluster: Cluster, tmp_path: Path) -> None:
+def test_lost_node_ends_its_processes_and_a_spare_replaces_it(cluster: Cluster, tmp_path: Path) -> None:
     doomed = cluster.add_node(num_cpus=4, object_store_memory=STORE_BYTES)
     cluster.wait_for_nodes()
     removed = False
@@ -152,14 +152,14 @@ def test_a_lost_node_ends_its_processes_and_a_spare_takes_its_place(cluster: Clu
         ("nowhere", r"--ray-address nowhere: give HOST:PORT, or auto"),
     ],
 )
-def test_no_cluster_at_the_address_is_one_sentence(address: str, sentence: str) -> None:
+def test_unreachable_or_invalid_ray_address_is_one_error_line(address: str, sentence: str) -> None:
     config = Config(hf_checkpoint="model", ray_address=address)
     with pytest.raises(UserError, match=sentence) as refused:
         find_machines(config)
     assert "\n" not in str(refused.value)
 
 
-def test_fewer_devices_than_asked_for_is_one_sentence(cluster: Cluster) -> None:
+def test_rejects_more_devices_than_the_cluster_has(cluster: Cluster) -> None:
     config = config_of(cluster, actor_num_gpus_per_node=3)
     with pytest.raises(UserError, match=r"a training node needs 3 CPUs on one node.* has 2 CPUs\b.*or add nodes"):
         open_cluster(config, "cpu", trainers=3, rollout=1)
@@ -168,7 +168,7 @@ def test_fewer_devices_than_asked_for_is_one_sentence(cluster: Cluster) -> None:
     assert not ray.is_initialized()
 
 
-def test_another_version_of_ray_is_one_sentence(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_another_ray_version(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(ray, "__version__", "2.9.0")
         with pytest.raises(UserError, match=r"Ray refuses \(Version mismatch: .*Ray: 2\.9\.0") as refused:

@@ -45,7 +45,7 @@ def flags(place: Path) -> list[str]:
     ]
 
 
-def test_a_run_over_three_nodes_gives_the_numbers_of_one_machine(cluster: Cluster, place: Path) -> None:
+def test_run_over_three_nodes_matches_a_local_run(cluster: Cluster, place: Path) -> None:
     here = run([*TRAIN, *flags(place), "--save-interval", "3", "--cluster", "local", "--output-dir", "here"], place)
     assert (here.code, here.err) == (0, "")
     there = run(
@@ -60,7 +60,7 @@ def test_a_run_over_three_nodes_gives_the_numbers_of_one_machine(cluster: Cluste
     assert "error" not in there.err.lower()
 
 
-def test_a_dry_run_says_which_node_gets_what(cluster: Cluster, place: Path) -> None:
+def test_dry_run_shows_the_placement_on_nodes(cluster: Cluster, place: Path) -> None:
     planned = run(
         [sys.executable, "-m", "slime.cli", "train", *flags(place), "--dry-run", "--ray-address", cluster.address],
         place,

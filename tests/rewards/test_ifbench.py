@@ -65,7 +65,7 @@ WITH_LANGUAGE = {"language:response_language", "change_case:english_capital", "c
 
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
-def test_each_instruction_tells_a_good_response_from_a_bad_one(
+def test_each_instruction_accepts_a_good_and_rejects_a_bad_response(
     name: str, arguments: dict[str, Any], good: str, bad: str
 ) -> None:
     metadata = {"instruction_id_list": [name], "kwargs": [arguments]}
@@ -73,7 +73,7 @@ def test_each_instruction_tells_a_good_response_from_a_bad_one(
     assert ifbench_reward(bad, None, metadata) == 0.0
 
 
-def test_no_instruction_is_left_out_here() -> None:
+def test_all_instructions_have_a_case() -> None:
     assert {name for name, *_ in CASES} | WITH_LANGUAGE == CHECKS.keys()
 
 
@@ -89,18 +89,18 @@ def test_no_instruction_is_left_out_here() -> None:
         ("Apples, pears, etc.", 1),
     ],
 )
-def test_sentences(text: str, count: int) -> None:
+def test_sentences_are_counted(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
-def test_all_instructions_must_be_followed_and_an_empty_response_follows_none() -> None:
+def test_reward_requires_all_instructions_and_a_nonempty_response() -> None:
     both = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
     assert ifbench_reward('"yes"', None, both) == 1.0
     assert ifbench_reward("yes", None, both) == 0.0
     assert ifbench_reward("  ", None, {"instruction_id_list": ["punctuation:no_comma"]}) == 0.0
 
 
-def test_metadata_as_files_hold_it() -> None:
+def test_metadata_with_nulls_floats_or_json_text_is_accepted() -> None:
     """Parquet fills absent arguments with null; JSON may be stored as text; numbers may be floats."""
     kwargs = [{"num_bullets": 1.0, "keywords": None, "relation": None}, {"num_bullets": None, "keywords": ["a"]}]
     names = ["detectable_format:number_bullet_lists", "keywords:existence"]
@@ -123,13 +123,13 @@ def test_metadata_as_files_hold_it() -> None:
         ({"instruction_id_list": "[broken"}, "is not JSON"),
     ],
 )
-def test_what_cannot_be_judged_is_no_reward_of_0(metadata: Any, sentence: str) -> None:
+def test_invalid_metadata_is_an_error_not_a_zero_reward(metadata: Any, sentence: str) -> None:
     with pytest.raises(RewardError, match="ifbench") as caught:
         ifbench_reward("text", None, metadata)
     assert sentence in str(caught.value)
 
 
-def test_languages_need_a_package_and_then_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_language_checks_need_langdetect(monkeypatch: pytest.MonkeyPatch) -> None:
     french = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "fr"}]}
     monkeypatch.setitem(sys.modules, "langdetect", None)
     with pytest.raises(UserError, match="pip install langdetect"):
@@ -147,7 +147,7 @@ def test_languages_need_a_package_and_then_are_told_apart(monkeypatch: pytest.Mo
     assert [ifbench_reward(text, None, quiet) for text in ("hello", "Hello")] == [1.0, 0.0]
 
 
-def test_instructions_of_ifbench_go_to_its_own_checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ifbench_instructions_use_the_ifbench_checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"instruction_id_list": ["count:word_count_range"], "kwargs": [{"min_words": 2, "max_words": 3}]}
     with pytest.raises(UserError, match=r"one of IFBench, .* git clone https://github.com/allenai/IFBench"):
         ifbench_reward("two words", None, metadata)
@@ -166,7 +166,7 @@ def test_instructions_of_ifbench_go_to_its_own_checker(tmp_path: Path, monkeypat
     monkeypatch.delitem(sys.modules, "instructions_registry")
 
 
-def test_the_hub_asks_it_without_a_label() -> None:
+def test_hub_scores_ifbench_without_a_label() -> None:
     hub = RewardHub(Config(rm_type="ifbench"))
     sample = Sample(prompt="p", response="no comma", metadata={"instruction_id_list": ["punctuation:no_comma"]})
     assert asyncio.run(hub.score(sample)) == 1.0

@@ -88,12 +88,12 @@ def grade(verifier: MathVerifier, response: str, label: Any) -> float:
 
 
 @pytest.mark.parametrize(("answer", "label"), EQUAL)
-def test_equal_answers(verifier: MathVerifier, answer: str, label: str) -> None:
+def test_equal_answers_get_reward_1(verifier: MathVerifier, answer: str, label: str) -> None:
     assert grade(verifier, f"Thus $\\boxed{{{answer}}}$.", label) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "label"), DIFFERENT)
-def test_different_answers(verifier: MathVerifier, answer: str, label: str) -> None:
+def test_different_answers_get_reward_0(verifier: MathVerifier, answer: str, label: str) -> None:
     assert grade(verifier, f"Thus $\\boxed{{{answer}}}$.", label) == 0.0
 
 
@@ -111,11 +111,11 @@ def test_different_answers(verifier: MathVerifier, answer: str, label: str) -> N
         (r"\boxed{4} or", ["2", "3"], 0.0),
     ],
 )
-def test_whole_responses(verifier: MathVerifier, response: str, label: Any, reward: float) -> None:
+def test_last_box_of_a_response_is_graded(verifier: MathVerifier, response: str, label: Any, reward: float) -> None:
     assert grade(verifier, response, label) == reward
 
 
-def test_plain_numbers_need_no_process() -> None:
+def test_plain_numbers_need_no_worker_process() -> None:
     verifier = MathVerifier()
     assert grade(verifier, r"\boxed{1,000}", "1000") == 1.0
     assert grade(verifier, r"\boxed{7}", "8") == 0.0
@@ -123,7 +123,7 @@ def test_plain_numbers_need_no_process() -> None:
     verifier.close()
 
 
-def test_deepscaler_wants_the_thinking_to_have_ended(verifier: MathVerifier) -> None:
+def test_deepscaler_requires_the_end_of_thinking(verifier: MathVerifier) -> None:
     def reward(response: str, label: str = "1/2") -> float:
         return asyncio.run(deepscaler_reward(verifier, response, label))
 
@@ -138,7 +138,7 @@ def test_deepscaler_wants_the_thinking_to_have_ended(verifier: MathVerifier) -> 
     assert reward(r"</think> \boxed{7}", "so \\boxed{7}") == 1.0
 
 
-def test_last_boxed() -> None:
+def test_last_boxed_returns_the_last_complete_box() -> None:
     assert last_boxed(r"a \boxed{\frac{1}{2}} b \boxed{ x_{1} }") == "x_{1}"
     assert last_boxed(r"\boxed{1} then \boxed{2") == "1"
     assert last_boxed(r"$\boxed 5$ units") == "5"
@@ -152,7 +152,7 @@ def test_last_boxed() -> None:
     assert last_boxed("\\boxed{" * 200_000) is None
 
 
-def test_plain_number() -> None:
+def test_plain_number_parses_decimals_and_rejects_other_text() -> None:
     assert plain_number("-1,234.50") == Fraction(-2469, 2)
     assert plain_number("$7$") == 7
     assert plain_number(".5") == Fraction(1, 2)

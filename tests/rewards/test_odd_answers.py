@@ -394,21 +394,21 @@ def verifier() -> Iterator[MathVerifier]:
 
 
 @pytest.mark.parametrize("row", GPQA, ids=row_id)
-def test_gpqa(row: Row) -> None:
+def test_gpqa_reward_matches_the_table(row: Row) -> None:
     assert gpqa_reward(row[0], row[1], metadata_of(row)) == row[2]
 
 
 @pytest.mark.parametrize("row", DAPO, ids=row_id)
-def test_dapo(row: Row) -> None:
+def test_dapo_score_matches_the_table(row: Row) -> None:
     assert dapo_reward(row[0], row[1])["score"] == row[2]
 
 
 @pytest.mark.parametrize("row", F1, ids=row_id)
-def test_f1(row: Row) -> None:
+def test_f1_reward_matches_the_table(row: Row) -> None:
     assert f1_reward(row[0], row[1]) == pytest.approx(row[2])
 
 
-def test_math_and_deepscaler(verifier: MathVerifier) -> None:
+def test_math_and_deepscaler_rewards_match_the_table(verifier: MathVerifier) -> None:
     """Both grade the box in the same way; deepscaler also requires the end of thinking."""
 
     async def judged() -> list[tuple[str, Any, float, list[float]]]:
@@ -441,5 +441,5 @@ def test_math_and_deepscaler(verifier: MathVerifier) -> None:
         ("", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, 0.0),
     ],
 )  # fmt: skip
-def test_ifbench(response: str, metadata: dict[str, Any], reward: float) -> None:
+def test_ifbench_reward_matches_the_table(response: str, metadata: dict[str, Any], reward: float) -> None:
     assert ifbench_reward(response, None, metadata) == reward

@@ -94,7 +94,7 @@ def test_a_lost_worker_is_replaced(
     pool.close()
 
 
-def test_a_worker_that_reports_an_error_stays(make_pool: Callable[..., GuardedPool]) -> None:
+def test_worker_that_reports_an_error_is_reused(make_pool: Callable[..., GuardedPool]) -> None:
     pool = make_pool()
     first = asyncio.run(pool.ask({"do": "x"}))["pid"]
     with pytest.raises(RewardError, match="the verifier failed: ValueError: no"):
@@ -103,7 +103,7 @@ def test_a_worker_that_reports_an_error_stays(make_pool: Callable[..., GuardedPo
     pool.close()
 
 
-def test_a_worker_killed_while_idle_costs_nothing(make_pool: Callable[..., GuardedPool]) -> None:
+def test_worker_killed_while_idle_is_replaced_without_an_error(make_pool: Callable[..., GuardedPool]) -> None:
     pool = make_pool()
     first = asyncio.run(pool.ask({"do": "x"}))["pid"]
     os.kill(first, signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_a_worker_killed_while_idle_costs_nothing(make_pool: Callable[..., Guard
     pool.close()
 
 
-def test_a_worker_that_does_not_start(make_pool: Callable[..., GuardedPool], tmp_path: Path) -> None:
+def test_worker_that_does_not_start_raises(make_pool: Callable[..., GuardedPool], tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     pool = make_pool()
     with pytest.raises(RewardError, match="worker does not start: it exited with code 3"):
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_start(make_pool: Callable[..., GuardedPool], tmp
     pool.close()
 
 
-def test_closing_and_forgetting_a_pool_end_its_workers(make_pool: Callable[..., GuardedPool]) -> None:
+def test_workers_exit_when_the_pool_is_closed_or_garbage_collected(make_pool: Callable[..., GuardedPool]) -> None:
     closed = make_pool()
     pid = asyncio.run(closed.ask({"do": "x"}))["pid"]
     closed.close()
@@ -165,7 +165,7 @@ def test_workers_die_with_a_killed_parent(what: str) -> None:
     wait_until_gone(worker)
 
 
-def test_an_endless_expression_is_an_error_and_not_a_zero() -> None:
+def test_endless_expression_is_an_error_not_a_zero_reward() -> None:
     from slime.rollout.rewards.math import MathVerifier
 
     verifier = MathVerifier(workers=1, deadline_s=1.0)
@@ -177,7 +177,7 @@ def test_an_endless_expression_is_an_error_and_not_a_zero() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_get_no_secrets(make_pool: Callable[..., GuardedPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_inherit_no_api_keys(make_pool: Callable[..., GuardedPool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "judge")
     pool = make_pool()
     asyncio.run(pool.ask({"do": "x"}))

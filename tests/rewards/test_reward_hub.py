@@ -106,18 +106,18 @@ def score(hub: RewardHub, sample: Sample) -> Any:
         ("boxed_gpqa", r"\boxed{B}", "B", 1.0),
     ],
 )
-def test_builtin_types(
+def test_builtin_reward_types(
     make_hub: Callable[..., RewardHub], rm_type: str, response: str, label: str, reward: Any
 ) -> None:
     assert score(make_hub(rm_type=rm_type), Sample(response=response, label=label)) == reward
 
 
-def test_metadata_beats_the_flag(make_hub: Callable[..., RewardHub]) -> None:
+def test_metadata_rm_type_overrides_the_flag(make_hub: Callable[..., RewardHub]) -> None:
     sample = Sample(response="a red dog", label="red dog", metadata={"rm_type": "f1"})
     assert score(make_hub(rm_type="math"), sample) == 1.0
 
 
-def test_mistakes_are_explained(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
+def test_rejects_invalid_settings_and_labels(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
     for flags, sample, message in (
         (
             {"rm_type": "maths"},
@@ -137,7 +137,7 @@ def test_mistakes_are_explained(make_hub: Callable[..., RewardHub], plugin: Call
             score(make_hub(**flags), sample)
 
 
-def test_custom_functions(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
+def test_custom_reward_functions_are_called(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
     sample = Sample(response="four")
     assert score(make_hub(custom_rm_path=plugin("plain")), sample) == 4.0
     assert score(make_hub(custom_rm_path=plugin("waiting"), rm_type="f1"), sample) == {"score": 1.0, "type": "f1"}
@@ -146,7 +146,7 @@ def test_custom_functions(make_hub: Callable[..., RewardHub], plugin: Callable[[
     assert score(make_hub(custom_rm_path=plugin("waiting")), own) == 4.0
 
 
-def test_a_custom_function_that_gives_no_reward(
+def test_rejects_invalid_results_of_a_custom_function(
     make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]
 ) -> None:
     wanted = "the reward of sample 3 must be a number or a dict, got"
@@ -170,7 +170,7 @@ def test_a_custom_function_that_gives_no_reward(
         asyncio.run(make_hub(custom_rm_path=plugin("too_few")).score_group([Sample(), Sample()]))
 
 
-def test_groups(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
+def test_groups_are_scored_by_sample_or_as_a_batch(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
     samples = [Sample(response="x" * number) for number in range(3)]
 
     def rewards(hub: RewardHub) -> list[Any]:
@@ -188,7 +188,7 @@ def test_groups(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]
         rewards(make_hub(custom_rm_path=plugin("together")))
 
 
-def test_plugin_entry_points_share_one_hub_per_args(plugin: Callable[[str], str]) -> None:
+def test_plugin_entry_points_use_the_settings_of_their_args(plugin: Callable[[str], str]) -> None:
     args = Config(rollout_batch_size=1, rm_type="f1")
     sample = Sample(response="red dog", label="dog")
     assert asyncio.run(async_rm(args, sample)) == pytest.approx(2 / 3)
@@ -221,7 +221,7 @@ async def with_server(
         await runner.cleanup()
 
 
-def test_remote_reward_is_what_the_server_says(make_hub: Callable[..., RewardHub]) -> None:
+def test_remote_reward_is_the_value_the_server_returns(make_hub: Callable[..., RewardHub]) -> None:
     seen: list[Any] = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -234,7 +234,7 @@ def test_remote_reward_is_what_the_server_says(make_hub: Callable[..., RewardHub
     assert seen == [{"prompt": "p", "response": "r", "label": {"x": 1}}]
 
 
-def test_remote_reward_is_asked_again_when_the_server_stumbles() -> None:
+def test_remote_reward_is_retried_after_server_errors() -> None:
     statuses = [503, 429, 500]
 
     async def handler(request: web.Request) -> web.Response:
@@ -254,7 +254,7 @@ def test_remote_reward_is_asked_again_when_the_server_stumbles() -> None:
         (200, "<html>", "'<html>', which is not JSON", 1),
     ],
 )
-def test_remote_reward_that_never_comes(status: int, body: str, message: str, calls: int) -> None:
+def test_remote_reward_raises_on_permanent_failure(status: int, body: str, message: str, calls: int) -> None:
     count = 0
 
     async def handler(request: web.Request) -> web.Response:
@@ -270,7 +270,7 @@ def test_remote_reward_that_never_comes(status: int, body: str, message: str, ca
     assert count == calls
 
 
-def test_a_reward_service_that_answers_no_number_fails_its_sample(make_hub: Callable[..., RewardHub]) -> None:
+def test_non_numeric_remote_reward_fails_its_sample(make_hub: Callable[..., RewardHub]) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.json_response("good")
 
@@ -283,7 +283,7 @@ def test_a_reward_service_that_answers_no_number_fails_its_sample(make_hub: Call
         asyncio.run(with_server(handler, ask))
 
 
-def test_a_function_given_as_an_object_is_named() -> None:
+def test_error_names_a_reward_function_given_as_an_object() -> None:
     def my_reward(args: Any, sample: Sample) -> Any:
         return "yes"
 
@@ -295,7 +295,7 @@ def test_a_function_given_as_an_object_is_named() -> None:
         hub.close()
 
 
-def test_remote_reward_without_a_server_or_in_time() -> None:
+def test_remote_reward_fails_on_timeout_or_without_a_server() -> None:
     async def hang(request: web.Request) -> web.Response:
         await asyncio.sleep(0.5)
         return web.json_response(1)
@@ -310,7 +310,7 @@ def test_remote_reward_without_a_server_or_in_time() -> None:
         asyncio.run(nobody.score(Sample(), "r"))
 
 
-def test_pauses_grow_within_bounds() -> None:
+def test_retry_pauses_grow_within_bounds() -> None:
     remote = RemoteReward("http://x", first_pause_s=1.0, longest_pause_s=30.0)
     for attempt, longest in ((1, 1.0), (2, 2.0), (5, 16.0), (9, 30.0)):
         assert all(longest / 2 <= remote._pause(attempt) <= longest for _ in range(50))

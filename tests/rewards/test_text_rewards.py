@@ -32,11 +32,11 @@ from slime.rollout.rewards.simple import f1_reward, gpqa_reward, random_reward
         ("", "34", False, "[INVALID]"),
     ],
 )
-def test_dapo(response: str, label: Any, correct: bool, prediction: str) -> None:
+def test_dapo_score_and_prediction(response: str, label: Any, correct: bool, prediction: str) -> None:
     assert dapo_reward(response, label) == {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}
 
 
-def test_f1_counts_words_as_squad_does() -> None:
+def test_f1_counts_words_like_squad() -> None:
     assert f1_score("The Eiffel Tower!", "eiffel tower") == (1.0, 1.0, 1.0)
     # 2 common words, 4 predicted, 3 expected: precision 1/2, recall 2/3, F1 = 4/7.
     assert f1_score("big red dog barks", "red dog runs") == pytest.approx((4 / 7, 1 / 2, 2 / 3))
@@ -76,7 +76,7 @@ CHOICES = ["Aluminium", "Boron", "Carbon monoxide", "Dubnium"]
         ("Answer: Y", "Y", {"valid_letters": "XYZ"}, 1.0),
     ],
 )
-def test_gpqa(response: str, label: Any, metadata: dict, reward: float) -> None:
+def test_gpqa_reads_the_answer_letter_or_choice(response: str, label: Any, metadata: dict, reward: float) -> None:
     assert gpqa_reward(response, label, metadata) == reward
 
 
@@ -101,7 +101,7 @@ def test_gpqa(response: str, label: Any, metadata: dict, reward: float) -> None:
         ("Answer: boron", "B", {"choices": {"A": "Aluminium", "B": "Boron"}}, 1.0),
     ],
 )
-def test_gpqa_is_as_lenient_as_upstream(response: Any, label: Any, metadata: Any, reward: float) -> None:
+def test_gpqa_plugin_function_accepts_lenient_formats(response: Any, label: Any, metadata: Any, reward: float) -> None:
     assert compute_gpqa_reward(response, label, metadata) == reward
 
 
@@ -119,12 +119,12 @@ def test_gpqa_is_as_lenient_as_upstream(response: Any, label: Any, metadata: Any
         ("Answer: 34<|endoftext|>", "34", "34"),
     ],
 )
-def test_dapo_accepts_what_minerva_accepts(response: str, label: Any, pred: str) -> None:
+def test_dapo_normalizes_answers_like_minerva(response: str, label: Any, pred: str) -> None:
     assert compute_score(response, label) == {"score": 1.0, "acc": True, "pred": pred}
     assert normalize_final_answer(label) == pred
 
 
-def test_dapo_goes_by_the_box_alone_when_it_is_strict() -> None:
+def test_strict_dapo_grades_only_the_box() -> None:
     wrong = {"score": -1.0, "acc": False}
     assert compute_score(r"so \boxed{34}", "34", True) == {"score": 1.0, "acc": True, "pred": "34"}
     assert compute_score(r"so \boxed{34}", 34, strict_box_verify=True)["score"] == 1.0
@@ -138,10 +138,10 @@ def test_dapo_goes_by_the_box_alone_when_it_is_strict() -> None:
         compute_score(early, "34", True, pause_tokens_index=[1, 2, 3])
 
 
-def test_f1_of_nothing_said() -> None:
+def test_f1_of_a_missing_response_is_zero() -> None:
     assert f1_score(None, "x") == (0.0, 0.0, 0.0)
     assert normalize_answer("The  Eiffel Tower!") == "eiffel tower"
 
 
-def test_random_is_a_coin() -> None:
+def test_random_reward_is_0_or_1() -> None:
     assert {random_reward() for _ in range(200)} == {0.0, 1.0}

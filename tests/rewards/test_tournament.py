@@ -41,7 +41,7 @@ def drawn(n: int, seed: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", ALL)
-def test_the_best_wins_alone_after_as_many_matches_as_the_formula_says(name: str, n: int) -> None:
+def test_best_player_wins_alone_in_the_expected_number_of_matches(name: str, n: int) -> None:
     for draw in range(20):
         quality, seeds = drawn(n, draw)
         result = played(name, quality, seeds)
@@ -64,12 +64,12 @@ def test_the_best_wins_alone_after_as_many_matches_as_the_formula_says(name: str
         ("round_robin", 28),
     ],
 )
-def test_matches_of_eight(name: str, of_eight: int) -> None:
+def test_expected_matches_for_eight_players(name: str, of_eight: int) -> None:
     assert expected_matches(name, 8) == of_eight
 
 
 @given(st.sampled_from(ALL), st.lists(st.integers(0, 4), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_rewards_are_those_of_a_ranking(name: str, quality: list[int], rng: random.Random) -> None:
+def test_rewards_have_mean_one_half_and_a_best_player_leads(name: str, quality: list[int], rng: random.Random) -> None:
     """With any ties, rewards lie in [0, 1], their mean is 1/2, and a best player has the highest reward."""
     seeds = list(range(len(quality)))
     rng.shuffle(seeds)
@@ -83,7 +83,7 @@ def test_rewards_are_those_of_a_ranking(name: str, quality: list[int], rng: rand
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=10), st.randoms(use_true_random=False))
-def test_all_against_all_finds_the_whole_order(quality: list[int], rng: random.Random) -> None:
+def test_round_robin_finds_the_full_order(quality: list[int], rng: random.Random) -> None:
     seeds = list(range(len(quality)))
     rng.shuffle(seeds)
     rewards = rank_rewards(played("round_robin", quality, seeds).levels)
@@ -101,7 +101,7 @@ def test_equal_answers_have_equal_rewards(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_two_that_are_equally_good_share_the_first_places_wherever_they_are_drawn(name: str) -> None:
+def test_equally_best_players_share_first_place_for_any_seeding(name: str) -> None:
     for draw in range(40):
         _, seeds = drawn(7, draw)
         quality = [9, 1, 2, 9, 3, 4, 5]
@@ -113,7 +113,7 @@ def test_two_that_are_equally_good_share_the_first_places_wherever_they_are_draw
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
-def test_matches_that_nobody_decides_end_no_tournament(name: str, n: int) -> None:
+def test_tournament_completes_without_decided_matches(name: str, n: int) -> None:
     quality, seeds = drawn(n, 5)
     result = played(name, quality, seeds, lambda a, b: None)
     assert result.levels == [None] * n
@@ -121,7 +121,7 @@ def test_matches_that_nobody_decides_end_no_tournament(name: str, n: int) -> Non
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_player_of_whom_nothing_is_known_is_not_ranked_and_the_others_are(name: str) -> None:
+def test_undecided_player_is_not_ranked_and_the_others_are(name: str) -> None:
     for draw in range(20):
         quality, seeds = drawn(8, draw)
         silent = quality.index(2)
@@ -139,7 +139,7 @@ def test_a_player_of_whom_nothing_is_known_is_not_ranked_and_the_others_are(name
             assert rewards[best] is None or rewards[best] == max(rewards[player] for player in others)  # type: ignore[type-var]
 
 
-def test_who_loses_the_final_unbeaten_plays_it_again() -> None:
+def test_unbeaten_loser_of_the_final_gets_a_second_final() -> None:
     finals: list[Pair] = []
 
     def score(a: int, b: int) -> Score:
@@ -153,7 +153,7 @@ def test_who_loses_the_final_unbeaten_plays_it_again() -> None:
 
 
 @given(st.integers(2, 14), st.randoms(use_true_random=False))
-def test_a_judge_without_sense_ends_no_tournament(n: int, rng: random.Random) -> None:
+def test_random_verdicts_keep_the_expected_number_of_matches(n: int, rng: random.Random) -> None:
     for name in ALL:
         result = played(name, [0] * n, list(range(n)), lambda a, b: rng.choice([0.0, 0.25, 0.5, 0.75, 1.0, None]))
         extra = 1 if name == "double_elimination" else 0
@@ -161,14 +161,14 @@ def test_a_judge_without_sense_ends_no_tournament(n: int, rng: random.Random) ->
 
 
 @pytest.mark.parametrize("n", [4, 6, 8, 9, 16])
-def test_nobody_plays_twice_against_the_same_one_in_swiss(n: int) -> None:
+def test_swiss_never_repeats_a_pairing(n: int) -> None:
     for draw in range(30):
         quality, seeds = drawn(n, draw)
         pairs = [frozenset(pair) for pair, _ in played("swiss", quality, seeds).matches]
         assert len(set(pairs)) == len(pairs)
 
 
-def test_levels_become_rewards() -> None:
+def test_levels_are_ranked_into_rewards() -> None:
     assert rank_rewards([]) == []
     assert rank_rewards([(4.0,)]) == [0.5]
     assert rank_rewards([(1.0,), (3.0,), (2.0,)]) == [0.0, 1.0, 0.5]
@@ -176,7 +176,7 @@ def test_levels_become_rewards() -> None:
     assert rank_rewards([None, (1.0, 0.5), (1.0, 1.0), None]) == [None, 0.0, 1.0, None]
 
 
-def test_the_best_seeds_pass_over_the_first_round_and_meet_the_worst_ones() -> None:
+def test_top_seeds_skip_the_first_round_and_meet_the_lowest_seeds() -> None:
     quality = [5, 4, 3, 2, 1, 0]
     pairs = [pair for pair, _ in played("single_elimination", quality, list(range(6))).matches]
     assert pairs == [(2, 5), (3, 4), (0, 3), (1, 2), (0, 1)]

@@ -46,7 +46,7 @@ def rewards(tournament: Tournament, samples: list[Sample]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_the_best_of_a_group_has_the_highest_reward(name: str) -> None:
+def test_best_response_has_the_highest_reward(name: str) -> None:
     samples = group("aa", "aaaaa", "a", "aaaa", "aaa")
     given = rewards(Tournament(longer, name), samples)
     assert given[1] == 1.0
@@ -54,7 +54,7 @@ def test_the_best_of_a_group_has_the_highest_reward(name: str) -> None:
     assert sum(given) == pytest.approx(2.5)
 
 
-def test_what_was_played_is_noted_and_logged() -> None:
+def test_match_counts_are_recorded_and_logged() -> None:
     samples = group("a", "aa", "aaa", "aa")
     assert rewards(Tournament(longer, "round_robin"), samples) == [0.0, 0.5, 1.0, 0.5]
     noted = {"matches": 6, "judge_calls": 12, "judge_failures": 0, "ties": 1, "undecided": 0}
@@ -65,7 +65,7 @@ def test_what_was_played_is_noted_and_logged() -> None:
     assert _tournament_metrics(group("a")) == {}
 
 
-def test_samples_of_one_attempt_play_as_one_and_failed_ones_not_at_all() -> None:
+def test_rollout_samples_play_as_one_and_failed_samples_do_not_play() -> None:
     samples = group("a", "aaaa", "aa", "aaa", "aaaaaa", rollouts=[0, 0, 1, 2, 3])
     samples[4].status = Sample.Status.FAILED
     given = rewards(Tournament(longer, "round_robin"), samples)
@@ -73,18 +73,18 @@ def test_samples_of_one_attempt_play_as_one_and_failed_ones_not_at_all() -> None
     assert samples[0].metadata["tournament"]["matches"] == 3
 
 
-def test_one_alone_has_half_and_none_nothing() -> None:
+def test_single_sample_gets_half_and_empty_group_gets_no_rewards() -> None:
     assert rewards(Tournament(longer), group("a")) == [0.5]
     assert rewards(Tournament(longer), []) == []
 
 
-def test_a_judge_that_prefers_a_place_decides_nothing_in_both_orders() -> None:
+def test_position_bias_of_the_judge_cancels_over_both_orders() -> None:
     samples = group("a", "aa", "aaa")
     assert rewards(Tournament(lambda args, first, second: 1.0, "round_robin"), samples) == [0.5, 0.5, 0.5]
     assert samples[0].metadata["tournament"]["ties"] == 3
 
 
-def test_a_call_that_fails_is_made_again() -> None:
+def test_failed_judge_call_is_retried() -> None:
     asked: list[tuple[Any, Any]] = []
 
     async def stumbles(args: Any, first: Sample, second: Sample) -> float:
@@ -100,7 +100,7 @@ def test_a_call_that_fails_is_made_again() -> None:
     assert (account["judge_calls"], account["judge_failures"], account["undecided"]) == (12, 6, 0)
 
 
-def test_a_plain_judge_does_not_block_the_event_loop() -> None:
+def test_sync_judge_does_not_block_the_event_loop() -> None:
     both = threading.Barrier(2, timeout=60.0)
     seen: list[bool] = []
 
@@ -114,7 +114,7 @@ def test_a_plain_judge_does_not_block_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize("failure", [StopIteration(), SystemExit(3)])
-def test_whatever_a_plain_judge_raises_leaves_its_match_undecided(failure: BaseException) -> None:
+def test_exception_in_a_sync_judge_leaves_the_match_undecided(failure: BaseException) -> None:
     def raises(args: Any, first: Sample, second: Sample) -> float:
         raise failure
 
@@ -124,14 +124,14 @@ def test_whatever_a_plain_judge_raises_leaves_its_match_undecided(failure: BaseE
 
 
 @pytest.mark.parametrize("answer", [None, "A", 2.0, float("nan"), [1]])
-def test_a_verdict_that_is_none_leaves_its_match_undecided(answer: Any) -> None:
+def test_invalid_verdict_leaves_the_match_undecided(answer: Any) -> None:
     calls = Calls()
     match = Match(lambda args, first, second: answer, tries=2, first_pause_s=0.0)
     assert asyncio.run(match.score(ARGS, *group("a", "b"), calls)) is None
     assert (calls.made, calls.failed) == (4, 4)
 
 
-def test_who_cannot_be_judged_is_given_up_and_the_others_are_ranked() -> None:
+def test_unjudgeable_sample_fails_and_the_others_are_ranked() -> None:
     def refuses(args: Any, first: Sample, second: Sample) -> float:
         if "?" in first.response + second.response:
             raise RuntimeError("cannot be read")
@@ -145,7 +145,7 @@ def test_who_cannot_be_judged_is_given_up_and_the_others_are_ranked() -> None:
     assert samples[0].metadata["tournament"]["undecided"] == 3
 
 
-def test_a_judge_that_never_answers_fails_the_group() -> None:
+def test_judge_that_always_fails_fails_the_group() -> None:
     def down(args: Any, first: Sample, second: Sample) -> float:
         raise OSError("no route")
 
@@ -153,7 +153,7 @@ def test_a_judge_that_never_answers_fails_the_group() -> None:
         rewards(Tournament(down, "round_robin", first_pause_s=0.0), group("a", "b", "c"))
 
 
-def test_mistakes_are_refused_with_a_sentence() -> None:
+def test_rejects_invalid_settings() -> None:
     with pytest.raises(UserError, match=r"unknown tournament 'swis' \(did you mean swiss\?\)"):
         Tournament(longer, "swis")
     with pytest.raises(UserError, match="tries is 0"):
@@ -168,12 +168,12 @@ def test_mistakes_are_refused_with_a_sentence() -> None:
     ("text", "share"),
     [("A", 1.0), (" b. ", 0.0), ("tie", 0.5), ("[[A]] at first, but no: [[B]]", 0.0), ("so [[ C ]]", 0.5)],
 )
-def test_verdicts_are_read(text: str, share: float) -> None:
+def test_verdicts_are_parsed(text: str, share: float) -> None:
     assert verdict_of(text) == share
 
 
 @pytest.mark.parametrize("text", ["", "A or B", "neither", "[[D]]", "Answer"])
-def test_a_text_without_a_verdict_is_no_tie(text: str) -> None:
+def test_text_without_a_verdict_is_a_judge_failure(text: str) -> None:
     with pytest.raises(JudgeFailed):
         verdict_of(text)
 
@@ -194,7 +194,7 @@ def said(text: Any, reason: str = "stop") -> web.Response:
     return web.json_response({"choices": [{"message": {"content": text}, "finish_reason": reason}]})
 
 
-def test_a_served_judge_sees_both_orders_and_its_verdicts_become_ranks() -> None:
+def test_served_judge_sees_both_orders_and_its_verdicts_set_rewards() -> None:
     seen: list[dict[str, Any]] = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -224,7 +224,7 @@ def test_a_served_judge_sees_both_orders_and_its_verdicts_become_ranks() -> None
         ([lambda: web.Response(status=400, text="no such model")], None),
     ],
 )
-def test_a_served_judge_that_stumbles(answers: list[Callable[[], web.Response]], score: float | None) -> None:
+def test_served_judge_retries_failures_but_not_a_400(answers: list[Callable[[], web.Response]], score: float | None) -> None:
     left = list(answers)
 
     async def handler(request: web.Request) -> web.Response:
@@ -239,7 +239,7 @@ def test_a_served_judge_that_stumbles(answers: list[Callable[[], web.Response]],
     assert (calls.made, left) == (len(answers), [])
 
 
-def test_without_a_url_the_judge_is_the_run_s_own_or_a_model_beside_it() -> None:
+def test_judge_without_a_url_uses_the_routers_of_the_run() -> None:
     args = Namespace(
         sglang_router_ip="10.0.0.1", sglang_router_port=80, sglang_model_routers={"judge": ("10.0.0.2", 81)}
     )

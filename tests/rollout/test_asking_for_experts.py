@@ -48,7 +48,7 @@ def answer(engine, body, text, **more):
     return {"text": text, "meta": meta, **more}
 
 
-def test_they_are_asked_for_once_a_token(engine, make_runtime, moe_folder):
+def test_routed_experts_are_requested_once_per_token(engine, make_runtime, moe_folder):
     texts = [("ab", "abort"), ("", "abort"), ("c</s>", "stop")]
 
     def respond(body):
@@ -70,7 +70,7 @@ def test_they_are_asked_for_once_a_token(engine, make_runtime, moe_folder):
     assert "return_routed_experts" not in engine.requests[-1]
 
 
-def test_rows_that_cannot_be_trained_with_end_their_sample_alone(engine, make_runtime, prompts, moe_folder, tmp_path):
+def test_invalid_routed_experts_fail_only_their_sample(engine, make_runtime, prompts, moe_folder, tmp_path):
     def respond(body):
         said = answer(engine, body, "7</s>")
         first, sent = body["input_ids"][0], rows([*body["input_ids"], *engine.encode("7</s>")])
@@ -103,7 +103,7 @@ def test_rows_that_cannot_be_trained_with_end_their_sample_alone(engine, make_ru
     assert back.rollout_routed_experts.dtype == np.uint8
 
 
-def test_an_answer_whose_experts_are_unreadable_is_refused_at_the_boundary(tmp_path: Path) -> None:
+def test_undecodable_routed_experts_are_rejected(tmp_path: Path) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [], "routed_experts": "AAA"}
     with pytest.raises(EngineProtocolError, match="routed_experts is not base64 of int32"):
         GenerateResult.from_json({"text": "", "meta_info": meta}, url="http://engine")

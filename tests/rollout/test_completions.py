@@ -16,7 +16,7 @@ def answered(number: int, **changes: Any) -> Sample:
     return sample
 
 
-def test_a_few_rows_are_spread_over_all_samples() -> None:
+def test_completion_rows_are_spread_over_all_samples() -> None:
     samples = [answered(number) for number in range(10)]
     rows = completion_rows(CONFIG, samples, 4)
     assert [row["prompt"] for row in rows] == ["question 0", "question 2", "question 5", "question 7"]
@@ -25,7 +25,7 @@ def test_a_few_rows_are_spread_over_all_samples() -> None:
     assert completion_rows(CONFIG, [answered(0, response="")], 4) == []
 
 
-def test_messages_labels_and_rewards_of_every_kind_become_short_texts() -> None:
+def test_completion_row_converts_messages_labels_and_rewards_to_text() -> None:
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -40,12 +40,12 @@ def test_messages_labels_and_rewards_of_every_kind_become_short_texts() -> None:
     assert completion_rows(CONFIG, [answered(0, reward=None, label=None)], 4)[0]["label"] == ""
 
 
-def test_texts_are_cut_in_the_middle() -> None:
+def test_long_text_is_shortened_in_the_middle() -> None:
     assert truncate_middle("abc", 3) == "abc"
     assert truncate_middle("abcdef" + "-" * 10 + "xyz", 9) == "abcdef … 10 more characters … xyz"
 
 
-def test_the_samples_of_any_evaluation_are_found() -> None:
+def test_evaluated_samples_are_collected_from_any_evaluation_output() -> None:
     first, second, failed = answered(0), answered(1), answered(2, response="")
     data: dict[str, Any] = {
         "math": {"rewards": [1.0], "samples": [first, [second]], "failed": [failed]},

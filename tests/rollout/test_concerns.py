@@ -30,11 +30,11 @@ def found(samples: list[Sample], grad_norm: float | None = 1.0, **flags: Any) ->
     return find_problems(Config(hf_checkpoint="x", **flags), samples, grad_norm, lambda: SPECIALS)
 
 
-def test_nothing_is_wrong_with_rewards_that_differ() -> None:
+def test_differing_rewards_give_no_warning() -> None:
     assert found([sample(0), sample(1)]) == {}
 
 
-def test_equal_rewards_are_told_with_a_response_and_its_label() -> None:
+def test_equal_rewards_warning_quotes_a_response_and_its_label() -> None:
     said = found([sample(0.0), sample(0.0)], grad_norm=0.0)
     assert list(said) == [EQUAL]
     assert "all 2 samples got the reward 0, so the gradient was zero" in said[EQUAL]
@@ -43,7 +43,7 @@ def test_equal_rewards_are_told_with_a_response_and_its_label() -> None:
     assert "the prompts are solved" in found([sample(1.0), sample(1.0)])[EQUAL]
 
 
-def test_rewards_are_read_under_their_key_and_failed_samples_have_none() -> None:
+def test_equal_rewards_check_uses_reward_key_and_skips_failed_samples() -> None:
     failed = sample(None, status=Sample.Status.FAILED)
     assert EQUAL in found([sample({"acc": 0, "x": 1}), sample({"acc": 0, "x": 2}), failed], reward_key="acc")
     assert found([sample({"acc": 0}), sample({"acc": 1})], reward_key="acc") == {}
@@ -51,12 +51,12 @@ def test_rewards_are_read_under_their_key_and_failed_samples_have_none() -> None
 
 
 @pytest.mark.parametrize("flags", [{"loss_type": "sft_loss"}, {"use_opd": True}])
-def test_where_rewards_do_not_teach_they_may_be_equal(flags: dict[str, Any]) -> None:
+def test_equal_rewards_give_no_warning_when_the_loss_ignores_rewards(flags: dict[str, Any]) -> None:
     assert found([sample(0), sample(0)], **flags) == {}
 
 
 @pytest.mark.parametrize(("cut", "told"), [(9, True), (8, False)])
-def test_nine_of_ten_responses_cut_off(cut: int, told: bool) -> None:
+def test_warns_when_90_percent_of_responses_are_truncated(cut: int, told: bool) -> None:
     long = "x" * 100 + "the end"
     samples = [sample(i % 2, long, Sample.Status.TRUNCATED) for i in range(cut)]
     said = found([*samples, *(sample(i % 2) for i in range(10 - cut))], rollout_max_response_len=8)
@@ -67,7 +67,7 @@ def test_nine_of_ten_responses_cut_off(cut: int, told: bool) -> None:
         assert "xxxthe end', its label '42'" in said[TRUNCATED]
 
 
-def test_a_gradient_of_zero_is_told_with_its_cause() -> None:
+def test_zero_gradient_warning_names_the_cause() -> None:
     said = found([sample(0), sample(1)], grad_norm=0.0)
     assert list(said) == [NO_GRADIENT]
     assert "in every group all rewards are equal" in said[NO_GRADIENT]
@@ -76,7 +76,7 @@ def test_a_gradient_of_zero_is_told_with_its_cause() -> None:
     assert found([sample(0), sample(1)], grad_norm=None) == {}  # no optimizer step ran
 
 
-def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
+def test_warns_when_a_special_token_prevents_a_label_match() -> None:
     said = found([sample(0, "17<eos>"), sample(0, " 42<eos>")])
     assert list(said) == [SPECIAL]
     assert "one response is ' 42<eos>', its label '42', which would match without '<eos>'" in said[SPECIAL]
@@ -85,7 +85,7 @@ def test_answers_that_miss_for_a_special_token_left_in_the_text() -> None:
     assert list(found([sample(0, "42"), sample(0, "42")])) == [EQUAL]  # the reward function is at fault
 
 
-def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
+def test_warning_repeats_at_powers_of_two() -> None:
     concerns = HealthWarnings(Config(hf_checkpoint="x"), lambda: SPECIALS)
     told = [bool(concerns.about(number, [sample(0), sample(0)], 0.0)) for number in range(9)]
     assert told == [True, True, False, True, False, False, False, True, False]
@@ -95,7 +95,7 @@ def test_a_concern_is_told_at_first_and_then_at_powers_of_two() -> None:
     assert concerns.about(16, [sample(0), sample(1)], 1.0) == []
 
 
-def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
+def test_warns_about_unusually_large_advantages() -> None:
     concerns, differ = HealthWarnings(Config(hf_checkpoint="x"), lambda: SPECIALS), [sample(0), sample(1)]
     assert concerns.about(0, differ, 1.0, 30.0) == []
     (said,) = concerns.about(1, differ, 1.0, 320000.0)
@@ -111,21 +111,21 @@ def test_advantages_beyond_what_normalisation_gives_are_told() -> None:
         ([0.01, 0.0, 0.01, 0.01, 0.0, 5.0], [False] * 6),
     ],
 )
-def test_a_gradient_norm_orders_of_magnitude_above_the_usual_is_told(norms: list[float], told: list[bool]) -> None:
+def test_warns_when_the_gradient_norm_far_exceeds_its_usual_value(norms: list[float], told: list[bool]) -> None:
     concerns = HealthWarnings(Config(hf_checkpoint="x", loss_type="sft_loss"), lambda: SPECIALS)
     said = [concerns.about(number, [sample(0), sample(1)], norm, None) for number, norm in enumerate(norms)]
     assert [bool(one) for one in said] == told
     assert all("the gradient norm is" in sentence for one in said for sentence in one)
 
 
-def test_what_is_quoted_is_short_and_on_one_line() -> None:
+def test_quoted_response_is_short_and_on_one_line() -> None:
     shown = quote_response(Sample(response="\x1b[31m\n" + "a" * 1000, label=["b"] * 100))
     assert shown.startswith(r"one response is '\x1b[31m\naaa")
     assert len(shown) < 200
     assert "\n" not in shown
 
 
-def test_many_passes_over_few_tokens_are_told_once() -> None:
+def test_warns_once_about_many_micro_batches_with_few_tokens() -> None:
     samples = [sample(i % 2) for i in range(32)]
     for one in samples:
         one.tokens = list(range(40))

@@ -116,7 +116,7 @@ def begin(engine: Any, make_runtime: Any, prompts: Any):
         generation.close()
 
 
-def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: Any) -> None:
+def test_dispatch_budget_follows_the_staleness_bound(begin: Any, timed: Timed, engine: Any) -> None:
     generation = begin(staleness=1)
     generation.wait_for_ready(4)  # otherwise the groups that finish first are taken
     taken, metrics = generation.take(0)
@@ -131,7 +131,7 @@ def test_the_budget_is_what_the_bound_allows(begin: Any, timed: Timed, engine: A
     assert generation.source.asked == [4, 4]  # version 2 serves rollouts 2 and 3
 
 
-def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, timed: Timed, engine: Any) -> None:
+def test_slow_group_is_overtaken_until_it_would_exceed_the_bound(begin: Any, timed: Timed, engine: Any) -> None:
     timed.hold("a")
     timed.hold("d")  # otherwise d could finish before b and c
     generation = begin(staleness=1)
@@ -150,7 +150,7 @@ def test_slow_groups_are_overtaken_until_they_would_become_too_old(begin: Any, t
     assert taking.result().metrics["perf/rollout_tail_time"] > 0.0  # d was ready long before a
 
 
-def test_the_bound_holds_and_nothing_is_lost_whatever_the_timing(
+def test_random_delays_keep_the_staleness_bound_and_lose_no_group(
     begin: Any, engine: Any, tokenizer: Any, make_runtime: Any, prompts: Any
 ) -> None:
     chance = random.Random(7)
@@ -173,7 +173,7 @@ def test_the_bound_holds_and_nothing_is_lost_whatever_the_timing(
 
 
 @pytest.mark.parametrize("policy", ["regenerate", "drop"])
-def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
+def test_stale_groups_are_regenerated_or_dropped(
     policy: str, begin: Any, timed: Timed, prompts: Any, tokenizer: Any
 ) -> None:
     source = prompts(["a", "b", "c"], n=1)
@@ -193,7 +193,7 @@ def test_groups_that_come_in_too_old_are_sampled_anew_or_left_out(
     assert (sample.response, sample.weight_versions, sample.version_spans) == ("7", ["0"], [["0", 2]])
 
 
-def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Timed, write_plugin: Any) -> None:
+def test_groups_dropped_by_a_filter_are_replaced(begin: Any, timed: Timed, write_plugin: Any) -> None:
     filter_path = write_plugin("def f(args, samples):\n    return samples[0].prompt not in 'bd'\n")
     generation = begin(dynamic_sampling_filter_path=filter_path)
     generation.wait_for_ready(4)
@@ -203,14 +203,14 @@ def test_a_filter_drops_groups_and_others_take_their_place(begin: Any, timed: Ti
     assert generation.take(1)[0] == ["e", "f"]
 
 
-def test_a_source_that_runs_dry_ends_with_a_smaller_rollout(begin: Any, timed: Timed) -> None:
+def test_exhausted_source_gives_a_smaller_last_rollout(begin: Any, timed: Timed) -> None:
     generation = begin(count=3)
     generation.wait_for_ready(3)
     assert generation.take(0)[0] == ["a", "b"]
     assert generation.take(1)[0] == ["c"]
 
 
-def test_what_ends_the_generation_is_raised_where_it_is_missed(begin: Any, timed: Timed, write_plugin: Any) -> None:
+def test_user_error_in_generation_is_raised_by_take(begin: Any, timed: Timed, write_plugin: Any) -> None:
     reward = write_plugin("def f(args, sample):\n    return float('nan') if sample.prompt == 'c' else 1.0\n")
     generation = begin(rm_type=None, custom_rm_path=reward)
     taken = []
@@ -218,7 +218,7 @@ def test_what_ends_the_generation_is_raised_where_it_is_missed(begin: Any, timed
         taken.extend(generation.take(rollout_id) for rollout_id in range(3))
 
 
-def test_closing_leaves_no_task(begin: Any, timed: Timed) -> None:
+def test_aclose_leaves_no_task(begin: Any, timed: Timed) -> None:
     timed.hold("a")
     timed.hold("b")
     generation = begin()
@@ -229,7 +229,7 @@ def test_closing_leaves_no_task(begin: Any, timed: Timed) -> None:
     assert not [task for task in asyncio.all_tasks(loop) if "continuous" in task.get_name()]
 
 
-def test_a_reward_function_that_always_cancels_ends_the_run_with_a_sentence(
+def test_reward_function_that_always_raises_cancelled_fails_the_rollout(
     begin: Any, timed: Timed, write_plugin: Any
 ) -> None:
     reward = write_plugin("import asyncio\n\nasync def f(args, sample):\n    raise asyncio.CancelledError\n")
@@ -240,7 +240,7 @@ def test_a_reward_function_that_always_cancels_ends_the_run_with_a_sentence(
         generation.take(0)
 
 
-def test_filters_of_the_buffer_and_hooks_know_which_rollout_asks(begin: Any, timed: Timed, prompts: Any) -> None:
+def test_state_has_the_id_of_the_rollout_being_taken(begin: Any, timed: Timed, prompts: Any) -> None:
     generation = begin()
     assert generation.runtime.state.rollout_id == 0
     generation.take(0)
@@ -249,7 +249,7 @@ def test_filters_of_the_buffer_and_hooks_know_which_rollout_asks(begin: Any, tim
 
 
 @pytest.mark.parametrize(("start", "total", "replayed"), [(10, 5, []), (4, 6, [4, 5, 6])])
-def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
+def test_run_with_nothing_left_to_generate_dispatches_nothing(
     start: int, total: int, replayed: list[int], engine: Any, make_runtime: Any, prompts: Any
 ) -> None:
     runtime = make_runtime([engine.url], async_mode="full", rm_type="random", n_samples_per_prompt=1)
@@ -263,7 +263,7 @@ def test_a_run_that_has_nothing_left_to_generate_dispatches_nothing(
     assert source.asked == []
 
 
-def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_group_version_is_computed_once(begin: Any, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version of a group is computed when it arrives, not again for each later arrival."""
     letters = LETTERS[:12]
     for letter in letters:
@@ -285,7 +285,7 @@ def test_a_group_that_waits_is_not_looked_at_again(begin: Any, timed: Timed, mon
     assert len(taking.result(120).samples) == len(letters)
 
 
-def test_a_users_function_takes_from_a_generation_that_goes_on(timed: Timed, make_runtime: Any, prompts: Any) -> None:
+def test_fully_async_function_takes_from_ongoing_generation(timed: Timed, make_runtime: Any, prompts: Any) -> None:
     runtime = make_runtime([timed.engine.url], num_rollout=3, rm_type="random")
     source = prompts(LETTERS[:6], 2)
     timed.hold("e")

@@ -38,7 +38,7 @@ def make_groups():
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".pt"])
-def test_a_dump_is_read_back_as_it_was(tmp_path, suffix):
+def test_dump_round_trip_preserves_groups(tmp_path, suffix):
     groups = make_groups()
     path = dump_path(str(tmp_path / "deep" / ("r_{rollout_id}" + suffix)), 4)
     assert path.name == f"r_4{suffix}"
@@ -47,7 +47,7 @@ def test_a_dump_is_read_back_as_it_was(tmp_path, suffix):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_the_header_says_what_the_file_is(tmp_path):
+def test_jsonl_dump_starts_with_a_header(tmp_path):
     path = tmp_path / "0.jsonl"
     write_dump(path, 0, leaves(make_groups()), CONFIG)
     header, *samples = map(json.loads, path.read_text().splitlines())
@@ -56,7 +56,7 @@ def test_the_header_says_what_the_file_is(tmp_path):
     assert [sample["index"] for sample in samples] == [0, 1, 2, 2, 3]
 
 
-def test_a_pt_dump_is_what_slime_writes(tmp_path):
+def test_pt_dump_reads_and_writes_the_upstream_format(tmp_path):
     path = tmp_path / "0.pt"
     write_dump(path, 7, leaves(make_groups()), CONFIG)
     content = torch.load(path, weights_only=True)
@@ -72,7 +72,7 @@ class NotPlain:
     pass
 
 
-def test_foreign_files_are_refused(tmp_path):
+def test_invalid_dump_files_are_rejected(tmp_path):
     path = tmp_path / "0.jsonl"
     cases = [
         ("", "is not a rollout dump"),
@@ -97,7 +97,7 @@ def test_foreign_files_are_refused(tmp_path):
         read_dump(tmp_path / "bad.pt")
 
 
-def test_what_json_cannot_hold_is_named(tmp_path):
+def test_unserializable_metadata_is_rejected_by_name(tmp_path):
     sample = Sample(index=3, metadata={"tool": NotPlain()})
     for name in ("0.jsonl", "0.pt"):
         with pytest.raises(UserError, match=r"sample 3, metadata\.tool: a NotPlain cannot be saved"):
@@ -105,7 +105,7 @@ def test_what_json_cannot_hold_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_samples_without_numbers_are_groups_of_their_own():
+def test_samples_without_indices_become_separate_groups():
     samples = [Sample(response="a"), Sample(response="b")]
     assert regroup_samples(samples) == [[samples[0]], [samples[1]]]
 
@@ -113,12 +113,12 @@ def test_samples_without_numbers_are_groups_of_their_own():
 @pytest.mark.parametrize(
     ("share", "kept"), [(0.5, [0, 1, 2, 8, 9]), (0.1, [0]), (0.01, [0]), (1.0, list(range(10))), (0.3, [0, 1, 9])]
 )
-def test_a_share_is_taken_from_both_ends(share, kept):
+def test_subsample_keeps_groups_from_both_ends(share, kept):
     groups = [[i] for i in range(10)]
     assert head_and_tail(groups, share) == [[i] for i in kept]
 
 
-def test_dumps_in_place_of_a_data_source(tmp_path):
+def test_dumped_rollouts_replay_samples_and_count_files(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     for rollout_id in (0, 1, 3):
         write_dump(dump_path(template, rollout_id), rollout_id, leaves(make_groups()), CONFIG)
@@ -134,7 +134,7 @@ def test_dumps_in_place_of_a_data_source(tmp_path):
         one_file.count(0)
 
 
-def test_evaluations_have_their_own_name_and_their_datasets(tmp_path):
+def test_evaluation_dump_has_its_own_file_and_dataset_names(tmp_path):
     config = CONFIG.replace(save_debug_rollout_data=str(tmp_path / "r_{rollout_id}.jsonl"))
     good, bad = Sample(index=0, group_index=0), Sample(index=1, group_index=0)
     data = {"a": {"samples": [good], "rewards": [1.0], "failed": [bad]}, "b": {"samples": [good], "rewards": [1.0]}}
@@ -146,7 +146,7 @@ def test_evaluations_have_their_own_name_and_their_datasets(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".pt"])
-def test_a_dump_takes_the_place_of_a_dump_and_of_nothing_else(tmp_path, suffix):
+def test_dump_overwrites_only_a_dump(tmp_path, suffix):
     path = tmp_path / f"0{suffix}"
     for _ in range(2):
         write_dump(path, 0, leaves(make_groups()), CONFIG)
@@ -156,7 +156,7 @@ def test_a_dump_takes_the_place_of_a_dump_and_of_nothing_else(tmp_path, suffix):
     assert path.read_text() == '{"input": "my prompts"}\n'
 
 
-def test_a_train_dump_takes_the_place_of_a_dump_and_of_nothing_else(tmp_path):
+def test_train_dump_overwrites_only_a_dump(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
     for _ in range(2):
         path = write_train_dump(template, 3, [[{"sample_indices": 0}]])

@@ -44,7 +44,7 @@ def prompts_of(groups):
     return [next(leaves(group)).prompt for group in groups]
 
 
-def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
+def test_only_samples_to_train_on_are_stored_for_the_trainers(
     engine, make_runtime, prompts, answer, write_plugin, monkeypatch
 ):
     answer(a="7</s>", b="8</s>", c="9</s>")
@@ -68,7 +68,7 @@ def test_what_will_be_trained_on_is_put_where_trainers_read_it_and_nothing_else(
     assert sorted(taken) == sorted([sample.tokens, sample.rollout_log_probs] for sample in scored)
 
 
-def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, answer):
+def test_aborted_groups_return_to_the_source_as_prompts(engine, make_runtime, prompts, answer):
     hold = lambda body: engine.held("12")  # noqa: E731
     end = lambda body: engine.when(lambda: engine.holding == 4, "7</s>")  # noqa: E731
     answer(a=end, b=hold, c=end, d=hold)
@@ -89,7 +89,7 @@ def test_what_is_cut_off_goes_back_as_a_prompt(engine, make_runtime, prompts, an
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, prompts, answer, tokenizer, masked):
+def test_partial_response_is_continued_from_its_tokens(engine, make_runtime, prompts, answer, tokenizer, masked):
     answer(a=lambda body: engine.when(lambda: engine.holding == 2, "7</s>"), b=lambda body: engine.held("12"))
     runtime = make_runtime(
         [engine.url],
@@ -121,7 +121,7 @@ def test_a_partial_response_is_continued_with_its_tokens(engine, make_runtime, p
     assert source.groups == []
 
 
-def test_finished_groups_too_many_are_served_first_and_not_generated_again(
+def test_surplus_groups_are_used_first_without_regeneration(
     engine, make_runtime, prompts, answer, write_plugin, tokenizer
 ):
     end = lambda body: engine.when(lambda: engine.holding == 2, "7</s>")  # noqa: E731
@@ -142,7 +142,7 @@ def test_finished_groups_too_many_are_served_first_and_not_generated_again(
     assert prompts_of(source.groups) == ["c"]
 
 
-def test_a_filter_drops_groups_and_more_are_asked_for(engine, make_runtime, prompts, answer, write_plugin):
+def test_dropped_groups_are_replaced_by_new_prompts(engine, make_runtime, prompts, answer, write_plugin):
     answer(a="7", b="77", c="777", d="7777", e="77777")
     keeps_long = (
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
@@ -173,7 +173,7 @@ def test_a_filter_drops_groups_and_more_are_asked_for(engine, make_runtime, prom
     assert output.metrics["rollout/thrown_away_tokens"] == 0.0
 
 
-def test_the_fallback_keeps_dull_groups_rather_than_asking_for_more(engine, make_runtime, prompts, write_plugin):
+def test_fallback_filter_keeps_equal_reward_groups_when_needed(engine, make_runtime, prompts, write_plugin):
     differs = "def f(args, sample):\n    return float(sample.prompt == 'b' and sample.index % 2)\n"
     runtime = make_runtime(
         [engine.url],
@@ -201,7 +201,7 @@ class Endless:
         return [[Sample(prompt="a", index=0, group_index=0)] for _ in range(count)]
 
 
-def test_a_filter_that_drops_everything_ends_the_run(engine, make_runtime, write_plugin):
+def test_filter_that_drops_200_groups_in_a_row_fails_the_rollout(engine, make_runtime, write_plugin):
     path = write_plugin("def f(args, samples):\n    return False\n")
     runtime = make_runtime([engine.url], dynamic_sampling_filter_path=path, rm_type="random")
     source = Endless()
@@ -211,14 +211,14 @@ def test_a_filter_that_drops_everything_ends_the_run(engine, make_runtime, write
     assert not runtime.state.pendings
 
 
-def test_failures_are_not_taken_for_dull_groups(make_runtime):
+def test_failed_samples_are_not_reported_as_zero_std(make_runtime):
     runtime = make_runtime(["http://127.0.0.1:9"], dynamic_sampling_filter_path=NONZERO_STD, rm_type="random")
     source = Endless()
     with pytest.raises(RolloutFailed, match=r"rollout 0: all 2 samples failed; the first one: engine: EngineUnreach"):
         generate_rollout(runtime.args, 0, source)
 
 
-def test_the_filter_does_not_see_failed_samples(engine, make_runtime, prompts, write_plugin):
+def test_dynamic_filter_skips_failed_samples(engine, make_runtime, prompts, write_plugin):
     reward = (
         "def f(args, sample):\n    if sample.index == 0:\n        raise ValueError('x')\n    return sample.index % 2\n"
     )
@@ -245,14 +245,14 @@ def test_the_filter_does_not_see_failed_samples(engine, make_runtime, prompts, w
         ([None, 1.0, 0.0], True, None),
     ],
 )
-def test_nonzero_std(make_runtime, engine, rewards, keep, reason):
+def test_nonzero_std_filter_keeps_groups_with_differing_rewards(make_runtime, engine, rewards, keep, reason):
     args = make_runtime([engine.url]).args
     samples = [Sample(reward=reward) for reward in rewards]
     assert check_reward_nonzero_std(args, samples) == DynamicFilterOutput(keep, reason)
     assert check_reward_nonzero_std_with_fallback(args, samples) == DynamicFilterOutput(keep, reason, True)
 
 
-def test_a_filter_must_decide(make_runtime, engine):
+def test_filter_that_returns_none_is_rejected(make_runtime, engine):
     args = make_runtime([engine.url], dynamic_sampling_filter_path="mine.f").args
     assert call_dynamic_filter(None, args, []).keep
     with pytest.raises(UserError, match=r"--dynamic-sampling-filter-path mine.f returned None: it must return a bool"):
@@ -277,7 +277,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
+def test_custom_client_fan_out_keeps_finished_and_restarts_aborted_samples(
     engine, make_runtime, prompts, answer, write_plugin, monkeypatch
 ):
     monkeypatch.setattr("slime.rollout.inflight.OWN_CLIENT_GRACE_S", 120.0)
@@ -311,7 +311,7 @@ def test_fan_outs_of_an_own_client_are_cut_off_kept_and_restarted(
     assert source.groups == []
 
 
-def test_whoever_does_not_heed_an_abort_is_cancelled_and_starts_over(
+def test_generate_function_that_ignores_an_abort_is_cancelled(
     engine, make_runtime, prompts, write_plugin, monkeypatch
 ):
     monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 0.1)
@@ -369,7 +369,7 @@ def test_group_rewards_wait_for_the_whole_group(engine, make_runtime, prompts, a
 
 
 @pytest.mark.parametrize(("reward", "said"), [("float('nan')", "nan"), ("float('inf')", "inf")])
-def test_a_reward_that_is_no_number_stops_the_step(engine, make_runtime, prompts, write_plugin, reward, said):
+def test_non_finite_reward_stops_the_rollout(engine, make_runtime, prompts, write_plugin, reward, said):
     path = write_plugin(
         "async def f(args, sample, sampling_params):\n"
         f"    sample.tokens, sample.reward = [1], {reward} if sample.index == 3 else 1.0\n"
@@ -381,7 +381,7 @@ def test_a_reward_that_is_no_number_stops_the_step(engine, make_runtime, prompts
     assert str(caught.value).startswith(f"sample 3: the generate function {path} gave the reward {said}, which would")
 
 
-def test_a_reward_of_the_wrong_type_names_who_gave_it(engine, make_runtime, prompts, write_plugin):
+def test_error_for_a_non_numeric_reward_names_the_function(engine, make_runtime, prompts, write_plugin):
     runtime = make_runtime(
         [engine.url],
         custom_rm_path=write_plugin("def f(args, sample):\n    return {'score': 'good'}\n"),
@@ -392,7 +392,7 @@ def test_a_reward_of_the_wrong_type_names_who_gave_it(engine, make_runtime, prom
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
+def test_dropped_groups_are_freed_unless_a_process_function_needs_them(
     engine, make_runtime, prompts, write_plugin, tmp_path, is_asked_for
 ):
     """A strict filter may drop a hundred batches; their samples must not stay in memory."""
@@ -434,7 +434,7 @@ def test_dropped_groups_are_held_only_for_whoever_wants_to_see_them(
     runtime.journal.close()
 
 
-def test_a_source_that_observes_sees_what_the_filter_dropped_when_the_batch_is_made(
+def test_observe_samples_receives_dropped_groups_when_the_batch_is_made(
     engine, make_runtime, prompts, answer, write_plugin, tmp_path
 ):
     class Observing(prompts):

@@ -52,13 +52,13 @@ def ahead(workshop: Any, *, start: int = 0, total: int = 4, ready: int = 1) -> O
     return OneStepAheadFeed(workshop, start=start, total=total, ready=ready)
 
 
-def test_on_demand_makes_what_is_asked_for(workshop: Any) -> None:
+def test_on_demand_feed_makes_the_requested_rollout(workshop: Any) -> None:
     workshop.finish()
     assert SynchronousFeed(workshop).get(3).samples == [3]
     assert workshop.begun == [3]
 
 
-def test_the_next_rollout_is_made_while_the_first_is_used(workshop: Any) -> None:
+def test_next_rollout_is_generated_during_training(workshop: Any) -> None:
     feed = ahead(workshop)
     workshop.finish()
     assert feed.get(0).samples == [0]
@@ -69,7 +69,7 @@ def test_the_next_rollout_is_made_while_the_first_is_used(workshop: Any) -> None
     feed.close()
 
 
-def test_no_more_than_asked_for_lie_ready(workshop: Any) -> None:
+def test_feed_keeps_at_most_the_requested_number_ready(workshop: Any) -> None:
     feed = ahead(workshop, total=9, ready=2)
     workshop.finish(9)
     workshop.wait_begun([0, 1])
@@ -80,7 +80,7 @@ def test_no_more_than_asked_for_lie_ready(workshop: Any) -> None:
     feed.close()
 
 
-def test_weights_change_only_between_two_rollouts(workshop: Any) -> None:
+def test_weight_update_waits_for_the_rollout_in_progress(workshop: Any) -> None:
     feed = ahead(workshop)
     workshop.finish()
     feed.get(0)
@@ -105,7 +105,7 @@ def test_weights_change_only_between_two_rollouts(workshop: Any) -> None:
     feed.close()
 
 
-def test_what_fails_is_raised_by_the_get_that_would_have_had_it(workshop: Any) -> None:
+def test_failed_rollout_is_raised_by_its_get(workshop: Any) -> None:
     workshop.failing = {1}
     feed = ahead(workshop)
     workshop.finish(2)
@@ -119,7 +119,7 @@ def test_what_fails_is_raised_by_the_get_that_would_have_had_it(workshop: Any) -
         pass  # does not wait for a thread that has ended
 
 
-def test_a_resumed_run_starts_in_the_middle_and_stops_at_the_end(workshop: Any) -> None:
+def test_feed_starts_at_the_resume_point_and_stops_at_the_total(workshop: Any) -> None:
     feed = ahead(workshop, start=2, total=4, ready=5)
     workshop.finish(4)
     assert [feed.get(number).samples for number in (2, 3)] == [[2], [3]]

@@ -27,7 +27,7 @@ REWARD_OF_PARITY = "def f(args, sample):\n    assert sample.label == 'label'\n  
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_new_samples_belong_to_the_one_that_was_dispatched(
+def test_returned_samples_inherit_ids_of_the_dispatched_sample(
     make_runtime, prompts, write_plugin, engine, tmp_path, turns
 ):
     """Ids are copied, so that rewards are compared within the group and a rollout counts once."""
@@ -70,7 +70,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_a_function_that_gives_a_sample_of_its_own_up_gets_the_one_it_was_given(
+def test_retry_after_an_aborted_new_sample_gets_the_original_sample(
     make_runtime, prompts, write_plugin, engine, tmp_path
 ):
     """The new sample has another prompt, unknown to the function. A status may be given as its value."""
@@ -84,7 +84,7 @@ def test_a_function_that_gives_a_sample_of_its_own_up_gets_the_one_it_was_given(
     ]
 
 
-def test_a_hook_may_hand_back_another_sample(make_runtime, prompts, write_plugin, engine):
+def test_hook_may_return_another_sample(make_runtime, prompts, write_plugin, engine):
     hook = (
         "from slime.utils.types import Sample\n"
         "def f(args, sample):\n"
@@ -100,7 +100,7 @@ def test_a_hook_may_hand_back_another_sample(make_runtime, prompts, write_plugin
     ]
 
 
-def test_one_sample_handed_back_twice_is_two(make_runtime, prompts, write_plugin, engine):
+def test_sample_returned_twice_is_copied(make_runtime, prompts, write_plugin, engine):
     twice = (
         "from slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
@@ -146,7 +146,7 @@ async def hook(args, sample):
 
 
 @pytest.mark.parametrize("kind", ["generate", "fan_out", "hook"])
-def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
+def test_object_returned_for_several_samples_fails_all_but_the_first(
     make_runtime, prompts, write_plugin, engine, kind
 ):
     """The other samples fail without changing the object; the next rollout cannot use it either."""
@@ -172,7 +172,7 @@ def test_an_object_that_is_returned_for_several_samples_is_that_of_the_first(
 
 
 @pytest.mark.parametrize("which", ["kept[0]", "ahead.pop(sample.response, sample)"])
-def test_a_hook_that_returns_one_sibling_for_another_fails_that_one(make_runtime, prompts, write_plugin, engine, which):
+def test_hook_that_returns_another_sibling_fails_that_sample(make_runtime, prompts, write_plugin, engine, which):
     """The sibling would be trained on twice, whether or not it has passed the hook."""
     hook = f"""
 from slime.utils.types import Sample
@@ -202,7 +202,7 @@ async def hook(args, sample):
 
 
 @pytest.mark.parametrize("how", ["del groups[0]", "groups[0].clear()"])
-def test_groups_that_a_sample_filter_removes_are_not_trained_on_after_a_restart(
+def test_groups_removed_by_a_sample_filter_stay_removed_after_recovery(
     make_runtime, prompts, write_plugin, engine, tmp_path, how
 ):
     path = write_plugin(f"def f(args, groups):\n    {how}\n    groups[-1].pop()\n")
@@ -219,7 +219,7 @@ def test_groups_that_a_sample_filter_removes_are_not_trained_on_after_a_restart(
     runtime.journal.close()
 
 
-def test_a_sample_filter_that_removes_everything_ends_the_rollout(make_runtime, prompts, write_plugin, engine):
+def test_sample_filter_that_removes_all_groups_fails_the_rollout(make_runtime, prompts, write_plugin, engine):
     path = write_plugin("def f(args, groups):\n    groups.clear()\n")
     runtime = make_runtime([engine.url], rm_type="random", rollout_sample_filter_path=path)
     with pytest.raises(RolloutFailed, match=r"--rollout-sample-filter-path .*:f removed all 2 groups"):
@@ -276,7 +276,7 @@ CAUSES = {
 @pytest.mark.parametrize(
     ("stage", "how"), [("generate", how) for how in CAUSES] + [("hook", "mask"), ("reward", "log-probs")]
 )
-def test_a_sample_that_does_not_fit_together_fails_alone_and_is_not_journaled_as_data(
+def test_inconsistent_sample_fails_alone_and_is_journaled_as_failed(
     make_runtime, prompts, write_plugin, engine, tmp_path, stage, how
 ):
     path = write_plugin(BROKEN).removesuffix(":f")
@@ -305,7 +305,7 @@ def test_a_sample_that_does_not_fit_together_fails_alone_and_is_not_journaled_as
     again.close()
 
 
-def test_a_bad_sibling_of_a_fan_out_fails_alone(make_runtime, prompts, write_plugin, engine):
+def test_invalid_fan_out_sibling_fails_alone(make_runtime, prompts, write_plugin, engine):
     fan_out = (
         "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
@@ -320,7 +320,7 @@ def test_a_bad_sibling_of_a_fan_out_fails_alone(make_runtime, prompts, write_plu
         assert good.reward is not None
 
 
-def test_a_function_that_sets_no_status_has_finished_the_sample(make_runtime, prompts, write_plugin, engine):
+def test_sample_returned_without_a_status_is_completed(make_runtime, prompts, write_plugin, engine):
     plain = (
         "async def f(args, sample, sampling_params):\n"
         "    sample.tokens, sample.response, sample.response_length = [1, 2], 'x', 1\n    return sample\n"
@@ -330,7 +330,7 @@ def test_a_function_that_sets_no_status_has_finished_the_sample(make_runtime, pr
     assert {sample.status for sample in samples} == {Sample.Status.COMPLETED}
 
 
-def test_a_reward_that_ends_the_run_is_not_in_the_journal(make_runtime, prompts, write_plugin, engine, tmp_path):
+def test_invalid_reward_is_not_journaled(make_runtime, prompts, write_plugin, engine, tmp_path):
     own_reward = (
         "from slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
@@ -349,7 +349,7 @@ def test_a_reward_that_ends_the_run_is_not_in_the_journal(make_runtime, prompts,
     again.close()
 
 
-def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(make_runtime, tmp_path):
+def test_custom_rollout_samples_are_validated_before_journaling(make_runtime, tmp_path):
     """An invalid sample in the journal would be recovered again by each restart."""
     runtime = make_runtime([])
     journal = open_journal(tmp_path)
@@ -371,7 +371,7 @@ def test_samples_of_a_rollout_function_are_looked_at_before_they_are_recorded(ma
     journal.close()
 
 
-def test_rollouts_of_a_function_that_cannot_be_trained_as_they_are_say_so(make_runtime, caplog):
+def test_custom_rollout_with_repeated_or_biased_samples_is_reported(make_runtime, caplog):
     """A sample drawn from a truncated vocabulary ends the run; a repeated object is named in a warning."""
 
     def made(args, rollout_id, data_source, evaluation=False):
@@ -392,7 +392,7 @@ def test_rollouts_of_a_function_that_cannot_be_trained_as_they_are_say_so(make_r
         assert len(maker(**accepting).make(1).samples) == 1
 
 
-def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plugin, engine):
+def test_token_id_prompt_survives_a_failure(make_runtime, prompts, write_plugin, engine):
     flaky = (
         "from slime.rollout.sglang_rollout import generate\nCALLS = []\n"
         "async def f(args, sample, sampling_params):\n"
@@ -415,7 +415,7 @@ def test_prompts_of_token_ids_survive_a_failure(make_runtime, prompts, write_plu
     assert {tuple(request["input_ids"]) for request in engine.requests} == {(11, 12, 13)}
 
 
-def test_a_function_that_writes_into_its_sampling_parameters_changes_nobody_elses(
+def test_each_sample_gets_its_own_copy_of_sampling_params(
     make_runtime, prompts, write_plugin, engine
 ):
     stopping = (

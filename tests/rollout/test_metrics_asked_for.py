@@ -28,11 +28,11 @@ def samples():
     return [*made, Sample(index=9, group_index=1, status=FAILED, failure="reward: x", response_length=99)]
 
 
-def test_pass_rate(samples):
+def test_log_passrate_adds_pass_at_k(samples):
     assert metrics(samples, log_passrate=True) == {"passrate/pass@1": 0.75, "passrate/pass@2": 1.0}
 
 
-def test_correct_samples(samples):
+def test_log_correct_samples_adds_length_metrics(samples):
     assert metrics(samples, log_correct_samples=True) == {
         "rollout/correct_samples/count": 3.0,
         "rollout/correct_samples/response_len/mean": 4.0,
@@ -43,7 +43,7 @@ def test_correct_samples(samples):
     assert metrics(samples[1:2], log_correct_samples=True) == {"rollout/correct_samples/count": 0.0}
 
 
-def test_multi_turn(samples):
+def test_log_multi_turn_adds_length_and_round_metrics(samples):
     assert metrics(samples, log_multi_turn=True) == {
         "multi_turn/raw_response_length/response_length_mean": 4.0,
         "multi_turn/raw_response_length/response_length_max": 6.0,
@@ -56,7 +56,7 @@ def test_multi_turn(samples):
     }
 
 
-def test_reward_categories(samples):
+def test_log_reward_category_adds_the_share_of_each_category(samples):
     for sample, kind in zip(samples, ("right", "format", "right", "right"), strict=False):
         sample.reward = {"score": sample.reward, "kind": kind}
     assert metrics(samples, log_reward_category="kind", reward_key="score") == {

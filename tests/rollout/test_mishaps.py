@@ -37,7 +37,7 @@ REWARD = "import asyncio\n{kind} f(args, sample):\n    if sample.index == 1:\n  
 
 @pytest.mark.parametrize("how", list(ENDINGS))
 @pytest.mark.parametrize("where", ["generate", "hook", "reward", "plain reward"])
-def test_an_exit_or_a_cancellation_of_its_own_fails_one_sample(engine, make_runtime, prompts, write_plugin, where, how):
+def test_plugin_that_exits_or_cancels_fails_one_sample(engine, make_runtime, prompts, write_plugin, where, how):
     ending, told = ENDINGS[how]
     flags = {
         "generate": {"custom_generate_function_path": GENERATE.format(ending=ending), "rm_type": "random"},
@@ -61,7 +61,7 @@ def test_an_exit_or_a_cancellation_of_its_own_fails_one_sample(engine, make_runt
     ]
 
 
-def test_a_cancellation_from_outside_is_obeyed(engine, make_runtime, prompts, write_plugin):
+def test_generate_task_can_be_cancelled(engine, make_runtime, prompts, write_plugin):
     """The task must end with CancelledError, because cancelling a rollout waits for its tasks."""
     begun = threading.Event()
 
@@ -99,14 +99,14 @@ def no_pause(monkeypatch):
     monkeypatch.setattr("slime.rollout.sample_pipeline.FIRST_PAUSE_S", 0.0)
 
 
-def test_an_aborted_sample_of_a_custom_function_is_begun_again(engine, make_runtime, prompts, write_plugin, no_pause):
+def test_sample_aborted_by_a_custom_function_is_restarted(engine, make_runtime, prompts, write_plugin, no_pause):
     flags = {"custom_generate_function_path": write_plugin(ABORTS), "rm_type": "random"}
     runtime = make_runtime([engine.url], carried={"aborts": 3}, **flags)
     samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
     assert [(s.status, s.metadata["calls"], s.response_length) for s in samples] == [(STATUS.COMPLETED, 4, 2)] * 4
 
 
-def test_a_function_that_only_ever_aborts_fails_its_sample(engine, make_runtime, prompts, write_plugin, no_pause):
+def test_function_that_always_aborts_fails_its_sample(engine, make_runtime, prompts, write_plugin, no_pause):
     """Continuous generation must not call it again without limit."""
     only_one = ABORTS.replace("if calls <=", "if sample.index == 1 and calls <=")
     flags = {"custom_generate_function_path": write_plugin(only_one), "rm_type": "random"}
@@ -125,7 +125,7 @@ def test_a_function_that_only_ever_aborts_fails_its_sample(engine, make_runtime,
     assert (bad.status, bad.metadata["calls"]) == (STATUS.FAILED, 16)
 
 
-def test_an_aborted_sibling_fails_and_the_finished_ones_stay(engine, make_runtime, prompts, write_plugin):
+def test_aborted_sibling_fails_and_finished_siblings_are_kept(engine, make_runtime, prompts, write_plugin):
     fan_out = (
         "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
@@ -138,7 +138,7 @@ def test_an_aborted_sibling_fails_and_the_finished_ones_stay(engine, make_runtim
 
 
 @pytest.mark.parametrize("group_rm", [False, True])
-def test_a_reward_function_that_aborts_a_sample_fails_it(engine, make_runtime, prompts, write_plugin, group_rm):
+def test_reward_function_that_aborts_a_sample_fails_it(engine, make_runtime, prompts, write_plugin, group_rm):
     abort = "    if {0}.index == 1:\n        {0}.status = {0}.Status.ABORTED\n"
     one = "async def f(args, sample):\n" + abort.format("sample") + "    return 1.0\n"
     many = "async def f(args, samples):\n    bad = samples[1]\n" + abort.format("bad") + "    return [1.0] * 2\n"
@@ -153,7 +153,7 @@ def test_a_reward_function_that_aborts_a_sample_fails_it(engine, make_runtime, p
     assert samples[1].failure.startswith("reward: ValueError: a reward function must not abort a sample")
 
 
-def test_hooks_count_against_the_deadline_of_their_sample(engine, make_runtime, prompts, write_plugin):
+def test_hooks_count_against_the_sample_deadline(engine, make_runtime, prompts, write_plugin):
     hook = (
         "import asyncio\nasync def f(args, sample):\n    if sample.index == 1:\n        await asyncio.Event().wait()\n"
     )
@@ -232,7 +232,7 @@ def blocking(write_plugin, stage, kind):
 
 
 @pytest.mark.parametrize("stage", ["generate", "list", "hook", "reward"])
-def test_plain_functions_of_several_samples_run_at_the_same_time(engine, make_runtime, prompts, write_plugin, stage):
+def test_sync_functions_of_several_samples_run_concurrently(engine, make_runtime, prompts, write_plugin, stage):
     _, flags = blocking(write_plugin, stage, "meet")
     runtime = make_runtime([engine.url], carried={"seconds": 120.0}, **flags)
     samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
@@ -242,7 +242,7 @@ def test_plain_functions_of_several_samples_run_at_the_same_time(engine, make_ru
 
 
 @pytest.mark.parametrize("stage", ["generate", "hook", "reward"])
-def test_a_plain_function_that_hangs_fails_its_sample_and_cannot_write_into_it_later(
+def test_sync_function_that_hangs_fails_its_sample_and_cannot_change_it(
     engine, make_runtime, prompts, write_plugin, stage
 ):
     path, flags = blocking(write_plugin, stage, "hang")
@@ -260,7 +260,7 @@ def test_a_plain_function_that_hangs_fails_its_sample_and_cannot_write_into_it_l
     assert (samples[1].status, samples[1].remove_sample, samples[1].reward) == (STATUS.FAILED, True, None)
 
 
-def test_filters_and_data_sources_that_block_hold_up_no_sample(engine, make_runtime, prompts, write_plugin):
+def test_blocking_filters_and_sources_do_not_block_generation(engine, make_runtime, prompts, write_plugin):
     """The first filter call returns only after another sample has been generated."""
     plugin = (
         "import threading\nfrom slime.rollout.sglang_rollout import generate\n"
@@ -292,7 +292,7 @@ def test_filters_and_data_sources_that_block_hold_up_no_sample(engine, make_runt
     assert set(threads) == {"plugin"}
 
 
-def test_a_waiter_that_was_cancelled_at_the_gate_leaves_the_deadline(make_runtime):
+def test_sample_deadline_resumes_after_a_cancelled_wait_at_the_gate(make_runtime):
     async def main():
         gate = Gate(asyncio.Semaphore(2))
         gate.close()
@@ -309,7 +309,7 @@ def test_a_waiter_that_was_cancelled_at_the_gate_leaves_the_deadline(make_runtim
     asyncio.run(main())
 
 
-def test_the_clock_stands_still_until_the_last_request_has_passed_the_gate():
+def test_sample_clock_pauses_until_the_last_request_passes_its_gate():
     async def main():
         gate, other, clock = Gate(asyncio.Semaphore(4)), Gate(asyncio.Semaphore(4)), ClockAhead()
         gate.close()
@@ -329,7 +329,7 @@ def test_the_clock_stands_still_until_the_last_request_has_passed_the_gate():
     asyncio.run(main())
 
 
-def test_time_behind_others_is_not_the_time_of_a_comparison():
+def test_queue_time_does_not_count_against_reward_timeout():
     """The only worker thread is busy for longer than the deadline of a comparison."""
     sample = Sample(index=0, response=r"\boxed{\frac{1}{2}}", label="0.5", status=STATUS.COMPLETED)
 
@@ -355,7 +355,7 @@ def test_time_behind_others_is_not_the_time_of_a_comparison():
     raise error
 
 
-def test_a_reward_error_fails_its_sibling_alone(engine, make_runtime, prompts, write_plugin):
+def test_reward_error_fails_only_one_sibling(engine, make_runtime, prompts, write_plugin):
     fan_out = (
         "import copy\nfrom slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"
@@ -372,7 +372,7 @@ def test_a_reward_error_fails_its_sibling_alone(engine, make_runtime, prompts, w
     assert [(s.reward, s.failure) for s in samples] == [(1.0, None), (None, "reward: OSError: judge")] * 4
 
 
-def test_a_call_that_nobody_waits_for_any_more_may_raise_in_silence():
+def test_error_of_a_cancelled_reward_call_is_not_reported():
     """Another group with an invalid reward may end the rollout while this call is running."""
     begun, release, threads, complaints = threading.Event(), threading.Event(), [], []
 
@@ -403,7 +403,7 @@ def test_a_call_that_nobody_waits_for_any_more_may_raise_in_silence():
     assert complaints == []
 
 
-def test_a_task_that_exits_does_not_take_the_event_loop_with_it():
+def test_system_exit_in_a_task_does_not_stop_the_event_loop():
     async def exits():
         raise SystemExit(3)
 

@@ -37,7 +37,7 @@ def packed(numbers):
     return base64.b64encode(np.asarray(numbers, dtype=np.int32).tobytes()).decode()
 
 
-def test_two_parts_are_one_answer():
+def test_joined_answers_merge_tokens_log_probs_and_versions():
     first = part(
         [65, 66, 67], "abort", "2", prompt_tokens=10, cached_tokens=8, e2e_latency=1.0, spec_verify_ct=2,
         weight_versions=[{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}],
@@ -69,7 +69,7 @@ def test_two_parts_are_one_answer():
     assert sample.rollout_top_p_token_offsets == [0, 1, 1, 3, 5, 5]
 
 
-def test_parts_without_tokens_or_versions():
+def test_joined_answers_accept_parts_without_tokens_or_versions():
     waiting = part([], "abort", "1")
     del waiting["meta_info"]["output_token_logprobs"]
     one = join_responses(waiting, part([65], "length", "2"))
@@ -79,7 +79,7 @@ def test_parts_without_tokens_or_versions():
     assert nameless["meta_info"]["weight_versions"] == []
 
 
-def test_what_is_left_of_a_request():
+def test_continued_payload_requests_the_remaining_tokens():
     payload = {
         "text": "hi",
         "rid": "r",
@@ -114,11 +114,11 @@ def test_what_is_left_of_a_request():
         ("x", False),
     ],
 )
-def test_which_requests_can_be_continued(payload, single):
+def test_only_single_non_streaming_requests_can_be_continued(payload, single):
     assert is_single_request(payload) is single
 
 
-def test_ids_of_an_answer_and_its_end():
+def test_answered_ids_and_was_aborted_read_an_answer():
     assert was_aborted(part([1], "abort", "1"))
     assert not was_aborted(part([1], "stop", "1"))
     assert not was_aborted("data: [DONE]")
@@ -128,7 +128,7 @@ def test_ids_of_an_answer_and_its_end():
     assert extract_token_ids({"meta_info": {"completion_tokens": 1}}) is None
 
 
-def test_a_prompt_sent_as_text_is_continued_from_its_tokens(engine, make_runtime, tokenizer):
+def test_text_prompt_is_continued_from_its_tokens(engine, make_runtime, tokenizer):
     answers = [{"text": "ab", "finish": "abort"}, "c</s>"]
     engine.respond = lambda body: answers.pop(0)
     runtime = make_runtime([engine.url])
@@ -145,7 +145,7 @@ def test_a_prompt_sent_as_text_is_continued_from_its_tokens(engine, make_runtime
     assert (answer["text"], answer["meta_info"]["completion_tokens"]) == ("abc</s>", 4)
 
 
-def test_a_request_cut_off_by_its_sender_or_sent_elsewhere_is_not_continued(engine, make_engine, make_runtime):
+def test_request_with_its_own_rid_or_to_another_engine_is_not_continued(engine, make_engine, make_runtime):
     runtime, other = make_runtime([engine.url]), make_engine()
     for one in (engine, other):
         one.respond = lambda body: {"text": "ab", "finish": "abort"}
@@ -155,7 +155,7 @@ def test_a_request_cut_off_by_its_sender_or_sent_elsewhere_is_not_continued(engi
         assert (answer["text"], len(target.requests)) == ("ab", 1)
 
 
-def test_a_cut_through_the_bytes_of_a_character_is_mended(engine, make_runtime, tokenizer):
+def test_abort_inside_a_multibyte_character_keeps_the_text_intact(engine, make_runtime, tokenizer):
     answers = [{"text": "ab", "finish": "abort"}, "c</s>"]
     runtime = make_runtime([engine.url])
 

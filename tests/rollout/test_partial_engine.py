@@ -115,7 +115,7 @@ def scores(engine, tokens):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_turn_cut_in_the_middle_is_what_the_weights_of_its_time_sampled(
+def test_aborted_turn_has_the_log_probs_of_the_weights_that_sampled_it(
     real_engine, make_partial, weights, prompts, masked
 ):
     whole_runtime = make_partial(alone=True)
@@ -154,7 +154,7 @@ def test_a_turn_cut_in_the_middle_is_what_the_weights_of_its_time_sampled(
     assert sample.loss_mask == [int(not masked)] * 6 + [0] * between + [int(not masked)] * kept + [1] * rest
 
 
-def test_an_update_that_aborts_a_request_of_post_does_not_end_it(real_engine, make_partial, weights):
+def test_post_resumes_after_a_weight_update_aborts_its_request(real_engine, make_partial, weights):
     runtime = make_partial()
     body = {
         "input_ids": [5, 6, 7],

@@ -99,7 +99,7 @@ def then(engine, n):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_second_turn_that_was_cut_off_goes_on_in_the_next_rollout(
+def test_aborted_second_turn_resumes_in_the_next_rollout(
     engine, make_partial, prompts, say, asked, tokenizer, masked
 ):
     say(first_cut(engine, 2))
@@ -145,7 +145,7 @@ def test_a_second_turn_that_was_cut_off_goes_on_in_the_next_rollout(
     assert not runtime.state.pendings
 
 
-def test_without_partial_rollout_prompts_start_over_and_the_tokens_are_counted(engine, make_partial, prompts, say):
+def test_without_partial_rollout_aborted_prompts_start_over(engine, make_partial, prompts, say):
     say(first_cut(engine, 1))
     runtime = make_partial(partial_rollout=False)
     source = prompts(["a", "b"], n=1)
@@ -155,7 +155,7 @@ def test_without_partial_rollout_prompts_start_over_and_the_tokens_are_counted(e
     assert not runtime.state.held
 
 
-def test_held_groups_are_served_before_new_ones_and_filtered_like_them(
+def test_held_groups_are_resumed_before_new_ones_and_filtered(
     engine, make_partial, prompts, say, asked, write_plugin
 ):
     say(first_cut(engine, 2))
@@ -176,7 +176,7 @@ def test_held_groups_are_served_before_new_ones_and_filtered_like_them(
     assert len(output.samples) == 1
 
 
-def test_a_tool_that_runs_through_the_end_of_a_rollout_waits_at_the_gate(engine, make_partial, prompts, say, asked):
+def test_tool_call_that_outlives_the_rollout_waits_at_the_gate(engine, make_partial, prompts, say, asked):
     tool = """
 import asyncio
 from slime.rollout.sglang_rollout import generate
@@ -213,7 +213,7 @@ async def f(args, sample, sampling_params):
     assert sample.loss_mask == [1, 0, 1, 1]
 
 
-def test_evaluation_passes_while_groups_are_held_and_takes_their_seats(engine, make_partial, prompts, say, asked):
+def test_evaluation_runs_while_groups_are_held(engine, make_partial, prompts, say, asked):
     say(first_cut(engine, 1))
     runtime = make_partial(sglang_server_concurrency=2)
     source = prompts(["a", "b"], n=1)
@@ -237,7 +237,7 @@ def test_evaluation_passes_while_groups_are_held_and_takes_their_seats(engine, m
     assert runtime.semaphore._value == 2
 
 
-def test_a_group_of_which_one_sample_is_custom_is_held_as_a_whole(engine, make_partial, prompts, say, write_plugin):
+def test_group_with_one_custom_sample_is_held_as_a_whole(engine, make_partial, prompts, say, write_plugin):
     say(lambda text: "12~" if text == "b" else then(engine, 2))
     runtime = make_partial(custom_generate_function_path=None)
     source = prompts(["a", "b"], n=2)
@@ -274,7 +274,7 @@ def f(args, samples):
 """
 
 
-def test_progress_of_the_default_generate_and_drops_are_recorded(
+def test_journal_records_partial_progress_and_dropped_groups(
     engine, make_partial, prompts, say, write_plugin, tmp_path
 ):
     seen = tmp_path / "c was dropped"
@@ -300,7 +300,7 @@ def test_progress_of_the_default_generate_and_drops_are_recorded(
     assert custom.journal.progress == []
 
 
-def test_a_run_that_ends_leaves_no_task_and_no_warning(engine, make_partial, prompts, say, caplog, recwarn):
+def test_closing_the_runtime_cancels_held_tasks_without_warnings(engine, make_partial, prompts, say, caplog, recwarn):
     say(first_cut(engine, 2))
     runtime = make_partial()
     generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
@@ -317,7 +317,7 @@ def test_a_run_that_ends_leaves_no_task_and_no_warning(engine, make_partial, pro
     assert [str(warning.message) for warning in recwarn if "never" in str(warning.message)] == []
 
 
-def test_a_rollout_that_fails_ends_the_held_groups(engine, make_partial, prompts, say, write_plugin):
+def test_failed_rollout_cancels_the_held_groups(engine, make_partial, prompts, say, write_plugin):
     say(lambda text: "1~" if text == "b" else "7</s>")
     runtime = make_partial(rollout_batch_size=2, over_sampling_batch_size=3)
     source = prompts(["a", "b", "c", "d"], n=2)
@@ -337,7 +337,7 @@ async def _others():
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and "generate" in repr(task)]
 
 
-def test_a_failure_after_landing_ends_what_was_just_held(engine, make_partial, prompts, say, write_plugin):
+def test_failing_sample_filter_cancels_newly_held_groups(engine, make_partial, prompts, say, write_plugin):
     say(first_cut(engine, 2))
     fails = write_plugin("def f(args, groups):\n    raise ValueError('bad filter')\n", "filter")
     runtime = make_partial(rollout_sample_filter_path=fails)
@@ -347,7 +347,7 @@ def test_a_failure_after_landing_ends_what_was_just_held(engine, make_partial, p
     assert runtime.run(_others(), 120) == []
 
 
-def test_a_users_mistake_in_a_held_group_is_logged_and_ends_the_next_rollout(
+def test_user_error_in_a_held_group_is_logged_and_ends_the_next_rollout(
     engine, make_partial, prompts, say, write_plugin, caplog
 ):
     late = """
@@ -379,7 +379,7 @@ async def f(args, sample, sampling_params):
         generate_rollout(runtime.args, 1, source)
 
 
-def test_post_goes_on_when_an_update_aborts_its_request(engine, make_partial, prompts, asked):
+def test_post_resumes_a_request_that_the_engine_aborted(engine, make_partial, prompts, asked):
     answers = [{"text": "12", "finish": "abort"}, {"text": "", "finish": "abort"}, "3</s>", "7</s>"]
     engine.respond = lambda body: answers.pop(0)
     for partial in (True, False):
@@ -394,7 +394,7 @@ def test_post_goes_on_when_an_update_aborts_its_request(engine, make_partial, pr
         runtime.close()
 
 
-def test_a_batched_request_that_was_cut_off_is_sent_again_and_its_tokens_are_counted(
+def test_aborted_batched_request_is_resent_and_its_tokens_counted(
     engine, make_partial, prompts, write_plugin
 ):
     batched = """
@@ -429,7 +429,7 @@ async def f(args, sample, sampling_params):
     assert first.metrics["rollout/thrown_away_tokens"] + second.metrics["rollout/thrown_away_tokens"] == 6.0
 
 
-def test_an_engine_that_does_not_abort_costs_the_groups_it_holds_up(
+def test_groups_on_an_engine_that_ignores_aborts_return_to_the_source(
     engine, make_partial, prompts, monkeypatch, tokenizer
 ):
     monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 0.3)
@@ -450,7 +450,7 @@ def test_an_engine_that_does_not_abort_costs_the_groups_it_holds_up(
     assert (sample.prompt, sample.response) == ("b", "7")
 
 
-def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count():
+def test_waiting_at_the_gate_releases_the_semaphore_slot():
     async def main():
         seats = asyncio.Semaphore(1)
         gate = Gate(seats)
@@ -475,7 +475,7 @@ def test_waiting_at_the_gate_gives_a_seat_away_and_cancellation_keeps_the_count(
     assert asyncio.run(main()) == 1
 
 
-def test_the_deadline_of_a_sample_does_not_run_while_it_waits_at_the_gate():
+def test_sample_deadline_pauses_while_waiting_at_the_gate():
     async def main():
         gate, clock = Gate(asyncio.Semaphore(1)), ClockAhead()
         gate.close()
@@ -520,7 +520,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_an_aborted_sample_that_comes_late_is_dispatched_again_in_the_next_rollout(
+def test_late_aborted_sample_is_dispatched_again_in_the_next_rollout(
     engine, make_partial, prompts, say, asked, tokenizer, monkeypatch
 ):
     monkeypatch.setattr("slime.rollout.inflight.OWN_CLIENT_GRACE_S", 0.05)

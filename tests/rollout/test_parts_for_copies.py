@@ -54,7 +54,7 @@ async def one_finished_then_abort(args, groups, engine):
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_abort_hands_back_what_was_under_way(engine, make_runtime, write_plugin, prompts, tokenizer, partial):
+def test_abort_returns_groups_in_flight(engine, make_runtime, write_plugin, prompts, tokenizer, partial):
     slow_b(engine, tokenizer)
     runtime = make_runtime([engine.url], partial_rollout=partial, custom_rm_path=write_plugin(REWARD))
     source = prompts(["a", "b"], 2)
@@ -74,7 +74,7 @@ async def asyncio_gather(*work):
     return await asyncio.gather(*work)
 
 
-def test_a_plugin_that_aborts_the_engine_gives_its_requests_up(engine, make_runtime):
+def test_request_aborted_by_a_plugin_is_not_resumed(engine, make_runtime):
     runtime = make_runtime([engine.url])
     engine.respond = lambda body: engine.held("xy")
     args = runtime.plugin_args
@@ -97,7 +97,7 @@ def test_a_plugin_that_aborts_the_engine_gives_its_requests_up(engine, make_runt
     assert run(aborted_by(f"{other}/abort_request"))["text"] == "xyz</s>"
 
 
-def test_the_parts_may_be_awaited_on_another_event_loop(engine, make_runtime, write_plugin):
+def test_rollout_functions_can_be_awaited_on_another_event_loop(engine, make_runtime, write_plugin):
     runtime = make_runtime([engine.url], sglang_server_concurrency=1, custom_rm_path=write_plugin(REWARD))
     args = runtime.plugin_args
     params = GenerateState(args).sampling_params
@@ -117,7 +117,7 @@ def test_the_parts_may_be_awaited_on_another_event_loop(engine, make_runtime, wr
     assert (one.reward, bare.response, bare.reward) == (2.0, "7", None)
 
 
-def test_what_another_event_loop_generates_is_in_the_journal(engine, make_runtime, write_plugin, prompts, tmp_path):
+def test_samples_generated_on_another_event_loop_are_journaled(engine, make_runtime, write_plugin, prompts, tmp_path):
     runtime = make_runtime([engine.url], custom_rm_path=write_plugin(REWARD))
     runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
     (group,) = JournaledSource(prompts(["a"], 2), runtime.journal).get_samples(1)
@@ -127,7 +127,7 @@ def test_what_another_event_loop_generates_is_in_the_journal(engine, make_runtim
     assert [(sample.response, sample.reward) for sample in again] == [("7", 2.0)] * 2
 
 
-def test_what_a_filter_drops_is_dropped_in_the_journal(engine, make_runtime, prompts, tmp_path):
+def test_groups_dropped_by_a_filter_are_dropped_in_the_journal(engine, make_runtime, prompts, tmp_path):
     runtime = make_runtime([engine.url])
     runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
     source = JournaledSource(prompts(["a", "b", "c", "d"], 2), runtime.journal)
@@ -144,14 +144,14 @@ def test_what_a_filter_drops_is_dropped_in_the_journal(engine, make_runtime, pro
     assert [group[0].prompt for group in recovered.groups] == ["a", "c"]
 
 
-def test_drops_are_gathered_under_the_names_of_the_metrics():
+def test_metric_gatherer_counts_drops_by_reason():
     gatherer = MetricGatherer()
     for reason in ("zero_std_1.0", None, "zero_std_1.0", "long"):
         gatherer.on_dynamic_filter_drop(reason=reason)
     assert gatherer.collect() == {"rollout/dynamic_filter/drop_zero_std_1.0": 2, "rollout/dynamic_filter/drop_long": 1}
 
 
-def test_hooks_by_hand(engine, make_runtime, write_plugin):
+def test_apply_rollout_sample_hooks_passes_the_rollout_id(engine, make_runtime, write_plugin):
     hook = "def f(args, sample, rollout_id=None):\n    sample.metadata['seen'] = rollout_id\n"
     runtime = make_runtime([engine.url], rollout_sample_hook_path=[write_plugin(hook)])
     runtime.state.reset(7)
@@ -162,7 +162,7 @@ def test_hooks_by_hand(engine, make_runtime, write_plugin):
     assert [sample.metadata["seen"] for sample in done] == [4, 7, 7]
 
 
-def test_one_dataset_by_hand(engine, make_runtime, write_plugin, tmp_path):
+def test_eval_rollout_single_dataset_evaluates_one_dataset(engine, make_runtime, write_plugin, tmp_path):
     file = tmp_path / "eval.jsonl"
     file.write_text("".join(json.dumps({"input": text}) + "\n" for text in "ab"))
     runtime = make_runtime(
@@ -180,7 +180,7 @@ def test_one_dataset_by_hand(engine, make_runtime, write_plugin, tmp_path):
     assert {body["sampling_params"]["max_new_tokens"] for body in engine.requests} == {8}
 
 
-def test_an_evaluation_with_samples_that_have_no_reward(engine, make_runtime):
+def test_evaluation_separates_samples_without_a_reward(engine, make_runtime):
     args = make_runtime([engine.url]).args
     samples = [Sample(index=i, group_index=i, status=Sample.Status.COMPLETED) for i in range(3)]
     result = {"rewards": [1.0, None, 0.0], "truncated": [True, False, False], "samples": samples}
@@ -196,7 +196,7 @@ def test_an_evaluation_with_samples_that_have_no_reward(engine, make_runtime):
         complete_evaluation(args, RolloutFnEvalOutput({"d": {"rewards": [None, None]}}))
 
 
-def test_metrics_of_a_users_function_are_added_to_those_of_every_rollout(engine, make_runtime):
+def test_custom_rollout_metrics_are_added_to_the_default_ones(engine, make_runtime):
     runtime = make_runtime([engine.url])
     sample = Sample(index=0, group_index=0, tokens=[1, 2], response_length=1, reward=0.5, rollout_log_probs=[-1.0])
     seen = []

@@ -10,7 +10,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.progress import ProgressSnapshot, SampleProgress
 
 
-def test_counts_follow_the_samples() -> None:
+def test_pulse_counts_running_and_finished_samples() -> None:
     now = [100.0]
     pulse = SampleProgress(now=lambda: now[0])
     with pulse.sample():
@@ -42,7 +42,7 @@ def test_counts_follow_the_samples() -> None:
     assert pulse.look() is None
 
 
-def test_samples_that_wait_for_a_reward_are_named() -> None:
+def test_progress_line_counts_samples_waiting_for_a_reward() -> None:
     now = [0.0]
     pulse = SampleProgress(now=lambda: now[0])
     pulse.begin(wanted=4)
@@ -53,14 +53,14 @@ def test_samples_that_wait_for_a_reward_are_named() -> None:
     assert pulse.sentence() is None
 
 
-def test_without_a_number_wanted_those_done_are_counted() -> None:
+def test_progress_line_without_a_target_shows_the_finished_count() -> None:
     pulse = SampleProgress(now=lambda: 100.0)
     pulse.begin(wanted=0)
     pulse.finished(tokens=5)
     assert pulse.sentence(7) == "1 samples, 7 tok/s"
 
 
-def test_samples_begun_and_ended_in_any_order_are_counted() -> None:
+def test_oldest_running_sample_is_found_when_samples_end_out_of_order() -> None:
     now = [100.0]
     pulse = SampleProgress(now=lambda: now[0])
     pulse.begin(wanted=3)
@@ -78,7 +78,7 @@ def test_samples_begun_and_ended_in_any_order_are_counted() -> None:
     assert pulse.look() is None
 
 
-def test_a_rollout_and_an_evaluation_are_counted_apart(
+def test_rollout_and_evaluation_have_separate_pulses(
     engine: Any, make_runtime: Any, prompts: Any, tmp_path: Any
 ) -> None:
     (tmp_path / "eval.jsonl").write_text('{"input": "e"}\n' * 3)

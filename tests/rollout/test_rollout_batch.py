@@ -24,7 +24,7 @@ def rollout(runtime, source, rollout_id=3):
     return output
 
 
-def test_a_rollout_returns_all_groups_sorted_with_rewards_and_metrics(engine, make_runtime, prompts, write_plugin):
+def test_rollout_returns_sorted_groups_with_rewards_and_metrics(engine, make_runtime, prompts, write_plugin):
     async def slow_first(body):
         if len(engine.requests) == 1:
             await asyncio.sleep(0.2)
@@ -50,14 +50,14 @@ def test_a_rollout_returns_all_groups_sorted_with_rewards_and_metrics(engine, ma
     assert 0.0 < metrics["perf/rollout_tail_time"] < metrics["perf/rollout_time"]
 
 
-def test_the_tail_of_a_rollout_begins_when_nine_tenths_of_its_groups_are_there():
+def test_rollout_tail_starts_after_90_percent_of_the_groups():
     assert tail_seconds([*range(18), 30.0, 50.0], now=51.0) == 51.0 - 17
     assert tail_seconds([4.0, 1.0], now=6.0) == 5.0, "rounded down"
     assert tail_seconds([4.0], now=6.0) == 2.0, "at least one"
     assert tail_seconds([], now=6.0) == 0.0
 
 
-def test_every_sample_has_its_own_seed_and_a_second_run_the_same_ones(engine, make_runtime, prompts):
+def test_sampling_seeds_are_distinct_and_reproducible(engine, make_runtime, prompts):
     seeds = []
     for _ in range(2):
         engine.requests.clear()
@@ -82,7 +82,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_requests_with_the_same_parameters_draw_apart_and_alike_in_a_second_run(
+def test_equal_requests_get_distinct_and_reproducible_seeds(
     engine, make_runtime, prompts, write_plugin
 ):
     seeds = []
@@ -128,12 +128,12 @@ def test_plugins_reach_several_engines_through_the_router(make_engine, make_runt
     assert [len(engine.requests) for engine in engines] == [2, 2]
 
 
-def test_one_engine_is_its_own_router(engine, make_runtime):
+def test_router_address_of_a_single_engine_is_the_engine(engine, make_runtime):
     args = make_runtime([engine.url]).args
     assert f"http://{args.sglang_router_ip}:{args.sglang_router_port}" == engine.url
 
 
-def test_a_custom_generate_gets_evaluation_only_if_it_asks(engine, make_runtime, prompts, write_plugin):
+def test_evaluation_argument_is_passed_only_if_accepted(engine, make_runtime, prompts, write_plugin):
     plain = "async def f(args, sample, sampling_params):\n"
     asking = "async def f(args, sample, sampling_params, evaluation=None):\n    sample.metadata['e'] = evaluation\n"
     body = (
@@ -158,7 +158,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_a_generate_function_that_raises_fails_its_sample_only(engine, make_runtime, prompts, write_plugin, caplog):
+def test_generate_function_that_raises_fails_only_its_sample(engine, make_runtime, prompts, write_plugin, caplog):
     path = write_plugin(FLAKY_GENERATE)
     runtime = make_runtime([engine.url], custom_generate_function_path=path, rm_type="random", carried={"bad": [1, 2]})
     with caplog.at_level(logging.ERROR):
@@ -176,7 +176,7 @@ def test_a_generate_function_that_raises_fails_its_sample_only(engine, make_runt
     assert runtime.failures.counts == {"generate": 2}
 
 
-def test_a_reward_function_that_raises_fails_its_sample_only(engine, make_runtime, prompts, write_plugin):
+def test_reward_function_that_raises_fails_only_its_sample(engine, make_runtime, prompts, write_plugin):
     path = write_plugin(
         "def f(args, sample):\n    if sample.index == 0:\n        raise ValueError('no verdict')\n    return 1\n"
     )
@@ -188,7 +188,7 @@ def test_a_reward_function_that_raises_fails_its_sample_only(engine, make_runtim
     assert output.metrics["rollout/raw_reward"] == 1.0
 
 
-def test_engine_refusals_fail_their_samples(engine, make_runtime, prompts):
+def test_rejected_engine_request_fails_its_sample(engine, make_runtime, prompts):
     def respond(body):
         refused = len(body["input_ids"]) > 2
         return web.json_response({"error": {"message": "too long"}}, status=400) if refused else "7</s>"
@@ -201,7 +201,7 @@ def test_engine_refusals_fail_their_samples(engine, make_runtime, prompts):
     assert bad.failure.endswith("/generate was refused with status 400: too long")
 
 
-def test_a_rollout_in_which_everything_fails_stops_the_run(engine, make_runtime, prompts, write_plugin):
+def test_rollout_without_a_successful_sample_raises(engine, make_runtime, prompts, write_plugin):
     path = write_plugin("def f(args, sample):\n    raise ValueError('no verdict')\n")
     runtime = make_runtime([engine.url], custom_rm_path=path)
     with pytest.raises(RolloutFailed, match=r"rollout 3: all 4 samples failed; the first one: reward: ValueError: no"):
@@ -210,18 +210,18 @@ def test_a_rollout_in_which_everything_fails_stops_the_run(engine, make_runtime,
         rollout(runtime, prompts([], n=2))
 
 
-def test_a_dead_engine_stops_the_run_and_is_named(make_runtime, prompts):
+def test_unreachable_engine_is_named_in_the_error(make_runtime, prompts):
     runtime = make_runtime(["http://127.0.0.1:9"], rm_type="random")
     with pytest.raises(RolloutFailed, match=r"engine: EngineUnreachable: engine http://127.0.0.1:9: /generate"):
         rollout(runtime, prompts(["a", "b"], n=2))
 
 
-def test_a_users_mistake_is_not_an_outcome(engine, make_runtime, prompts):
+def test_user_error_stops_the_rollout(engine, make_runtime, prompts):
     with pytest.raises(UserError, match="nonsense"):
         rollout(make_runtime([engine.url], rm_type="nonsense"), prompts(["a", "b"], n=2))
 
 
-def test_a_generate_function_must_return_samples(engine, make_runtime, prompts, write_plugin):
+def test_generate_function_that_returns_none_is_rejected(engine, make_runtime, prompts, write_plugin):
     runtime = make_runtime(
         [engine.url],
         rm_type="random",
@@ -244,7 +244,7 @@ async def f(args, sample, sampling_params):
 
 
 @pytest.mark.parametrize("group_rm", [False, True])
-def test_fan_out_is_scored_together(engine, make_runtime, prompts, write_plugin, group_rm):
+def test_fan_out_siblings_are_scored_together(engine, make_runtime, prompts, write_plugin, group_rm):
     reward = "async def f(args, samples):\n    return [float(len(samples))] * len(samples)\n"
     runtime = make_runtime(
         [engine.url],
@@ -259,7 +259,7 @@ def test_fan_out_is_scored_together(engine, make_runtime, prompts, write_plugin,
     assert {sample.reward for sample in leaves(output.samples)} == {4.0 if group_rm else 2.0}
 
 
-def test_siblings_share_the_rollout_of_their_origin_whatever_they_say(engine, make_runtime, prompts, write_plugin):
+def test_fan_out_siblings_share_the_rollout_id_of_their_origin(engine, make_runtime, prompts, write_plugin):
     runtime = make_runtime(
         [engine.url], custom_generate_function_path=write_plugin(FAN_OUT), rm_type="random", carried={"ids": [4, 5]}
     )
@@ -267,7 +267,7 @@ def test_siblings_share_the_rollout_of_their_origin_whatever_they_say(engine, ma
     assert [sample.rollout_id for sample in leaves(output.samples)] == [0, 0, 1, 1]
 
 
-def test_group_rewards_see_the_whole_group_without_its_failures(engine, make_runtime, prompts, write_plugin):
+def test_group_reward_receives_the_group_without_failed_samples(engine, make_runtime, prompts, write_plugin):
     reward = "def f(args, samples):\n    return [s.index - min(t.index for t in samples) for s in samples]\n"
     runtime = make_runtime(
         [engine.url],
@@ -298,14 +298,14 @@ def test_hooks_run_between_generation_and_reward(engine, make_runtime, prompts, 
     assert (second.failure, second.reward) == ("hook: OSError: disk", None)
 
 
-def test_the_sample_filter_sees_all_groups(engine, make_runtime, prompts, write_plugin):
+def test_sample_filter_receives_all_groups(engine, make_runtime, prompts, write_plugin):
     path = write_plugin("def f(args, groups):\n    groups[1][0].remove_sample = True\n")
     runtime = make_runtime([engine.url], rollout_sample_filter_path=path, rm_type="random")
     output = rollout(runtime, prompts(["a", "b"], n=1))
     assert [sample.remove_sample for sample in leaves(output.samples)] == [False, True]
 
 
-def test_finished_samples_are_only_scored_and_failed_ones_start_over(engine, make_runtime):
+def test_finished_samples_are_only_scored_and_failed_ones_restart(engine, make_runtime):
     runtime = make_runtime([engine.url], rm_type="random")
     done = Sample(prompt="a", tokens=[1, 2], response_length=1, loss_mask=[1], status=Sample.Status.TRUNCATED)
     runtime.run(generate_and_rm(runtime.args, done, runtime.state.sampling_params))
@@ -315,14 +315,14 @@ def test_finished_samples_are_only_scored_and_failed_ones_start_over(engine, mak
     assert (failed.status, failed.failure, failed.remove_sample) == (Sample.Status.COMPLETED, None, False)
 
 
-def test_an_aborted_rollout_starts_nothing_new(engine, make_runtime):
+def test_aborted_rollout_sends_no_new_requests(engine, make_runtime):
     runtime = make_runtime([engine.url], rm_type="random")
     runtime.state.aborted = True
     sample = runtime.run(generate_and_rm(runtime.args, Sample(prompt="a"), runtime.state.sampling_params))
     assert (sample.status, sample.reward, engine.requests) == (Sample.Status.ABORTED, None, [])
 
 
-def test_concurrency_is_limited(engine, make_runtime, prompts):
+def test_sglang_server_concurrency_limits_running_requests(engine, make_runtime, prompts):
     running, most = 0, 0
 
     async def respond(body):
@@ -357,7 +357,7 @@ def test_bare_results_of_rollout_functions_are_wrapped():
     assert call_rollout_fn(lambda a, r, d, evaluation: {"x": {}}, None, 5, None, evaluation=True).data == {"x": {}}
 
 
-def test_a_rollout_over_a_real_data_source(engine, make_runtime, tmp_path):
+def test_rollout_reads_a_real_data_source(engine, make_runtime, tmp_path):
     from slime.data.source import RolloutDataSource
 
     path = tmp_path / "prompts.jsonl"
@@ -378,6 +378,6 @@ def test_a_rollout_over_a_real_data_source(engine, make_runtime, tmp_path):
     assert output.metrics["rollout/raw_reward"] == pytest.approx(1 / 3)
 
 
-def test_an_engine_url_without_a_port_is_refused(make_runtime):
+def test_engine_url_without_a_port_is_rejected(make_runtime):
     with pytest.raises(ValueError, match="needs a host and a port"):
         make_runtime(["http://somewhere"])

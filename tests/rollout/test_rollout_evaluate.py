@@ -40,7 +40,7 @@ def evaluate(runtime):
     return output
 
 
-def test_datasets_are_evaluated_with_their_own_sampling(engine, make_runtime, datasets, write_plugin):
+def test_evaluation_uses_eval_sampling_flags_and_reports_each_dataset(engine, make_runtime, datasets, write_plugin):
     engine.respond = lambda body: "12345" if len(body["input_ids"]) == 2 else "7</s>"
     runtime = make_runtime(
         [engine.url],
@@ -81,7 +81,7 @@ def test_datasets_are_evaluated_with_their_own_sampling(engine, make_runtime, da
     assert (metrics["eval/short/failed/count"], metrics["eval/other/failed/reward"]) == (0.0, 4.0)
 
 
-def test_datasets_are_read_once(engine, make_runtime, datasets, tmp_path):
+def test_eval_datasets_are_read_once(engine, make_runtime, datasets, tmp_path):
     runtime = make_runtime([engine.url], eval_prompt_data=datasets[:1], input_key="q", label_key="a", rm_type="f1")
     first = evaluate(runtime)
     (tmp_path / "short.jsonl").unlink()
@@ -90,20 +90,20 @@ def test_datasets_are_read_once(engine, make_runtime, datasets, tmp_path):
     assert all(sample.status is Sample.Status.COMPLETED for sample in second.data["short"]["samples"])
 
 
-def test_bad_evaluation_data_is_the_users_mistake(engine, make_runtime, datasets, tmp_path):
+def test_missing_evaluation_data_raises_a_user_error(engine, make_runtime, datasets, tmp_path):
     runtime = make_runtime([engine.url], eval_prompt_data=[*datasets, ("gone", str(tmp_path / "gone.jsonl"))])
     with pytest.raises(UserError):
         evaluate(runtime)
     assert engine.requests == []
 
 
-def test_an_evaluation_in_which_everything_fails_says_so(make_runtime, datasets):
+def test_evaluation_fails_when_all_samples_fail(make_runtime, datasets):
     runtime = make_runtime(["http://127.0.0.1:9"], eval_prompt_data=datasets, input_key="q", rm_type="random")
     with pytest.raises(RolloutFailed, match=r"evaluation on .*: all 2 samples failed"):
         evaluate(runtime)
 
 
-def test_dict_rewards_are_read_at_their_key(engine, make_runtime, datasets, write_plugin):
+def test_dict_reward_is_read_under_eval_reward_key(engine, make_runtime, datasets, write_plugin):
     flags = {
         "eval_prompt_data": datasets[:1],
         "input_key": "q",
@@ -128,19 +128,19 @@ def test_pass_at_k_equals_counting_all_draws():
         assert values[f"pass@{k}"] == pytest.approx(expected)
 
 
-def test_pass_at_k_leaves_out_groups_that_are_too_small():
+def test_pass_at_k_skips_groups_smaller_than_k():
     assert pass_at_k([[True], [False, False]]) == {"pass@1": 0.5, "pass@2": 0.0}
     assert pass_at_k([]) == {}
 
 
-def test_eval_metrics_take_groups_by_index_not_by_position():
+def test_eval_metrics_group_samples_by_group_index():
     samples = [Sample(group_index=i % 2, response_length=1) for i in range(4)]
     data = {"d": {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [False] * 4, "samples": samples}}
     metrics = eval_metrics(None, data)
     assert (metrics["eval/d-pass@1"], metrics["eval/d-pass@2"]) == (0.25, 0.5)
 
 
-def test_sample_metrics_leave_failures_out():
+def test_sample_metrics_exclude_failed_samples():
     samples = [
         Sample(response_length=4, loss_mask=[1, 1, 0, 0], status=Sample.Status.COMPLETED, response="abcd"),
         Sample(response_length=8, status=Sample.Status.TRUNCATED, response="x" * 5000),
@@ -162,13 +162,13 @@ def test_sample_metrics_leave_failures_out():
     }
 
 
-def test_repetition():
+def test_has_repetition_detects_repeated_text():
     assert has_repetition("again " * 1000)
     assert not has_repetition("a normal sentence of a few words")
     assert not has_repetition("")
 
 
-def test_what_was_noted_of_a_response_is_said_of_that_response_alone():
+def test_cached_repetition_is_recomputed_for_a_changed_response():
     again, other = Sample(response="again " * 1000), Sample(response="a normal sentence")
     noted = RepetitionCache()
     for sample in (again, other):
@@ -179,7 +179,7 @@ def test_what_was_noted_of_a_response_is_said_of_that_response_alone():
     assert (noted(again), noted(other), some(again), some(other)) == (False, True, False, True)
 
 
-def test_a_custom_evaluation_may_give_rewards_only():
+def test_eval_metrics_accept_rewards_without_samples():
     assert eval_metrics(None, {"x": {"rewards": [1.0, 0.0]}}) == {"eval/x": 0.5}
 
 
@@ -193,7 +193,7 @@ eval:
 
 
 @pytest.mark.parametrize("group_rm", [False, True])
-def test_datasets_of_a_file_have_their_own_rewards_and_functions(
+def test_eval_config_sets_reward_and_generate_functions_per_dataset(
     engine, make_runtime, datasets, write_plugin, tmp_path, group_rm
 ):
     generate = write_plugin(
@@ -227,7 +227,7 @@ def test_datasets_of_a_file_have_their_own_rewards_and_functions(
     assert len(engine.requests) == 2 + 4
 
 
-def test_a_bad_reward_stops_an_evaluation(engine, make_runtime, datasets, write_plugin):
+def test_nan_reward_stops_the_evaluation(engine, make_runtime, datasets, write_plugin):
     path = write_plugin(
         "async def f(args, sample, sampling_params):\n    sample.tokens, sample.reward = [1], float('nan')\n"
         "    sample.status = sample.Status.COMPLETED\n    return sample\n"
@@ -239,7 +239,7 @@ def test_a_bad_reward_stops_an_evaluation(engine, make_runtime, datasets, write_
         evaluate(runtime)
 
 
-def test_labels_that_a_verifier_cannot_compare_are_refused_at_their_row(make_runtime, tmp_path):
+def test_label_the_verifier_cannot_compare_is_rejected_with_its_row(make_runtime, tmp_path):
     path = write_jsonl(tmp_path / "sums.jsonl", [{"q": "a", "a": "1"}, {"q": "b", "a": {"value": 2}}])
     flags = {"eval_prompt_data": [("sums", path)], "eval_input_key": "q", "eval_label_key": "a"}
     runtime = make_runtime([], **flags, rm_type="math")

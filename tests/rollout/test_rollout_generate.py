@@ -42,21 +42,21 @@ def test_tokens_log_probs_and_status_come_from_the_engine(engine, make_runtime, 
     }
 
 
-def test_messages_are_templated_once(engine, make_runtime, tokenizer):
+def test_chat_template_is_applied_once(engine, make_runtime, tokenizer):
     runtime = make_runtime([engine.url])
     sample = run_generate(runtime, Sample(prompt=[{"role": "user", "content": "hi"}]))
     assert engine.requests[0]["input_ids"] == tokenizer.encode("<user>hi</s>\n<assistant>", add_special_tokens=False)
     assert tokenizer.decode(sample.tokens) == "<user>hi</s>\n<assistant>7</s>"
 
 
-def test_a_response_at_its_limit_is_truncated(engine, make_runtime):
+def test_response_at_max_new_tokens_is_truncated(engine, make_runtime):
     engine.respond = lambda body: "0123456789"
     runtime = make_runtime([engine.url])
     sample = run_generate(runtime, Sample(prompt="x"))
     assert (sample.status, sample.response_length) == (Sample.Status.TRUNCATED, 8)
 
 
-def test_the_context_limits_new_tokens(engine, make_runtime):
+def test_context_length_limits_new_tokens(engine, make_runtime):
     engine.respond = lambda body: "0123456789"
     runtime = make_runtime([engine.url], rollout_max_context_len=7)
     sample = run_generate(runtime, Sample(prompt="abcd"))
@@ -64,7 +64,7 @@ def test_the_context_limits_new_tokens(engine, make_runtime):
     assert len(sample.tokens) == 7
 
 
-def test_an_evaluation_has_a_context_of_its_own(engine, make_runtime):
+def test_evaluation_uses_eval_max_context_len(engine, make_runtime):
     engine.respond = lambda body: "0123456789"
     runtime = make_runtime([engine.url], rollout_max_context_len=7, eval_max_context_len=6)
     for evaluates, expected in ((False, 3), (True, 2)):
@@ -74,7 +74,7 @@ def test_an_evaluation_has_a_context_of_its_own(engine, make_runtime):
         assert len(sample.tokens) == 4 + expected
 
 
-def test_a_prompt_without_room_for_a_response_is_refused(engine, make_runtime):
+def test_prompt_that_fills_the_context_is_rejected(engine, make_runtime):
     runtime = make_runtime([engine.url], rollout_max_context_len=4)
     with pytest.raises(PromptFillsContext, match=r"4 tokens, the context \(rollout_max_context_len\) 4"):
         run_generate(runtime, Sample(prompt="abcd"))
@@ -92,7 +92,7 @@ def partial_sample(tokenizer):
     return sample
 
 
-def test_a_partial_sample_is_continued_from_its_tokens(engine, make_runtime, tokenizer):
+def test_partial_sample_is_continued_from_its_tokens(engine, make_runtime, tokenizer):
     runtime = make_runtime([engine.url])
     sample = run_generate(runtime, partial_sample(tokenizer), sampling_seed=5, min_new_tokens=4)
     request = engine.requests[0]
@@ -105,13 +105,13 @@ def test_a_partial_sample_is_continued_from_its_tokens(engine, make_runtime, tok
     assert (sample.weight_versions, sample.status) == (["0", "1"], Sample.Status.COMPLETED)
 
 
-def test_a_partial_sample_with_nothing_left_is_truncated_without_a_call(engine, make_runtime, tokenizer):
+def test_partial_sample_at_its_limit_is_truncated_without_a_request(engine, make_runtime, tokenizer):
     runtime = make_runtime([engine.url], rollout_max_response_len=3)
     sample = run_generate(runtime, partial_sample(tokenizer))
     assert (sample.status, sample.response, engine.requests) == (Sample.Status.TRUNCATED, "cde", [])
 
 
-def test_a_request_aborted_by_the_engine_is_resumed(engine, make_runtime, tokenizer):
+def test_request_aborted_by_the_engine_is_resumed(engine, make_runtime, tokenizer):
     answers = [{"text": "ab", "finish": "abort"}, {"text": "", "finish": "abort"}, "c</s>"]
     engine.respond = lambda body: answers.pop(0)
     runtime = make_runtime([engine.url])
@@ -120,7 +120,7 @@ def test_a_request_aborted_by_the_engine_is_resumed(engine, make_runtime, tokeni
     assert [tokenizer.decode(request["input_ids"]) for request in engine.requests] == ["x", "xab", "xab"]
 
 
-def test_an_abort_of_the_rollout_itself_returns_the_partial_sample(engine, make_runtime):
+def test_rollout_abort_returns_the_partial_sample(engine, make_runtime):
     runtime = make_runtime([engine.url])
 
     def abort(body):
@@ -132,13 +132,13 @@ def test_an_abort_of_the_rollout_itself_returns_the_partial_sample(engine, make_
     assert (sample.status, sample.response, len(engine.requests)) == (Sample.Status.ABORTED, "ab", 1)
 
 
-def test_an_answer_that_gets_on_is_cut_off_as_often_as_it_likes(engine, make_runtime):
+def test_aborts_with_progress_are_not_limited(engine, make_runtime):
     engine.respond = lambda body: {"text": "a", "finish": "abort" if len(engine.requests) < 20 else "stop"}
     sample = run_generate(make_runtime([engine.url], rollout_max_response_len=64), Sample(prompt="x"))
     assert (sample.response, len(engine.requests)) == ("a" * 20, 20)
 
 
-def test_endless_aborts_end(engine, make_runtime):
+def test_repeated_aborts_without_progress_raise(engine, make_runtime):
     engine.respond = lambda body: {"text": "", "finish": "abort"}
     with pytest.raises(AbortedTooOften):
         run_generate(make_runtime([engine.url]), Sample(prompt="x"))
@@ -154,14 +154,14 @@ def test_transient_errors_are_retried_and_then_raised(engine, make_runtime):
         run_generate(dead, Sample(prompt="x"))
 
 
-def test_a_refusal_is_not_retried(engine, make_runtime):
+def test_rejected_request_is_not_retried(engine, make_runtime):
     engine.respond = lambda body: web.json_response({"error": {"message": "too long"}}, status=400)
     with pytest.raises(EngineRejected, match="too long"):
         run_generate(make_runtime([engine.url]), Sample(prompt="x"))
     assert len(engine.requests) == 1
 
 
-def test_an_engine_that_keeps_failing_gets_four_tries(engine, make_runtime):
+def test_failing_request_is_tried_four_times(engine, make_runtime):
     engine.respond = lambda body: web.Response(status=500, text="out of memory")
     with pytest.raises(EngineFailed, match="status 500: out of memory"):
         run_generate(make_runtime([engine.url]), Sample(prompt="x"))
@@ -179,7 +179,7 @@ def test_an_engine_that_keeps_failing_gets_four_tries(engine, make_runtime):
         ("0123456</s>9", {}, "0123456</s>9"),  # truncated at max_new_tokens
     ],
 )
-def test_rewards_see_no_stop_token_and_training_does(engine, make_runtime, tokenizer, said, flags, text):
+def test_stop_token_is_removed_from_the_text_but_trained(engine, make_runtime, tokenizer, said, flags, text):
     engine.respond = lambda body: said
     sample = run_generate(make_runtime([engine.url], **flags), Sample(prompt="x"))
     assert sample.response == text
@@ -188,7 +188,7 @@ def test_rewards_see_no_stop_token_and_training_does(engine, make_runtime, token
 
 
 @pytest.mark.parametrize(("is_wanted", "text"), [(False, "7"), (True, "7!")])
-def test_a_stop_token_is_text_only_when_the_user_chose_it(engine, make_runtime, tokenizer, is_wanted, text):
+def test_stop_token_stays_in_the_text_only_if_the_user_configured_it(engine, make_runtime, tokenizer, is_wanted, text):
     [end] = tokenizer.encode("!")
     wanted = {"rollout_stop_token_ids": [end]} if is_wanted else {}
 
@@ -214,7 +214,7 @@ def test_a_stop_token_is_text_only_when_the_user_chose_it(engine, make_runtime, 
     assert (sample.response, sample.response_length) == (text, 2)
 
 
-def test_the_samples_of_a_group_tokenise_their_prompt_once(engine, make_runtime, monkeypatch):
+def test_group_tokenizes_its_prompt_once(engine, make_runtime, monkeypatch):
     runtime = make_runtime([engine.url], n_samples_per_prompt=4, rm_type="random")
     encoded = []
     encode = type(runtime.tokenizer).encode

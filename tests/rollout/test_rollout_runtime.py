@@ -21,7 +21,7 @@ async def value(x):
     return x
 
 
-def test_the_loop_thread_runs_coroutines_and_ends():
+def test_loop_thread_runs_coroutines_and_cancels_tasks_on_close():
     loop_thread = LoopThread("test-loop")
     assert loop_thread.run(value(3), 60) == 3
     with pytest.raises(TimeoutError, match=r"did not finish within 0\.05 s"):
@@ -51,7 +51,7 @@ def test_the_loop_thread_runs_coroutines_and_ends():
         loop_thread.run(value(1))
 
 
-def test_a_closed_runtime_is_forgotten_and_leaves_nothing(engine, make_runtime):
+def test_closed_runtime_is_unregistered_and_its_loop_closed(engine, make_runtime):
     runtime = make_runtime([engine.url])
     assert runtime_for(runtime.args) is runtime_for(runtime.config) is newest_runtime() is runtime
     runtime.close()
@@ -62,7 +62,7 @@ def test_a_closed_runtime_is_forgotten_and_leaves_nothing(engine, make_runtime):
     assert runtime.loop_thread.loop.is_closed()
 
 
-def test_what_does_not_close_is_left_behind_and_the_rest_is_closed(engine, make_runtime, monkeypatch, caplog):
+def test_close_abandons_a_resource_that_times_out(engine, make_runtime, monkeypatch, caplog):
     monkeypatch.setattr("slime.rollout.runtime.CLOSE_TIMEOUT_S", 0.05)
     runtime = make_runtime([engine.url])
     closed = []
@@ -79,7 +79,7 @@ def test_what_does_not_close_is_left_behind_and_the_rest_is_closed(engine, make_
     assert runtime.loop_thread.loop.is_closed()
 
 
-def test_what_still_runs_while_a_runtime_closes_finds_it(engine, make_runtime):
+def test_cancelled_tasks_can_look_up_the_runtime_while_it_closes(engine, make_runtime):
     runtime = make_runtime([engine.url])
     found = []
 
@@ -96,7 +96,7 @@ def test_what_still_runs_while_a_runtime_closes_finds_it(engine, make_runtime):
     assert newest_runtime() is None
 
 
-def test_plain_functions_over_several_samples_are_called_one_after_the_other(engine, make_runtime):
+def test_off_loop_calls_run_one_at_a_time(engine, make_runtime):
     runtime = make_runtime([engine.url])
     second_called = threading.Event()
 
@@ -109,7 +109,7 @@ def test_plain_functions_over_several_samples_are_called_one_after_the_other(eng
     assert runtime.run(both()) == [False, None]
 
 
-def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime):
+def test_run_uses_the_loop_of_the_runtime_if_one_exists(engine, make_runtime):
     async def loop():
         return asyncio.get_running_loop()
 
@@ -122,7 +122,7 @@ def test_run_uses_the_loop_of_the_runtime_when_there_is_one(engine, make_runtime
     own.close()
 
 
-def test_the_processor_of_text_models_and_dp_ranks(engine, make_runtime):
+def test_state_has_no_processor_for_text_models_and_balances_dp_ranks(engine, make_runtime):
     state = make_runtime([engine.url], carried={"sglang_dp_size": 2}, n_samples_per_prompt=3).state
     assert state.processor is None
     assert state.group_sampling_seeds == [42, 43, 44]
@@ -147,7 +147,7 @@ def serve_and(handler, use):
     return asyncio.run(main())
 
 
-def test_post_retries_what_may_pass_and_nothing_else(monkeypatch):
+def test_post_retries_only_transient_errors(monkeypatch):
     monkeypatch.setattr(http_utils, "RETRY_PAUSE_S", 0.01)
     statuses = [500, 429, 200]
 
@@ -175,14 +175,14 @@ def test_post_retries_what_may_pass_and_nothing_else(monkeypatch):
         asyncio.run(post("http://127.0.0.1:9/x", {}, max_retries=2))
 
 
-def test_get_gives_text_when_it_is_not_json():
+def test_get_returns_text_for_a_non_json_body():
     async def plain(request):
         return web.Response(text="hello")
 
     assert serve_and(plain, get) == "hello"
 
 
-def test_urls_of_models_and_number_of_engines(engine, make_runtime):
+def test_model_urls_and_engine_count_come_from_args(engine, make_runtime):
     args = make_runtime([engine.url], rollout_num_gpus=4, rollout_num_gpus_per_engine=2).args
     assert get_rollout_num_engines(args) == 2
     assert get_model_url(args, "any") == f"{engine.url}/generate"
@@ -190,7 +190,7 @@ def test_urls_of_models_and_number_of_engines(engine, make_runtime):
     assert get_model_url(named, "judge", "/v1/models") == "http://h:1/v1/models"
 
 
-def test_functions_and_singletons(write_plugin):
+def test_load_function_and_singleton_meta(write_plugin):
     assert load_function(write_plugin("def f(args):\n    return args + 1\n"))(1) == 2
 
     class One(metaclass=SingletonMeta):
@@ -214,7 +214,7 @@ def test_images_become_data_urls():
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
-def test_small_helpers(monkeypatch):
+def test_misc_and_http_utility_functions(monkeypatch):
     from slime.utils.misc import exec_command, get_current_node_ip, get_free_port, group_by, should_run_periodic_action
 
     assert [i for i in range(10) if should_run_periodic_action(i, 4, 6, 9)] == [3, 5, 7, 8]

@@ -19,7 +19,7 @@ def filled(tokenizer, prompt, label=None, **options):
 
 
 @pytest.mark.parametrize("label", ["42", "42</s>", 42])
-def test_a_string_prompt_gets_its_label_and_one_end_token(tokenizer, label):
+def test_string_prompt_gets_its_label_and_one_eos_token(tokenizer, label):
     sample, prompt, answer = filled(tokenizer, "6*7=", label)
     assert (prompt, answer) == ("6*7=", "42</s>")
     assert (sample.loss_mask, sample.response_length) == ([1, 1, 1], 3)
@@ -30,13 +30,13 @@ def turns(*pairs, **more):
     return [{"role": role, "content": text, **more.get(text, {})} for role, text in pairs]
 
 
-def test_messages_get_their_label_as_assistant_turn(tokenizer):
+def test_label_becomes_the_assistant_turn_of_a_message_prompt(tokenizer):
     sample, prompt, answer = filled(tokenizer, turns(("user", "hi")), "yo")
     assert (prompt, answer, sample.response) == ("<user>hi</s>\n<assistant>", "yo</s>\n", "yo</s>\n")
     assert sample.loss_mask == [1, 1, 1, 0]  # the line break after the turn comes from the template
 
 
-def test_every_assistant_turn_is_trained_and_the_response_starts_with_the_first(tokenizer):
+def test_every_assistant_turn_is_trained_unless_step_loss_mask_is_0(tokenizer):
     pairs = [("system", "s"), ("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d")]
     sample, prompt, answer = filled(tokenizer, turns(*pairs))
     assert (prompt, answer) == ("<system>s</s>\n<user>a</s>\n<assistant>", "bb</s>\n<user>c</s>\n<assistant>d</s>\n")
@@ -47,19 +47,19 @@ def test_every_assistant_turn_is_trained_and_the_response_starts_with_the_first(
     assert dropped.tokens == sample.tokens
 
 
-def test_a_conversation_that_ends_with_a_question_trains_the_turns_before_it(tokenizer):
+def test_conversation_ending_with_a_user_turn_trains_earlier_turns(tokenizer):
     sample, prompt, answer = filled(tokenizer, turns(("user", "a"), ("assistant", "b"), ("user", "c")))
     assert (prompt, answer) == ("<user>a</s>\n<assistant>", "b</s>\n<user>c</s>\n")
     assert sample.loss_mask == [1, 1, 0, 0, 0, 0, 0]
 
 
-def test_a_template_that_rewrites_the_prompt_shows_the_turn_where_it_is(tokenizer, monkeypatch):
+def test_turn_is_located_when_the_template_rewrites_the_prompt(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[-1].content }}")
     _, prompt, answer = filled(tokenizer, turns(("user", "q")), "yes")
     assert (prompt, answer) == ("2", "yes")
 
 
-def test_a_conversation_that_is_too_long_is_cut(tokenizer):
+def test_long_conversation_is_truncated_at_max_context(tokenizer):
     pairs = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     sample, _, answer = filled(tokenizer, turns(*pairs), max_context=8)
     assert (answer, sample.loss_mask, sample.status) == ("b</s>\n", [1, 1, 0], Sample.Status.TRUNCATED)
@@ -67,19 +67,19 @@ def test_a_conversation_that_is_too_long_is_cut(tokenizer):
         filled(tokenizer, turns(*pairs), max_context=5)
 
 
-def test_too_long_answers_are_cut_and_too_long_prompts_refused(tokenizer):
+def test_long_answers_are_truncated_and_long_prompts_rejected(tokenizer):
     sample, _, answer = filled(tokenizer, "ab", "cdefg", max_context=5)
     assert (answer, sample.status, sample.loss_mask) == ("cde", Sample.Status.TRUNCATED, [1, 1, 1])
     with pytest.raises(UserError, match="leaves no room"):
         filled(tokenizer, "abcde", "f", max_context=5)
 
 
-def test_a_row_without_an_answer_is_the_users_mistake(tokenizer):
+def test_row_without_an_answer_raises_a_user_error(tokenizer):
     with pytest.raises(UserError, match="--label-key"):
         filled(tokenizer, "ab")
 
 
-def test_a_supervised_rollout_needs_no_engine(make_runtime, prompts):
+def test_sft_rollout_needs_no_engine(make_runtime, prompts):
     runtime = make_runtime([], loss_type="sft_loss")
     output = generate_rollout(runtime.args, 0, prompts(["1+1=", "1+2="], n=1, labels=["2", "3"]))
     assert [sample.response for group in output.samples for sample in group] == ["2", "3"]
@@ -91,7 +91,7 @@ def test_a_supervised_rollout_needs_no_engine(make_runtime, prompts):
         _ = runtime.pool
 
 
-def test_a_completion_of_messages_goes_on_from_the_prompt_and_alone_is_trained(tokenizer):
+def test_only_assistant_turns_of_a_message_completion_are_trained(tokenizer):
     history = turns(("user", "a"), ("assistant", "b"), ("user", "c"))
     completion = [
         {"role": "assistant", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]},
@@ -106,7 +106,7 @@ def test_a_completion_of_messages_goes_on_from_the_prompt_and_alone_is_trained(t
     assert tokenizer.decode(trained) == "de</s>g</s>"
 
 
-def test_a_text_prompt_takes_one_message_as_its_answer(tokenizer):
+def test_text_prompt_accepts_one_message_as_its_answer(tokenizer):
     _, prompt, answer = filled(tokenizer, "6*7=", turns(("assistant", "42")))
     assert (prompt, answer) == ("6*7=", "42</s>")
     with pytest.raises(UserError, match="its answer is a conversation of 2 messages, but its prompt is a text"):
@@ -114,17 +114,17 @@ def test_a_text_prompt_takes_one_message_as_its_answer(tokenizer):
 
 
 @pytest.mark.parametrize(("label", "target"), [(True, "true</s>"), (1.5, "1.5</s>")])
-def test_numbers_and_truth_values_are_trained_as_the_file_has_them(tokenizer, label, target):
+def test_boolean_and_number_labels_are_trained_as_json_text(tokenizer, label, target):
     assert filled(tokenizer, "a", label)[2] == target
 
 
 @pytest.mark.parametrize("label", [{"answer": 42}, ["42"]])
-def test_an_answer_that_is_no_text_is_refused(tokenizer, label):
+def test_label_of_an_unsupported_type_is_rejected(tokenizer, label):
     with pytest.raises(UserError, match="a label must be a text, a number or chat messages here"):
         filled(tokenizer, "6*7=", label)
 
 
-def test_answers_without_a_token_that_ends_them_are_told(tokenizer, monkeypatch, caplog):
+def test_warns_when_no_answer_ends_with_a_stop_token(tokenizer, monkeypatch, caplog):
     def told(*prompts):
         caplog.clear()
         samples = [filled(tokenizer, prompt, label)[0] for prompt, label in prompts]
@@ -139,7 +139,7 @@ def test_answers_without_a_token_that_ends_them_are_told(tokenizer, monkeypatch,
     assert told() == []
 
 
-def test_a_turn_may_end_with_another_token_than_the_end_of_the_sequence(tokenizer, monkeypatch, tmp_path, caplog):
+def test_stop_tokens_include_generation_config_and_special_tokens(tokenizer, monkeypatch, tmp_path, caplog):
     own = copy.deepcopy(tokenizer)
     template = "{% for m in messages %}{{ m.role }}{{ m.content }}<end_of_turn>\n{% endfor %}"
     monkeypatch.setattr(own, "chat_template", template)

@@ -15,7 +15,7 @@ def spans(sample):
 
 
 @pytest.mark.parametrize("group_rm", [False, True])
-def test_the_stages_of_a_sample_are_spans(engine, make_runtime, prompts, write_plugin, tmp_path, group_rm):
+def test_trace_has_one_span_per_stage(engine, make_runtime, prompts, write_plugin, tmp_path, group_rm):
     flags = {"custom_rm_path": write_plugin(GROUP_REWARD), "group_rm": True} if group_rm else {"rm_type": "random"}
     dumps = str(tmp_path / "{rollout_id}.pt")
     runtime = make_runtime([engine.url], save_debug_rollout_data=dumps, **flags)
@@ -42,14 +42,14 @@ def test_the_stages_of_a_sample_are_spans(engine, make_runtime, prompts, write_p
     assert len({sample.trace["trace_id"] for sample in samples}) == 4
 
 
-def test_another_try_is_another_attempt(engine, make_runtime, tmp_path):
+def test_retried_sample_starts_a_new_trace_attempt(engine, make_runtime, tmp_path):
     runtime = make_runtime([engine.url], rm_type="random", save_debug_rollout_data=str(tmp_path / "{rollout_id}.pt"))
     sample = Sample(index=0, prompt="1+1=", status=Sample.Status.FAILED, failure="reward: ValueError: x")
     runtime.run(generate_and_rm(runtime.plugin_args, sample, {"max_new_tokens": 4}))
     assert {event["attempt"] for event in sample.trace["events"]} == {1}
 
 
-def test_without_dumps_nothing_is_noted(engine, make_runtime, prompts):
+def test_no_trace_is_recorded_without_dumps(engine, make_runtime, prompts):
     runtime = make_runtime([engine.url], rm_type="random")
     for sample in leaves(generate_rollout(runtime.args, 0, prompts(["1+1="], n=2)).samples):
         assert not hasattr(sample, "trace")

@@ -27,13 +27,13 @@ def sample(*spans: tuple[str | None, int], mask: list[int] | None = None, **fiel
     )
 
 
-def test_a_group_is_as_old_as_the_oldest_token_it_trains_on() -> None:
+def test_group_version_is_that_of_the_oldest_trained_token() -> None:
     assert group_version([sample(("4", 2)), [sample(("6", 1)), sample(("3", 1))]]) == 3
     assert group_version([sample(("4", 2), ("1", 2), mask=[1, 1, 0, 0])]) == 4
     assert group_version([sample((None, 2)), Sample()]) is None
 
 
-def test_the_metrics_count_samples_and_tokens() -> None:
+def test_staleness_metrics_count_samples_and_tokens() -> None:
     samples = [sample(("3", 2), ("5", 2)), sample(("5", 4)), sample((None, 1), ("4", 1))]
     assert staleness_metrics(samples, 5) == {
         "rollout/staleness/mean": pytest.approx((2 + 0 + 1) / 3),
@@ -44,7 +44,7 @@ def test_the_metrics_count_samples_and_tokens() -> None:
     assert staleness_metrics([Sample()], 5) == {}
 
 
-def test_starting_over_keeps_the_prompt_and_nothing_else() -> None:
+def test_restarted_sample_keeps_only_its_prompt_and_index() -> None:
     old = sample(("1", 3), status=STATUS.COMPLETED, reward=1.0, index=4, prompt="p", metadata={"start_rollout_id": 1})
     old.weight_versions = ["1"]
     assert prompts_of([old]) == [old]
@@ -53,7 +53,7 @@ def test_starting_over_keeps_the_prompt_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("policy", ["regenerate", "drop"])
-def test_a_partial_response_that_waited_too_long_is_not_continued(
+def test_stale_partial_response_is_regenerated_or_dropped(
     policy: str, engine: Any, make_runtime: Any, prompts: Any, tokenizer: Any
 ) -> None:
     engine.version = "5"

@@ -54,7 +54,7 @@ def names(groups):
     return [next(leaves(group)).task for group in groups]
 
 
-def test_rewards_limits_and_metrics_of_each_dataset(engine, make_runtime, tasks, answer, write_plugin, tokenizer):
+def test_datasets_have_own_rewards_limits_and_metrics(engine, make_runtime, tasks, answer, write_plugin, tokenizer):
     answer(a="7</s>", b="77777</s>", c="7</s>")
     flags = tasks(
         a={"rm_type": "f1"},
@@ -81,7 +81,7 @@ def test_rewards_limits_and_metrics_of_each_dataset(engine, make_runtime, tasks,
     assert found["rollout/raw_reward"] == 1.5
 
 
-def test_a_row_decides_only_where_its_dataset_does_not(engine, make_runtime, tasks, write_plugin):
+def test_dataset_rm_type_overrides_custom_rm_path(engine, make_runtime, tasks, write_plugin):
     """The `rm_type` of a dataset overrides --custom-rm-path, which scores the other datasets."""
     engine.respond = lambda body: "77</s>"
     runtime = make_runtime([engine.url], **tasks(a={"rm_type": "f1"}), custom_rm_path=write_plugin(LENGTH))
@@ -90,7 +90,7 @@ def test_a_row_decides_only_where_its_dataset_does_not(engine, make_runtime, tas
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_runtime, tasks, answer, tmp_path, partial):
+def test_returned_groups_are_generated_again_and_shares_hold(engine, make_runtime, tasks, answer, tmp_path, partial):
     """Requests of `b` are aborted in the first batch, which the other datasets fill."""
     end = lambda body: engine.when(lambda: engine.holding == 4, "7</s>")  # noqa: E731
     answer(a=end, b=lambda body: engine.held("12"), c=end)
@@ -128,7 +128,7 @@ def test_what_is_put_back_comes_again_and_shares_hold_over_time(engine, make_run
     assert Counter(names(everything)) == {"a": 6, "b": 3, "c": 3}
 
 
-def test_a_filter_shifts_the_batch_and_not_what_is_handed_out(engine, make_runtime, tasks, answer, write_plugin):
+def test_dynamic_filter_does_not_change_the_dataset_mixture(engine, make_runtime, tasks, answer, write_plugin):
     answer(a="7</s>", b="7</s>", c="7</s>")
     flags = tasks(a={"custom_rm_path": write_plugin("def f(args, sample):\n    return float(sample.index % 2)\n")})
     runtime = make_runtime(
@@ -144,7 +144,7 @@ def test_a_filter_shifts_the_batch_and_not_what_is_handed_out(engine, make_runti
     assert {name: one["given"] for name, one in source.state_dict()["mixture"].items()} == {"a": 4, "b": 2, "c": 2}
 
 
-def test_a_sample_that_a_function_makes_anew_is_of_the_same_dataset(engine, make_runtime, tasks, write_plugin):
+def test_sample_created_by_a_generate_function_keeps_its_dataset(engine, make_runtime, tasks, write_plugin):
     anew = (
         "from slime.utils.types import Sample\n\n\n"
         "async def f(args, sample, sampling_params):\n"
@@ -156,7 +156,7 @@ def test_a_sample_that_a_function_makes_anew_is_of_the_same_dataset(engine, make
     assert [sample.tokens for sample in output.samples[1]] == [[5, 6]] * 2
 
 
-def test_supervised_training_mixes_too(make_runtime, tasks):
+def test_sft_rollout_mixes_datasets_by_weight(make_runtime, tasks):
     flags = tasks()
     runtime = make_runtime([], **{**flags, "rollout_batch_size": 8}, loss_type="sft_loss", n_samples_per_prompt=1)
     output = supervised_rollout(runtime.args, 0, RolloutDataSourceWithBuffer(runtime.plugin_args))
@@ -165,7 +165,7 @@ def test_supervised_training_mixes_too(make_runtime, tasks):
     assert Counter(names(output.samples)) == {"a": 4, "b": 2, "c": 2}
 
 
-def test_samples_of_no_dataset_have_no_metrics_of_one(make_runtime):
+def test_samples_without_a_dataset_are_excluded_from_dataset_metrics(make_runtime):
     runtime = make_runtime([])
     done = Sample.Status.COMPLETED
     samples = [

@@ -43,7 +43,7 @@ def taught(make_engine, make_runtime, monkeypatch):
         runtime.run(teacher.aclose())
 
 
-def test_every_finished_sample_is_scored_by_the_teacher_and_needs_no_reward(taught, prompts, tokenizer):
+def test_teacher_scores_every_finished_sample_without_a_reward_function(taught, prompts, tokenizer):
     runtime, student, served = taught(scores)
     student.respond = lambda body: "78</s>"
     output = generate_rollout(runtime.args, 0, prompts(["ab", "c"], n=2))
@@ -58,13 +58,13 @@ def test_every_finished_sample_is_scored_by_the_teacher_and_needs_no_reward(taug
         assert body["logprob_start_len"] == len(body["input_ids"]) - len(response) - 1
 
 
-def test_a_named_reward_is_still_asked_for(taught, prompts):
+def test_reward_function_still_runs_with_a_teacher(taught, prompts):
     runtime, _, _ = taught(scores, rm_type="f1")
     output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=["7", "8"]))
     assert [sample.reward for sample in leaves(output.samples)] == [1.0, 0.0]
 
 
-def test_a_verifier_without_labels_leaves_teaching_to_the_teacher(taught, prompts):
+def test_opd_verifier_requires_labels_only_with_a_label_key(taught, prompts):
     runtime, _, _ = taught(scores, rm_type="f1")
     output = generate_rollout(runtime.args, 0, prompts(["a", "b"], n=1, labels=[None, "7"]))
     assert [sample.reward for sample in leaves(output.samples)] == [0.0, 1.0]
@@ -73,7 +73,7 @@ def test_a_verifier_without_labels_leaves_teaching_to_the_teacher(taught, prompt
         generate_rollout(runtime.args, 0, prompts(["a"], n=1, labels=[None]))
 
 
-def test_a_teacher_that_scores_other_tokens_fails_the_samples(taught, prompts):
+def test_teacher_that_returns_other_token_ids_fails_the_samples(taught, prompts):
     runtime, _, _ = taught(lambda body: scores(body, shift=1))
     with pytest.raises(
         RolloutFailed, match=r"engine: EngineProtocolError: .*no meta_info.input_token_logprobs for the 2"
@@ -81,7 +81,7 @@ def test_a_teacher_that_scores_other_tokens_fails_the_samples(taught, prompts):
         generate_rollout(runtime.args, 0, prompts(["a"], n=1))
 
 
-def test_a_teacher_that_stumbles_is_asked_again(taught, prompts):
+def test_failed_teacher_request_is_retried(taught, prompts):
     answers = []
 
     def respond(body):
@@ -93,7 +93,7 @@ def test_a_teacher_that_stumbles_is_asked_again(taught, prompts):
     assert (len(answers), len(sample.teacher_log_probs)) == (2, 2)
 
 
-def test_the_teacher_is_not_asked_twice_nor_about_empty_responses(taught):
+def test_teacher_skips_scored_samples_and_empty_responses(taught):
     from slime.rollout.sglang_rollout import generate_and_rm
 
     runtime, _, served = taught(scores)
@@ -114,7 +114,7 @@ def answered(sample_tokens):
     return {"meta_info": {"input_token_logprobs": entries}}
 
 
-def test_the_teachers_answer_is_the_reward_and_then_its_log_probs(make_engine):
+def test_opd_reward_func_answer_is_turned_into_teacher_log_probs(make_engine):
     served = make_engine()
     served.respond = scores
     args = Namespace(rm_url=f"{served.url}/generate", reward_key=None)
@@ -131,7 +131,7 @@ def test_the_teachers_answer_is_the_reward_and_then_its_log_probs(make_engine):
     assert empty == {"meta_info": {"input_token_logprobs": [[None, 6]]}}
 
 
-def test_what_distillation_by_path_cannot_do_without(make_engine):
+def test_opd_functions_require_rm_url_and_input_token_logprobs(make_engine):
     sample = Sample(tokens=[5, 6, *RESPONSE], response_length=3, index=4, reward=1.0)
     args = Namespace(rm_url=None, reward_key=None)
     with pytest.raises(UserError, match="served at --rm-url: name one"):
@@ -142,7 +142,7 @@ def test_what_distillation_by_path_cannot_do_without(make_engine):
             on_policy_distillation.post_process_rewards(args, [sample])
 
 
-def test_a_reward_of_several_values_needs_no_key_where_a_function_makes_numbers_of_it(make_runtime, engine, prompts):
+def test_dict_reward_needs_no_reward_key_with_a_post_process_function(make_runtime, engine, prompts):
     reward = "slime.rollout.on_policy_distillation.reward_func"
     after = "slime.rollout.on_policy_distillation.post_process_rewards"
     engine.respond = lambda body: scores(body) if "logprob_start_len" in body else "78</s>"

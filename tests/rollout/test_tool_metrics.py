@@ -14,7 +14,7 @@ def tool_metrics(*noted):
     return {name: value for name, value in found.items() if name.startswith("agent/")}
 
 
-def test_calls_are_summed_by_how_they_ended():
+def test_tool_calls_are_summed_by_outcome():
     first = {"tool_calls": {"calls": 3, "ok": 2, "timeout": 1, "seconds": 1.5}}
     second = {"tool_calls": {"calls": 2.0, "ok": 1.0, "crashed": 1.0, "seconds": 0.25, "cut_results": 1.0}}
     assert tool_metrics(first, {}, second) == {
@@ -28,6 +28,6 @@ def test_calls_are_summed_by_how_they_ended():
     }
 
 
-def test_what_plugins_keep_under_the_same_name_is_left_alone():
+def test_tool_metrics_ignore_plugin_metadata_of_another_shape():
     assert tool_metrics({"tool_calls": 7}, {"tool_calls": [{"name": "add"}]}, {}) == {}
     assert tool_metrics({"tool_calls": {"calls": 1, "ok": 1, "note": "x"}})["agent/tool_failures"] == 0.0

@@ -60,7 +60,7 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fan_out", [False, True])
-def test_a_response_whose_reward_is_slow_is_scored_in_the_next_rollout(
+def test_unscored_response_is_kept_and_later_scored_without_generation(
     engine: Any, make_runtime: Any, prompts: Any, write_plugin: Any, fan_out: bool
 ) -> None:
     flags = {"custom_generate_function_path": write_plugin(FAN_OUT, "fan")} if fan_out else {}
@@ -90,7 +90,7 @@ async def _scored(runtime: Any, path: str, group: Any) -> None:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_group_that_is_not_whole_starts_over_unless_parts_may_be_kept(
+def test_incomplete_group_starts_over_without_partial_rollout(
     engine: Any, make_runtime: Any, prompts: Any, write_plugin: Any, tokenizer: Any, partial: bool
 ) -> None:
     first_of_c = True
@@ -122,7 +122,7 @@ def test_a_group_that_is_not_whole_starts_over_unless_parts_may_be_kept(
     assert metrics["rollout/thrown_away_tokens"] == (0.0 if partial else 4.0)
 
 
-def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
+def test_resumed_run_scores_journaled_responses_without_generation(
     engine: Any, make_runtime: Any, prompts: Any, write_plugin: Any, tmp_path: Path
 ) -> None:
     runtime = make_runtime([engine.url], custom_rm_path=write_plugin(SLOW.format(slow="a")))
@@ -164,7 +164,7 @@ def test_a_killed_run_finds_what_was_generated_and_only_scores_it(
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_who_keeps_the_way_of_a_sample_is_told_when_its_end_is_recorded(
+def test_when_recorded_callback_runs_after_the_journal_write(
     engine: Any, make_runtime: Any, prompts: Any, write_plugin: Any, tmp_path: Path, given_up: bool
 ) -> None:
     runtime = make_runtime([engine.url], custom_rm_path=write_plugin(SLOW.format(slow="no")))

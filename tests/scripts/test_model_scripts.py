@@ -127,13 +127,13 @@ def linear_attention(shape: dict[str, Any]) -> int:
     return shape["hidden_size"] * (2 * keys + 3 * values + 2 * shape["linear_num_value_heads"])
 
 
-def test_the_files_are_those_of_the_table() -> None:
+def test_model_scripts_match_the_generated_files() -> None:
     """`slime models --scripts scripts/models` regenerates them."""
     assert {file.name: file.read_text() for file in MODELS.glob("*.sh") if file.name != "lib.sh"} == model_scripts()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_flags_are_those_of_the_models_config(name: str, shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_flags_agree_with_the_published_config(name: str, shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """The flags pass the check against the published config.json, and a wrong number fails it."""
     published_model(name).write(tmp_path)
     config = Config(hf_checkpoint=str(tmp_path), carried=shapes[name])
@@ -142,17 +142,17 @@ def test_the_flags_are_those_of_the_models_config(name: str, shapes: dict[str, d
         check_shape_flags(config.replace(carried={**shapes[name], "hidden_size": 63}))
 
 
-def test_every_model_has_a_size_to_compare_with() -> None:
+def test_every_model_has_a_reference_size() -> None:
     assert sorted([*BILLIONS, *CUTS]) == NAMES
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_the_flags_describe_a_model_of_its_size(name: str, shapes: dict[str, dict[str, Any]]) -> None:
+def test_flags_give_the_published_parameter_count(name: str, shapes: dict[str, dict[str, Any]]) -> None:
     assert parameters(shapes[name]) / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_fit_together(name: str, shapes: dict[str, dict[str, Any]]) -> None:
+def test_attention_and_expert_flags_are_consistent(name: str, shapes: dict[str, dict[str, Any]]) -> None:
     shape = shapes[name]
     heads, groups = shape["num_attention_heads"], shape.get("num_query_groups")
     assert ("group_query_attention" in shape) == (groups is not None) != ("multi_latent_attention" in shape)
@@ -165,7 +165,7 @@ def test_heads_fit_together(name: str, shapes: dict[str, dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("name", SAME_AS_TRANSFORMERS)
-def test_the_numbers_are_those_of_the_config_class(name: str, shapes: dict[str, dict[str, Any]]) -> None:
+def test_flags_match_the_transformers_config_class(name: str, shapes: dict[str, dict[str, Any]]) -> None:
     shape, config = shapes[name], AutoConfig.for_model(SAME_AS_TRANSFORMERS[name]).to_dict()
     config["intermediate_size"] = FEED_FORWARD_OF_THE_MODEL.get(name, config.get("intermediate_size"))
     compared = {flag: hf for flag, hf in HF_NAMES.items() if flag in shape and config.get(hf) is not None}
@@ -177,14 +177,14 @@ def test_the_numbers_are_those_of_the_config_class(name: str, shapes: dict[str, 
         assert shape["num_layers"] - layers_with_experts(shape) == config["first_k_dense_replace"]
 
 
-def test_cut_models_are_the_first_layers(shapes: dict[str, dict[str, Any]]) -> None:
+def test_truncated_models_differ_only_in_depth(shapes: dict[str, dict[str, Any]]) -> None:
     whole = shapes["deepseek-v3"]
     for name, layers in CUTS.items():
         freq = "[" + ",".join(["0"] * 3 + ["1"] * (layers - 3)) + "]"
         assert shapes[name] == {**whole, "num_layers": layers, "moe_layer_freq": freq}
 
 
-def test_rotary_bases(shapes: dict[str, dict[str, Any]]) -> None:
+def test_rotary_bases_of_model_variants(shapes: dict[str, dict[str, Any]]) -> None:
     bases = {name: shape["rotary_base"] for name, shape in shapes.items()}
     assert (bases["qwen3-4B"], bases["qwen3-4B-Instruct-2507"]) == (1_000_000, 5_000_000)
     assert (bases["glm5-744B-A40B"], bases["glm5.2-744B-A40B"]) == (1_000_000, 8_000_000)
@@ -193,7 +193,7 @@ def test_rotary_bases(shapes: dict[str, dict[str, Any]]) -> None:
     assert (thinking["rotary_scaling_factor"], thinking["norm_epsilon"]) == (64, 1e-5)
 
 
-def test_numbers_and_the_folder_come_from_the_environment(tmp_path: Path) -> None:
+def test_environment_overrides_sizes_and_model_folder(tmp_path: Path) -> None:
     env = {
         "MODEL_ARGS_NUM_LAYERS": "3", "MODEL_ARGS_DENSE_LAYERS": "1", "MODEL_ARGS_HIDDEN_SIZE": "64",
         "MODEL_ARGS_ROTARY_BASE": "12345", "MODEL_ARGS_NORM_EPSILON": "1e-5", "HF_CHECKPOINT": "/models/a tiny one",
@@ -208,7 +208,7 @@ def test_numbers_and_the_folder_come_from_the_environment(tmp_path: Path) -> Non
     assert parse_flags(found["deepseek-v3"]).carried["moe_layer_freq"] == "[0,1,1]"
 
 
-def test_sourcing_leaves_nothing_of_a_variant_behind(tmp_path: Path) -> None:
+def test_sourcing_one_script_does_not_affect_the_next(tmp_path: Path) -> None:
     """Variables that one file sets for another must not change the next sourced file."""
     program = f"""
         source {MODELS}/kimi-k2-thinking.sh; source {MODELS}/deepseek-v3-5layer.sh; source {MODELS}/qwen3-4B.sh

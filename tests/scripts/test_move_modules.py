@@ -27,7 +27,7 @@ FILES = {
 }
 
 
-def test_two_files_become_one_and_a_function_gets_a_name(tmp_path: Path) -> None:
+def test_merges_two_modules_and_renames_a_function(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

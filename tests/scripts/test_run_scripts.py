@@ -100,12 +100,12 @@ def rows(plan: str) -> dict[str, str]:
     return dict(re.findall(r"^  (\S[^\n]*?)  +(\S.*)$", plan, re.MULTILINE))
 
 
-def test_every_script_is_here() -> None:
+def test_every_script_has_an_expected_plan() -> None:
     assert sorted(PLANS) == RUNS
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_script_plans_a_run_of_its_model(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_plans_a_run_of_its_model(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, trainers, engines = PLANS[name]
     program, *flags = command(name, place, "--dry-run", "--device", "cpu", "--lr", "3e-6", **tiny_model(name, place))
     assert Path(program).resolve() in (SCRIPTS.parent / "train.py", SCRIPTS.parent / "train_async.py")
@@ -120,7 +120,7 @@ def test_a_script_plans_a_run_of_its_model(name: str, place: Path, capsys: pytes
     assert plan["checkpoints"].endswith("_slime, every 20 rollout steps and at the end")
 
 
-def test_a_script_runs_train_py(place: Path) -> None:
+def test_script_runs_train_py(place: Path) -> None:
     done = script(
         "run-qwen3-4B", "--dry-run", "--device", "cpu", PYTHON=sys.executable, BASE_DIR=str(place), EVAL_DATA="",
         WANDB_PROJECT="", **tiny_model("run-qwen3-4B", place),
@@ -132,13 +132,13 @@ def test_a_script_runs_train_py(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_GPU_PER_ENGINE)
-def test_eight_gpus_are_enough(name: str, place: Path) -> None:
+def test_scripts_with_one_gpu_per_engine_need_eight_gpus(name: str, place: Path) -> None:
     _, *flags = command(name, place, **tiny_model(name, place))
     assert make_plan(parse_args(flags), device="cuda", gpu_count=8).gpus_needed == 8
 
 
 @pytest.mark.parametrize("name", SEVERAL_MACHINES)
-def test_several_machines_are_refused_in_one_sentence(name: str, place: Path) -> None:
+def test_multi_node_scripts_are_rejected_on_a_local_cluster(name: str, place: Path) -> None:
     _, *flags = command(name, place, "--rollout-num-gpus-per-engine", "1", **tiny_model(name, place))
     nodes = SEVERAL_MACHINES[name]
     with pytest.raises(UserError) as refused:
@@ -149,14 +149,14 @@ def test_several_machines_are_refused_in_one_sentence(name: str, place: Path) ->
     )
 
 
-def test_another_models_folder_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_the_folder_of_another_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_model("run-qwen3-4B", place)["HF_CHECKPOINT"]
     _, *flags = command("run-qwen3-4B", place, "--dry-run", HF_CHECKPOINT=folder)
     assert main(["train", *flags]) == 2
     assert f"--num-layers 36 contradicts num_hidden_layers 2 in {folder}/config.json" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named(place: Path) -> None:
+def test_missing_environment_variables_are_named(place: Path) -> None:
     without = script("run-qwen3-4B")
     assert (without.returncode, without.stdout) == (2, "")
     assert without.stderr == (
@@ -169,12 +169,12 @@ def test_what_is_missing_is_named(place: Path) -> None:
     )
 
 
-def test_reporting_is_asked_for_by_the_environment(place: Path) -> None:
+def test_wandb_project_variable_enables_wandb(place: Path) -> None:
     words = command("run-qwen3-4B", place, WANDB_PROJECT="a project")
     assert words[-3:] == ["--use-wandb", "--wandb-project", "a project"]
 
 
-def test_the_shell_reads_every_file() -> None:
+def test_shell_files_are_valid_and_contain_no_forbidden_words() -> None:
     for file in SHELL_FILES:
         subprocess.run(["bash", "-n", str(file)], check=True)
     text = "".join(file.read_text() for file in SHELL_FILES)

@@ -22,7 +22,7 @@ def side(folder: Path, numbers: dict[str, float], weight: torch.Tensor) -> Path:
     return folder
 
 
-def test_every_bit_counts_and_a_new_metric_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_any_changed_bit_and_ignores_new_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, weight = {"train/loss": 0.1, "train/gap": math.nan, "train/kl": 0.0}, torch.tensor([0.0, 1.0])
     old = side(tmp_path / "old", numbers, weight)
     same = same_numbers.compare(RUN, old, side(tmp_path / "same", {**numbers, "train/new": 1.0}, weight))
@@ -39,13 +39,13 @@ def test_every_bit_counts_and_a_new_metric_does_not(tmp_path: Path, capsys: pyte
     assert "0 of 1 trainings have the same numbers" in said
 
 
-def test_a_weight_of_another_shape_or_dtype_differs(tmp_path: Path) -> None:
+def test_weights_with_another_shape_or_dtype_differ(tmp_path: Path) -> None:
     old = side(tmp_path / "old", {}, torch.zeros(2))
     for name, weight in {"shape": torch.zeros(1, 2), "dtype": torch.zeros(2, dtype=torch.bfloat16)}.items():
         assert same_numbers.compare(RUN, old, side(tmp_path / name, {}, weight)).tensors == 1
 
 
-def test_what_cannot_be_compared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_invalid_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
         ([], "--against is needed"),
         (["--against", "no-such-commit"], "--against no-such-commit is no commit of"),

@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_fp8_and_back(tool: Run, model: Path, tmp_path: Path) -> None:
+def test_fp8_conversion_round_trip(tool: Run, model: Path, tmp_path: Path) -> None:
     fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"
     words = ["--strategy", "block", "--block-size", "128", "128", "--max-workers", "4", "--scale-fmt", "ue8m0"]
     assert tool("convert_hf_to_fp8", "--model-dir", str(model), "--save-dir", str(fp8), *words) == 0
@@ -61,7 +61,7 @@ def test_fp8_and_back(tool: Run, model: Path, tmp_path: Path) -> None:
     assert tool("convert_hf_to_fp8", "--model-dir", str(model), "--save-dir", str(fp8), "--strategy", "channel") == 2
 
 
-def test_checkpoints_under_the_flags_of_both_tools(
+def test_convert_to_hf_tools_accept_upstream_flags(
     tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The input is a model folder. tests/train/test_to_folder.py covers checkpoints."""
@@ -77,7 +77,7 @@ def test_checkpoints_under_the_flags_of_both_tools(
         assert "drop the flag" in capsys.readouterr().err
 
 
-def test_to_torch_dist_and_back(tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_dist_conversion_round_trip(tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Uses the command lines of users, including model flags."""
     release, back = tmp_path / "torch_dist", tmp_path / "back"
     words = ["--hf-checkpoint", str(model), "--save", str(release), "--dtype", "float32", "--swiglu"]
@@ -97,7 +97,7 @@ def test_to_torch_dist_and_back(tool: Run, model: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_here_says_so(name: str, tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_tools_print_the_alternative(name: str, tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool(name, "--input-dir", "x") == 2
     assert capsys.readouterr().err.startswith(f"error: {REFUSED[name]}")
 
@@ -125,7 +125,7 @@ class _Fleet(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_every_engine_is_told_to_profile(tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_rollout_sends_the_profile_request(tool: Run, capsys: pytest.CaptureFixture[str]) -> None:
     _Fleet.asked = []
     with ThreadingHTTPServer(("127.0.0.1", 0), _Fleet) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -141,7 +141,7 @@ def test_every_engine_is_told_to_profile(tool: Run, capsys: pytest.CaptureFixtur
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_the_tables_of_models_are_those_that_the_code_gives() -> None:
+def test_model_tables_in_the_docs_match_the_code() -> None:
     """docs/models.md: `slime.models.models_cli.families_markdown` and `python tools/model_plans.py` print them."""
     page = (ROOT / "docs" / "models.md").read_text()
     assert families_markdown() in page

@@ -27,7 +27,7 @@ def sample(**changes) -> Sample:
     return Sample(**(values | changes))
 
 
-def test_columns_follow_the_samples() -> None:
+def test_batch_columns_match_the_samples() -> None:
     samples = flatten_samples(make_samples(3, 2))
     batch = make_train_batch(config(), samples)
     assert len(batch) == 6
@@ -40,7 +40,7 @@ def test_columns_follow_the_samples() -> None:
     assert len(set(batch.rollout_ids)) == 6
 
 
-def test_fan_out_shares_the_rollout_id_and_its_mask_sum() -> None:
+def test_fanned_out_samples_share_rollout_id_and_mask_sum() -> None:
     nested = [[[sample(rollout_id=5, index=0), sample(rollout_id=5, index=1, loss_mask=[1, 0])], [sample(index=2)]]]
     batch = make_train_batch(config(), flatten_samples(nested))
     assert batch.rollout_ids == [5, 5, 6]
@@ -52,7 +52,7 @@ def bare(reward: float, **ids) -> Sample:
     return Sample(tokens=[1, 2, 3], response_length=1, reward=reward, status=Sample.Status.COMPLETED, **ids)
 
 
-def test_the_nesting_gives_ids_to_samples_without() -> None:
+def test_nesting_determines_missing_group_and_rollout_ids() -> None:
     nested = [
         [[bare(1.0), bare(1.0), bare(1.0)], [bare(0.0)], bare(0.0)],
         [[bare(2.0, group_index=9, index=4), bare(2.0)], [bare(1.0)]],
@@ -67,14 +67,14 @@ def test_the_nesting_gives_ids_to_samples_without() -> None:
     assert len(set(batch.rollout_ids)) == 6
 
 
-def test_siblings_get_the_ids_of_those_that_have_them() -> None:
+def test_samples_without_ids_inherit_ids_of_their_siblings() -> None:
     nested = [[[bare(1.0, group_index=3, rollout_id=8), bare(1.0)], bare(0.0, group_index=3)], [bare(0.0)]]
     flat = flatten_samples(nested)
     assert [(s.group_index, s.rollout_id) for s in flat[:2]] == [(3, 8)] * 2
     assert make_train_batch(config(advantage_estimator="rloo"), flat).rewards == [1.0, 1.0, -1.0, 0.0]
 
 
-def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
+def test_same_rollout_id_in_two_groups_means_two_rollouts() -> None:
     """A generate function may number the rollouts of each prompt from 0."""
     flat = [bare(float(r), group_index=g, rollout_id=r) for g in (0, 1) for r in (0, 0, 1)]
     batch = make_train_batch(config(advantage_estimator="rloo"), flat)
@@ -85,7 +85,7 @@ def test_a_rollout_id_that_two_groups_use_means_two_rollouts() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize(("second", "population"), [(1.0, "rollouts"), (0.5, "samples")])
-def test_the_overlong_penalty_does_not_choose_the_population(estimator: str, second: float, population: str) -> None:
+def test_overlong_penalty_does_not_change_the_advantage_population(estimator: str, second: float, population: str) -> None:
     """Siblings with equal rewards count once, regardless of their length penalties."""
     long = {"tokens": list(range(10)), "response_length": 9}
     flat = [sample(rollout_id=0, **long), sample(rollout_id=0, reward=second), sample(reward=0.0), sample(reward=1.0)]
@@ -95,19 +95,19 @@ def test_the_overlong_penalty_does_not_choose_the_population(estimator: str, sec
     assert (rewards[0] == rewards[1]) is (population == "rollouts")
 
 
-def test_a_fan_out_without_groups_is_in_one_group() -> None:
+def test_fan_out_without_group_index_forms_one_group() -> None:
     flat = [bare(1.0, rollout_id=3), bare(1.0, rollout_id=3), bare(1.0)]
     batch = make_train_batch(config(), flat)
     assert batch.group_indices[0] == batch.group_indices[1] != batch.group_indices[2]
 
 
-def test_remove_sample_zeroes_the_mask_but_keeps_its_reward_in_the_group() -> None:
+def test_remove_sample_zeroes_mask_and_keeps_reward_in_group_baseline() -> None:
     batch = make_train_batch(config(), [sample(remove_sample=True, reward=1.0), sample(reward=0.0)])
     assert batch.loss_masks[0].tolist() == [0, 0]
     assert batch.rewards[1] == pytest.approx(-(0.5) / (0.5**0.5 + 1e-6))
 
 
-def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
+def test_failed_sample_is_counted_and_excluded_from_training() -> None:
     failed = sample(status=Sample.Status.FAILED, reward=None)
     batch = make_train_batch(config(), [sample(reward=1.0), sample(reward=0.0), failed])
     alone = make_train_batch(config(), [sample(reward=1.0), sample(reward=0.0)])
@@ -129,7 +129,7 @@ def test_a_failed_sample_is_counted_and_teaches_nothing() -> None:
         ("reinforce_plus_plus_baseline", 2 / 3, -1 / 3),
     ],
 )
-def test_a_rollout_of_three_samples_weighs_once_in_its_group(estimator: str, split: float, single: float) -> None:
+def test_split_rollout_counts_once_in_group_statistics(estimator: str, split: float, single: float) -> None:
     """Three rollouts have rewards 1, 0 and 0; the first is split into four samples, one of which failed."""
     split_up = [sample(rollout_id=7) for _ in range(3)]
     split_up.append(sample(rollout_id=7, status=Sample.Status.FAILED, reward=100.0))
@@ -140,7 +140,7 @@ def test_a_rollout_of_three_samples_weighs_once_in_its_group(estimator: str, spl
     assert batch.rewards == pytest.approx([split] * 3 + [0.0] + [single] * 2 + [0.0], abs=1e-9)
 
 
-def test_normalisation_switches() -> None:
+def test_reward_normalization_flags() -> None:
     pair = [sample(reward=3.0), sample(reward=1.0)]
     assert make_train_batch(config(disable_rewards_normalization=True), pair).rewards == [3.0, 1.0]
     assert make_train_batch(config(disable_grpo_std_normalization=True), pair).rewards == [1.0, -1.0]
@@ -159,7 +159,7 @@ def test_normalisation_switches() -> None:
         {"tokens": []},
     ],
 )
-def test_a_failed_sample_takes_nothing_from_the_others(broken: dict[str, Any]) -> None:
+def test_failed_sample_with_invalid_fields_keeps_log_probs_of_others(broken: dict[str, Any]) -> None:
     """For example a teacher request that failed, or a generate function that stopped early."""
     whole = {"rollout_log_probs": [-1.0, -2.0], "teacher_log_probs": [-3.0, -4.0]}
     failed = sample(**({"status": Sample.Status.FAILED, "reward": None} | whole | broken))
@@ -174,7 +174,7 @@ def test_a_failed_sample_takes_nothing_from_the_others(broken: dict[str, Any]) -
     assert np.isfinite(batch.rollout_log_probs[1]).all()
 
 
-def test_one_sample_without_log_probs_leaves_none_for_anybody_only_if_it_is_trained_on() -> None:
+def test_missing_log_probs_drop_the_column_only_if_sample_is_trained_on() -> None:
     whole = sample(rollout_log_probs=[-1.0, -2.0])
     assert make_train_batch(config(), [whole, sample()]).rollout_log_probs is None
     removed = make_train_batch(config(), [whole, sample(remove_sample=True)]).rollout_log_probs
@@ -182,7 +182,7 @@ def test_one_sample_without_log_probs_leaves_none_for_anybody_only_if_it_is_trai
     assert [column.tolist() for column in removed] == [[-1.0, -2.0], [0.0, 0.0]]
 
 
-def test_custom_post_process(tmp_path: Path) -> None:
+def test_custom_reward_post_process_replaces_rewards(tmp_path: Path) -> None:
     plugin = tmp_path / "post.py"
     plugin.write_text(
         "def halve(args, samples):\n    r = [s.reward for s in samples]\n    return r, [x / 2 for x in r]\n"
@@ -191,14 +191,14 @@ def test_custom_post_process(tmp_path: Path) -> None:
     assert (batch.raw_reward, batch.rewards) == ([3.0], [1.5])
 
 
-def test_dictionary_round_trip_and_selection() -> None:
+def test_dict_round_trip_of_selected_samples() -> None:
     batch = make_train_batch(config(), flatten_samples(make_samples(2, 2)))
     part = TrainBatch.from_dict(batch.select([3, 1]).to_dict())
     assert part.sample_indices == [3, 1]
     assert part.tokens[0].tolist() == batch.tokens[3].tolist()
 
 
-def test_a_message_is_the_batch_with_one_array_a_column() -> None:
+def test_message_round_trip_with_one_array_per_column() -> None:
     samples = flatten_samples(make_samples(2, 2))
     samples[1].loss_mask = None
     samples[2].remove_sample = True
@@ -212,7 +212,7 @@ def test_a_message_is_the_batch_with_one_array_a_column() -> None:
     assert (len(nothing), nothing.tokens, nothing.loss_masks) == (0, [], [])
 
 
-def test_arrays_are_those_of_the_samples() -> None:
+def test_batch_shares_memory_with_compact_samples() -> None:
     """Arrays are not copied before sending: int32 ids, int8 masks, and zero-stride arrays for all-ones masks."""
     samples = flatten_samples(make_samples(2, 2))
     samples[0].loss_mask = None
@@ -238,7 +238,7 @@ class CountedMask(np.ndarray):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_shares_of_all_ranks_look_at_each_sample_once(ranks: int) -> None:
+def test_rank_shares_sum_each_loss_mask_once(ranks: int) -> None:
     batch = make_train_batch(config(), flatten_samples(make_samples(4, 3)))
     counts = [int(mask.sum()) for mask in batch.loss_masks]
     batch.loss_masks = [mask.astype(np.float32).view(CountedMask) for mask in batch.loss_masks]
@@ -263,6 +263,6 @@ def test_the_shares_of_all_ranks_look_at_each_sample_once(ranks: int) -> None:
         (sample(reward=None), "has no reward"),
     ],
 )
-def test_broken_samples_are_named(broken, message) -> None:
+def test_rejects_invalid_samples(broken, message) -> None:
     with pytest.raises(UserError, match=message):
         make_train_batch(config(), [broken])

@@ -80,7 +80,7 @@ def tokens_of(rollouts: Sequence[list[list[Sample]]]) -> list[tuple[int, ...]]:
     return [tuple(sample.tokens) for groups in rollouts for sample in flatten_samples(groups)]
 
 
-def test_what_fills_no_step_goes_first_in_the_next_batch() -> None:
+def test_rollouts_that_fill_no_step_go_first_in_the_next_batch() -> None:
     group = RecordingGroup(config())
     rollouts = [make_samples(3, 3, seed=seed) for seed in range(3)]
     results = [group.train(i, samples, last=i == 2) for i, samples in enumerate(rollouts)]
@@ -92,7 +92,7 @@ def test_what_fills_no_step_goes_first_in_the_next_batch() -> None:
     assert tuple(last_of_first.tokens) in second
 
 
-def test_carried_rewards_are_those_of_their_own_group() -> None:
+def test_carried_rewards_are_normalized_in_their_own_group() -> None:
     group = RecordingGroup(config())
     rollouts = [make_samples(3, 3, seed=seed) for seed in range(2)]
     expected = make_train_batch(config(), flatten_samples(rollouts[0]))
@@ -104,7 +104,7 @@ def test_carried_rewards_are_those_of_their_own_group() -> None:
     assert sent["raw_reward"][place] == rollouts[0][2][2].reward
 
 
-def test_too_few_for_any_step_is_said_and_nothing_is_trained(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_and_skips_training_when_rollouts_fill_no_step(caplog: pytest.LogCaptureFixture) -> None:
     group = RecordingGroup(config(global_batch_size=12, num_steps_per_rollout=1))
     with caplog.at_level(logging.WARNING):
         result = group.train(5, make_samples(3, 3))
@@ -119,14 +119,14 @@ def test_too_few_for_any_step_is_said_and_nothing_is_trained(caplog: pytest.LogC
     assert group.rollouts_per_step() == [[12]]
 
 
-def test_tokens_per_second_count_only_what_is_trained_on() -> None:
+def test_num_tokens_counts_only_trained_samples() -> None:
     group = RecordingGroup(config())
     samples = make_samples(3, 3)
     group.train(0, samples)
     assert group.sent[0]["num_tokens"] == sum(len(sample.tokens) for sample in flatten_samples(samples)[:8])
 
 
-def test_fanned_out_rollouts_wait_whole() -> None:
+def test_fanned_out_rollout_is_carried_over_whole() -> None:
     flat = flatten_samples(make_samples(2, 3))
     for sample, rollout_id in zip(flat, [10, 10, 11, 12, 12, 12], strict=True):
         sample.rollout_id = rollout_id
@@ -136,7 +136,7 @@ def test_fanned_out_rollouts_wait_whole() -> None:
     assert group._carried.rollout_ids == [12, 12, 12]
 
 
-def test_clashing_rollout_ids_stay_different_rollouts() -> None:
+def test_clashing_rollout_ids_are_renumbered() -> None:
     carried, fresh = batch(0), batch(1, groups=1)
     assert carried.rollout_ids == [0, 1, 2, 3, 4, 5]
     assert fresh.rollout_ids == [0, 1, 2]
@@ -148,14 +148,14 @@ def test_clashing_rollout_ids_stay_different_rollouts() -> None:
     assert prepend_carried(None, fresh) is fresh
 
 
-def test_log_probs_that_one_side_lacks_are_lacking() -> None:
+def test_joined_batch_has_log_probs_only_if_both_parts_do() -> None:
     assert prepend_carried(batch(0), batch(1, with_log_probs=False)).rollout_log_probs is None
     joined = prepend_carried(batch(0), batch(1)).rollout_log_probs
     assert joined is not None
     assert len(joined) == 12
 
 
-def test_files_hold_the_rows_exactly(tmp_path: Path) -> None:
+def test_carryover_file_round_trips_rows_exactly(tmp_path: Path) -> None:
     rows = batch()
     rows.train_metadata[1] = {"note": "ü\ud800", 3: [1.5, None], "array": np.arange(6, dtype=np.int16).reshape(2, 3)}
     rows.raw_reward[2] = float("nan")
@@ -169,7 +169,7 @@ def test_files_hold_the_rows_exactly(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "rollout").iterdir()] == ["carried_4.msgpack"]
 
 
-def test_nothing_waiting_leaves_no_file(tmp_path: Path) -> None:
+def test_empty_carryover_removes_the_file(tmp_path: Path) -> None:
     assert load_carried(tmp_path, 0) is None
     save_carried(tmp_path, 0, batch())
     save_carried(tmp_path, 0, None)
@@ -177,7 +177,7 @@ def test_nothing_waiting_leaves_no_file(tmp_path: Path) -> None:
     assert load_carried(tmp_path, 0) is None
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     save_carried(tmp_path, 0, batch())
     before = carried_path(tmp_path, 0).read_bytes()
     broken = batch(1)
@@ -201,7 +201,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         (msgpack.packb({"format": 1, "batch": {"tokens": []}}), "another version"),
     ],
 )
-def test_damaged_files_are_refused_with_the_remedy(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_rejects_damaged_carryover_file_with_remedy(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = carried_path(tmp_path, 3)
     path.parent.mkdir()
     path.write_bytes(content)
@@ -209,7 +209,7 @@ def test_damaged_files_are_refused_with_the_remedy(tmp_path: Path, content: byte
         load_carried(tmp_path, 3)
 
 
-def test_files_go_with_their_checkpoints(tmp_path: Path) -> None:
+def test_remove_stale_deletes_carryover_without_checkpoint(tmp_path: Path) -> None:
     for rollout_id in (0, 1, 12):
         save_carried(tmp_path, rollout_id, batch())
     (tmp_path / "iter_0000001").mkdir()
@@ -221,7 +221,7 @@ def test_files_go_with_their_checkpoints(tmp_path: Path) -> None:
     remove_stale(tmp_path / "missing")
 
 
-def test_what_waits_is_saved_with_the_checkpoint_and_read_at_the_start(tmp_path: Path) -> None:
+def test_carryover_is_saved_with_checkpoint_and_loaded_at_start(tmp_path: Path) -> None:
     saving = config(save=str(tmp_path), load=str(tmp_path))
     first = RecordingGroup(saving)
     assert first.start() == 0
@@ -240,7 +240,7 @@ def test_what_waits_is_saved_with_the_checkpoint_and_read_at_the_start(tmp_path:
     assert other._carried is None
 
 
-def test_a_resumed_run_trains_like_the_uninterrupted_one(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     shared = {"hf_checkpoint": str(model_folder("qwen3")), "save": str(tmp_path / "ckpt"), "lr": 1e-3}
     balanced = {"balance_data": True, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
     base = config(**shared, **balanced)

@@ -26,11 +26,11 @@ def config(**changes) -> Config:
     return Config(hf_checkpoint="model", rollout_batch_size=1, **changes)
 
 
-def test_no_load_starts_from_the_model() -> None:
+def test_without_load_the_run_starts_from_hf_checkpoint() -> None:
     assert find_initial_weights(config()) == InitialWeights()
 
 
-def test_latest_file_decides(tmp_path: Path) -> None:
+def test_latest_file_selects_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("12\n")
     with pytest.raises(UserError, match="names iteration '12', which does not exist"):
         find_initial_weights(config(load=str(tmp_path)))
@@ -41,7 +41,7 @@ def test_latest_file_decides(tmp_path: Path) -> None:
     assert find_initial_weights(config(load=str(folder))) == InitialWeights(checkpoint=folder, flag="--load")
 
 
-def test_a_checkpoint_that_was_being_replaced_is_found_where_it_was_put_aside(tmp_path: Path) -> None:
+def test_finds_checkpoint_set_aside_by_an_interrupted_replacement(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("12\n")
     aside = tmp_path / ".iter_0000012.old-77"
     aside.mkdir()
@@ -53,7 +53,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found_where_it_was_put_aside(tm
     assert not aside.exists()
 
 
-def test_a_part_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_rejects_checkpoint_with_a_missing_file(tmp_path: Path) -> None:
     for rank in range(2):
         write_parts(tmp_path, rank, [SavedPart("model", "x", torch.ones(2), (4,), (2 * rank,))])
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
@@ -65,13 +65,13 @@ def test_a_part_that_is_missing_is_named_before_anything_starts(tmp_path: Path) 
         check_checkpoint(tmp_path, "--load")
 
 
-def test_a_model_folder_gives_weights_only(tmp_path: Path) -> None:
+def test_load_of_a_model_folder_gives_weights_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert find_initial_weights(config(load=str(tmp_path))) == InitialWeights(hf_folder=tmp_path, flag="--load")
 
 
 @pytest.mark.parametrize("load", ["", "nowhere"])
-def test_where_nothing_was_saved_the_start_is_a_fresh_one(tmp_path: Path, load: str) -> None:
+def test_load_folder_without_checkpoint_starts_fresh(tmp_path: Path, load: str) -> None:
     folder = str(tmp_path / load)
     assert (
         find_initial_weights(config(load=folder))
@@ -93,7 +93,7 @@ def make_checkpoint(folder: Path) -> None:
         (folder / name).touch()
 
 
-def test_keeping_the_last_two(tmp_path: Path) -> None:
+def test_keeps_last_two_checkpoints_and_unrelated_files(tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     for number in range(5):
         make_checkpoint(tmp_path / f"iter_{number:07d}")

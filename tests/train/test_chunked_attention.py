@@ -43,7 +43,7 @@ def whole(query, key, value, sinks, rules: Rules) -> torch.Tensor:
 
 @pytest.mark.parametrize("cells", [1, 150, 10_000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_whole_matrix(kind, cells) -> None:
+def test_chunked_attention_matches_dense_attention(kind, cells) -> None:
     window, softcap, has_sinks = KINDS[kind]
     rules = Rules(scale=0.7, window=window, softcap=softcap, cells=cells)
     inputs = states(2, 4, 2, 13)
@@ -73,7 +73,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_as_large_as_the_square_of_the_length(kind, monkeypatch) -> None:
+def test_no_tensor_is_quadratic_in_sequence_length(kind, monkeypatch) -> None:
     monkeypatch.setitem(MAX_CHUNK_SCORES, "cpu", 1 << 15)
     window, softcap, has_sinks = KINDS[kind]
     length, heads = 1024, 4

@@ -18,7 +18,7 @@ class Elsewhere(LocalNode):
         return f"/there{path}"
 
 
-def test_functions_are_looked_up_where_the_node_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_paths_are_mapped_to_the_remote_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "rewards.py").write_text("def reward(): ...\n")
     (tmp_path / "modules" / "package").mkdir(parents=True)

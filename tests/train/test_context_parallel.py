@@ -32,7 +32,7 @@ def packed_row(multiple: int) -> PackedRow:
     return pack(sequences(), RESPONSES, multiple=multiple)
 
 
-def test_a_row_is_padded_to_a_multiple_by_a_sequence_of_its_own() -> None:
+def test_row_padding_is_a_separate_sequence() -> None:
     row = pack([np.array([5, 6, 7]), np.array([8, 9])], [2, 1], multiple=4)
     assert row.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert row.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
@@ -44,7 +44,7 @@ def test_a_row_is_padded_to_a_multiple_by_a_sequence_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_parts_of_a_row_are_the_row(size) -> None:
+def test_concatenated_row_parts_equal_the_row(size) -> None:
     row = packed_row(size)
     parts = [row.part(rank, size) for rank in range(size)]
     length = row.num_tokens // size
@@ -58,7 +58,7 @@ def test_the_parts_of_a_row_are_the_row(size) -> None:
         assert part.tokens.shape[1] == length
 
 
-def test_a_row_that_cannot_be_parted_is_refused() -> None:
+def test_rejects_row_not_divisible_into_parts() -> None:
     with pytest.raises(ValueError, match="45 tokens cannot be split into 2 equal parts"):
         packed_row(1).part(0, 2)
 
@@ -92,7 +92,7 @@ def compare_policies(ranks: Ranks, recompute: bool) -> None:
 
 
 @pytest.mark.parametrize(("count", "recompute"), [(4, True), long(2, False)])
-def test_policies_of_every_kind(count, recompute, tmp_path) -> None:
+def test_context_parallel_policies_match_one_rank(count, recompute, tmp_path) -> None:
     together(count, compare_policies, recompute, folder=tmp_path)
 
 
@@ -125,7 +125,7 @@ def critic(seed: int) -> ValueModel:
     return ValueModel(model)
 
 
-def test_logits_and_values(tmp_path) -> None:
+def test_context_parallel_logits_and_values_match_one_rank(tmp_path) -> None:
     together(2, compare_outputs, folder=tmp_path)
 
 
@@ -143,7 +143,7 @@ def a_part_without_responses(ranks: Ranks) -> list[int]:
     return list(row.part(0, 2).counts)
 
 
-def test_a_part_of_prompt_alone(tmp_path) -> None:
+def test_part_with_only_prompt_tokens_matches_one_rank(tmp_path) -> None:
     assert together(2, a_part_without_responses, folder=tmp_path) == [[0, 3]] * 2
 
 
@@ -176,7 +176,7 @@ def exchange_heads(ranks: Ranks) -> Any:
     return seen, None
 
 
-def test_heads_for_tokens(tmp_path) -> None:
+def test_exchange_between_heads_and_tokens_round_trips(tmp_path) -> None:
     for seen, refusal in together(4, exchange_heads, folder=tmp_path):
         assert seen == [1, 1, 1, 3]
         assert (
@@ -202,11 +202,11 @@ def gradients_of_collectives(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_gradients_go_back_the_way_values_came(count, tmp_path) -> None:
+def test_gather_and_exchange_gradients(count, tmp_path) -> None:
     together(count, gradients_of_collectives, folder=tmp_path)
 
 
-def test_padding_is_in_the_row_that_plugins_see_and_in_no_list_of_samples() -> None:
+def test_plugins_see_row_padding_but_no_padding_sample() -> None:
     samples = flatten_samples(make_samples(1, 3, seed=2))
     batch = make_train_batch(Config(), samples)
     micro = make_micro_batch(batch, [2, 0, 1], StepShare(3), 3, torch.device("cpu"), multiple=64)

@@ -18,7 +18,7 @@ LENGTHS = (3, 70)
 
 
 @pytest.mark.parametrize("name", ["fla", "flashqla"])
-def test_kernels_that_are_asked_for_and_missing_are_refused(name) -> None:
+def test_rejects_gdn_backend_that_is_not_installed(name) -> None:
     with pytest.raises(UserError, match=f"--qwen-gdn-backend {name} needs the package"):
         check_delta_kernels(name)
     with pytest.raises(UserError, match="not installed"):
@@ -26,18 +26,18 @@ def test_kernels_that_are_asked_for_and_missing_are_refused(name) -> None:
     packed_policy("qwen3", gdn_backend=name)  # qwen3 has no delta nets
 
 
-def test_ranks_that_do_not_divide_the_key_heads_are_refused_before_the_first_row() -> None:
+def test_rejects_context_size_that_does_not_divide_key_heads() -> None:
     policy = packed_policy("qwen3_5")
     with pytest.raises(UserError, match=r"size 3 does not divide the 4 key heads .* use one of 1, 2, 4"):
         policy.set_context_ranks(Ranks(0, 3, torch.device("cpu")))
 
 
-def test_without_a_gpu_torch_computes_them() -> None:
+def test_defaults_to_torch_kernels_without_gpu() -> None:
     check_delta_kernels(None)
     assert isinstance(delta_kernels(None, LENGTHS, torch.device("cpu")), TorchKernels)
 
 
-def test_a_package_gets_the_bounds_of_the_sequences(monkeypatch) -> None:
+def test_package_kernels_receive_cu_seqlens(monkeypatch) -> None:
     """The call is flash-linear-attention's: tensors of [1, T, heads, D], key heads repeated to the number of heads."""
 
     def rule(query, key, value, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):

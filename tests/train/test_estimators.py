@@ -50,7 +50,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_estimator_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_estimator_is_defined_by_one_registry_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An entry determines flags, rewards and advantages; other modules neither list nor compare estimator names."""
 
     def best_alone(rewards: Any, groups: RewardGroups) -> list[float]:
@@ -105,7 +105,7 @@ def close_to_policy(groups: list[list[Sample]], folder: Path, noise: float = 0.0
 
 
 @pytest.mark.parametrize("estimator", some(["gspo", "reinforce_plus_plus_baseline", "ppo"], of=ESTIMATORS))
-def test_the_cut_into_micro_batches_changes_nothing(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_micro_batch_size_does_not_change_results(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
     groups = close_to_policy(make_samples(3, 3), folder)
     outcomes = []
@@ -129,7 +129,7 @@ def test_the_cut_into_micro_batches_changes_nothing(estimator: str, model_folder
 
 
 @pytest.mark.parametrize("estimator", some(["ppo"], of=ESTIMATORS))
-def test_two_ranks_compute_what_one_does(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_two_ranks_match_one_rank(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
     groups = close_to_policy(make_samples(3, 3), folder)
     outcomes = []
@@ -150,7 +150,7 @@ def test_two_ranks_compute_what_one_does(estimator: str, model_folder: Folder, t
         torch.testing.assert_close(two_weights[name], tensor, atol=1e-6, rtol=1e-5)
 
 
-def test_groups_of_one_three_and_eight_samples_have_their_own_statistics(model_folder: Folder, tmp_path: Path) -> None:
+def test_reward_statistics_are_per_group_for_uneven_groups(model_folder: Folder, tmp_path: Path) -> None:
     config = config_for(model_folder("qwen3"), tmp_path)
     sizes, rewards = (1, 3, 8), [5.0, 1.0, 2.0, 6.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 4.0, 1.0]
     samples = []
@@ -174,7 +174,7 @@ def test_groups_of_one_three_and_eight_samples_have_their_own_statistics(model_f
     assert alone[1] == pytest.approx(1.0 - (2.0 + 6.0) / 2)
 
 
-def test_a_critic_learns_the_returns_and_resumes_with_the_policy(model_folder: Folder, tmp_path: Path) -> None:
+def test_critic_loss_falls_and_critic_resumes_with_policy(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
     flags: dict[str, Any] = {
         "advantage_estimator": "ppo", "num_critic_only_steps": 2, "critic_lr": 3e-3, "num_rollout": 6,
@@ -202,7 +202,7 @@ def test_a_critic_learns_the_returns_and_resumes_with_the_policy(model_folder: F
     assert (tmp_path / "ckpt/critic/iter_0000003/meta.json").is_file()
 
 
-def test_a_moving_reference_is_the_policy_it_was_copied_from_and_survives_a_resume(
+def test_ref_update_interval_copies_policy_and_survives_resume(
     model_folder: Folder, tmp_path: Path
 ) -> None:
     flags: dict[str, Any] = {
@@ -222,7 +222,7 @@ def test_a_moving_reference_is_the_policy_it_was_copied_from_and_survives_a_resu
     assert again.train(3, groups)["metrics"][0] == ahead
 
 
-def test_the_old_actor_is_the_policy_that_was_exported(model_folder: Folder, tmp_path: Path) -> None:
+def test_old_actor_is_the_last_exported_policy(model_folder: Folder, tmp_path: Path) -> None:
     run = InProcess(config_for(model_folder("llama"), tmp_path, keep_old_actor=True, lr=1e-2))
     groups = make_samples(3, 3)
     run.trainer.export_weights(str(tmp_path / "w"), 0)
@@ -244,7 +244,7 @@ def log_probs_of(weights: dict[str, torch.Tensor], kind: str, sample: Sample) ->
     return every.gather(1, tokens[0, 1:, None])[-sample.response_length :, 0]
 
 
-def test_one_step_off_the_old_actor_is_the_version_that_sampled_each_token(
+def test_one_step_async_uses_old_log_probs_of_sampling_version(
     model_folder: Folder, tmp_path: Path
 ) -> None:
     flags: dict[str, Any] = {"keep_old_actor": True, "async_mode": "one-step", "use_tis": False, "lr": 1e-2}
@@ -271,7 +271,7 @@ def test_one_step_off_the_old_actor_is_the_version_that_sampled_each_token(
         torch.testing.assert_close(torch.tensor(row["log_probs"]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teacher_in_the_trainer_pulls_the_student_towards_it(model_folder: Folder, tmp_path: Path) -> None:
+def test_trainer_opd_advantages_equal_scaled_reverse_kl(model_folder: Folder, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     build_model("llama", seed=3).save_pretrained(teacher)
     flags: dict[str, Any] = {
@@ -293,7 +293,7 @@ def train_once(folder: Path, out: Path, groups: list[list[Sample]] | None = None
 
 @pytest.mark.parametrize("lacking", [9, 1])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
+def test_default_tis_is_skipped_when_log_probs_are_missing(
     model_folder: Folder, tmp_path: Path, lacking: int, normalize: bool
 ) -> None:
     """If a sample lacks log-probs, the default correction is skipped for the rollout; with --use-tis it is an error."""
@@ -310,7 +310,7 @@ def test_importance_weights_that_nobody_asked_for_need_no_log_probs(
         train_once(folder, tmp_path, groups, **flags, use_tis=True)
 
 
-def test_off_policy_sequences_are_masked_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
+def test_opsm_masks_sequences_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
     """The engine's log-probs are higher than the trainer's: stale samples or numerical differences."""
     folder = model_folder("qwen3")
     groups = close_to_policy(make_samples(3, 3), folder, noise=0.0)
@@ -329,7 +329,7 @@ def test_off_policy_sequences_are_masked_with_one_update_per_rollout(model_folde
         train_once(folder, tmp_path, groups, **flags)
 
 
-def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> None:
+def test_custom_loss_hooks_take_effect(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("llama")
     groups = close_to_policy(make_samples(3, 3), folder)
 
@@ -358,7 +358,7 @@ def test_hooks_change_what_they_say(model_folder: Folder, tmp_path: Path) -> Non
         loss(custom_advantage_function_path=f"{HOOKS}.advantages_of_the_wrong_length")
 
 
-def test_what_one_function_writes_into_args_the_next_one_reads(model_folder: Folder, tmp_path: Path) -> None:
+def test_hooks_share_values_through_args(model_folder: Folder, tmp_path: Path) -> None:
     """Covers reward post-processing in the driver, and advantages, post-processing and correction in the trainer."""
     flags = {
         "custom_reward_post_process_path": f"{HOOKS}.remembered_rewards",
@@ -371,7 +371,7 @@ def test_what_one_function_writes_into_args_the_next_one_reads(model_folder: Fol
     assert found["train/seen"] == pytest.approx(3.0)  # incremented by each of the trainer's three functions
 
 
-def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder: Folder, tmp_path: Path) -> None:
+def test_custom_loss_reads_train_metadata_and_scales_like_sft_loss(model_folder: Folder, tmp_path: Path) -> None:
     folder, groups = model_folder("llama"), make_samples(3, 3)
     for sample in flatten_samples(groups):
         sample.train_metadata = {"weight": 1.0}
@@ -389,7 +389,7 @@ def test_a_custom_loss_sees_train_metadata_and_is_scaled_like_ours(model_folder:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_kept(
+def test_non_finite_step_is_skipped_and_samples_are_dumped(
     steps: int, model_folder: Folder, tmp_path: Path
 ) -> None:
     """With several updates per rollout, the log-prob pass before them detects it and all updates are skipped."""
@@ -420,7 +420,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_kept(
         assert goes_on | {"train/step": 0.0} == fresh  # moments and schedule are as they were
 
 
-def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder, tmp_path: Path) -> None:
+def test_run_ends_after_max_skipped_steps_in_a_row(model_folder: Folder, tmp_path: Path) -> None:
     group = TrainerGroup(
         config_for(model_folder("llama"), tmp_path, max_skipped_steps=3), device="cpu", run_dir=tmp_path
     )
@@ -431,7 +431,7 @@ def test_after_so_many_skipped_steps_in_a_row_the_run_ends(model_folder: Folder,
         group._count_skipped([skipped], ["c"])
 
 
-def test_a_rollout_without_any_update_counts_as_one_skipped_step(
+def test_rollout_without_updates_counts_as_one_skipped_step(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds for any number of steps, because all are skipped for the same log-probs."""
@@ -458,7 +458,7 @@ def test_a_rollout_without_any_update_counts_as_one_skipped_step(
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_names_its_sample(reward: float, model_folder: Folder, tmp_path: Path) -> None:
+def test_non_finite_reward_error_names_and_dumps_the_sample(reward: float, model_folder: Folder, tmp_path: Path) -> None:
     groups = make_samples(3, 3)
     groups[1][2].reward = reward
     with pytest.raises(UserError, match=r"sample 5 has reward (nan|inf)"):
@@ -467,7 +467,7 @@ def test_a_reward_that_is_no_number_names_its_sample(reward: float, model_folder
     assert (kept["index"], kept["tokens"]) == (5, groups[1][2].tokens)
 
 
-def test_an_engine_log_prob_that_is_no_number_names_its_sample_and_keeps_it(
+def test_non_finite_rollout_log_prob_error_names_and_dumps_the_sample(
     model_folder: Folder, tmp_path: Path
 ) -> None:
     groups = make_samples(3, 3)
@@ -478,7 +478,7 @@ def test_an_engine_log_prob_that_is_no_number_names_its_sample_and_keeps_it(
     assert (tmp_path / "not_finite" / "sample_1.json").is_file()
 
 
-def test_a_conversion_of_the_users_own_and_the_dump_of_what_training_computed(
+def test_custom_sample_conversion_and_debug_train_data_dump(
     model_folder: Folder, tmp_path: Path
 ) -> None:
     flags: dict[str, Any] = {

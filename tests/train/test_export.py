@@ -40,7 +40,7 @@ def in_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_one_rank_has_what_the_folder_has(
+def test_single_rank_export_matches_model_folder(
     kind: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hf_tensor_plan, "ROWS_BYTES", EXPERT_ROWS)
@@ -115,7 +115,7 @@ def export_on_rank(peers: Ranks, folder: str, copies: int, owners: tuple[int, ..
     [("qwen3_moe", 3, 1, None), ("qwen3", 2, 1, (0,)), ("qwen3_moe", 4, 2, None)],
     ids=["three ranks", "one owner", "two copies of two"],
 )
-def test_ranks_send_what_they_hold_to_the_owner(
+def test_sharded_export_sends_each_tensor_to_its_owner(
     kind: str, size: int, copies: int, owners: tuple[int, ...] | None, model_folder: Folder, tmp_path: Path
 ) -> None:
     ranks = together(size, export_on_rank, str(model_folder(kind)), copies, owners, folder=tmp_path)
@@ -153,7 +153,7 @@ def write_on_rank(peers: Ranks, folder: str, out: str) -> dict[str, Any]:
     return {"written": written, "checksums": trainer.weight_checksums()}
 
 
-def test_each_rank_writes_what_it_owns(model_folder: Folder, tmp_path: Path) -> None:
+def test_each_rank_writes_the_tensors_it_owns(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3_moe")
     ranks = together(2, write_on_rank, str(folder), str(tmp_path), folder=tmp_path)
     wanted = in_folder(folder, torch.float32)

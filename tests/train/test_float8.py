@@ -88,7 +88,7 @@ for kind in ("qwen3", "qwen2"):
 
 
 @pytest.mark.kernels
-def test_layers_multiply_rounded_rows_and_keep_the_gradients_of_exact_products() -> None:
+def test_fp8_layers_use_quantized_products_and_exact_gradients() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -103,7 +103,7 @@ def test_layers_multiply_rounded_rows_and_keep_the_gradients_of_exact_products()
         ({"lora_rank": 4}, "--fp8 is for training all weights, but --lora-rank 4 trains an adapter: drop one"),
     ],
 )
-def test_flags_that_do_not_go_with_it(flags: dict[str, object], sentence: str) -> None:
+def test_rejects_flags_incompatible_with_fp8(flags: dict[str, object], sentence: str) -> None:
     given = {"device": "cuda", "dtype": "bfloat16", **flags}
     valid = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1, "num_rollout": 1}
     config = derive(Config(**valid, **given))  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_flags_that_do_not_go_with_it(flags: dict[str, object], sentence: str) -
         ("qwen3", (8, 9), torch.bfloat16, None),
     ],
 )
-def test_gpus_and_models_that_cannot(
+def test_rejects_gpus_and_models_without_fp8_support(
     monkeypatch: pytest.MonkeyPatch, kind: str, capability: tuple[int, int], dtype: torch.dtype, sentence: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -138,6 +138,6 @@ def test_gpus_and_models_that_cannot(
         check_float8(model, dtype, torch.device("cuda"))
 
 
-def test_a_cpu_is_refused() -> None:
+def test_rejects_fp8_on_cpu() -> None:
     with pytest.raises(UserError, match="--fp8 needs an NVIDIA GPU with units for 8-bit floats, and this run trains"):
         check_float8(build_model("qwen3"), torch.bfloat16, torch.device("cpu"))

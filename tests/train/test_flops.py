@@ -38,14 +38,14 @@ def training(weights: int, scores: int) -> int:
     return 3 * 2 * (LENGTH * weights + scores)
 
 
-def test_dense_with_grouped_queries() -> None:
+def test_flops_of_dense_model_with_grouped_queries() -> None:
     attention = 16 * (32 + 16 + 16) + 32 * 16  # heads of 8: 4 for queries, 2 for keys, 2 for values
     mlp = 3 * 16 * 24
     scores = 4 * PAIRS * 4 * (8 + 8)  # layers x pairs x heads x (scores + values)
     assert flops("qwen3", head_dim=8).sequence(LENGTH) == training(4 * (attention + mlp) + HEAD, scores)
 
 
-def test_latent_attention_with_dense_and_sparse_layers() -> None:
+def test_flops_of_latent_attention_with_dense_and_sparse_layers() -> None:
     model = flops(
         "deepseek_v3",
         **{"q_lora_rank": 6, "kv_lora_rank": 5, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10},
@@ -58,7 +58,7 @@ def test_latent_attention_with_dense_and_sparse_layers() -> None:
     assert model.sequence(LENGTH) == training(4 * attention + dense + 3 * sparse + HEAD, scores)
 
 
-def test_experts_on_some_layers() -> None:
+def test_flops_of_experts_on_some_layers() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     model = flops("qwen3_moe", head_dim=4, **experts, decoder_sparse_step=1, mlp_only_layers=[0, 2])
     attention = 16 * (16 + 8 + 8) + 16 * 16
@@ -69,7 +69,7 @@ def test_experts_on_some_layers() -> None:
     assert every_second.sequence(LENGTH) == model.sequence(LENGTH)
 
 
-def test_sliding_windows_on_every_second_layer() -> None:
+def test_flops_of_alternating_sliding_windows() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = flops("gemma2", head_dim=4, sliding_window=3, layer_types=kinds)
     attention, mlp = 16 * (16 + 8 + 8) + 16 * 16, 3 * 16 * 24
@@ -77,7 +77,7 @@ def test_sliding_windows_on_every_second_layer() -> None:
     assert model.sequence(LENGTH) == training(4 * (attention + mlp) + HEAD, pairs * 4 * (4 + 4))
 
 
-def test_a_window_without_layer_types_is_on_all_layers() -> None:
+def test_window_without_layer_types_applies_to_all_layers() -> None:
     assert flops("mistral", sliding_window=3).layers_by_window == {3: 4}
     assert flops("mistral", sliding_window=None).layers_by_window == {None: 4}
 
@@ -104,7 +104,7 @@ def test_linear_attention_is_linear_in_length() -> None:
     assert lightning.layers_by_window == {None: 1}
 
 
-def test_packed_sequences_cost_what_they_cost_alone() -> None:
+def test_packed_flops_equal_sum_over_sequences() -> None:
     model = flops("llama")
     assert model.packed([3, 10, 4]) == model.sequence(3) + model.sequence(10) + model.sequence(4)
     assert model.packed([10, 10]) < model.sequence(20)
@@ -120,13 +120,13 @@ def test_causal_pairs(length: int, window: int | None, pairs: int) -> None:
     assert len(seen) == pairs
 
 
-def test_a_config_that_does_not_tell_is_refused_with_the_remedy() -> None:
+def test_rejects_config_without_known_flops() -> None:
     with pytest.raises(UserError, match=r"--balance-data, .*: the config of a gpt2 model does not determine its FLOPs"):
         FlopsModel.from_config(GPT2Config())
 
 
 @pytest.mark.parametrize("length", [1, 7, 48])
-def test_a_real_model_does_as_much_forward_and_backward(length: int) -> None:
+def test_flops_match_torch_flop_counter_on_llama(length: int) -> None:
     config = CONFIG_MAPPING["llama"](**SIZES)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
     tokens = torch.arange(length)[None] % 100

@@ -128,10 +128,10 @@ def run(kinds: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [["qwen3"], long(["qwen2", "mistral_window"])])
-def test_values_and_gradients_are_those_of_the_layers_they_replace(kinds: list[str]) -> None:
+def test_fused_layers_match_transformers_layers(kinds: list[str]) -> None:
     run(kinds)
 
 
 @pytest.mark.parametrize("kind", [long("qwen2:q_proj:v_proj:up_proj:down_proj"), long("qwen3:all-linear")])
-def test_so_they_are_with_adapters_at_all_matrices_or_some(kind: str) -> None:
+def test_fused_layers_with_adapters_match_transformers_layers(kind: str) -> None:
     run([kind])

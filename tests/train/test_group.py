@@ -80,7 +80,7 @@ def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory):
     return base, train(base, save / "run", save=True)
 
 
-def test_two_processes_and_another_cut_give_the_same_loss_and_weights(one_process, tmp_path: Path) -> None:
+def test_two_ranks_with_dynamic_batches_match_one_process(one_process, tmp_path: Path) -> None:
     base, expected = one_process
     # 9 uneven samples over 2 ranks with a token budget: unequal micro-batches, some of them empty
     two = base.replace(actor_num_gpus_per_node=2, use_dynamic_batch_size=True, max_tokens_per_gpu=200, save=None)
@@ -94,7 +94,7 @@ def test_two_processes_and_another_cut_give_the_same_loss_and_weights(one_proces
         {"advantage_estimator": "ppo", "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "balance_data": True},
     ],
 )
-def test_ranks_without_samples_change_nothing(model_folder: Folder, tmp_path: Path, changes: dict[str, object]) -> None:
+def test_ranks_without_samples_do_not_change_results(model_folder: Folder, tmp_path: Path, changes: dict[str, object]) -> None:
     """Two processes of one tensor-parallel replica with one rollout per step: one process never has a sample."""
     model, each = model_folder("qwen3"), {"global_batch_size": 1, "num_steps_per_rollout": 9, "lr": 1e-4, **changes}
     expected = train(config(model, **each), tmp_path / "one", rollouts=range(1))
@@ -102,7 +102,7 @@ def test_ranks_without_samples_change_nothing(model_folder: Folder, tmp_path: Pa
     assert_close(train(config(model, **each, **halves), tmp_path / "two", rollouts=range(1)), expected, 1e-5)
 
 
-def test_resume_is_bitwise_the_uninterrupted_run(one_process, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal_to_uninterrupted_run(one_process, tmp_path: Path) -> None:
     base, (results, weights) = one_process
     resumed = base.replace(load=str(Path(base.save) / "iter_0000001"), save=None)
     again, again_weights = train(resumed, tmp_path, rollouts=range(2, 3))
@@ -110,14 +110,14 @@ def test_resume_is_bitwise_the_uninterrupted_run(one_process, tmp_path: Path) ->
     assert all(torch.equal(tensor, again_weights[name]) for name, tensor in weights.items())
 
 
-def test_resume_on_two_ranks_cut_and_recomputed_differently(one_process, tmp_path: Path) -> None:
+def test_resume_on_two_ranks_with_recompute_matches_one_process(one_process, tmp_path: Path) -> None:
     base, (results, weights) = one_process
     cut = {"actor_num_gpus_per_node": 2, "micro_batch_size": 1, "recompute_activations": True}
     resumed = base.replace(load=str(Path(base.save) / "iter_0000001"), save=None, **cut)
     assert_close(train(resumed, tmp_path, rollouts=range(2, 3)), (results[2:], weights), 1e-5)
 
 
-def test_metrics_make_sense(one_process, model_folder: Folder) -> None:
+def test_first_steps_report_expected_metrics(one_process, model_folder: Folder) -> None:
     _, (results, weights) = one_process
     first = results[0].metrics[0]
     assert abs(first["train/ppo_kl"]) < 1e-8
@@ -132,7 +132,7 @@ def test_metrics_make_sense(one_process, model_folder: Folder) -> None:
     assert any(not torch.equal(tensor, fresh[name]) for name, tensor in weights.items())
 
 
-def test_sft_loss_is_the_plain_negative_log_likelihood_and_freezing_holds(model_folder: Folder, tmp_path: Path) -> None:
+def test_sft_loss_is_token_nll_and_frozen_parameters_stay(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("llama")
     sft = config(
         folder, loss_type="sft_loss", calculate_per_token_loss=True, only_train_params_name_list=["mlp", "lm_head"]
@@ -156,7 +156,7 @@ def test_sft_loss_is_the_plain_negative_log_likelihood_and_freezing_holds(model_
     assert result.metrics[0]["train/loss"] == pytest.approx(total / count, abs=1e-5)
 
 
-def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folder, tmp_path: Path) -> None:
+def test_several_steps_use_old_log_probs_and_saved_hf_folder_loads(model_folder: Folder, tmp_path: Path) -> None:
     several = config(
         model_folder("qwen3_moe"), global_batch_size=3, num_steps_per_rollout=3, dtype="bfloat16",
         actor_num_gpus_per_node=2,
@@ -189,7 +189,7 @@ def test_several_steps_use_old_log_probs_and_hf_folder_loads(model_folder: Folde
     assert model.dtype == torch.bfloat16
 
 
-def test_a_checkpoint_is_written_beside_training(model_folder: Folder, tmp_path: Path) -> None:
+def test_async_save_writes_checkpoint_during_training(model_folder: Folder, tmp_path: Path) -> None:
     both = config(model_folder("qwen3"), actor_num_gpus_per_node=2, async_save=True, save=str(tmp_path / "ckpt"))
     latest = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     with TrainerGroup(both, device="cpu", run_dir=tmp_path / "run") as group:
@@ -223,7 +223,7 @@ def test_a_checkpoint_is_written_beside_training(model_folder: Folder, tmp_path:
     assert latest.read_text() == "2\n"  # stop() waits for the save
 
 
-def test_checkpoint_of_another_model_is_refused_naming_both(one_process, model_folder: Folder, tmp_path: Path) -> None:
+def test_rejects_checkpoint_of_another_model(one_process, model_folder: Folder, tmp_path: Path) -> None:
     base, _ = one_process
     other = config(model_folder("llama"), load=base.save)
     group = TrainerGroup(other, device="cpu", run_dir=tmp_path)
@@ -231,7 +231,7 @@ def test_checkpoint_of_another_model_is_refused_naming_both(one_process, model_f
         group.start()
 
 
-def test_a_killed_rank_is_named_with_its_log(model_folder: Folder, tmp_path: Path) -> None:
+def test_killed_rank_raises_trainer_died(model_folder: Folder, tmp_path: Path) -> None:
     with TrainerGroup(config(model_folder("qwen3")), device="cpu", run_dir=tmp_path) as group:
         group.start()
         for pid in group.processes.ranks[0].process.pids():

@@ -25,7 +25,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["normed heads", "plain heads"])
 @pytest.mark.parametrize("share", [True, False], ids=["shared prompts", "whole sequences"])
-def test_rotations(share: bool, has_norm: bool, compiled: list[str]) -> None:
+def test_rotary_kernels_compile(share: bool, has_norm: bool, compiled: list[str]) -> None:
     shared = make_row(share=share).shared
     assert (shared is not None) == share
     tokens = 65 if shared is None else len(shared.first)
@@ -38,7 +38,7 @@ def test_rotations(share: bool, has_norm: bool, compiled: list[str]) -> None:
     assert compiled == ["_rotate_forward", "_rotate_backward"]
 
 
-def test_what_lies_between_products(compiled: list[str]) -> None:
+def test_norm_gate_and_quantize_kernels_compile(compiled: list[str]) -> None:
     rows = torch.zeros(5, 48, dtype=torch.bfloat16)
     statistics = torch.zeros(5)
     for more in (None, rows):
@@ -49,13 +49,13 @@ def test_what_lies_between_products(compiled: list[str]) -> None:
     assert compiled == [*["_norm_forward", "_norm_backward"] * 2, "_gate_forward", "_gate_backward", "_quantize"]
 
 
-def test_gate_and_up_in_one(compiled: list[str]) -> None:
+def test_gated_product_kernel_compiles(compiled: list[str]) -> None:
     rows, weight = (torch.zeros(count, 128, dtype=torch.bfloat16) for count in (5, 192))
     assert matmul_kernels.product(rows, weight, weight).shape == (5, 192)
     assert compiled == ["_gated_tile"]
 
 
-def test_copies(compiled: list[str]) -> None:
+def test_copy_kernels_compile(compiled: list[str]) -> None:
     shared = make_row(share=True).shared
     assert shared is not None
     for dtype in (torch.bfloat16, torch.float32):
@@ -67,7 +67,7 @@ def test_copies(compiled: list[str]) -> None:
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_statistics_of_logits(softcap: float | None, with_entropy: bool, has_bias: bool, compiled: list[str]) -> None:
+def test_logit_statistics_kernels_compile(softcap: float | None, with_entropy: bool, has_bias: bool, compiled: list[str]) -> None:
     raw, targets = torch.zeros(3, 100), torch.zeros(3, dtype=torch.int64)
     bias = raw[0] if has_bias else None
     transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)
@@ -92,7 +92,7 @@ def test_statistics_of_logits(softcap: float | None, with_entropy: bool, has_bia
         ),
     ],
 )
-def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vocab: int, compiled: list[str]) -> None:
+def test_projected_statistics_kernels_compile(softcap: float | None, with_entropy: bool, vocab: int, compiled: list[str]) -> None:
     hidden, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (5, vocab))
     bias = weight[:, 0].contiguous() if softcap else None
     transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)
@@ -103,7 +103,7 @@ def test_statistics_without_logits(softcap: float | None, with_entropy: bool, vo
 
 
 @pytest.mark.parametrize("module", [kernels, fused_head, matmul_kernels])
-def test_no_kernel_is_compiled_again_for_another_number_of_rows(module: ModuleType) -> None:
+def test_kernels_do_not_specialize_on_row_count(module: ModuleType) -> None:
     made = [kernel for kernel in vars(module).values() if isinstance(kernel, JITFunction)]
     assert made
     counts = [p for kernel in made for p in kernel.params if p.name in ("rows", "tokens")]

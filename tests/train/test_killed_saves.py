@@ -115,7 +115,7 @@ def check_whole(config: Any, weights: list[Pair]) -> int | None:
 
 
 @pytest.mark.parametrize(("in_background", "earlier"), [(True, True), long(False, False)])
-def test_a_kill_at_any_step_of_a_save_leaves_a_whole_pair(
+def test_kill_at_any_step_of_a_save_leaves_a_complete_checkpoint_pair(
     in_background: bool,
     earlier: bool,
     trained: tuple[InProcess, Path, list[Pair]],
@@ -150,7 +150,7 @@ def test_a_kill_at_any_step_of_a_save_leaves_a_whole_pair(
     ]  # fmt: skip
 
 
-def test_what_a_kill_left_is_gone_after_the_next_save(
+def test_next_save_removes_leftovers_of_a_killed_save(
     trained: tuple[InProcess, Path, list[Pair]], tmp_path: Path, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, source, weights = trained

@@ -97,7 +97,7 @@ def one_process(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) 
         of=LAYOUTS,
     ),
 )  # fmt: skip
-def test_every_layout_gives_the_numbers_of_one_process(
+def test_layouts_match_one_process(
     layout: str, one_process: Callable[[str], Numbers], model_folder: Folder, tmp_path: Path
 ) -> None:
     training, processes, flags = LAYOUTS[layout]
@@ -113,7 +113,7 @@ def test_every_layout_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize("training", ["grpo", "lora"])
-def test_the_numbers_move_by_more_than_they_are_compared_with(
+def test_weights_change_by_more_than_the_comparison_tolerance(
     training: str, one_process: Callable[[str], Numbers], model_folder: Folder
 ) -> None:
     _, weights = one_process(training)

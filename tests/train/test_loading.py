@@ -68,7 +68,7 @@ def test_loads_every_weight(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("read", [load, outline])
-def test_each_kind_of_broken_folder_is_one_sentence(folder: Path, read, spoil, message) -> None:
+def test_rejects_broken_model_folders(folder: Path, read, spoil, message) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message):
         read(folder)
@@ -88,7 +88,7 @@ def test_saved_folder_is_complete_and_sharded(folder: Path, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_saving_replaces_only_what_a_run_saved(folder: Path, tmp_path: Path) -> None:
+def test_saving_replaces_only_folders_saved_by_a_run(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     out = tmp_path / "out"
     save_hf_folder(tensors, folder, out, torch.float32)
@@ -108,7 +108,7 @@ def test_saving_replaces_only_what_a_run_saved(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("added", ["notes/day1.txt", "model.safetensors", "empty/"])
-def test_a_saved_folder_that_was_added_to_stays(folder: Path, tmp_path: Path, added: str) -> None:
+def test_saving_keeps_a_folder_with_added_files(folder: Path, tmp_path: Path, added: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     out = save_hf_folder(tensors, folder, tmp_path / "out", torch.float32)
     if added.endswith("/"):
@@ -121,7 +121,7 @@ def test_a_saved_folder_that_was_added_to_stays(folder: Path, tmp_path: Path, ad
     assert (out / added).is_dir() if added.endswith("/") else (out / added).read_text() == "mine"
 
 
-def test_what_appears_while_a_folder_is_saved_stays(folder: Path, tmp_path: Path) -> None:
+def test_saving_keeps_files_created_during_the_save(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
 
     def slowly():
@@ -134,7 +134,7 @@ def test_what_appears_while_a_folder_is_saved_stays(folder: Path, tmp_path: Path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_link_is_saved_through_and_a_copied_mark_does_not_count(folder: Path, tmp_path: Path) -> None:
+def test_saving_follows_symlinks_and_excludes_copied_manifest(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
@@ -147,7 +147,7 @@ def test_a_link_is_saved_through_and_a_copied_mark_does_not_count(folder: Path, 
     assert MANIFEST not in json.loads((again / MANIFEST).read_text())["files"]
 
 
-def test_a_failed_save_leaves_the_old_folder(folder: Path, tmp_path: Path) -> None:
+def test_failed_save_keeps_the_old_folder(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     out = save_hf_folder(tensors, folder, tmp_path / "out", torch.float32)
 

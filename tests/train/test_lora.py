@@ -41,7 +41,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_only_adapters_are_trained_and_engines_get_them_added(kind: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_trains_only_adapters_and_exports_merged_weights(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder(kind), tmp_path)
     original = dict(open_weights(model_folder(kind)))
     before = sent(run)
@@ -63,7 +63,7 @@ def test_only_adapters_are_trained_and_engines_get_them_added(kind: str, model_f
     }
 
 
-def test_the_trainers_log_probs_are_those_of_what_the_engines_get(model_folder: Folder, tmp_path: Path) -> None:
+def test_trainer_log_probs_match_exported_weights(model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder("qwen3"), tmp_path / "run", ci_test=True)
     run.train(0, make_samples(3, 3))
     run.trainer.save_hf(str(tmp_path / "hf"))
@@ -73,7 +73,7 @@ def test_the_trainers_log_probs_are_those_of_what_the_engines_get(model_folder: 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_the_saved_adapter_loads_in_peft_with_the_logits_of_the_merged_folder(
+def test_saved_adapter_in_peft_matches_merged_folder_logits(
     kind: str, model_folder: Folder, tmp_path: Path
 ) -> None:
     run = lora_run(model_folder(kind), tmp_path / "run", save=str(tmp_path / "ckpt"))
@@ -89,7 +89,7 @@ def test_the_saved_adapter_loads_in_peft_with_the_logits_of_the_merged_folder(
     assert config["base_model_name_or_path"] == str(model_folder(kind).resolve())
 
 
-def test_the_reference_is_the_base_itself(model_folder: Folder, tmp_path: Path) -> None:
+def test_reference_log_probs_use_the_base_without_a_copy(model_folder: Folder, tmp_path: Path) -> None:
     """There is no second copy, and the log-probs equal those of a separate reference model."""
     samples = make_samples(3, 3)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
@@ -103,7 +103,7 @@ def test_the_reference_is_the_base_itself(model_folder: Folder, tmp_path: Path) 
     assert abs(found[0]["metrics"][0]["train/kl_loss"]) > 1e-3
 
 
-def test_a_reference_of_its_own_is_loaded(model_folder: Folder, tmp_path: Path) -> None:
+def test_separate_reference_is_loaded_when_load_differs(model_folder: Folder, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = load(model_folder("qwen3"))
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_reference_of_its_own_is_loaded(model_folder: Folder, tmp_path: Path) 
     assert abs(answer["metrics"][0]["train/kl_loss"]) > 1e-4
 
 
-def test_a_moving_reference_and_old_actors_are_adapters(model_folder: Folder, tmp_path: Path) -> None:
+def test_moving_reference_and_old_actor_are_stored_as_adapters(model_folder: Folder, tmp_path: Path) -> None:
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "keep_old_actor": True}
     run = lora_run(model_folder("qwen3"), tmp_path / "run", save=str(tmp_path / "ckpt"), **flags)
     backend = run.trainer.actor.backend
@@ -142,7 +142,7 @@ def test_a_moving_reference_and_old_actors_are_adapters(model_folder: Folder, tm
     assert all(torch.equal(t, saved[n]) for n, t in again.trainer.actor.backend.full_parameters("ref"))
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_exactly(model_folder: Folder, tmp_path: Path) -> None:
+def test_checkpoint_holds_only_the_adapter_and_resumes_exactly(model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder("qwen3"), tmp_path / "run", save=str(tmp_path / "ckpt"))
     run.train(0, make_samples(3, 3))
     run.trainer.save(0)
@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_exactly(model_folder: 
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in run.weights.items())
 
 
-def test_a_resumed_run_has_the_base_it_began_with(model_folder: Folder, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_initial_base(model_folder: Folder, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = load(model_folder("qwen3"))
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_a_resumed_run_has_the_base_it_began_with(model_folder: Folder, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_slime_convert_writes_what_the_trainer_saves(kind: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_slime_convert_matches_the_folder_saved_by_the_trainer(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder(kind), tmp_path / "run", save=str(tmp_path / "ckpt"))
     run.train(0, make_samples(3, 3))
     run.trainer.save(0)
@@ -191,7 +191,7 @@ def test_slime_convert_writes_what_the_trainer_saves(kind: str, model_folder: Fo
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_convert_refuses_a_base_of_another_shape(
+def test_convert_rejects_base_of_another_shape(
     model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = lora_run(model_folder("qwen3"), tmp_path / "run", save=str(tmp_path / "ckpt"))
@@ -201,7 +201,7 @@ def test_convert_refuses_a_base_of_another_shape(
     assert f"which {other} lacks: give the folder of the same model with --hf-checkpoint" in capsys.readouterr().err
 
 
-def test_training_goes_on_from_a_saved_adapter(model_folder: Folder, tmp_path: Path) -> None:
+def test_lora_load_continues_from_saved_adapter(model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder("qwen3"), tmp_path / "run")
     run.train(0, make_samples(3, 3))
     run.trainer.save_hf(str(tmp_path / "hf"))
@@ -217,7 +217,7 @@ def test_training_goes_on_from_a_saved_adapter(model_folder: Folder, tmp_path: P
         lora_run(model_folder("qwen3"), tmp_path / "other", lora_load=adapter)
 
 
-def test_the_critic_of_ppo_has_an_adapter_too_and_a_head_of_its_own(model_folder: Folder, tmp_path: Path) -> None:
+def test_ppo_critic_has_its_own_adapter_and_head(model_folder: Folder, tmp_path: Path) -> None:
     flags = {"advantage_estimator": "ppo"}
     run = lora_run(model_folder("qwen3"), tmp_path / "run", save=str(tmp_path / "ckpt"), **flags)
     run.train(0, make_samples(3, 3))
@@ -230,7 +230,7 @@ def test_the_critic_of_ppo_has_an_adapter_too_and_a_head_of_its_own(model_folder
     assert again.train(1, make_samples(3, 3, seed=1))["metrics"] == first
 
 
-def test_in_bfloat16_the_base_is_held_in_it_and_the_adapter_in_float32(model_folder: Folder, tmp_path: Path) -> None:
+def test_bfloat16_base_with_float32_adapter_and_moments(model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder("qwen3"), tmp_path, dtype="bfloat16", recompute_activations=True, lr=1e-4)
     run.train(0, make_samples(3, 3))
     kinds = {(".lora_" in name, p.dtype) for name, p in run.trainer.actor.backend.module.model.named_parameters()}
@@ -238,7 +238,7 @@ def test_in_bfloat16_the_base_is_held_in_it_and_the_adapter_in_float32(model_fol
     assert {state["exp_avg"].dtype for state in run.trainer.actor.backend.optimizer.state.values()} == {torch.float32}
 
 
-def test_one_rank_holds_the_frozen_weights_once(model_folder: Folder, tmp_path: Path) -> None:
+def test_layers_are_sharded_between_forward_and_backward(model_folder: Folder, tmp_path: Path) -> None:
     """A layer's weights are gathered only while it runs, not between forward and backward."""
     run = lora_run(model_folder("qwen3"), tmp_path)
     backend, seen = run.trainer.actor.backend, []
@@ -258,6 +258,6 @@ def test_one_rank_holds_the_frozen_weights_once(model_folder: Folder, tmp_path: 
     assert all(all(one) for one in seen)
 
 
-def test_targets_that_are_not_there_are_refused(model_folder: Folder, tmp_path: Path) -> None:
+def test_rejects_unknown_lora_target_modules(model_folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--lora-target-modules qkv: Qwen3ForCausalLM has no linear layer of that name"):
         lora_run(model_folder("qwen3"), tmp_path, lora_target_modules=["qkv"])

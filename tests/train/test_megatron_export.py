@@ -117,7 +117,7 @@ def counted_sends() -> Iterator[list[int]]:
         yield sizes
 
 
-def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
+def test_delta_export_sends_only_changed_values(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", "qwen3_moe", **MODELS["qwen3_moe"])
     names = set(open_weights(model).names)
     rounds = list(zip(*together(4, export_changes, str(model), folder=tmp_path), strict=True))
@@ -132,7 +132,7 @@ def test_what_did_not_change_does_not_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_tensor_is_whole_on_its_owner_and_nowhere_else(kind: str, tmp_path: Path) -> None:
+def test_each_tensor_is_whole_on_its_owner_only(kind: str, tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", kind, **MODELS[kind])
     names = set(open_weights(model).names)
     answers = together(4, export_all, str(model), folder=tmp_path)

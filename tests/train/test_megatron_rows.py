@@ -49,7 +49,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_ranks_have_the_first_slices_with_the_last(layout, multiple) -> None:
+def test_ranks_hold_mirrored_slices_of_each_sequence(layout, multiple) -> None:
     row = packed_row(multiple)
     for rank in range(layout.context):
         slices = slice_row(row, layout, rank)
@@ -63,7 +63,7 @@ def test_ranks_have_the_first_slices_with_the_last(layout, multiple) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_positions_count_from_the_begin_of_a_sequence(layout) -> None:
+def test_positions_count_from_sequence_start(layout) -> None:
     row = packed_row()
     position_of = dict(zip(row.tokens[0].tolist(), row.position_ids[0].tolist(), strict=True))
     for rank in range(layout.context):
@@ -83,7 +83,7 @@ def put_together(found: list[Tensor], slices: RowSlices, order: Tensor | None) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_numbers_of_the_ranks_come_back_in_the_order_of_the_row(layout) -> None:
+def test_gathered_values_are_in_row_order(layout) -> None:
     row = packed_row(8)
     ranks = [slice_row(row, layout, rank) for rank in range(layout.context)]
     for rank, slices in enumerate(ranks):
@@ -96,7 +96,7 @@ def test_numbers_of_the_ranks_come_back_in_the_order_of_the_row(layout) -> None:
     assert torch.equal(put_together([slices.targets for slices in ranks], ranks[0], ranks[0].order), row.targets)
 
 
-def test_a_row_that_fits_is_left_as_it_is() -> None:
+def test_row_that_fits_is_not_copied() -> None:
     row = packed_row()
     slices = slice_row(row, Layout(tensor=2), 0)
     assert slices.tokens is row.tokens
@@ -106,7 +106,7 @@ def test_a_row_that_fits_is_left_as_it_is() -> None:
     assert slices.whole(row.tokens[0], ALONE) is not None
 
 
-def test_the_layout_of_the_flags() -> None:
+def test_layout_follows_the_flags() -> None:
     config = Config(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
@@ -123,6 +123,6 @@ def test_the_layout_of_the_flags() -> None:
     assert (plain.data, plain.virtual, plain.sequence_parallel, plain.row_multiple) == (2, 1, False, 1)
 
 
-def test_stages_of_a_layout_that_is_written_out() -> None:
+def test_explicit_pipeline_layout_determines_virtual_stages() -> None:
     config = Config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|(tt|)*2tL")
     assert Layout.from_config(config, num_layers=8, world=2).virtual == 2

@@ -64,7 +64,7 @@ def samples() -> list[list[Sample]]:
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
 )
-def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], flags: dict[str, Any]) -> None:
+def test_memory_plan_matches_bytes_allocated_by_a_step(tmp_path: Path, model: dict[str, Any], flags: dict[str, Any]) -> None:
     folder = make_model_folder(tmp_path / "model", **(SHAPE | model))
     run = InProcess(
         config_for(
@@ -82,7 +82,7 @@ def test_a_step_takes_what_the_plan_says(tmp_path: Path, model: dict[str, Any], 
     assert plan.total == pytest.approx(taken, rel=0.05), (plan, taken)
 
 
-def test_the_plan_cuts_logits_and_compiles_as_training_does() -> None:
+def test_memory_plan_constants_match_training() -> None:
     assert CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS_CPU, "cuda": logprobs.CHUNK_LOGITS_CUDA}
     assert KEPT_BYTES == logprobs.KEPT_BYTES
     assert COMPILE_MIN_PARAMETERS == sharding.COMPILE_MIN_PARAMETERS

@@ -38,39 +38,39 @@ def model_of(model_type: str, **more: Any) -> PreTrainedModel:
         ("granite", {"logits_scaling": 3.0}),
     ],
 )
-def test_what_is_computed_as_in_transformers_passes(model_type: str, more: dict[str, Any]) -> None:
+def test_check_accepts_models_that_match_transformers(model_type: str, more: dict[str, Any]) -> None:
     check_packed(model_of(model_type, **more))
 
 
 @pytest.mark.parametrize(
     ("model_type", "more"), [("doge", {}), ("modernbert-decoder", {"bos_token_id": 1, "cls_token_id": 3}), ("bert", {})]
 )
-def test_what_gives_other_numbers_is_refused(model_type: str, more: dict[str, Any]) -> None:
+def test_check_rejects_models_with_different_log_probs(model_type: str, more: dict[str, Any]) -> None:
     wrong = rf"--train-backend fsdp computes {model_type} models wrongly \(a log-prob of a small one differs by [0-9.]+"
     with pytest.raises(UserError, match=wrong):
         check_packed(model_of(model_type, **more))
 
 
-def test_what_fails_on_a_packed_row_is_refused() -> None:
+def test_check_rejects_model_that_fails_on_packed_rows() -> None:
     with pytest.raises(UserError, match="cannot compute packed rows of electra models"):
         check_packed(model_of("electra", embedding_size=32))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
-def test_windows_that_only_a_mask_says_are_looked_at(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_ignored_mask_windows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "window_of", lambda mask, argument: argument)
     model = model_of(model_type, **WINDOWS, **EXPERTS)
     with pytest.raises(UserError, match=f"computes {model_type} models wrongly"):
         check_packed(model)
 
 
-def test_a_training_of_a_model_that_differs_does_not_start(tmp_path: Path) -> None:
+def test_training_does_not_start_with_a_rejected_model(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "doge", "doge")
     with pytest.raises(UserError, match="computes doge models wrongly"):
         InProcess(config_for(folder, tmp_path))
 
 
-def test_small_models_keep_the_kinds_of_layers_and_narrow_the_windows() -> None:
+def test_small_model_keeps_layer_types_and_narrows_windows() -> None:
     published = {"hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24, "num_local_experts": 128}
     small = small_model(type(model_of("gpt_oss")), AutoConfig.for_model("gpt_oss", **published))
     config = small.config
@@ -80,7 +80,7 @@ def test_small_models_keep_the_kinds_of_layers_and_narrow_the_windows() -> None:
     assert max(window_fields(config.to_dict()).values()) == WINDOW < min(LENGTHS[1:])
 
 
-def test_a_model_that_transformers_cannot_make_small_is_refused() -> None:
+def test_rejects_model_that_cannot_be_built_small() -> None:
     broken = AutoConfig.for_model("dots1")  # without a number of experts
     with pytest.raises(UserError, match="transformers cannot compute a small dots1 model"):
         small_model(type(model_of("llama")), broken)

@@ -43,7 +43,7 @@ def ranks_on(slots: tuple[Slot, ...], device: str = "cpu", rollout: tuple[Slot, 
     )
 
 
-def test_ranks_of_one_node_share_its_cores_and_see_its_devices_in_order(listener: Listener) -> None:
+def test_ranks_of_a_node_share_cores_and_visible_devices(listener: Listener) -> None:
     first, second = OtherNode("first", listener), OtherNode("second", listener)
     first.cores, second.cores = 12, 3
     slots = tuple(Slot(node, device) for node, device in zip([first] * 3 + [second] * 2, "42573", strict=True))
@@ -59,7 +59,7 @@ def test_ranks_of_one_node_share_its_cores_and_see_its_devices_in_order(listener
     assert chosen["CUDA_VISIBLE_DEVICES"] == "9"
 
 
-def test_trainers_stay_on_loopback_only_where_the_whole_run_does(
+def test_loopback_is_used_only_for_single_machine_runs(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -70,7 +70,7 @@ def test_trainers_stay_on_loopback_only_where_the_whole_run_does(
         assert "GLOO_SOCKET_IFNAME" not in ranks_on(trainers, rollout=rollout).environment(0)
 
 
-def test_without_a_placement_trainers_are_on_this_machine_with_the_first_devices(
+def test_default_placement_uses_first_local_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
@@ -81,7 +81,7 @@ def test_without_a_placement_trainers_are_on_this_machine_with_the_first_devices
     assert processes.environment(1) | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "6,3"} == processes.environment(1)
 
 
-def test_files_have_the_nodes_own_names_and_never_depend_on_a_working_folder(
+def test_remote_node_config_has_absolute_mapped_paths(
     listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_files_have_the_nodes_own_names_and_never_depend_on_a_working_folder(
     assert files_to_provide(flags) == [str(tmp_path / "model"), str(tmp_path / "reference")]
 
 
-def test_ranks_on_two_nodes_train_as_two_ranks_here(listener: Listener, model_folder: Folder, tmp_path: Path) -> None:
+def test_ranks_on_two_nodes_match_two_local_ranks(listener: Listener, model_folder: Folder, tmp_path: Path) -> None:
     """They connect over TCP, rendezvous at a store on rank 0, read the model from their own path, and record the
     driver's path."""
     model = model_folder("qwen3")
@@ -120,7 +120,7 @@ def test_ranks_on_two_nodes_train_as_two_ranks_here(listener: Listener, model_fo
     assert [process.poll() for node in nodes for process in node.started] == [0, 0]
 
 
-def test_a_lost_node_is_named_although_its_connection_stays_open(
+def test_lost_node_with_open_connection_raises_trainer_died(
     listener: Listener, model_folder: Folder, tmp_path: Path
 ) -> None:
     nodes = [OtherNode(name, listener) for name in ("first", "second")]

@@ -7,7 +7,7 @@ from slime.data.sample import Sample
 from slime.train.trainer_group import TrainerGroup
 
 
-def test_no_step_is_made_on_a_rollout_without_response_tokens(tmp_path, caplog):
+def test_rollout_without_response_tokens_is_not_trained_on(tmp_path, caplog):
     config = derive(Config(hf_checkpoint=str(tmp_path), num_rollout=2, device="cpu", rollout_batch_size=1))
     group = TrainerGroup(config, device="cpu", run_dir=tmp_path)  # no rank is started or called
     empty = [Sample(group_index=0, index=i, tokens=[1], reward=1.0, status=Sample.Status.TRUNCATED) for i in range(2)]

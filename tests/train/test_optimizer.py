@@ -17,7 +17,7 @@ from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
 
-def test_freezing_by_pattern() -> None:
+def test_freezes_parameters_by_pattern() -> None:
     module = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
     choose_trainable(module, freeze=["first"], only_train=None)
     assert [p.requires_grad for p in module.parameters()] == [False, False, True, True]
@@ -25,7 +25,7 @@ def test_freezing_by_pattern() -> None:
         choose_trainable(module, freeze=None, only_train=["third"])
 
 
-def test_freezing_the_indexer_is_freezing_by_pattern() -> None:
+def test_freeze_indexer_adds_a_freeze_pattern() -> None:
     layer = nn.ModuleDict({"indexer": nn.ModuleDict({"wq": nn.Linear(2, 2)}), "q_proj": nn.Linear(2, 2)})
     module = nn.ModuleDict({"self_attn": layer})
     config = derive(
@@ -36,7 +36,7 @@ def test_freezing_the_indexer_is_freezing_by_pattern() -> None:
     assert derive(config).freeze_params_name_list == config.freeze_params_name_list
 
 
-def test_adam_is_that_of_torch_bit_for_bit() -> None:
+def test_adam_is_bitwise_equal_to_torch_adamw() -> None:
     config = Config(lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
     torch.manual_seed(0)
     ours, theirs = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2))
@@ -62,7 +62,7 @@ def test_adam_is_that_of_torch_bit_for_bit() -> None:
                 assert torch.equal(optimizer.state[mine][name], moment)
 
 
-def test_adam_without_memory_is_a_new_adam_in_every_step() -> None:
+def test_stateless_adam_matches_a_fresh_adamw_each_step() -> None:
     """The reference is a new AdamW before each update."""
     config = Config(use_stateless_adam=True, lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3)
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_adam_without_memory_is_a_new_adam_in_every_step() -> None:
     assert not optimizer.state
 
 
-def test_a_run_without_optimizer_state_saves_and_resumes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_stateless_adam_run_saves_and_resumes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     flags = {"use_stateless_adam": True, "save": str(tmp_path / "c"), "load": str(tmp_path / "c")}
     first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
     first.train(0, make_samples(3, 3))
@@ -97,7 +97,7 @@ def test_a_run_without_optimizer_state_saves_and_resumes(model_folder: Callable[
     assert all(torch.equal(first.weights[name], tensor) for name, tensor in second.weights.items())
 
 
-def test_a_resumed_run_can_leave_the_optimizer_behind(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_no_load_optim_and_no_load_rng_skip_saved_state(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     flags = {"save": str(tmp_path / "c"), "load": str(tmp_path / "c")}
     first = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
     first.train(0, make_samples(3, 3))

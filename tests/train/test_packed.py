@@ -46,7 +46,7 @@ def packed_policy(kind: str, **keywords) -> PolicyModel:
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS, *WINDOWED_CONFIGS])
-def test_packed_equals_each_sequence_alone(kind) -> None:
+def test_packed_row_matches_separate_sequences(kind) -> None:
     temperature = 0.8
     policy = packed_policy(kind, temperature=temperature)
     row = pack(sequences(), [response for _, response in LENGTHS])
@@ -64,7 +64,7 @@ def test_packed_equals_each_sequence_alone(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS, *WINDOWED_CONFIGS])
-def test_packed_gradients_equal_the_sum_of_the_models_own(kind) -> None:
+def test_packed_gradients_match_sum_over_sequences(kind) -> None:
     responses = [response for _, response in LENGTHS]
     packed, single = packed_policy(kind), build_model(kind)
     packed(pack(sequences(), responses))[0].sum().backward()
@@ -78,7 +78,7 @@ def test_packed_gradients_equal_the_sum_of_the_models_own(kind) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_bfloat16_on_the_cpu_keeps_its_dtype_and_stays_near_float32() -> None:
+def test_bfloat16_on_cpu_keeps_dtype_and_is_close_to_float32() -> None:
     row = pack(sequences(), [response for _, response in LENGTHS])
     exact, rounded = packed_policy("llama"), packed_policy("llama").bfloat16()
     expected, got = exact(row)[0], rounded(row)[0]
@@ -91,7 +91,7 @@ def test_bfloat16_on_the_cpu_keeps_its_dtype_and_stays_near_float32() -> None:
         assert error < 0.03, f"{name}: {error}"
 
 
-def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() -> None:
+def test_batched_equal_lengths_match_causal_attention() -> None:
     torch.manual_seed(0)
     layout = pack([np.arange(6)] * 3, [2] * 3).layout
     rows = torch.randn(18, 8 * 16, requires_grad=True)
@@ -114,11 +114,11 @@ def test_equal_sequences_as_a_batch_give_what_they_give_one_after_the_other() ->
         ([9], 0),
     ],
 )
-def test_sequences_of_one_length_at_the_end_are_a_batch(lengths: list[int], count: int) -> None:
+def test_equal_at_end_counts_batched_sequences(lengths: list[int], count: int) -> None:
     assert causal.equal_length_tail(lengths) == count
 
 
-def test_a_batch_at_the_end_of_a_row_gives_what_its_sequences_give_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_attention_with_batched_tail_matches_causal_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layout = pack([np.arange(n) for n in (2, 3, *[6] * 22)], [1] * 24).layout
     asked = []
@@ -154,7 +154,7 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral_window"])
-def test_a_pass_asks_the_device_for_nothing_and_copies_no_gradient(kind) -> None:
+def test_pass_does_not_sync_with_device_or_copy_gradients(kind) -> None:
     policy, row = packed_policy(kind), pack(sequences(), [response for _, response in LENGTHS])
     with Asked() as asked:
         policy(row)[0].sum().backward()
@@ -172,12 +172,12 @@ def test_recompute_gives_identical_gradients() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_ranks_cannot_share_rows_of_sparse_attention() -> None:
+def test_rejects_context_parallelism_with_sparse_attention() -> None:
     with pytest.raises(UserError, match="--context-parallel-size 2 needs full attention"):
         packed_policy("glm_moe_dsa").set_context_ranks(Ranks(0, 2, torch.device("cpu")))
 
 
-def test_packing_layout() -> None:
+def test_pack_sets_positions_bounds_and_targets() -> None:
     row = pack([np.array([5, 6, 7]), np.array([8, 9])], [2, 1])
     assert row.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert row.position_ids.tolist() == [[0, 1, 2, 0, 1]]
@@ -187,12 +187,12 @@ def test_packing_layout() -> None:
 
 
 @pytest.mark.parametrize("response", [0, 3])
-def test_packing_refuses_what_cannot_be_predicted(response) -> None:
+def test_pack_rejects_invalid_response_lengths(response) -> None:
     with pytest.raises(ValueError, match="cannot have"):
         pack([np.array([1, 2, 3])], [response])
 
 
-def test_models_that_mix_tokens_otherwise_are_refused() -> None:
+def test_rejects_models_without_attention() -> None:
     from transformers import MambaConfig
 
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
@@ -200,7 +200,7 @@ def test_models_that_mix_tokens_otherwise_are_refused() -> None:
         attach_context(model)
 
 
-def test_head_facts_of_families() -> None:
+def test_output_head_from_config_per_family() -> None:
     from transformers import CohereConfig, GraniteConfig
 
     assert OutputHead.from_config(CONFIGS["qwen3"]()) == OutputHead(1.0, None)
@@ -210,7 +210,7 @@ def test_head_facts_of_families() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cohere", "granite"])
-def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
+def test_output_head_reproduces_model_log_probs(kind) -> None:
     from transformers import CohereConfig, GraniteConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -230,7 +230,7 @@ def test_head_facts_reproduce_the_models_own_logits(kind) -> None:
 
 
 @pytest.mark.parametrize(("device", "is_imported"), [("cuda", True), long("cpu", False)])
-def test_what_unequal_lengths_take_is_imported_at_the_start(device: str, is_imported: bool) -> None:
+def test_varlen_attention_is_imported_at_start_only_on_cuda(device: str, is_imported: bool) -> None:
     """The import takes two seconds: on a GPU it would delay the first such step; a CPU does not need it."""
     done = subprocess.run([sys.executable, "-c", IMPORTED, device], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(is_imported)]

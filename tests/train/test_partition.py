@@ -21,7 +21,7 @@ def sums(bins: list[list[int]], weights: list[float]) -> list[float]:
 
 
 @given(weights_lists, st.integers(1, 9), st.booleans())
-def test_every_number_once_in_k_bins(weights: list[float], k: int, equal_size: bool) -> None:
+def test_each_weight_is_in_exactly_one_of_k_bins(weights: list[float], k: int, equal_size: bool) -> None:
     bins = partition(weights, k, equal_size=equal_size)
     assert len(bins) == k
     assert sorted(i for members in bins for i in members) == list(range(len(weights)))
@@ -34,7 +34,7 @@ def test_every_number_once_in_k_bins(weights: list[float], k: int, equal_size: b
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(2, 3))
-def test_no_worse_than_four_thirds_of_the_best(weights: list[int], k: int) -> None:
+def test_partition_is_within_four_thirds_of_optimum(weights: list[int], k: int) -> None:
     best = min(
         max(sum(w for w, b in zip(weights, choice, strict=True) if b == number) for number in range(k))
         for choice in product(range(k), repeat=len(weights))
@@ -42,13 +42,13 @@ def test_no_worse_than_four_thirds_of_the_best(weights: list[int], k: int) -> No
     assert max(sums(partition(weights, k, equal_size=False), weights)) <= best * 4 / 3
 
 
-def test_the_textbook_example() -> None:
+def test_partition_textbook_example() -> None:
     # 8 7 6 5 4 in two: differences 8-7=1, 6-5=1, 4-1=3, 3-1=2, so sums of 16 and 14
     bins = partition([8, 7, 6, 5, 4], 2, equal_size=False)
     assert sums(bins, [8, 7, 6, 5, 4]) == [16, 14]
 
 
-def test_equal_sizes_cost_little_among_many_numbers() -> None:
+def test_equal_sizes_stay_balanced_for_many_weights() -> None:
     generator = random.Random(1)
     weights = [generator.lognormvariate(7, 1) for _ in range(256)]
     for equal_size in (False, True):
@@ -56,14 +56,14 @@ def test_equal_sizes_cost_little_among_many_numbers() -> None:
         assert max(loads) <= 1.002 * sum(loads) / 8
 
 
-def test_swaps_relieve_the_bin_with_a_heavy_number() -> None:
+def test_swaps_balance_the_bin_with_a_heavy_weight() -> None:
     # neighbours start in one bin, so 20 would be with medium weights; swaps exchange them for the smallest
     bins = partition([20, 9, 8, 7, 2, 1, 6, 5], 2, equal_size=True)
     assert [len(members) for members in bins] == [4, 4]
     assert max(sums(bins, [20, 9, 8, 7, 2, 1, 6, 5])) == 29
 
 
-def test_no_numbers_and_no_bins() -> None:
+def test_partition_of_no_weights_and_zero_bins() -> None:
     assert partition([], 3, equal_size=True) == [[], [], []]
     with pytest.raises(ValueError, match="0 bins"):
         partition([1.0], 0, equal_size=False)
@@ -81,7 +81,7 @@ def plain_differencing(weights: list[int], k: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 9))
-def test_empty_bins_that_are_left_out_change_no_sum(weights: list[int], k: int) -> None:
+def test_partition_sums_match_plain_differencing(weights: list[int], k: int) -> None:
     assert sums(partition(weights, k, equal_size=False), weights) == plain_differencing(weights, k)
 
 
@@ -97,7 +97,7 @@ class Counted(float):
     __radd__ = __add__
 
 
-def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
+def test_partition_work_grows_about_linearly() -> None:
     """Every weight joins a bin once and enters two sums at the end."""
     generator = random.Random(2)
     work = []
@@ -109,7 +109,7 @@ def test_the_work_does_not_grow_with_numbers_times_bins() -> None:
     assert work[1] < 20 * 1000
 
 
-def test_bins_that_can_swap_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_attempts_stay_below_number_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many bins of few weights, some of them huge, the time stays proportional to the number of weights."""
     rng = random.Random(0)
     weights = [rng.lognormvariate(0.0, 1.0) ** 2 for _ in range(2000)]

@@ -17,7 +17,7 @@ from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
 
-def test_a_pass_without_a_backward_leaves_no_gathered_weights(
+def test_step_with_forward_only_passes_leaves_weights_sharded(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = config_for(model_folder("qwen3"), tmp_path, use_kl_loss=True, kl_loss_coef=0.1, num_steps_per_rollout=3)
@@ -28,7 +28,7 @@ def test_a_pass_without_a_backward_leaves_no_gathered_weights(
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
 
 
-def test_weights_that_are_gathered_ahead_are_those_of_the_last_update(
+def test_gather_ahead_does_not_change_results(
     model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are gathered during the reference pass; the results equal those of gathering layer by layer."""
@@ -51,7 +51,7 @@ def test_weights_that_are_gathered_ahead_are_those_of_the_last_update(
     assert_equal(*found)
 
 
-def test_a_reference_may_be_a_moving_average_which_a_resumed_run_goes_on_with(
+def test_moving_average_reference_survives_resume(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Holds in bfloat16 too, where rounding would drop one hundredth of an update."""

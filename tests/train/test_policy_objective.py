@@ -139,7 +139,7 @@ def is_kept(config: Config, log_ratios: list[float], at: int) -> float:
 @pytest.mark.parametrize("case", CASES)
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 7), min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None)
-def test_loss_and_gradient_are_those_of_the_formula(case: str, seed: int, lengths: list[int]) -> None:
+def test_policy_loss_and_gradient_match_float64_reference(case: str, seed: int, lengths: list[int]) -> None:
     config = derive(
         Config(hf_checkpoint="x", rollout_batch_size=1, n_samples_per_prompt=2, num_rollout=1, **CASES[case])
     )

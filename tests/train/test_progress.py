@@ -28,7 +28,7 @@ from tests.train.tiny_training import make_samples
 DEADLINE_S = 600.0
 
 
-def test_a_report_says_what_is_done_and_of_how_much() -> None:
+def test_progress_reports_count_and_total() -> None:
     told: list[str] = []
     progress = RankProgress(told.append, between_s=0.0)
     progress.begin("loading the policy")
@@ -38,7 +38,7 @@ def test_a_report_says_what_is_done_and_of_how_much() -> None:
     assert told == ["loading the policy", "tensor 0 of 2", "tensor 1 of 2", "tensor 2 of 2", "bytes", "bytes 7"]
 
 
-def test_of_many_in_quick_succession_one_is_told_and_each_call_begins_with_one() -> None:
+def test_progress_reports_are_throttled_within_a_call() -> None:
     told: list[str] = []
     progress = RankProgress(told.append, between_s=3600.0)
     for _ in progress.over(range(1000), "tensor", 1000):
@@ -124,7 +124,7 @@ def until(condition: Any) -> None:
     raise AssertionError("it did not come")
 
 
-def test_a_rank_that_reports_may_take_many_deadlines(tmp_path: Path, clock: Clock) -> None:
+def test_progress_report_renews_the_deadline(tmp_path: Path, clock: Clock) -> None:
     with played(tmp_path, clock) as ranks:
         answer = ranks.call("train")
         for done in range(1, 6):
@@ -138,7 +138,7 @@ def test_a_rank_that_reports_may_take_many_deadlines(tmp_path: Path, clock: Cloc
     assert ranks.group.doing() is None
 
 
-def test_without_a_report_the_deadline_passes_and_the_error_says_how_far_the_rank_was(
+def test_call_times_out_without_progress_reports(
     tmp_path: Path, clock: Clock
 ) -> None:
     with played(tmp_path, clock) as ranks:
@@ -151,7 +151,7 @@ def test_without_a_report_the_deadline_passes_and_the_error_says_how_far_the_ran
         assert not ranks.group.is_usable
 
 
-def test_only_ranks_that_still_owe_an_answer_to_this_call_put_it_off(tmp_path: Path, clock: Clock) -> None:
+def test_only_pending_ranks_of_the_call_renew_the_deadline(tmp_path: Path, clock: Clock) -> None:
     with played(tmp_path, clock, count=2) as ranks:
         answer = ranks.call("train")
         ranks.answer(0, "done", request=1)
@@ -169,7 +169,7 @@ def test_only_ranks_that_still_owe_an_answer_to_this_call_put_it_off(tmp_path: P
 # rank side
 
 
-def test_a_worker_sends_reports_of_the_call_it_serves_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sends_progress_only_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[RankProgress] = []
 
     def handle(self: worker.Worker, method: str, params: dict[str, Any]) -> str:
@@ -193,7 +193,7 @@ def test_a_worker_sends_reports_of_the_call_it_serves_before_the_answer(monkeypa
     serving.join(240)
 
 
-def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_timeout_exceeds_the_call_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a rank blocked on a working rank would fail, although progress reports renew the driver's deadline."""
     asked: dict[str, Any] = {}
 
@@ -212,7 +212,7 @@ def test_collectives_outlast_the_deadline_of_calls(monkeypatch: pytest.MonkeyPat
     assert asked["timeout_minutes"] > 60 * 24
 
 
-def test_training_saving_and_exporting_report_each_piece(model_folder: Any, tmp_path: Path) -> None:
+def test_training_saving_and_exporting_report_progress(model_folder: Any, tmp_path: Path) -> None:
     told: list[str] = []
     config = config_for(
         model_folder("qwen3"), tmp_path, use_kl_loss=True, kl_loss_coef=0.1, advantage_estimator="ppo",

@@ -83,28 +83,28 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("flags", SCHEDULES, ids=str)
-def test_every_update_has_megatrons_rates(flags: dict[str, Any]) -> None:
+def test_rates_match_megatron_scheduler(flags: dict[str, Any]) -> None:
     flags = {"lr": 1e-3, "num_rollout": 20, **flags}
     rates = RateSchedule.from_config(Config(**flags, global_batch_size=BATCH, num_steps_per_rollout=1))
     ours = [(found.learning_rate, found.weight_decay) for found in map(rates.at, range(25))]
     assert ours == [pytest.approx(expected, abs=1e-12) for expected in megatron(flags, 25)]
 
 
-def test_lengths_may_be_given_in_rollouts() -> None:
+def test_warmup_and_decay_in_samples_match_iterations() -> None:
     sizes = {"global_batch_size": BATCH, "num_steps_per_rollout": 2, "num_rollout": 10, "lr_decay_style": "cosine"}
     by_steps = RateSchedule.from_config(Config(**sizes, lr_warmup_iters=3, lr_decay_iters=12))
     by_rollouts = RateSchedule.from_config(Config(**sizes, lr_warmup_samples=24, lr_decay_samples=96))
     assert [by_steps.at(step) for step in range(20)] == [by_rollouts.at(step) for step in range(20)]
 
 
-def test_a_decay_or_fraction_without_an_end_is_refused() -> None:
+def test_rejects_decay_or_warmup_fraction_without_an_end() -> None:
     with pytest.raises(UserError, match="--lr-decay-style cosine needs an end"):
         LearningRate.from_config(Config(lr_decay_style="cosine"))
     with pytest.raises(UserError, match="--lr-warmup-fraction needs --lr-decay-iters or --num-rollout"):
         LearningRate.from_config(Config(lr_warmup_fraction=0.1))
 
 
-def test_updates_are_made_with_these_rates(model_folder: Folder, tmp_path: Path) -> None:
+def test_updates_use_the_scheduled_rates(model_folder: Folder, tmp_path: Path) -> None:
     """Two of eight updates are warm-up: the first has rate 0, the second half the rate of the third."""
     flags: dict[str, Any] = {
         "num_rollout": 8, "lr": 1e-3, "lr_warmup_fraction": 0.25,

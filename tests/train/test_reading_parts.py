@@ -77,7 +77,7 @@ def read_everything(ranks: Ranks, folders: dict[str, Path], out: Path) -> dict[s
     return answer
 
 
-def test_three_ranks_read_one_copy_between_them(model_folder: Folder, tmp_path: Path) -> None:
+def test_three_ranks_read_each_weight_once_in_total(model_folder: Folder, tmp_path: Path) -> None:
     """Neither 128 and 64 rows nor four experts are divisible by three."""
     folders = {family: model_folder(family) for family in FAMILIES}
     ranks = together(3, read_everything, folders, tmp_path, folder=tmp_path)
@@ -100,7 +100,7 @@ def from_checkpoint(ranks: Ranks, folder: Path, checkpoint: Path, out: Path) -> 
     assert_parts(backend._frozen.model("ref").module.model, frozen)
 
 
-def test_three_ranks_begin_with_the_weights_of_a_checkpoint(model_folder: Folder, tmp_path: Path) -> None:
+def test_three_ranks_load_their_parts_of_a_checkpoint(model_folder: Folder, tmp_path: Path) -> None:
     trained = InProcess(config_for(model_folder("qwen3_moe"), tmp_path, save=str(tmp_path / "saved")))
     trained.train(0, make_samples(3, 3))
     trained.trainer.save(0)
@@ -109,7 +109,7 @@ def test_three_ranks_begin_with_the_weights_of_a_checkpoint(model_folder: Folder
     together(3, from_checkpoint, model_folder("qwen3_moe"), checkpoint, tmp_path, folder=tmp_path)
 
 
-def test_weights_that_are_about_to_be_overwritten_are_not_read(
+def test_skips_reading_weights_that_will_be_overwritten(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers weights that are copied from the policy, and a policy that resumes from a checkpoint."""

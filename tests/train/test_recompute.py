@@ -61,7 +61,7 @@ def gradients(backend: Any, *micro_batches: MicroBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "critic", "noisy router"])
-def test_the_gradients_are_the_same_bits(kind: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_recompute_gradients_are_bitwise_equal(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     if kind == "noisy router":  # the noise applies only in training mode, which no part of a layer is in
         noisy = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5)
         folder = make_folder(noisy, tmp_path / "noisy")
@@ -75,7 +75,7 @@ def test_the_gradients_are_the_same_bits(kind: str, model_folder: Folder, tmp_pa
     assert all(torch.equal(plain, again) for plain, again in zip(*found, strict=True))
 
 
-def test_each_layer_runs_once_more_and_nothing_else_does(model_folder: Folder, tmp_path: Path) -> None:
+def test_recompute_runs_each_layer_once_more(model_folder: Folder, tmp_path: Path) -> None:
     backend = make_backend(model_folder("qwen3"), tmp_path, recompute=True)
     body, runs = backend.module.model.model, Counter[str]()
 
@@ -128,7 +128,7 @@ def kept_per_token(folder: Path, out: Path, *, recompute: bool) -> float:
     return (found[1] - found[0]) / 32
 
 
-def test_a_layer_keeps_its_input_and_no_more(tmp_path: Path) -> None:
+def test_recomputed_layer_stores_only_its_input(tmp_path: Path) -> None:
     kept = {}
     for layers in (2, 6):
         sizes = {**SIZES, "num_hidden_layers": layers}
@@ -140,7 +140,7 @@ def test_a_layer_keeps_its_input_and_no_more(tmp_path: Path) -> None:
     assert of_a_layer[False] > 10 * of_a_layer[True]
 
 
-def test_a_model_that_cannot_is_refused() -> None:
+def test_rejects_recompute_without_checkpointing_support() -> None:
     model = build_model("llama")
     model.supports_gradient_checkpointing = False
     with pytest.raises(UserError, match="LlamaForCausalLM cannot recompute activations: leave out --recompute-act"):

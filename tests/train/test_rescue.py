@@ -93,7 +93,7 @@ def only(folder: Path) -> Path:
     return found
 
 
-def test_a_full_disk_at_the_end_leaves_the_weights_in_the_run_folder(
+def test_full_disk_saves_weights_in_the_output_folder(
     trainers: Trainers, elsewhere: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(elsewhere / "disk") as disk:
@@ -109,7 +109,7 @@ def test_a_full_disk_at_the_end_leaves_the_weights_in_the_run_folder(
     assert [record.getMessage() for record in caplog.records] == [f"saving the weights in {kept}"]  # no second try
 
 
-def test_a_checkpoint_that_does_not_fit_is_saved_beside_the_weights(trainers: Trainers, elsewhere: Path) -> None:
+def test_failed_checkpoint_is_saved_with_the_rescued_weights(trainers: Trainers, elsewhere: Path) -> None:
     with small_disk(elsewhere / "disk") as disk:
         run = run_of(trainers, elsewhere, save=str(disk))
         sentence = failure(run, lambda: trainers.save(0, str(disk)))
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_does_not_fit_is_saved_beside_the_weights(trainers: Tr
 
 
 @pytest.mark.parametrize("full", [("out",), ("out", "tmp"), ("out", "tmp", "shm")])
-def test_the_next_place_is_tried_when_one_is_lost(trainers: Trainers, elsewhere: Path, full: tuple[str, ...]) -> None:
+def test_rescue_tries_the_next_folder_when_one_fails(trainers: Trainers, elsewhere: Path, full: tuple[str, ...]) -> None:
     for name in full:
         if (elsewhere / name).exists():
             (elsewhere / name).rmdir()
@@ -147,7 +147,7 @@ def test_the_next_place_is_tried_when_one_is_lost(trainers: Trainers, elsewhere:
     assert_has_weights(trainers, kept)
 
 
-def test_the_place_that_was_asked_for_comes_first(trainers: Trainers, elsewhere: Path) -> None:
+def test_rescue_tries_configured_folders_first(trainers: Trainers, elsewhere: Path) -> None:
     run = run_of(trainers, elsewhere, save_hf=str(elsewhere / "hf_{rollout_id}"), save=str(elsewhere / "ckpt"))
     sentence = failure(run, lambda: raise_(JournalFailed("journal.sqlite: cannot be written (disk is full)")))
     assert sentence == (
@@ -159,7 +159,7 @@ def test_the_place_that_was_asked_for_comes_first(trainers: Trainers, elsewhere:
     assert not (elsewhere / "out").exists()
 
 
-def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) -> None:
+def test_rescue_saves_nothing_when_not_needed(trainers: Trainers, elsewhere: Path) -> None:
     lost = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for trained, saved, words in ((None, None, "nothing was trained yet"), (3, 3, "after rollout 3 were saved before")):
         run = run_of(trainers, elsewhere, save_hf=str(elsewhere / "hf"))
@@ -173,7 +173,7 @@ def test_nothing_is_saved_that_need_not_be(trainers: Trainers, elsewhere: Path) 
     assert not (elsewhere / "out").exists()
 
 
-def test_a_checkpoint_under_way_is_waited_for(trainers: Trainers, elsewhere: Path) -> None:
+def test_rescue_waits_for_a_running_save(trainers: Trainers, elsewhere: Path) -> None:
     lost = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     trainers.inner.trainer.save(0, str(elsewhere / "ckpt"), in_background=True)
     run = run_of(trainers, elsewhere, save=str(elsewhere / "ckpt"))
@@ -187,7 +187,7 @@ def test_a_checkpoint_under_way_is_waited_for(trainers: Trainers, elsewhere: Pat
     assert f"the weights after rollout 0 are saved in {kept}, a Hugging Face folder, and a checkpoint" in sentence
 
 
-def test_a_path_that_is_taken_at_the_end_costs_nothing(trainers: Trainers, elsewhere: Path) -> None:
+def test_save_hf_keeps_folder_with_foreign_files(trainers: Trainers, elsewhere: Path) -> None:
     (elsewhere / "hf").mkdir()
     (elsewhere / "hf/thesis.txt").write_text("mine")
     with pytest.raises(NotWritten, match=r"hf has thesis.txt, which no run saved there"):
@@ -209,7 +209,7 @@ class Alone:
         return {*names, *self.others}
 
 
-def test_a_rank_that_cannot_write_goes_through_all_tensors_with_the_others() -> None:
+def test_rank_with_write_error_consumes_all_tensors() -> None:
     def write(tensors: Iterator[int]) -> None:
         next(tensors)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/part-00001")

@@ -69,7 +69,7 @@ HOPS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def test_from_layout_to_layout(saved: tuple[Config, Path], tmp_path: Path) -> None:
+def test_checkpoint_state_survives_layout_changes(saved: tuple[Config, Path], tmp_path: Path) -> None:
     config, source = saved
     expected = state_of(source)
     for index, (what, (count, layout)) in enumerate(HOPS.items()):
@@ -88,7 +88,7 @@ def test_from_layout_to_layout(saved: tuple[Config, Path], tmp_path: Path) -> No
         source = target
 
 
-def test_a_checkpoint_of_the_first_format_goes_on(saved: tuple[Config, Path], tmp_path: Path) -> None:
+def test_resumes_from_format_1_checkpoint(saved: tuple[Config, Path], tmp_path: Path) -> None:
     config, source = saved
     expected = state_of(source)
     for role in ("", "critic"):

@@ -114,7 +114,7 @@ def told(monkeypatch: pytest.MonkeyPatch, model: Any, experts: np.ndarray) -> It
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_policy_that_is_told_its_experts_is_the_model_that_chose_them(family, monkeypatch) -> None:
+def test_given_routing_matches_model_with_forced_experts(family, monkeypatch) -> None:
     policy, experts = packed_policy(family), random_experts(3)
     log_probs, _ = policy(pack(sequences(), RESPONSES), routing=given())
     log_probs.sum().backward()
@@ -136,7 +136,7 @@ def test_a_policy_that_is_told_its_experts_is_the_model_that_chose_them(family, 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_first_pass_chose_is_repeated_and_alone_changes_no_bit(family, recompute) -> None:
+def test_recorded_routing_is_replayed_without_changing_results(family, recompute) -> None:
     row, found = pack(sequences(), RESPONSES), []
     for repeats in (False, True):
         policy = packed_policy(family)
@@ -164,7 +164,7 @@ def test_what_a_first_pass_chose_is_repeated_and_alone_changes_no_bit(family, re
     assert all(torch.equal(routing.recorded[layer], experts) for layer, experts in before.items())
 
 
-def test_the_families_are_known_and_others_are_refused() -> None:
+def test_rejects_routing_replay_for_unsupported_models() -> None:
     assert set(FAMILIES) <= set(SCORINGS)
     register_packed_attention()
     config = AutoConfig.for_model("qwen3", **SIZES, head_dim=16)
@@ -174,7 +174,7 @@ def test_the_families_are_known_and_others_are_refused() -> None:
         dense.routers.check()
 
 
-def test_a_router_that_weighs_in_another_way_is_noticed(monkeypatch) -> None:
+def test_rejects_router_with_unexpected_weights(monkeypatch) -> None:
     policy = packed_policy("qwen3_moe")
     monkeypatch.setattr(policy.routers, "_scoring", SCORINGS["gpt_oss"])
     policy.model.model.layers[1].mlp.gate.norm_topk_prob = False
@@ -182,7 +182,7 @@ def test_a_router_that_weighs_in_another_way_is_noticed(monkeypatch) -> None:
         policy(pack(sequences(), RESPONSES), routing=given())
 
 
-def test_rows_end_to_end_know_nothing_of_last_tokens_and_padding() -> None:
+def test_given_experts_are_unknown_for_last_tokens_and_padding() -> None:
     rows = [np.arange(6).reshape(3, 1, 2), np.arange(2).reshape(1, 1, 2)]
     experts = given_experts(rows, [4, 3], num_tokens=8)
     assert experts[:, 0].tolist() == [[0, 1], [2, 3], [4, 5], [UNKNOWN] * 2, [0, 1], *([[UNKNOWN] * 2] * 3)]
@@ -207,7 +207,7 @@ def compare_shared(ranks: Ranks) -> None:
         assert torch.equal(again, got)
 
 
-def test_ranks_that_share_a_row_follow_their_own_part_of_it(tmp_path: Path) -> None:
+def test_context_parallel_ranks_replay_their_part_of_the_row(tmp_path: Path) -> None:
     together(2, compare_shared, folder=tmp_path)
 
 
@@ -233,7 +233,7 @@ def random_rows(sample: Sample) -> np.ndarray:
     return np.argsort(generator.random((sample.total_length - 1, 3, 8)), axis=-1)[..., :3].astype(np.uint8)
 
 
-def test_log_probs_with_the_engines_experts_are_the_engines(moe_folder, tmp_path, monkeypatch) -> None:
+def test_rollout_routing_replay_reproduces_engine_log_probs(moe_folder, tmp_path, monkeypatch) -> None:
     """The "engine" has the same weights and other experts: the trainer replays them in its passes, the reference does
     not."""
     engine, groups = build("qwen3_moe"), routed_samples(random_rows)
@@ -259,7 +259,7 @@ def test_log_probs_with_the_engines_experts_are_the_engines(moe_folder, tmp_path
     assert 0.3 < step["train/routing_mismatch"] < 1.0
 
 
-def test_later_updates_repeat_what_the_pass_before_the_first_one_chose(moe_folder, tmp_path) -> None:
+def test_later_updates_replay_routing_of_the_first_pass(moe_folder, tmp_path) -> None:
     mismatches: dict[bool, list[float | None]] = {}
     for replays in (False, True):
         config = config_for(
@@ -279,7 +279,7 @@ def test_later_updates_repeat_what_the_pass_before_the_first_one_chose(moe_folde
     assert None not in later
 
 
-def test_a_critic_chooses_its_own_experts(moe_folder, tmp_path) -> None:
+def test_critic_ignores_rollout_routing(moe_folder, tmp_path) -> None:
     found = []
     for replays in (False, True):
         config = config_for(
@@ -291,7 +291,7 @@ def test_a_critic_chooses_its_own_experts(moe_folder, tmp_path) -> None:
     assert found[0][0]
 
 
-def test_samples_without_rows_are_named_and_carried_ones_choose_again(moe_folder, tmp_path) -> None:
+def test_rejects_missing_routing_except_for_removed_or_carried_samples(moe_folder, tmp_path) -> None:
     config = config_for(moe_folder, tmp_path, use_rollout_routing_replay=True)
     [[bare, *_], *_] = make_samples(1, 1)
     with pytest.raises(UserError, match="sample 0 has no rollout_routed_experts"):
@@ -310,7 +310,7 @@ def test_samples_without_rows_are_named_and_carried_ones_choose_again(moe_folder
     assert joined.rollout_routed_experts[3] is batch.rollout_routed_experts[1]
 
 
-def test_an_engine_of_another_precision_is_followed(tmp_path: Path) -> None:
+def test_routing_replay_reduces_gap_to_bfloat16_engine(tmp_path: Path) -> None:
     """The engine runs in bfloat16 and the trainer in float32: routers near ties choose differently, and replay removes
     that part of the difference."""
     folder = make_model_folder(

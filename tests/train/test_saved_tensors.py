@@ -60,7 +60,7 @@ def save(folder: Path, whole: dict[str, torch.Tensor], cut: tuple[int, int], kin
 
 
 @pytest.mark.parametrize("written", CUTS)
-def test_any_cut_is_read_in_any_other(written: tuple[int, int], tmp_path: Path) -> None:
+def test_tensors_written_in_any_sharding_are_read_in_any_other(written: tuple[int, int], tmp_path: Path) -> None:
     whole = tensors()
     save(tmp_path, whole, written)
     save(tmp_path, {"other": torch.zeros(3)}, (1, 1), kind="optim")
@@ -84,7 +84,7 @@ def test_any_cut_is_read_in_any_other(written: tuple[int, int], tmp_path: Path) 
                 assert torch.equal(target, tensor[slices]), (name, cut, offset)
 
 
-def test_whole_tensors_of_the_first_format_are_read_the_same_way(tmp_path: Path) -> None:
+def test_reads_whole_tensors_of_format_1(tmp_path: Path) -> None:
     whole = tensors()
     save_file(whole, tmp_path / "model-00001.safetensors", metadata={"format": "pt"})
     saved = SavedTensors(tmp_path, "model")
@@ -94,7 +94,7 @@ def test_whole_tensors_of_the_first_format_are_read_the_same_way(tmp_path: Path)
     assert torch.equal(target, whole["model.layers.10.up.weight"][4:6].double())
 
 
-def test_numbers_stay_in_their_dtype_and_files_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_keep_their_dtype_and_files_are_split_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "SHARD_BYTES", 60)
     whole = tensors(torch.bfloat16)
     heard: list[str] = []
@@ -111,14 +111,14 @@ def test_numbers_stay_in_their_dtype_and_files_have_a_bound(tmp_path: Path, monk
     assert all(torch.equal(saved[name], t) and saved[name].dtype == torch.bfloat16 for name, t in whole.items())
 
 
-def test_a_part_on_the_host_is_a_copy() -> None:
+def test_part_on_host_is_a_copy() -> None:
     tensor = torch.zeros(3)
     part = SavedPart("model", "x", tensor, (3,), (0,)).on_host()
     tensor += 1
     assert part.tensor.tolist() == [0, 0, 0]
 
 
-def test_more_files_than_may_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_more_files_than_the_open_file_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.train.checkpoints.reader.OPEN_FILES", 2)
     save(tmp_path, tensors(), (8, 1))
     saved = SavedTensors(tmp_path, "model")
@@ -134,7 +134,7 @@ def damaged(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+def test_missing_or_damaged_parts_raise_errors(tmp_path: Path) -> None:
     save(tmp_path, tensors(), (2, 1))
     file = tmp_path / "model-r00001-00001.safetensors"
     content = file.read_bytes()
@@ -165,14 +165,14 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         '{"model.norm.weight": {"shape": [6], "offset": [3]}}',
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, note: str) -> None:
+def test_rejects_invalid_part_header(tmp_path: Path, note: str) -> None:
     save(tmp_path, {"model.norm.weight": torch.ones(5)}, (2, 1))
     file = tmp_path / "model-r00001-00001.safetensors"
     save_file(load_file(file), file, metadata={NOTES: note})
     assert "has a header in model-r00001-00001.safetensors that cannot be read" in damaged(tmp_path)
 
 
-def test_the_header_is_plain_json(tmp_path: Path) -> None:
+def test_part_header_is_plain_json(tmp_path: Path) -> None:
     save(tmp_path, {"model.norm.weight": torch.ones(5)}, (2, 1))
     with safe_open(tmp_path / "model-r00001-00001.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()[NOTES]) == {"model.norm.weight": {"shape": [5], "offset": [3]}}

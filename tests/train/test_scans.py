@@ -21,7 +21,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("cut")
-def test_masks_add_up_as_they_do_alone() -> None:
+def test_mask_totals_match_numpy() -> None:
     masks = [RNG.integers(0, 2, n).astype(np.int8) for n in (5, 0, 90, 300, 1, 99, 7, 150)]
     masks += [np.broadcast_to(np.int8(v), (n,)) for v, n in ((1, 4), (0, 200), (1, 0), (3, 50))]
     masks += [np.full(9, 0.3, np.float32), np.array([-1, 1], np.int8), np.full(40, 127, np.int8)]
@@ -33,7 +33,7 @@ def test_masks_add_up_as_they_do_alone() -> None:
 
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_the_first_column_that_is_not_finite_is_found(bad: float) -> None:
+def test_finds_first_non_finite_column(bad: float) -> None:
     columns = [RNG.standard_normal(n).astype(np.float32) for n in (50, 0, 70, 400, 3, 60)]
     assert first_not_finite(columns) is None
     columns[3][-1] = bad
@@ -42,13 +42,13 @@ def test_the_first_column_that_is_not_finite_is_found(bad: float) -> None:
 
 
 @pytest.mark.usefixtures("cut")
-def test_numbers_whose_sum_is_too_large_are_finite() -> None:
+def test_finite_columns_with_overflowing_sum_are_accepted() -> None:
     huge = np.full(30, np.finfo(np.float32).max)
     assert first_not_finite([huge, -huge, huge]) is None
     assert first_not_finite([huge, np.array([np.nan], np.float32)]) == 1
 
 
-def test_columns_of_tensors_are_looked_at_once_and_masked_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_finite_scans_once_and_ignores_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     column = [torch.arange(float(length)) for length in (3, 0, 5, 2)]
     masks = [torch.ones(len(values)) for values in column]
     looks: list[int] = []

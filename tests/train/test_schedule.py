@@ -36,7 +36,7 @@ def check(schedule: Schedule, lengths, rollout_ids, *, ranks, trainable=None) ->
             assert step_of_rollout.setdefault(rollout_ids[p], number) == number
 
 
-def test_fixed_micro_batches() -> None:
+def test_fixed_micro_batch_size() -> None:
     lengths = [5, 9, 3, 7, 2, 8]
     schedule = build_schedule(
         lengths, list(range(6)), num_ranks=1, global_batch_size=3, micro_batch_size=2, max_tokens=None
@@ -45,7 +45,7 @@ def test_fixed_micro_batches() -> None:
     assert [step.ranks for step in schedule.steps] == [[[[1, 0], [2]]], [[[5, 3], [4]]]]
 
 
-def test_token_budget_is_kept_and_an_oversized_sample_is_alone() -> None:
+def test_token_budget_holds_and_oversized_sample_is_alone() -> None:
     lengths = [10, 60, 20, 20, 15, 5]
     schedule = build_schedule(lengths, list(range(6)), num_ranks=1, global_batch_size=6, max_tokens=40)
     check(schedule, lengths, list(range(6)), ranks=1)
@@ -74,7 +74,7 @@ def test_untrainable_samples_count_as_rollouts_only() -> None:
     assert schedule.steps[0].num_rollouts == 4
 
 
-def test_trailing_rollouts_are_left_over_or_make_a_smaller_last_step() -> None:
+def test_trailing_rollouts_are_left_over_or_fill_a_smaller_step() -> None:
     rollout_ids = [4, 4, 5, 6, 7, 8, 6, 8]
     waiting = build_schedule([3] * 8, rollout_ids, num_ranks=1, global_batch_size=2)
     assert [step.num_rollouts for step in waiting.steps] == [2, 2]
@@ -111,7 +111,7 @@ def spread(values) -> float:
 
 
 @pytest.mark.parametrize("cut", [{"max_tokens": 8192}, {"micro_batch_size": 1}, {"micro_batch_size": 4}])
-def test_costs_balance_the_ranks(cut: dict[str, Any]) -> None:
+def test_costs_balance_ranks_better_than_tokens(cut: dict[str, Any]) -> None:
     generator = random.Random(0)
     lengths = [int(generator.lognormvariate(7, 0.7)) + 10 for _ in range(128)]
     costs = [quadratic(length) for length in lengths]
@@ -125,7 +125,7 @@ def test_costs_balance_the_ranks(cut: dict[str, Any]) -> None:
         assert in_order == sorted(in_order, reverse=True)
 
 
-def test_by_flops_makes_equal_micro_batches_as_many_as_the_tokens_fill() -> None:
+def test_by_flops_balances_micro_batches_with_minimal_count() -> None:
     generator = random.Random(0)
     lengths = [generator.randint(100, 3000) for _ in range(128)]
     costs = [quadratic(length) for length in lengths]
@@ -141,7 +141,7 @@ def test_by_flops_makes_equal_micro_batches_as_many_as_the_tokens_fill() -> None
     assert max(sum(lengths[p] for p in members) for rank in schedule.steps[0].ranks for members in rank) > 8192
 
 
-def test_by_flops_without_costs_or_tokens_is_a_mistake() -> None:
+def test_by_flops_requires_costs_and_max_tokens() -> None:
     with pytest.raises(ValueError, match="need the costs"):
         build_schedule([1], [0], num_ranks=1, global_batch_size=1, max_tokens=5, by_flops=True)
     with pytest.raises(ValueError, match="a number of tokens"):
@@ -176,7 +176,7 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[int], list[bool], dict[str,
 
 
 @given(shapes())
-def test_every_sample_once_whatever_the_shape(shape) -> None:
+def test_every_sample_is_scheduled_at_most_once(shape) -> None:
     lengths, rollout_ids, trainable, options = shape
     schedule = build_schedule(lengths, rollout_ids, **options)
     check(schedule, lengths, rollout_ids, ranks=options["num_ranks"], trainable=trainable)
@@ -190,7 +190,7 @@ def test_every_sample_once_whatever_the_shape(shape) -> None:
 
 
 @given(shapes())
-def test_micro_batches_keep_to_their_size(shape) -> None:
+def test_micro_batches_respect_size_limits(shape) -> None:
     lengths, rollout_ids, _, options = shape
     schedule = build_schedule(lengths, rollout_ids, **options)
     for members in (members for step in schedule.steps for rank in step.ranks for members in rank):
@@ -242,7 +242,7 @@ def plain_ranks(bins: list[list[int]], lengths: list[int], ranks: int) -> list[l
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(1, 6))
-def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens: int, ranks: int) -> None:
+def test_bins_match_plain_implementation(lengths: list[int], max_tokens: int, ranks: int) -> None:
     positions = list(range(len(lengths)))
     bins = first_fit_bins(positions, lengths, max_tokens)
     assert bins == plain_first_fit(lengths, max_tokens)
@@ -253,7 +253,7 @@ def test_bins_are_those_of_the_rules_spelled_out(lengths: list[int], max_tokens:
     assert assign_to_ranks(bins, lengths, ranks) == plain_ranks(bins, lengths, ranks)
 
 
-def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
+def test_groups_stay_together_if_micro_batch_count_allows() -> None:
     groups = [group for group in range(8) for _ in range(4)]
     lengths, prompts = [40] * 32, [10] * 32
     asked = {"rollout_ids": range(32), "num_ranks": 2, "global_batch_size": 32, "max_tokens": 320}
@@ -275,7 +275,7 @@ def test_groups_stay_together_where_as_many_micro_batches_hold_them() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "together"), [(2, False), (30, True)])
-def test_groups_stay_together_where_no_rank_is_waited_for_longer(prompt: int, together: bool) -> None:
+def test_groups_stay_together_only_if_ranks_stay_balanced(prompt: int, together: bool) -> None:
     lengths = [100, 100, 80, 80]  # whole groups have 200 and 160 tokens, one for each rank
     groups = [0, 0, 1, 1]
     asked = {"rollout_ids": range(4), "num_ranks": 2, "global_batch_size": 4, "max_tokens": 400}
@@ -284,7 +284,7 @@ def test_groups_stay_together_where_no_rank_is_waited_for_longer(prompt: int, to
     assert chosen == ([[0, 1], [2, 3]] if together else [[0, 2], [1, 3]])
 
 
-def test_a_prompt_is_computed_once_for_the_samples_of_its_group_in_a_micro_batch() -> None:
+def test_shared_prompt_tokens_count_once_per_group_in_micro_batch() -> None:
     prompts = PromptGroups(groups=[0, 0, 1, 0], lengths=[5, 5, 3, 5])
     assert prompts.computed([0, 1, 2, 3], [9, 8, 7, 6]) == 9 + (8 - 5) + 7 + (6 - 5)
     assert prompts.computed([], [9, 8, 7, 6]) == 0

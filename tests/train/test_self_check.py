@@ -22,7 +22,7 @@ CONFIG = Config(hf_checkpoint="model", rollout_batch_size=1, use_kl_loss=True)
 GOOD = {"train/step": 0.0, "train/ppo_kl": 0.0, "train/kl_loss": 0.0, "train/train_rollout_logprob_abs_diff": 0.01}
 
 
-def test_later_steps_may_move_away() -> None:
+def test_later_steps_may_have_nonzero_kl() -> None:
     check_numbers(CONFIG, 0, [GOOD, {**GOOD, "train/step": 1.0, "train/ppo_kl": 0.3, "train/kl_loss": 0.2}])
     check_numbers(CONFIG, 4, [{**GOOD, "train/step": 8.0, "train/kl_loss": 0.2}])
 
@@ -40,18 +40,18 @@ def test_later_steps_may_move_away() -> None:
         ("train/ppo_kl", float("nan"), "train/ppo_kl before the first update is nan"),
     ],
 )
-def test_a_wrong_number_is_named(name: str, value: float, sentence: str) -> None:
+def test_value_above_threshold_fails_with_its_name(name: str, value: float, sentence: str) -> None:
     with pytest.raises(SelfCheckFailed) as caught:
         check_numbers(CONFIG, 3, [{**GOOD, name: value}])
     assert sentence in str(caught.value)
 
 
-def test_the_gap_to_the_engine_is_checked_in_every_step() -> None:
+def test_rollout_logprob_gap_is_checked_in_every_step() -> None:
     with pytest.raises(SelfCheckFailed, match=r"logprob_abs_diff is 0\.5"):
         check_numbers(CONFIG, 0, [GOOD, {**GOOD, "train/train_rollout_logprob_abs_diff": 0.5}])
 
 
-def test_the_checks_can_be_loosened_one_by_one() -> None:
+def test_check_thresholds_are_configurable() -> None:
     far = {**GOOD, "train/train_rollout_logprob_abs_diff": 0.15}
     check_numbers(CONFIG.replace(ci_train_rollout_logprob_abs_diff_threshold=0.2), 0, [far])
     with pytest.raises(SelfCheckFailed, match=r"abs_diff is 0\.15 in rollout 0, but may be at most 0\.05"):
@@ -62,7 +62,7 @@ def test_the_checks_can_be_loosened_one_by_one() -> None:
         check_numbers(no_kl, 0, [far])
 
 
-def test_gradient_norms_of_two_runs_are_compared(tmp_path: Path) -> None:
+def test_gradient_norms_are_saved_and_compared(tmp_path: Path) -> None:
     template = str(tmp_path / "norms" / "{role}-{rollout_id}-{step_id}.pt")
     steps = [{"train/grad_norm": 3.0, "train/critic-grad_norm": 7.0}, {"train/grad_norm": 4.0}]
     check_grad_norms(CONFIG.replace(ci_save_grad_norm=template), 1, steps)
@@ -77,14 +77,14 @@ def test_gradient_norms_of_two_runs_are_compared(tmp_path: Path) -> None:
         check_grad_norms(CONFIG.replace(ci_save_grad_norm="{other}"), 0, steps)
 
 
-def test_one_file_is_for_the_first_norm_of_a_run(tmp_path: Path) -> None:
+def test_path_without_placeholders_keeps_the_first_norm(tmp_path: Path) -> None:
     config = CONFIG.replace(ci_save_grad_norm=str(tmp_path / "norm.pt"))
     for rollout_id, norm in ((0, 3.0), (1, 5.0)):
         check_grad_norms(config, rollout_id, [{"train/grad_norm": norm}, {"train/grad_norm": 9.0}])
     assert (tmp_path / "norm.pt").read_text() == "3.0"
 
 
-def test_another_reference_may_differ_from_the_start(tmp_path: Path) -> None:
+def test_initial_kl_loss_may_differ_when_load_gives_other_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     moved = [{**GOOD, "train/kl_loss": 2.0}]
     check_numbers(CONFIG.replace(load=str(tmp_path)), 0, moved)
@@ -96,12 +96,12 @@ def test_another_reference_may_differ_from_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"use_rollout_logprobs": True}, {"keep_old_actor": True, "async_mode": "one-step"}]
 )
-def test_an_old_policy_that_is_another_one_may_differ(changes: dict[str, Any]) -> None:
+def test_ppo_kl_may_differ_with_another_old_policy(changes: dict[str, Any]) -> None:
     check_numbers(CONFIG.replace(**changes), 0, [{**GOOD, "train/ppo_kl": 2.0}])
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.01])
-def test_weights_that_move_between_the_scoring_and_the_first_update_are_found(
+def test_detects_weight_change_between_scoring_and_first_update(
     moved: float, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds with one update per rollout, where a run without --ci-test has no separate scoring pass."""
@@ -119,5 +119,5 @@ def test_weights_that_move_between_the_scoring_and_the_first_update_are_found(
         check_numbers(run.config, 0, metrics)
 
 
-def test_supervised_steps_have_nothing_to_check() -> None:
+def test_sft_steps_pass_without_rl_metrics() -> None:
     check_numbers(CONFIG, 0, [{"train/step": 0.0, "train/loss": 4.0}])

@@ -35,7 +35,7 @@ def branched(index: int, branches: int, reward: float | None) -> list[Sample]:
     return talk.session.samples(base_sample(index=index), reward)
 
 
-def test_a_session_counts_once_however_many_samples_it_became() -> None:
+def test_session_counts_once_regardless_of_sample_count() -> None:
     nested = [[branched(0, 3, 1.0), branched(1, 1, 0.0), branched(2, 2, 0.5)]]
     samples = flatten_samples(nested)
     batch = make_train_batch(config(), samples)
@@ -64,7 +64,7 @@ def rewarded(reward: float | None) -> tuple[Sample, list[int]]:
 
 @pytest.mark.parametrize(("reward", "at_the_end"), [(None, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "ppo"])
-def test_turn_rewards_are_earned_at_the_end_of_their_turns(
+def test_turn_rewards_apply_at_the_end_of_their_turns(
     estimator: str, reward: float | None, at_the_end: float
 ) -> None:
     sample, ends = rewarded(reward)
@@ -79,7 +79,7 @@ def test_turn_rewards_are_earned_at_the_end_of_their_turns(
     assert advantages[ends[0] + 1].item() == pytest.approx(0.0 if estimator == "ppo" else expected[1])
 
 
-def test_estimators_with_one_reward_go_by_the_sum() -> None:
+def test_estimators_with_one_reward_use_the_sum_of_turn_rewards() -> None:
     sample, _ = rewarded(None)
     batch = make_train_batch(config(advantage_estimator="dr_grpo", disable_rewards_normalization=True), [sample])
     assert (batch.rewards, batch.turn_rewards) == ([-1.5], None)
@@ -88,7 +88,7 @@ def test_estimators_with_one_reward_go_by_the_sum() -> None:
     )
 
 
-def test_the_turns_of_a_batch_that_is_carried_over_keep_their_rewards() -> None:
+def test_joined_batches_keep_turn_rewards() -> None:
     own = config(advantage_estimator="ppo")
     sample, _ = rewarded(None)
     plain = Sample(
@@ -105,7 +105,7 @@ def test_the_turns_of_a_batch_that_is_carried_over_keep_their_rewards() -> None:
         assert [column.tolist() for column in batch.turn_rewards or []] == columns
 
 
-def test_a_turn_that_is_not_trained_on_is_paid_before() -> None:
+def test_reward_of_untrained_turn_moves_to_earlier_trained_token() -> None:
     sample = Sample(
         index=1,
         group_index=4,
@@ -124,7 +124,7 @@ def test_a_turn_that_is_not_trained_on_is_paid_before() -> None:
 @pytest.mark.parametrize(
     "turn", [(0, 9, 1.0), (1, 1, 1.0), (-1, 1, 1.0), (0, 1, "x"), (0, 1, float("nan")), (0.5, 1, 1.0)]
 )
-def test_turn_rewards_that_do_not_fit_are_refused(turn: tuple[Any, ...]) -> None:
+def test_rejects_invalid_turn_rewards(turn: tuple[Any, ...]) -> None:
     sample = base_sample(tokens=[1, 2, 3], response_length=2, reward=1.0, metadata={"turn_rewards": [turn]})
     with pytest.raises(BadSample, match="turn_rewards has"):
         check_sample(sample)
@@ -133,7 +133,7 @@ def test_turn_rewards_that_do_not_fit_are_refused(turn: tuple[Any, ...]) -> None
 
 
 @pytest.mark.parametrize("own", [[0.5, 1.0], "text", {"a": 1}, [[1.0, 2.0]]])
-def test_what_a_plugin_keeps_under_that_name_is_its_own(own: Any) -> None:
+def test_ignores_plugin_metadata_named_turn_rewards(own: Any) -> None:
     sample = base_sample(tokens=[1, 2, 3], response_length=2, reward=1.0, metadata={"turn_rewards": own})
     check_sample(sample)
     assert make_train_batch(config(advantage_estimator="ppo"), [sample]).turn_rewards is None
@@ -145,7 +145,7 @@ def routed(tokens: list[int], start: int) -> np.ndarray:
     return rows[start:].reshape(-1)
 
 
-def test_branches_know_the_experts_of_all_their_turns() -> None:
+def test_branches_have_routed_experts_of_all_their_turns() -> None:
     """Includes turns trained on in another sample; each turn adds only the rows that earlier turns lack."""
     talk = Talk()
 

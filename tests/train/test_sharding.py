@@ -58,7 +58,7 @@ def held_between(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> 
     return held, sum(p.numel() for p in parameters)
 
 
-def test_a_rank_holds_its_part_of_the_gradients_after_every_micro_batch(model_folder: Folder, tmp_path: Path) -> None:
+def test_gradients_stay_sharded_between_micro_batches(model_folder: Folder, tmp_path: Path) -> None:
     folder = str(model_folder("qwen3"))
     for dtype in ("float32", "bfloat16"):
         ranks = together(2, held_between, folder, str(tmp_path), {"dtype": dtype}, folder=tmp_path)
@@ -66,7 +66,7 @@ def test_a_rank_holds_its_part_of_the_gradients_after_every_micro_batch(model_fo
             assert held == [0] + [num_parameters // 2] * 3
 
 
-def test_copies_of_the_model_add_up_their_gradients_once_a_step(model_folder: Folder, tmp_path: Path) -> None:
+def test_replicas_reduce_gradients_once_per_step(model_folder: Folder, tmp_path: Path) -> None:
     folder = str(model_folder("qwen3"))
     for sharing in (2, 1):
         ranks = together(4, held_between, folder, str(tmp_path), {"fsdp_shard_size": sharing}, folder=tmp_path)
@@ -107,7 +107,7 @@ def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
     return all(torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6) for name, gradient in expected.items())
 
 
-def test_an_expert_that_one_rank_used_gets_that_ranks_gradients(model_folder: Folder, tmp_path: Path) -> None:
+def test_expert_used_by_one_rank_gets_its_gradients(model_folder: Folder, tmp_path: Path) -> None:
     folder = str(model_folder("qwen3"))
     assert together(2, gradients_of_experts, folder, str(tmp_path), folder=tmp_path) == [True, True]
 
@@ -154,7 +154,7 @@ def _whole_in(parameters: Iterable[Tensor]) -> int:
     return sum(not isinstance(parameter, DTensor) for parameter in parameters)
 
 
-def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, tmp_path: Path) -> None:
+def test_forward_pass_leaves_no_gathered_weights(model_folder: Folder, tmp_path: Path) -> None:
     """Otherwise the full model, and each frozen one, stays in memory with its shards until the next pass."""
     for found in together(2, gathered_in_passes, str(model_folder("qwen3")), str(tmp_path), folder=tmp_path):
         for _, during, after, in_a_layer in found.values():
@@ -162,7 +162,7 @@ def test_a_pass_without_backward_leaves_nothing_gathered(model_folder: Folder, t
             assert after == 0
 
 
-def test_frozen_weights_that_a_rank_has_for_itself_are_never_copied(model_folder: Folder, tmp_path: Path) -> None:
+def test_frozen_weights_on_a_single_rank_stay_unsharded(model_folder: Folder, tmp_path: Path) -> None:
     found = gathered_in_passes(one_rank(), str(model_folder("qwen3")), str(tmp_path))
     assert found["policy"][2] == 0  # trained weights are gathered in the compute dtype and freed
     count, _, whole_after, _ = found["ref"]

@@ -44,7 +44,7 @@ def make_row(*, share: bool, multiple: int = 1) -> PackedRow:
     return pack(sequences(), RESPONSES, multiple=multiple, share_prompts=share)
 
 
-def test_a_row_says_which_tokens_are_copies() -> None:
+def test_packed_row_marks_shared_prompt_copies() -> None:
     row = make_row(share=True, multiple=8)
     shared, tokens = row.shared, row.tokens[0]
     assert shared is not None
@@ -61,7 +61,7 @@ def test_a_row_says_which_tokens_are_copies() -> None:
     assert torch.equal(tokens, make_row(share=False, multiple=8).tokens[0])  # the row keeps all tokens
 
 
-def test_few_copies_are_not_worth_it() -> None:
+def test_prompts_are_not_shared_for_few_copies() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 128, 4)
     long = [np.concatenate([prompt, rng.integers(0, 128, 30)]) for _ in range(2)]
@@ -72,7 +72,7 @@ def test_few_copies_are_not_worth_it() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8))
-def test_a_sequence_borrows_from_the_earlier_one_that_is_most_like_it(lists: list[list[int]]) -> None:
+def test_common_prefix_is_longest_over_earlier_sequences(lists: list[list[int]]) -> None:
     sequences = [np.array(tokens) for tokens in lists]
     for index, (lender, length) in enumerate(common_beginnings(sequences)):
         alike = [
@@ -83,7 +83,7 @@ def test_a_sequence_borrows_from_the_earlier_one_that_is_most_like_it(lists: lis
         assert length == 0 or alike[lender] == length
 
 
-def test_a_conversation_that_forked_is_computed_once_until_then() -> None:
+def test_forked_conversation_shares_tokens_up_to_the_fork() -> None:
     """The shared turns are mostly response tokens in one sample and prompt tokens in the other."""
     rng = np.random.default_rng(0)
     turns = rng.integers(0, 128, 12)
@@ -108,7 +108,7 @@ def numbers(policy: Any, row: PackedRow, **keywords: Any) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *SPARSE_CONFIGS])
-def test_log_probs_and_gradients_are_those_of_whole_sequences(kind: str) -> None:
+def test_shared_prompts_match_whole_sequences(kind: str) -> None:
     policy = packed_policy(kind, temperature=0.8)
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
@@ -120,7 +120,7 @@ def test_log_probs_and_gradients_are_those_of_whole_sequences(kind: str) -> None
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
 
 
-def test_layers_that_run_once_more_share_too() -> None:
+def test_shared_prompts_with_recompute_are_bitwise_equal() -> None:
     policy = packed_policy("qwen3")
     row = make_row(share=True)
     _, once = numbers(policy, row)
@@ -129,14 +129,14 @@ def test_layers_that_run_once_more_share_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
-def test_losses_that_read_logits_have_those_of_the_whole_row() -> None:
+def test_shared_prompts_return_logits_of_the_whole_row() -> None:
     policy = packed_policy("qwen3")
     plain, shared = (policy(make_row(share=share), reads="logits")[0] for share in (False, True))
     assert shared.shape == (1, 65, 128)
     torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
 
 
-def test_given_routing_is_followed_for_every_copy() -> None:
+def test_routing_replay_computes_every_prompt_copy() -> None:
     """Engines may route copies of a prompt to different experts, so each copy is computed."""
     policy = packed_policy("qwen3_moe")
     policy.enable_routing_replay()
@@ -146,7 +146,7 @@ def test_given_routing_is_followed_for_every_copy() -> None:
     assert seen == [65]
 
 
-def test_gradients_of_copies_are_added_up() -> None:
+def test_gradients_of_prompt_copies_are_summed() -> None:
     shared = make_row(share=True).shared
     assert shared is not None
     computed = torch.randn(33, 3, 2, dtype=torch.float64, requires_grad=True)
@@ -183,7 +183,7 @@ print("right")
 
 
 @pytest.mark.kernels
-def test_the_kernels_do_what_the_cpu_does() -> None:
+def test_copy_kernels_match_cpu_implementation() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout == "right\n", done.stderr[-3000:]
@@ -199,7 +199,7 @@ def groups_of_one_prompt(rollout_id: int) -> list[list[Sample]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"advantage_estimator": "ppo", "kl_loss_coef": 0.0}], ids=["grpo", "ppo"])
-def test_a_trainer_makes_the_same_steps(
+def test_trainer_steps_match_without_shared_prompts(
     more: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coef": 0.01, "lr": 1e-4, "micro_batch_size": 9, **more}
@@ -217,7 +217,7 @@ def test_a_trainer_makes_the_same_steps(
         )
 
 
-def test_it_is_on_where_nothing_stands_against_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_prompt_sharing_is_on_by_default_unless_unsupported(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     config = config_for(model_folder("qwen3"), tmp_path)
     assert shares_prompts(config)
     assert not shares_prompts(config.replace(share_prompts=False))
@@ -225,7 +225,7 @@ def test_it_is_on_where_nothing_stands_against_it(model_folder: Callable[[str], 
         assert not shares_prompts(config.replace(**flags))
 
 
-def test_a_model_that_it_cannot_serve_trains_without_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unsupported_model_trains_without_prompt_sharing(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     found = []
     for share in (None, False):
         one = InProcess(config_for(model_folder("qwen3_5"), tmp_path, share_prompts=share, micro_batch_size=9))
@@ -233,7 +233,7 @@ def test_a_model_that_it_cannot_serve_trains_without_it(model_folder: Callable[[
     assert found[0] == found[1]
 
 
-def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rejects_share_prompts_for_unsupported_models(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Qwen3_5ForCausalLM has PackedDeltaNet as well: drop the flag"):
         InProcess(config_for(model_folder("qwen3_5"), tmp_path, share_prompts=True))
 
@@ -248,7 +248,7 @@ def test_models_that_it_cannot_serve_are_refused(model_folder: Callable[[str], P
         ({"use_routing_replay": True}, "cannot be combined with routing replay"),
     ],
 )
-def test_flags_that_exclude_it(
+def test_rejects_flags_incompatible_with_share_prompts(
     flags: dict[str, Any], reason: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = config_for(model_folder("qwen3_moe"), tmp_path, share_prompts=True, **flags)

@@ -86,7 +86,7 @@ def assert_identical(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("finished", ["kept", "some kept", "not kept"])
 @pytest.mark.parametrize("lengths", [[5, 900, 30, 7, 1, 64, 200, 3], [9000, 20_000, 70_000, 5, 40_000, 40_000, 1, 2]])
-def test_a_share_is_the_same_through_memory_and_over_a_channel(
+def test_share_is_identical_through_shared_memory_and_channel(
     tmp_path: Path, lengths: list[int], finished: str
 ) -> None:
     samples = make_samples(lengths)
@@ -111,7 +111,7 @@ def test_a_share_is_the_same_through_memory_and_over_a_channel(
             np.testing.assert_array_equal(batch.loss_masks[place], 0 * mask if samples[index].remove_sample else mask)
 
 
-def test_what_was_kept_when_samples_finished_is_not_written_again(tmp_path: Path) -> None:
+def test_arrays_already_in_shared_memory_are_not_written_again(tmp_path: Path) -> None:
     samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
     for sample in samples:
         sample.keep_with(arena.keep)
@@ -120,7 +120,7 @@ def test_what_was_kept_when_samples_finished_is_not_written_again(tmp_path: Path
     arena.close()
 
 
-def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> None:
+def test_ranks_get_changes_made_after_samples_were_kept(tmp_path: Path) -> None:
     """User filters and hooks may modify samples after that."""
     samples, arena = make_samples([500] * 8), SharedArena(tmp_path)
     for sample in samples:
@@ -147,7 +147,7 @@ def test_what_is_changed_after_it_was_kept_is_what_ranks_get(tmp_path: Path) -> 
     arena.close()
 
 
-def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
+def test_constant_masks_take_no_space(tmp_path: Path) -> None:
     sample = Sample(index=9, tokens=[1, 2], reward=1.0)
     sample.append_response_tokens(tokens=np.zeros(100_000, np.int32), log_probs=np.zeros(100_000, np.float32))
     (share,) = shares_of([sample, make_samples([5])[0]], ranks=1)
@@ -158,7 +158,7 @@ def test_masks_of_one_number_take_no_room(tmp_path: Path) -> None:
     assert (masks[9].strides, masks[9].dtype, masks[9].sum()) == ((0,), np.int8, 100_000)
 
 
-def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_share(tmp_path: Path) -> None:
+def test_local_ranks_share_a_file_and_remote_ranks_get_the_share(tmp_path: Path) -> None:
     one, other = shares_of(make_samples([500] * 8), ranks=2)
     with ShardTransfer(SharedArena(tmp_path)).given([one, one, other, other], [True, True, True, False]) as given:
         assert given[0] is given[1] is not given[2]
@@ -168,7 +168,7 @@ def test_ranks_with_the_same_share_get_the_same_file_and_those_elsewhere_the_sha
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_for_ranks_elsewhere(tmp_path: Path) -> None:
+def test_nothing_is_written_for_remote_ranks(tmp_path: Path) -> None:
     shares = shares_of(make_samples([500] * 8), ranks=2)
     with ShardTransfer(SharedArena(tmp_path)).given(shares, [False, False]) as given:
         assert [data is share for data, share in zip(given, shares, strict=True)] == [True, True]
@@ -188,7 +188,7 @@ def test_files_are_removed_when_a_call_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_driver_never_holds_the_batch_twice(tmp_path: Path) -> None:
+def test_driver_does_not_copy_the_batch(tmp_path: Path) -> None:
     samples = make_samples([40_000] * 24)
     size = sum(8 * sample.total_length for sample in samples)
     tracemalloc.start()
@@ -222,7 +222,7 @@ def _sent_to_nobody(share: Share) -> None:
     theirs.close()
 
 
-def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
+def test_full_shared_memory_falls_back_to_channels_and_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shares = shares_of(make_samples([9000] * 8), ranks=2)
@@ -236,7 +236,7 @@ def test_without_room_shares_go_over_the_channels_and_it_is_said_once(
     assert "full has 0.00 GiB free" in caplog.text
 
 
-def test_room_that_is_gone_half_way_is_no_failure(
+def test_shared_memory_full_during_write_falls_back_to_channels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, another process fills the memory between the free-space check and the write."""
@@ -253,7 +253,7 @@ def test_room_that_is_gone_half_way_is_no_failure(
     assert "has no room for" in caplog.text
 
 
-def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_shared_memory_falls_back_to_channels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shares = shares_of(make_samples([50] * 8), ranks=2)
     arena = SharedArena(tmp_path / "missing")
     arena.clean()
@@ -263,7 +263,7 @@ def test_without_shared_memory_shares_go_over_the_channels(tmp_path: Path, caplo
     assert "missing cannot be written" in caplog.text
 
 
-def test_the_collector_is_on_again_whatever_happens() -> None:
+def test_collector_paused_restores_previous_state() -> None:
     assert gc.isenabled()
     with gc_paused():
         assert not gc.isenabled()
@@ -288,7 +288,7 @@ def _nothing_is_frozen() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nothing_is_frozen")
-def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_after_it() -> None:
+def test_old_objects_are_not_collected_during_a_run_only() -> None:
     class Node:
         pass
 
@@ -311,7 +311,7 @@ def test_what_was_there_before_a_run_is_not_looked_through_in_it_and_is_again_af
     assert [ref() is None for ref in gone] == [True, True, True]
 
 
-def test_who_had_frozen_objects_of_his_own_keeps_them_frozen_and_those_of_a_run_are_too() -> None:
+def test_objects_frozen_by_the_caller_stay_frozen_after_a_run() -> None:
     class Node:
         pass
 

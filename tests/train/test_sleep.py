@@ -35,7 +35,7 @@ def sleeper_of(run: InProcess) -> TrainerOffload:
 FLAGS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "num_rollout": 3}
 
 
-def test_training_goes_on_as_if_it_had_never_slept(model_folder: Folder, tmp_path: Path) -> None:
+def test_sleep_and_wake_do_not_change_training(model_folder: Folder, tmp_path: Path) -> None:
     flags = FLAGS | {"advantage_estimator": "ppo"}
     plain = InProcess(config_for(model_folder("qwen3"), tmp_path, **flags))
     expected = [plain.train(step, make_samples(3, 3, seed=step))["metrics"] for step in range(3)]
@@ -56,7 +56,7 @@ def test_training_goes_on_as_if_it_had_never_slept(model_folder: Folder, tmp_pat
     assert {storage.nbytes() for storage in storages_of(run)} == {0}
 
 
-def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
+def test_sleep_reuses_host_memory_and_skips_unchanged_tensors(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -86,7 +86,7 @@ def test_host_memory_is_taken_once_and_what_did_not_change_is_not_copied_again(
     assert sum(copied) == held["weights"] + held["optimizer"], "once each, and the reference not at all"
 
 
-def test_a_checkpoint_of_a_sleeping_trainer_is_whole(model_folder: Folder, tmp_path: Path) -> None:
+def test_checkpoint_saved_while_asleep_resumes_exactly(model_folder: Folder, tmp_path: Path) -> None:
     config = config_for(model_folder("qwen3"), tmp_path, save=str(tmp_path / "c"), load=str(tmp_path / "c"), **FLAGS)
     run = InProcess(config)
     sleeper_of(run)

@@ -19,7 +19,7 @@ def layout() -> PackedLayout:
 
 
 @pytest.mark.parametrize("queries", [3, 4, 512])
-def test_every_token_reads_its_best_earlier_ones(queries, monkeypatch) -> None:
+def test_tokens_attend_to_their_top_scored_earlier_tokens(queries, monkeypatch) -> None:
     monkeypatch.setattr(sparse_attention, "QUERIES", queries)
     total, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
     shapes = [(total, 2, 8), (total, 8), (total, 2), (total, 3, 6), (total, 3, 6), (total, 3, 5)]
@@ -39,7 +39,7 @@ def test_every_token_reads_its_best_earlier_ones(queries, monkeypatch) -> None:
         begin += length
 
 
-def test_short_sequences_are_read_whole() -> None:
+def test_short_sequences_use_full_attention() -> None:
     total = sum(LENGTHS)
     picked = pick_tokens(torch.randn(total, 2, 8), torch.randn(total, 8), torch.randn(total, 2), layout(), 17)
     assert picked.shape == (total, 0)

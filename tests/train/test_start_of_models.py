@@ -34,7 +34,7 @@ def same(one: Weights, two: Weights) -> bool:
     return all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_actor_and_reference_start_from_the_reference_folder_and_a_resumed_run_keeps_it(
+def test_ref_load_sets_actor_and_reference_and_survives_resume(
     model_folder: Callable[[str], Path], other: Path, tmp_path: Path
 ) -> None:
     model, saved = model_folder("qwen3"), str(tmp_path / "saved")
@@ -70,7 +70,7 @@ def test_actor_and_reference_start_from_a_megatron_checkpoint(
     assert (run.start, same(run.weights, theirs)) == (0, True)
 
 
-def test_a_checkpoint_of_another_model_is_no_reference(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rejects_reference_checkpoint_of_another_model(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     run = InProcess(config_for(model_folder("llama"), tmp_path, save=str(tmp_path / "llama")))
     run.trainer.save(0)
     with pytest.raises(UserError, match=r"--ref-load .*iter_0000000 holds a llama model of .*: load one of the same"):

@@ -33,14 +33,14 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_moments_on_the_host_change_no_bit(folder: Path, tmp_path: Path) -> None:
+def test_optimizer_cpu_offload_is_bitwise_equal(folder: Path, tmp_path: Path) -> None:
     plain = after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
     streamed = InProcess(config_for(folder, tmp_path, optimizer_cpu_offload=True))
     assert same(after(streamed, 0, 1, 2), plain)
     assert isinstance(streamed.trainer.actor.backend.optimizer, StreamedAdam)
 
 
-def test_weights_on_the_host_change_no_bit_and_leave_as_others_do(folder: Path, tmp_path: Path) -> None:
+def test_fsdp_cpu_offload_is_bitwise_equal_and_resumes(folder: Path, tmp_path: Path) -> None:
     flags = {"use_kl_loss": True, "save": str(tmp_path / "ckpt"), "micro_batch_size": 1}
     whole = InProcess(config_for(folder, tmp_path, **flags))
     plain = after(whole, 0, 1, 2)
@@ -54,7 +54,7 @@ def test_weights_on_the_host_change_no_bit_and_leave_as_others_do(folder: Path, 
     assert same(after(resumed, 2), plain)
 
 
-def test_moments_in_bfloat16_stay_close_and_a_resumed_run_goes_on_the_same(folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_moments_stay_close_and_resume_exactly(folder: Path, tmp_path: Path) -> None:
     plain = after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
     flags = {**BF16, "save": str(tmp_path / "ckpt")}
     run = InProcess(config_for(folder, tmp_path, **flags))
@@ -78,7 +78,7 @@ def adam(parameter: torch.nn.Parameter, **changes: Any) -> StreamedAdam:
     return StreamedAdam([{"params": [parameter], "weight_decay": 0.01, DECAY_KEY: True}], **options)
 
 
-def test_changes_too_small_for_bfloat16_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_rounding_accumulates_small_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def second_moment() -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(1024))
         optimizer = adam(parameter)
@@ -93,7 +93,7 @@ def test_changes_too_small_for_bfloat16_add_up(monkeypatch: pytest.MonkeyPatch) 
     assert second_moment().item() < 0.8 * expected  # round-to-nearest stalls when a step is below half a unit
 
 
-def test_rounding_is_fair_and_depends_on_the_place_alone() -> None:
+def test_stochastic_rounding_is_unbiased_and_depends_on_position() -> None:
     for value in (1.0 + 2**-10, -3.0 - 2**-9, 1e-30, -0.0, 65504.123):
         values = torch.full((1 << 16,), value)
         found = rounded(values, 0, salt=5)
@@ -107,7 +107,7 @@ def test_rounding_is_fair_and_depends_on_the_place_alone() -> None:
     assert torch.equal(rounded(exact[:3], 7, salt=1).float(), exact[:3])
 
 
-def test_a_parameter_in_parts_is_updated_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_in_parts_matches_whole_update(monkeypatch: pytest.MonkeyPatch) -> None:
     def updated() -> torch.Tensor:
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(96, 32))

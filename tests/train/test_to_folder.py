@@ -30,7 +30,7 @@ def saved(request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory
     return folder
 
 
-def test_the_weights_are_those_the_trainer_saves(saved: Path, tmp_path: Path) -> None:
+def test_converted_weights_match_the_folder_saved_by_the_trainer(saved: Path, tmp_path: Path) -> None:
     expected = dict(open_weights(saved / "expected"))
     for number, source in enumerate((saved / "ckpt", saved / "ckpt" / "iter_0000000")):
         out = tmp_path / str(number)
@@ -41,7 +41,7 @@ def test_the_weights_are_those_the_trainer_saves(saved: Path, tmp_path: Path) ->
         assert (out / "config.json").read_text() == (saved / "expected" / "config.json").read_text()
 
 
-def test_another_models_folder_is_refused(
+def test_rejects_folder_of_another_model(
     saved: Path, model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["convert", str(saved / "ckpt"), str(tmp_path / "out"), "--hf-checkpoint", str(model_folder("llama"))]
@@ -50,7 +50,7 @@ def test_another_models_folder_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_folder_that_moved_is_asked_for(
+def test_moved_model_folder_requires_hf_checkpoint(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = tmp_path / "iter_0000000"
@@ -64,7 +64,7 @@ def test_a_model_folder_that_moved_is_asked_for(
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--hf-checkpoint", meta["hf_checkpoint"]]) == 0
 
 
-def test_what_was_not_trained_is_copied_when_asked(saved: Path, tmp_path: Path) -> None:
+def test_add_missing_copies_untrained_weights(saved: Path, tmp_path: Path) -> None:
     """For example layers for multi-token prediction, which transformers does not load."""
     meta = json.loads((saved / "ckpt" / "iter_0000000" / "meta.json").read_text())
     folder = tmp_path / "with-more"
@@ -77,7 +77,7 @@ def test_what_was_not_trained_is_copied_when_asked(saved: Path, tmp_path: Path) 
     assert torch.equal(open_weights(tmp_path / "out")["model.layers.2.eh_proj.weight"], torch.ones(3).bfloat16())
 
 
-def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_incomplete_or_missing_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     megatron = tmp_path / "megatron" / "iter_0000003"
     megatron.mkdir(parents=True)
     (megatron.parent / "latest_checkpointed_iteration.txt").write_text("3")

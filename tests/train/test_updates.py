@@ -26,7 +26,7 @@ from tests.train.tiny_training import make_samples
 Folder = Callable[[str], Path]
 
 
-def test_supervised_training_knows_no_rollout_temperature(model_folder: Folder, tmp_path: Path) -> None:
+def test_sft_loss_ignores_rollout_temperature(model_folder: Folder, tmp_path: Path) -> None:
     def loss(**flags: Any) -> float:
         run = InProcess(config_for(model_folder("llama"), tmp_path, loss_type="sft_loss", **flags))
         return run.train(0, make_samples(3, 3))["metrics"][0]["train/loss"]
@@ -34,7 +34,7 @@ def test_supervised_training_knows_no_rollout_temperature(model_folder: Folder, 
     assert loss(rollout_temperature=0.5) == loss()
 
 
-def test_steps_of_the_critic_alone_use_nothing_of_the_policys_schedule(model_folder: Folder, tmp_path: Path) -> None:
+def test_critic_only_steps_do_not_advance_the_policy_schedule(model_folder: Folder, tmp_path: Path) -> None:
     """Four of six rollouts update the policy: two of warm-up, then two of decay to the minimum rate."""
     flags: dict[str, Any] = {
         "advantage_estimator": "ppo", "num_critic_only_steps": 2, "num_rollout": 6, "lr": 1e-3, "lr_warmup_iters": 2,
@@ -51,7 +51,7 @@ def test_steps_of_the_critic_alone_use_nothing_of_the_policys_schedule(model_fol
     assert [step["train/critic-lr-pg_0"] for step in steps] == pytest.approx([8e-4, 6e-4, 4e-4])
 
 
-def test_a_custom_loss_can_be_computed_again_instead_of_kept(
+def test_recompute_loss_function_gives_equal_weights(
     model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -77,7 +77,7 @@ def test_a_custom_loss_can_be_computed_again_instead_of_kept(
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
-def test_a_critics_step_that_is_not_finite_is_skipped_and_training_goes_on(
+def test_non_finite_critic_step_is_skipped_and_training_continues(
     model_folder: Folder, tmp_path: Path
 ) -> None:
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
@@ -115,12 +115,12 @@ def step_with_norm_of_rank(ranks: Ranks, norms: list[float]) -> str:
 
 
 @pytest.mark.parametrize(("second", "wanted"), [(1.0, "updated"), (float("nan"), "dropped skipped")])
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(second: float, wanted: str, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_step_that_is_non_finite_on_one_rank(second: float, wanted: str, tmp_path: Path) -> None:
     assert together(2, step_with_norm_of_rank, [1.0, second], folder=tmp_path) == [wanted] * 2
 
 
 @pytest.mark.parametrize("flags", [{}, {"advantage_estimator": "ppo", "normalize_advantages": True}])
-def test_samples_without_a_trained_token_cost_no_forward_and_change_no_number(
+def test_untrainable_samples_are_skipped_without_changing_results(
     flags: dict[str, Any], model_folder: Folder, tmp_path: Path
 ) -> None:
     groups = make_samples(3, 3)
@@ -151,7 +151,7 @@ def test_samples_without_a_trained_token_cost_no_forward_and_change_no_number(
         torch.testing.assert_close(tensor, all_weights[name], atol=1e-6, rtol=1e-5)
 
 
-def test_a_rollout_in_which_nothing_can_be_learned_moves_no_weight(model_folder: Folder, tmp_path: Path) -> None:
+def test_rollout_without_trainable_tokens_changes_no_weight(model_folder: Folder, tmp_path: Path) -> None:
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
     groups = make_samples(3, 3)
     for sample in flatten_samples(groups):

@@ -23,7 +23,7 @@ def fall() -> None:
     raise KeyError("left shoe")
 
 
-def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() -> None:
+def test_dead_thread_is_raised_with_its_traceback_until_closed() -> None:
     dying = background("shoemaker", fall)
     assert dying.join(120.0)
     assert not dying.is_alive()
@@ -35,7 +35,7 @@ def test_a_thread_that_dies_is_raised_with_its_traceback_until_it_is_closed() ->
     raise_failures()
 
 
-def test_a_users_mistake_is_said_by_whoever_waits_and_not_logged_as_a_death(caplog: pytest.LogCaptureFixture) -> None:
+def test_user_error_is_raised_to_waiters_and_not_logged_as_a_death(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     def refuse() -> None:
@@ -49,7 +49,7 @@ def test_a_users_mistake_is_said_by_whoever_waits_and_not_logged_as_a_death(capl
     assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "rollouts ahead ended")]
 
 
-def test_tasks_that_failed_before_they_were_cancelled_are_seen() -> None:
+def test_cancelled_retrieves_exceptions_of_failed_tasks() -> None:
     unseen: list[dict[str, Any]] = []
 
     async def fail() -> list[Sample]:
@@ -67,7 +67,7 @@ def test_tasks_that_failed_before_they_were_cancelled_are_seen() -> None:
     assert unseen == []
 
 
-def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
+def test_death_after_close_is_not_raised() -> None:
     may_fall = threading.Event()
 
     def fall_late() -> None:
@@ -81,7 +81,7 @@ def test_what_dies_after_it_was_closed_is_nobodys_concern() -> None:
     raise_failures()
 
 
-def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_event_loop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.rollout.event_loop.STALL_S", 1.0)
     released = threading.Event()
 
@@ -97,7 +97,7 @@ def test_something_that_blocks_the_loop_ends_the_wait_for_it(monkeypatch: pytest
         loop.close()
 
 
-def test_our_own_sentences_are_raised_as_they_are() -> None:
+def test_user_error_in_the_background_keeps_its_message() -> None:
     def mistaken() -> None:
         raise UserError("no such flag")
 
@@ -108,7 +108,7 @@ def test_our_own_sentences_are_raised_as_they_are() -> None:
     dying.close()
 
 
-def test_one_that_ends_well_raises_nothing_and_acts_under_its_name() -> None:
+def test_successful_thread_raises_nothing_and_waits_under_its_name() -> None:
     names: list[str] = []
 
     def work() -> None:
@@ -122,7 +122,7 @@ def test_one_that_ends_well_raises_nothing_and_acts_under_its_name() -> None:
     assert names == ["worker"]
 
 
-def test_tasks_die_and_are_cancelled_likewise() -> None:
+def test_background_tasks_raise_and_are_cancelled_by_aclose() -> None:
     async def falls() -> None:
         fall()
 
@@ -141,7 +141,7 @@ def test_tasks_die_and_are_cancelled_likewise() -> None:
     asyncio.run(main())
 
 
-def test_a_death_in_the_background_ends_the_wait_for_something_else() -> None:
+def test_background_death_ends_another_wait() -> None:
     loop = LoopThread("test")
     dying = background("shoemaker", fall)
     try:
@@ -152,7 +152,7 @@ def test_a_death_in_the_background_ends_the_wait_for_something_else() -> None:
         loop.close()
 
 
-def test_the_loop_names_whom_it_waited_for_and_what_blocks_it() -> None:
+def test_loop_timeout_names_the_awaited_work_and_the_blocking_task() -> None:
     loop = LoopThread("test")
     with pytest.raises(LoopTimeout, match=r"test: rollout 3 did not finish within 0\.05 s\nwait-for graph:"):
         loop.run(asyncio.sleep(60), 0.05, whom="rollout 3")
@@ -176,7 +176,7 @@ def _close_soon(loop: LoopThread) -> None:
         loop.close()
 
 
-def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
+def test_cancelled_hanging_call_frees_its_slot() -> None:
     threads, release = DaemonThreads("test", limit=2), threading.Event()
     hung = [threads.submit(lambda: release.wait(240)) for _ in range(2)]
     queued = threads.submit(lambda: "served")
@@ -194,7 +194,7 @@ def test_calls_that_hang_do_not_take_the_place_of_later_ones() -> None:
         threads.submit(fall)
 
 
-def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_call_frees_its_slot_and_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 3600.0)
     threads, release = DaemonThreads("test", limit=1), threading.Event()
     slow = threads.submit(lambda: release.wait(240))
@@ -210,7 +210,7 @@ def test_slow_calls_make_room_after_a_while_and_errors_come_back(monkeypatch: py
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_to_thread_serves_calls_behind_hung_ones(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
+def test_to_thread_serves_calls_behind_hanging_calls(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
     """Queued calls run without a later submission. Cancelled calls occupy no slot, whatever the thread limit."""
     monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 0.1)
     monkeypatch.setattr("slime.rollout.event_loop.MOST_THREADS", _LIMIT + 1)
@@ -254,6 +254,6 @@ loop.close()
 """
 
 
-def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
+def test_hanging_thread_does_not_block_process_exit() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "left behind\n")

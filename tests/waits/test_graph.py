@@ -61,12 +61,12 @@ def in_thread(name: str, whom: str, why: str, **deadline: object) -> Iterator[No
         thread.join(240)
 
 
-def test_an_empty_board_says_so() -> None:
+def test_graph_without_waits_says_no_waits() -> None:
     assert wait_registry.waits() == []
     assert graph_lines(describe()) == ["  no waits"]
 
 
-def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
+def test_chain_of_waits_is_indented_with_deadlines() -> None:
     with (
         in_thread("rollout 3", "engine-99", "to answer /generate", timeout_s=30.0, flag="--engine-request-timeout"),
         waiting("rollout 3", "to finish", timeout_s=None),
@@ -79,7 +79,7 @@ def test_a_chain_is_indented_and_each_wait_has_its_deadline() -> None:
     assert wait_registry.waits() == []
 
 
-def test_the_stacks_show_where_threads_stand() -> None:
+def test_graph_shows_thread_stacks() -> None:
     with in_thread("somebody", "something", "to happen", timeout_s=1.0):
         text = describe()
     stack = text.split("thread thread-of-somebody:\n")[1]
@@ -88,7 +88,7 @@ def test_the_stacks_show_where_threads_stand() -> None:
     assert "wait-report" not in text  # nor the thread that makes the report
 
 
-def test_waits_that_differ_only_in_numbers_are_folded_below_the_one_who_waits_for_them() -> None:
+def test_waits_that_differ_only_in_numbers_are_folded() -> None:
     async def sample(number: int) -> None:
         with acting_as(f"sample {number}"), waiting("engine http://x", "to answer", timeout_s=60.0, flag="--f"):
             await asyncio.sleep(30)
@@ -116,7 +116,7 @@ def test_waits_that_differ_only_in_numbers_are_folded_below_the_one_who_waits_fo
     assert wait_registry.waits() == []
 
 
-def test_a_circle_is_written_once_and_called_one() -> None:
+def test_cycle_is_printed_once_and_marked() -> None:
     with in_thread("left", "right", "to give way"), in_thread("right", "left", "to give way"):
         lines = graph_lines(describe())
     assert lines == [
@@ -126,7 +126,7 @@ def test_a_circle_is_written_once_and_called_one() -> None:
     ]
 
 
-def test_names_come_from_the_innermost_and_are_inherited_by_tasks_and_threads() -> None:
+def test_waiter_names_are_inherited_by_tasks_and_threads() -> None:
     async def main() -> list[tuple[str, ...]]:
         def path(who: str | None = None) -> tuple[str, ...]:
             with waiting("x", "y", timeout_s=None, who=who) as wait:
@@ -160,7 +160,7 @@ def test_names_come_from_the_innermost_and_are_inherited_by_tasks_and_threads() 
     coro.close()
 
 
-def test_remaining_counts_down_to_nothing_and_an_expired_wait_carries_the_graph(
+def test_remaining_reaches_zero_and_expired_includes_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = time.monotonic()
@@ -218,7 +218,7 @@ def test_wait_for_returns_raises_and_cancels() -> None:
     assert wait_registry.waits() == []
 
 
-def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_that_ignores_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.cluster.watchdog.timeouts.CANCEL_GRACE_S", 0.05)
 
     async def stubborn(leave: asyncio.Event) -> None:
@@ -238,7 +238,7 @@ def test_who_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.M
     asyncio.run(main())
 
 
-def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
+def test_graph_of_many_failed_samples_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = GraphReports()
@@ -265,7 +265,7 @@ def test_failures_of_samples_are_sentences_and_their_graph_is_logged_once(
     assert reports is not fresh
 
 
-def test_logging_a_graph_twice_in_a_minute_does_it_once(
+def test_second_graph_within_a_minute_is_not_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("slime.cluster.watchdog.timeouts.reports", GraphReports())

@@ -58,7 +58,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         process.stop(grace_s=0.0)
 
 
-def test_a_child_that_hangs_shows_its_stack_and_lives_on(
+def test_hanging_child_shows_its_stack_and_survives(
     hanging: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = hanging("worker-0", REGISTER, dumps_stacks=True)
@@ -81,7 +81,7 @@ def test_a_child_that_hangs_shows_its_stack_and_lives_on(
     assert process.poll() is None
 
 
-def test_its_other_name_finds_it_too_and_who_is_not_waited_for_is_not_asked(
+def test_awaited_child_is_found_by_alias_and_others_are_not_dumped(
     hanging: Callable[..., ChildProcess],
 ) -> None:
     process = hanging("worker-0", REGISTER, dumps_stacks=True)
@@ -95,7 +95,7 @@ def test_its_other_name_finds_it_too_and_who_is_not_waited_for_is_not_asked(
     assert process.tail(1000).count("in stuck_in_here") == said == 1
 
 
-def test_a_stopped_child_is_described_as_stopped(hanging: Callable[..., ChildProcess]) -> None:
+def test_stopped_child_is_described_as_stopped(hanging: Callable[..., ChildProcess]) -> None:
     process = hanging("worker-0", REGISTER, dumps_stacks=True)
     pid = process.child_pid()
     assert pid is not None
@@ -110,7 +110,7 @@ def test_a_stopped_child_is_described_as_stopped(hanging: Callable[..., ChildPro
 
 
 @pytest.mark.parametrize(("register", "promised"), [(IGNORANT, True), (IGNORANT, False), (DEADLY, False)])
-def test_a_child_that_would_die_of_the_signal_is_not_sent_it(
+def test_sigquit_is_not_sent_to_a_child_it_would_kill(
     hanging: Callable[..., ChildProcess], register: str, promised: bool
 ) -> None:
     process = hanging("server-0", register, dumps_stacks=promised)
@@ -122,7 +122,7 @@ def test_a_child_that_would_die_of_the_signal_is_not_sent_it(
     assert process.wait(0.3) is None
 
 
-def test_dead_and_stopped_ones(hanging: Callable[..., ChildProcess]) -> None:
+def test_killed_child_is_described_as_gone_until_stop(hanging: Callable[..., ChildProcess]) -> None:
     process = hanging("worker-0", IGNORANT, dumps_stacks=True)
     os.kill(process.child_pid() or 0, signal.SIGKILL)
     assert process.wait(120.0) == -signal.SIGKILL
@@ -132,7 +132,7 @@ def test_dead_and_stopped_ones(hanging: Callable[..., ChildProcess]) -> None:
     assert process_registry.named_in("worker-0") == []
 
 
-def test_the_guard_is_not_taken_for_its_child(hanging: Callable[..., ChildProcess]) -> None:
+def test_child_pid_is_not_the_pid_of_the_guard(hanging: Callable[..., ChildProcess]) -> None:
     process = hanging("worker-0", IGNORANT, dumps_stacks=True)
     assert process.child_pid() != process.pid
     guard, _, child = process.pids()  # the deputy is between guard and child

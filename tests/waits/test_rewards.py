@@ -40,7 +40,7 @@ class Judge:
         return float(sample.index or 0)
 
 
-def test_plain_functions_that_hang_fail_alone_and_take_nobodys_place() -> None:
+def test_hanging_sync_rewards_time_out_without_blocking_others() -> None:
     def check(seconds: float) -> None:
         judge = Judge()
         judging = hub(judge, seconds)
@@ -58,7 +58,7 @@ def test_plain_functions_that_hang_fail_alone_and_take_nobodys_place() -> None:
     with_more_time(check, 0.3, 3.0, 20.0)
 
 
-def test_async_functions_are_cancelled_and_stubborn_ones_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_rewards_that_time_out_are_cancelled_or_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.cluster.watchdog.timeouts.CANCEL_GRACE_S", 0.05)
     ended: list[int] = []
 
@@ -79,7 +79,7 @@ def test_async_functions_are_cancelled_and_stubborn_ones_left_behind(monkeypatch
     judging.close()
 
 
-def test_group_functions_get_one_deadline_for_the_group() -> None:
+def test_group_reward_has_one_deadline_for_the_group() -> None:
     def judge(args: Any, samples: list[Sample]) -> list[float]:
         time.sleep(0.0 if len(samples) < 4 else 60.0)
         return [1.0] * len(samples)
@@ -95,7 +95,7 @@ def test_group_functions_get_one_deadline_for_the_group() -> None:
     judging.close()
 
 
-def test_a_plain_function_may_return_an_awaitable_which_has_the_deadline_too() -> None:
+def test_awaitable_returned_by_a_sync_reward_has_the_deadline() -> None:
     async def later(seconds: float) -> float:
         await asyncio.sleep(seconds)
         return 2.0
@@ -113,7 +113,7 @@ def test_a_plain_function_may_return_an_awaitable_which_has_the_deadline_too() -
     with_more_time(check, 0.2, 2.0, 20.0)
 
 
-def test_built_in_verifiers_answer_as_before() -> None:
+def test_built_in_verifiers_score_under_a_deadline() -> None:
     judging = RewardHub(Config(rm_type="f1", reward_timeout=120.0))
     assert asyncio.run(all_scores(judging, 2)) == [1.0, 1.0]
     judging.close()

@@ -61,7 +61,7 @@ def waiter(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_sigusr1_shows_the_graph_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_sigusr1_prints_the_graph_and_the_run_continues(tmp_path: Path) -> None:
     with waiter(tmp_path) as process:
         process.send_signal(signal.SIGUSR1)
         assert process.stderr is not None
@@ -78,7 +78,7 @@ def test_sigusr1_shows_the_graph_and_the_run_goes_on(tmp_path: Path) -> None:
     assert GRAPH in (tmp_path / "log").read_text()
 
 
-def test_sigquit_shows_the_graph_and_ends_the_run(tmp_path: Path) -> None:
+def test_sigquit_prints_the_graph_and_ends_the_run(tmp_path: Path) -> None:
     with waiter(tmp_path) as process:
         process.send_signal(signal.SIGQUIT)
         out, err = process.communicate(timeout=240)
@@ -92,7 +92,7 @@ def test_sigquit_shows_the_graph_and_ends_the_run(tmp_path: Path) -> None:
     assert "SIGQUIT\n" + GRAPH in (tmp_path / "log").read_text()
 
 
-def test_other_threads_watch_nothing() -> None:
+def test_watch_signals_does_nothing_outside_the_main_thread() -> None:
     before, seen = signal.getsignal(signal.SIGQUIT), []
 
     def body() -> None:
@@ -143,13 +143,13 @@ def assert_shown(process: subprocess.Popen[str]) -> None:
     assert process.stderr.readline().startswith("  driver waits for a mutex to be free: ")
 
 
-def test_the_graph_is_printed_even_if_the_main_thread_never_comes_back(tmp_path: Path) -> None:
+def test_graph_is_printed_when_the_main_thread_hangs(tmp_path: Path) -> None:
     with stuck(tmp_path) as process:
         process.send_signal(signal.SIGUSR1)
         assert_shown(process)
 
 
-def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -> None:
+def test_second_sigquit_ends_a_hanging_process(tmp_path: Path) -> None:
     with stuck(tmp_path) as process:
         process.send_signal(signal.SIGQUIT)
         assert_shown(process)
@@ -158,7 +158,7 @@ def test_a_second_sigquit_ends_a_process_that_never_comes_back(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_interrupts_the_run_and_a_closed_terminal_is_named(
+def test_sigterm_and_sighup_interrupt_the_run(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = signal.getsignal(number)
@@ -170,7 +170,7 @@ def test_a_signal_to_end_interrupts_the_run_and_a_closed_terminal_is_named(
     )
 
 
-def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+def test_sighup_is_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals_as_interrupts():
@@ -180,7 +180,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_is_printed_to_a_closed_terminal_goes_nowhere() -> None:
+def test_output_to_a_closed_terminal_is_discarded() -> None:
     ours, terminal = os.openpty()
     read, pipe = os.pipe()
     os.close(ours)

@@ -44,7 +44,7 @@ def child(group: TrainerGroup, index: int) -> int:
     return pid
 
 
-def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(
+def test_rank_killed_during_a_collective_is_named(
     two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.train.processes.DEATH_PATIENCE_S", 120.0)
@@ -60,7 +60,7 @@ def test_a_rank_killed_while_the_other_is_in_a_collective_is_the_one_named(
     assert wait_until(lambda: not Path(f"/proc/{victim}").exists(), 120)
 
 
-def test_a_stopped_rank_is_named_with_its_state_and_the_stack_of_the_one_that_waits_for_it(
+def test_timeout_names_the_stopped_rank_and_shows_the_waiting_stack(
     two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.cluster.watchdog.stacks.ANSWER_S", 30.0)

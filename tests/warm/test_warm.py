@@ -22,7 +22,7 @@ def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_a_warm_process_is_what_a_started_one_would_be(tmp_path: Path) -> None:
+def test_warm_process_looks_like_a_normally_started_one(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
     ours, theirs = os.pipe()
     os.close(ours)
@@ -46,7 +46,7 @@ def test_a_warm_process_is_what_a_started_one_would_be(tmp_path: Path) -> None:
     os.close(theirs)
 
 
-def test_output_and_exit_codes_come_through(tmp_path: Path) -> None:
+def test_output_and_exit_codes_are_passed_through(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, TRAIN, "--seed", "x"], capture_output=True, text=True, cwd=tmp_path)
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr.endswith("error: --seed must be a whole number, not 'x'\n")
@@ -56,7 +56,7 @@ def test_output_and_exit_codes_come_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_cold_means_that_nothing_is_imported_yet(warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_process_has_not_imported_torch(warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COLD, "" if warm else "1")
     fifo = tmp_path / "config.yaml"
     os.mkfifo(fifo)  # the program waits for its configuration before it imports anything
@@ -66,7 +66,7 @@ def test_cold_means_that_nothing_is_imported_yet(warm: bool, tmp_path: Path, mon
         process.kill()
 
 
-def test_which_commands_are_warm() -> None:
+def test_warm_program_accepts_only_known_commands() -> None:
     python = sys.executable
     assert warm_program([python, "-c", "import slime"]) is None
     assert warm_program([python, "-m", "pytest"]) is None

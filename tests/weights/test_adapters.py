@@ -101,7 +101,7 @@ def make(config: Config, source: AdapterSource, clients: list[EngineClient], run
 
 
 @pytest.mark.parametrize("transport", ["tensor", "nccl", "disk"])
-def test_engines_have_the_merged_models_bytes(
+def test_engines_hold_the_bytes_of_the_merged_model(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
     source, clients = AdapterSource(folder), [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
@@ -132,7 +132,7 @@ def test_engines_have_the_merged_models_bytes(
 
 
 @pytest.mark.parametrize("transport", ["tensor", "nccl"])
-def test_an_engine_that_was_started_again_needs_the_adapter_alone(
+def test_restarted_engine_needs_only_the_adapter(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
     source, clients = AdapterSource(folder), [EngineClient(url, api_key=fleet.key) for url in fleet.urls]
@@ -157,7 +157,7 @@ def test_an_engine_that_was_started_again_needs_the_adapter_alone(
 
 
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
-def test_an_adapter_that_does_not_fit_leaves_the_version_before(
+def test_adapter_with_a_wrong_shape_keeps_the_previous_version(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Loop, transport: str
 ) -> None:
     source, client = AdapterSource(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
@@ -175,7 +175,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_version_before(
     run_async(client.aclose())
 
 
-def test_an_adapter_is_staged_by_its_own_size(folder: Path) -> None:
+def test_staging_size_is_that_of_the_adapter(folder: Path) -> None:
     matrices = [t for n, t in AutoModelForCausalLM.from_pretrained(folder).named_parameters() if t.dim() == 2]
     assert largest_adapter_bytes(folder, 4) == sum(16 * sum(tensor.shape) for tensor in matrices)
 
@@ -187,14 +187,14 @@ def test_an_adapter_is_staged_by_its_own_size(folder: Path) -> None:
         ({}, "sglang", "use --lora-sync merged, or the embedded engine"),
     ],
 )
-def test_what_an_adapter_cannot_travel_by(flags: dict[str, Any], kind: Any, sentence: str) -> None:
+def test_adapter_sync_rejects_delta_mode_and_sglang(flags: dict[str, Any], kind: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         choose_transport(Config(hf_checkpoint="x", **LORA, **flags), "cpu", kind)
     merged_sync = {**LORA, **flags, "lora_sync": "merged"}
     assert choose_transport(Config(hf_checkpoint="x", **merged_sync), "cpu", kind)[0] in ("disk", "tensor")
 
 
-def test_the_choice_says_that_an_adapter_travels() -> None:
+def test_transport_reason_mentions_the_adapter() -> None:
     assert choose_transport(Config(hf_checkpoint="x", **LORA), "cpu") == (
         "tensor",
         "trainer and engines are on one machine, the adapter on cpu passes through files in shared memory",

@@ -50,19 +50,19 @@ def versions(size: int, share: float = 0.02, seed: int = 0) -> tuple[np.ndarray,
     return old, new
 
 
-def test_an_xor_blob_is_new_xor_old_in_one_zstd_frame() -> None:
+def test_xor_blob_is_new_xor_old_in_one_zstd_frame() -> None:
     old, new = np.array([1, 2, 3, 250], np.uint8), np.array([1, 7, 3, 5], np.uint8)
     assert zstandard.decompress(encode(TensorDiff.between(old, new), "xor").data) == bytes([0, 5, 0, 255])
 
 
-def test_an_overwrite_blob_is_a_count_positions_and_values() -> None:
+def test_overwrite_blob_is_count_positions_and_values() -> None:
     old, new = np.zeros(300, np.uint8), np.zeros(300, np.uint8)
     new[[2, 299]] = [9, 8]
     expected = struct.pack("<III", 2, 2, 299) + bytes([9, 8])
     assert zstandard.decompress(encode(TensorDiff.between(old, new), "overwrite").data) == expected
 
 
-def test_a_sparse_blob_is_a_count_changes_and_distances() -> None:
+def test_sparse_blob_is_count_changes_and_distances() -> None:
     old, new = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
     new[[0, 254, 509, 999]] = [9, 8, 7, 6]
     expected = struct.pack("<Q", 4) + bytes([9, 8, 7, 6]) + bytes([0, 254, 255, 0, 255, 235])
@@ -72,7 +72,7 @@ def test_a_sparse_blob_is_a_count_changes_and_distances() -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", [1, 7, 8, 1000, 4099])
-def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: int) -> None:
+def test_apply_gives_the_new_bytes_and_undo_restores_the_old_ones(encoding: str, size: int) -> None:
     old, new = versions(size, share=0.3)
     target = old.copy()
     undo = encode(TensorDiff.between(old, new), encoding).apply(target)
@@ -81,14 +81,14 @@ def test_applying_gives_the_new_bytes_and_undoing_the_old(encoding: str, size: i
     assert target.tobytes() == old.tobytes()
 
 
-def test_few_changes_make_small_blobs() -> None:
+def test_blobs_of_few_changes_are_small() -> None:
     old, new = versions(1_000_000, share=0.01)
     for encoding in ENCODINGS:
         assert len(encode(TensorDiff.between(old, new), encoding).data) < 0.05 * len(new)
 
 
 @pytest.mark.parametrize("size", [0, 5, 64, 1003])
-def test_changed_positions_are_those_of_a_plain_search(size: int) -> None:
+def test_changed_positions_match_flatnonzero(size: int) -> None:
     old, new = versions(size, share=0.2, seed=size)
     assert changed_positions(old ^ new).tolist() == np.flatnonzero(old ^ new).tolist()
 
@@ -112,7 +112,7 @@ def test_changed_positions_are_those_of_a_plain_search(size: int) -> None:
         (Blob(zstandard.compress(b"ab"), "sparse"), "not a list of changes"),
     ],
 )
-def test_a_blob_that_does_not_fit_changes_nothing(blob: Blob, reason: str) -> None:
+def test_invalid_blob_changes_nothing(blob: Blob, reason: str) -> None:
     target = np.arange(8, dtype=np.uint8)
     with pytest.raises(BadBlob, match=reason):
         blob.apply(target)
@@ -141,7 +141,7 @@ def test_sum64_is_the_same_on_bytes_and_on_tensors(monkeypatch: pytest.MonkeyPat
     assert sum64_of_tensors([torch.from_numpy(data), torch.from_numpy(data).view(size, 1)]) == [expected, expected]
 
 
-def test_sum64_sees_one_bit_and_two_words_that_changed_places() -> None:
+def test_sum64_detects_a_flipped_bit_and_swapped_words() -> None:
     data = versions(800)[0]
     other, swapped = data.copy(), data.copy()
     other[399] ^= 0x80
@@ -149,7 +149,7 @@ def test_sum64_sees_one_bit_and_two_words_that_changed_places() -> None:
     assert len({checksum_function("sum64")(one) for one in (data, other, swapped)}) == 3
 
 
-def test_checksums_are_the_known_functions() -> None:
+def test_checksums_match_reference_values() -> None:
     data = np.frombuffer(b"slime", np.uint8)
     assert checksum_function("xxh3-128")(data) == xxhash.xxh3_128_hexdigest(b"slime")
     assert checksum_function("adler32")(data) == "066e021b"
@@ -170,7 +170,7 @@ def test_checksums_are_the_known_functions() -> None:
         ("sum64", "cpu", "sglang", "sum64"),
     ],
 )
-def test_gpus_compute_checksums_where_engines_apply_deltas(
+def test_default_delta_checksum_depends_on_device_and_engine(
     chosen: str | None, device: str, backend: str, expected: str
 ) -> None:
     config = Config(update_weight_mode="delta", update_weight_delta_checksum=chosen)
@@ -179,7 +179,7 @@ def test_gpus_compute_checksums_where_engines_apply_deltas(
     assert with_delta_checksum(whole, device, backend) is whole
 
 
-def test_blake3_without_its_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_blake3_package_raises_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(UserError, match="pip install blake3"):
         checksum_function("blake3")
@@ -195,7 +195,7 @@ def delta(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_version_folder_is_written_as_others_read_it(delta: Path) -> None:
+def test_delta_folder_has_the_documented_layout(delta: Path) -> None:
     index = json.loads((delta / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {
         "version": "000123",
@@ -208,7 +208,7 @@ def test_a_version_folder_is_written_as_others_read_it(delta: Path) -> None:
     assert load_file(delta / "model-00000-of-00001.safetensors")["a"].tolist() == [0, 1, 2]
 
 
-def test_a_version_folder_is_read_back(delta: Path) -> None:
+def test_delta_folder_is_read_back(delta: Path) -> None:
     index = read_index(delta)
     assert index == DeltaIndex(123, 122, "xor", "zstd", "xxh3-128", {"a": "model-00000-of-00001.safetensors"})
     [entry] = delta_entries(delta, index)
@@ -229,7 +229,7 @@ def test_whole_weights_have_no_delta_index(tmp_path: Path) -> None:
         ("compression_format", "lz4", "unknown encoding or compression"),
     ],
 )
-def test_an_index_that_is_not_ours_is_refused(delta: Path, field: str, value: str, reason: str) -> None:
+def test_unknown_delta_index_is_rejected(delta: Path, field: str, value: str, reason: str) -> None:
     path = delta / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["metadata"][field] = value
@@ -238,7 +238,7 @@ def test_an_index_that_is_not_ours_is_refused(delta: Path, field: str, value: st
         read_index(delta)
 
 
-def test_a_file_that_is_missing_or_elsewhere_is_refused(delta: Path) -> None:
+def test_missing_corrupt_or_outside_delta_file_is_rejected(delta: Path) -> None:
     index = read_index(delta)
     assert index is not None
     (delta / "model-00000-of-00001.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
@@ -254,7 +254,7 @@ def test_a_file_that_is_missing_or_elsewhere_is_refused(delta: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("checksum", ["sum64", "xxh3-128"])
-def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encoding: str, checksum: str) -> None:
+def test_device_apply_is_in_place_and_undone_on_failure(tmp_path: Path, encoding: str, checksum: str) -> None:
     """Covers a contiguous tensor, a transposed part of another tensor, and one of odd size."""
     generator = torch.Generator().manual_seed(3)
     fused = torch.randn(6, 4, generator=generator)
@@ -293,7 +293,7 @@ def test_tensors_are_changed_where_they_are_or_not_at_all(tmp_path: Path, encodi
 
 @pytest.mark.parametrize("apply", [apply_on_device, _apply_on_host], ids=["device", "host"])
 @pytest.mark.parametrize("fails", ["before_second_write", "within_second_write", "checksum", "every_write_after"])
-def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
+def test_failure_at_a_later_tensor_restores_all_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apply: Any, fails: str
 ) -> None:
     """Simulates CUDA out-of-memory errors. HalfApplied is raised if the old bytes cannot be restored."""
@@ -334,7 +334,7 @@ def test_a_delta_that_fails_at_a_later_tensor_leaves_all_as_they_were(
         assert all(torch.equal(targets[one], before[one]) for one in targets)
 
 
-def test_what_was_published_follows_what_is_taken() -> None:
+def test_published_weights_follow_taken_changes() -> None:
     published, generator = PublishedWeights(), torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(size, generator=generator).bfloat16() for name, size in (("a", 700), ("b", 3))}
     published.keep(tensors)

@@ -122,7 +122,7 @@ def expected_log_probs(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("transport", "kind"), CASES)
-def test_engines_have_the_trainers_bytes(
+def test_engines_hold_the_bytes_of_the_trainers_after_each_update(
     tmp_path: Path,
     engines_of: Callable[[str], tuple[Path, EngineFleet]],
     run_async: Loop,

@@ -77,7 +77,7 @@ def assert_equal(source: ModelSource, clients: list[EngineClient], run_async: Lo
         assert log_probs(client, run_async, PROMPT)[1] == str(version)
 
 
-def test_an_engine_that_joins_gets_whole_weights_and_the_next_update_is_a_delta_for_all(
+def test_joining_engine_gets_whole_weights_and_then_deltas(
     tmp_path: Path, folder: Path, source: ModelSource, clients: list[EngineClient], run_async: Loop
 ) -> None:
     there = clients[:1]
@@ -147,7 +147,7 @@ def damage(how: Callable[[Path], None]) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize("how", [break_blob, break_checksum, lose_file, change_base], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_a_delta_that_is_refused_becomes_a_whole_update(
+def test_rejected_delta_falls_back_to_whole_weights(
     tmp_path: Path,
     folder: Path,
     clients: list[EngineClient],
@@ -165,7 +165,7 @@ def test_a_delta_that_is_refused_becomes_a_whole_update(
     assert_equal(source, clients, run_async, 2)
 
 
-def test_an_engine_that_missed_a_version_gets_whole_weights_alone(
+def test_only_the_engine_that_missed_a_version_gets_whole_weights(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     publisher = make_delta_publisher(source, clients, run_async, folder, tmp_path)
@@ -181,7 +181,7 @@ def test_an_engine_that_missed_a_version_gets_whole_weights_alone(
     assert_equal(source, clients, run_async, 3)
 
 
-def test_a_refused_delta_leaves_the_old_bytes(
+def test_rejected_delta_leaves_the_old_bytes(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     """The engine rejects a damaged delta without a publisher that falls back to whole weights."""
@@ -210,7 +210,7 @@ def test_a_refused_delta_leaves_the_old_bytes(
 
 
 @pytest.mark.parametrize("mode", ["whole", "delta"])
-def test_a_full_disk_is_said_and_the_engines_keep_their_weights(
+def test_full_disk_raises_and_engines_keep_their_weights(
     tmp_path: Path,
     folder: Path,
     clients: list[EngineClient],
@@ -266,7 +266,7 @@ class DyingTrainers(TrainerGroup):
     ],
     ids=["broadcast", "tensor", "delta"],
 )
-def test_engines_survive_the_death_of_a_trainer(
+def test_engines_keep_their_weights_when_a_trainer_dies(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, flags: dict[str, Any], fatal: str
 ) -> None:
     required = {"rollout_batch_size": 1, "num_rollout": 1, "dtype": "bfloat16", "distributed_timeout_minutes": 4}
@@ -298,7 +298,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_engine_with_some_of_the_buckets_does_not_generate(
+def test_engine_with_missing_buckets_does_not_generate(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)
@@ -331,7 +331,7 @@ def test_an_engine_with_some_of_the_buckets_does_not_generate(
         ({"name": "model.norm.weight", "dtype": "bfloat16", "shape": [64]}, "not in a group 'nobody'"),
     ],
 )
-def test_what_cannot_be_received_is_refused_at_once(
+def test_invalid_bucket_announcement_is_rejected(
     clients: list[EngineClient], run_async: Loop, announced: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(EngineRejected, match=reason):
@@ -341,7 +341,7 @@ def test_what_cannot_be_received_is_refused_at_once(
 # checksum check
 
 
-def test_a_difference_is_found_by_the_check(
+def test_checksum_check_finds_a_changed_tensor(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)

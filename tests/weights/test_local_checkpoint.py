@@ -47,7 +47,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def test_deltas_give_the_bytes_of_whole_weights(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_applied_deltas_match_whole_weights(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     folders = write_versions(source, model_folder, tmp_path / "versions", 3)
     local = LocalCheckpoint(tmp_path / "local")
     assert local.version is None
@@ -65,7 +65,7 @@ def test_deltas_give_the_bytes_of_whole_weights(tmp_path: Path, model_folder: Pa
         assert torch.equal(found[name], parameter.to(torch.bfloat16)), name
 
 
-def test_another_base_is_refused_and_changes_nothing(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_delta_for_another_base_is_rejected(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     folders = write_versions(source, model_folder, tmp_path / "versions", 3)
     local = LocalCheckpoint(tmp_path / "local")
     local.rebuild(folders[0], 1)
@@ -74,7 +74,7 @@ def test_another_base_is_refused_and_changes_nothing(tmp_path: Path, model_folde
     assert local.version == 1
 
 
-def test_half_a_delta_is_recognised(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_failed_delta_requires_a_rebuild(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     folders = write_versions(source, model_folder, tmp_path / "versions", 2)
     local = LocalCheckpoint(tmp_path / "local")
     local.rebuild(folders[0], 1)
@@ -95,7 +95,7 @@ def test_half_a_delta_is_recognised(tmp_path: Path, model_folder: Path, source: 
     assert local.version == 2
 
 
-def test_a_damaged_blob_is_a_broken_delta(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_damaged_blob_breaks_the_checkpoint(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     folders = write_versions(source, model_folder, tmp_path / "versions", 2)
     local = LocalCheckpoint(tmp_path / "local")
     local.rebuild(folders[0], 1)
@@ -109,7 +109,7 @@ def test_a_damaged_blob_is_a_broken_delta(tmp_path: Path, model_folder: Path, so
     assert local.version is None
 
 
-def test_engines_that_load_folders_get_deltas_through_one(
+def test_folder_loading_engines_get_deltas_through_a_local_checkpoint(
     tmp_path: Path, model_folder: Path, source: ModelSource, engines: list[Engine], run_async: Loop
 ) -> None:
     publisher = LocalDeltaPublisher(
@@ -134,7 +134,7 @@ def test_engines_that_load_folders_get_deltas_through_one(
     assert 0 < results[1].density < 0.1
 
 
-def test_only_files_of_updates_are_removed(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_rebuild_does_not_remove_foreign_files(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     folders = write_versions(source, model_folder, tmp_path / "versions", 1)
     local, folder = LocalCheckpoint(tmp_path / "local"), tmp_path / "local"
     folder.mkdir()
@@ -153,7 +153,7 @@ def test_only_files_of_updates_are_removed(tmp_path: Path, model_folder: Path, s
     assert local.version == 1
 
 
-def test_versions_that_no_run_wrote_are_not_removed(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
+def test_foreign_version_folders_are_not_removed(tmp_path: Path, model_folder: Path, source: ModelSource) -> None:
     root = tmp_path / "versions"
     theirs = root / "weight_v000000"
     theirs.mkdir(parents=True)

@@ -48,7 +48,7 @@ class Cluster(LocalCluster):
 
 
 @pytest.mark.parametrize("flags", [{"update_weight_transport": "disk"}, {"update_weight_mode": "delta"}])
-def test_versions_on_disk_need_a_folder_that_all_nodes_share(tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_disk_versions_need_a_folder_shared_by_all_nodes(tmp_path: Path, flags: dict[str, Any]) -> None:
     config = Config(hf_checkpoint="unused", rollout_num_gpus=1)
     cluster = Cluster(config, device="cpu")
     cluster.hidden = str(tmp_path / "weights")
@@ -59,7 +59,7 @@ def test_versions_on_disk_need_a_folder_that_all_nodes_share(tmp_path: Path, fla
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_engines_here_and_elsewhere_meet_where_all_of_them_reach_the_trainer(
+def test_rendezvous_address_is_reachable_by_local_and_remote_engines(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     here, elsewhere = "http://127.0.0.1:9", "http://192.0.2.7:9"
@@ -71,7 +71,7 @@ def test_engines_here_and_elsewhere_meet_where_all_of_them_reach_the_trainer(
     assert local_store_address([here]) == ("127.0.0.1", 5)
 
 
-def test_weights_go_from_a_node_to_others(tmp_path: Path, run_async: Loop) -> None:
+def test_weights_are_broadcast_from_one_node_to_others(tmp_path: Path, run_async: Loop) -> None:
     folder = make_model_folder(tmp_path / "model")
     batch = {"rollout_batch_size": 3, "n_samples_per_prompt": 3, "global_batch_size": 9, "num_rollout": 1}
     config = derive(Config(hf_checkpoint=str(folder), rollout_num_gpus=2, distributed_timeout_minutes=2, **batch))

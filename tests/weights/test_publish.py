@@ -60,7 +60,7 @@ def files_left(tmp_path: Path) -> list[str]:
     )
 
 
-def test_every_engine_gets_the_version_and_its_values(tmp_path: Path, publisher: Any, engines: Any) -> None:
+def test_every_engine_receives_the_version_and_its_values(tmp_path: Path, publisher: Any, engines: Any) -> None:
     transport, made = publisher
     for version in (0, 1, 2):
         result = made.publish(version)
@@ -80,7 +80,7 @@ def test_every_engine_gets_the_version_and_its_values(tmp_path: Path, publisher:
     assert files_left(tmp_path) == kept
 
 
-def test_an_update_is_for_the_engines_that_are_there_when_it_begins(
+def test_update_goes_to_the_engines_present_at_its_start(
     tmp_path: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     pool = EnginePool([engines[0].client.base_url])
@@ -100,7 +100,7 @@ def test_an_update_is_for_the_engines_that_are_there_when_it_begins(
     run_async(pool.aclose())
 
 
-def test_an_engine_that_comes_back_to_a_run_with_shared_memory_gets_files(
+def test_rejoining_engine_gets_files_instead_of_shared_memory(
     tmp_path: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     (tmp_path / "shm").mkdir()
@@ -113,14 +113,14 @@ def test_an_engine_that_comes_back_to_a_run_with_shared_memory_gets_files(
     made.close()
 
 
-def test_a_wrong_version_afterwards_is_an_error(publisher: Any, engines: Any) -> None:
+def test_version_mismatch_after_an_update_raises(publisher: Any, engines: Any) -> None:
     engines[1].stuck_version = "6"
     with pytest.raises(WeightVersionMismatch, match="version 6 after version 7") as caught:
         publisher[1].publish(7)
     assert caught.value.url == engines[1].client.base_url
 
 
-def test_a_failed_update_lets_the_engines_continue(tmp_path: Path, publisher: Any, engines: Any) -> None:
+def test_engines_continue_after_a_failed_update(tmp_path: Path, publisher: Any, engines: Any) -> None:
     transport, made = publisher
     made.publish(1)
     engines[0].calls.clear()
@@ -136,7 +136,7 @@ def test_a_failed_update_lets_the_engines_continue(tmp_path: Path, publisher: An
     assert [engine.version for engine in engines] == ["3", "3"]
 
 
-def test_a_failed_export_leaves_engines_and_folders_alone(
+def test_failed_export_leaves_no_files_and_calls_no_engine(
     tmp_path: Path, publisher: Any, engines: Any, source: Any
 ) -> None:
     source.fail = True
@@ -146,7 +146,7 @@ def test_a_failed_export_leaves_engines_and_folders_alone(
     assert [engine.calls for engine in engines] == [[], []]
 
 
-def test_a_disk_version_has_the_model_assets_but_no_old_weights(tmp_path: Path, hf_folder: Path) -> None:
+def test_model_assets_are_copied_without_old_weights(tmp_path: Path, hf_folder: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     copy_model_assets(hf_folder, target)
@@ -207,13 +207,13 @@ def test_choice_of_transport_over_several_nodes(flags: Any, kind: Any, device: s
         ({"custom_update_weight_post_write_path": "m.f"}, "cpu", "add --update-weight-transport disk"),
     ],
 )
-def test_flags_that_contradict_one_another(flags: dict[str, Any], device: str, sentence: str) -> None:
+def test_contradictory_flags_are_rejected(flags: dict[str, Any], device: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         choose_transport(Config(hf_checkpoint="x", **flags), device)
 
 
 @pytest.mark.parametrize(("mode", "flushes"), [("abort", True), ("in_place", False), ("retract", False)])
-def test_requests_that_are_kept_are_not_flushed(publisher: Any, engines: Any, mode: Any, flushes: bool) -> None:
+def test_cache_is_flushed_only_if_requests_are_aborted(publisher: Any, engines: Any, mode: Any, flushes: bool) -> None:
     made = publisher[1]
     made._settings = PublisherSettings(pause_mode=mode)
     made.publish(1)
@@ -222,7 +222,7 @@ def test_requests_that_are_kept_are_not_flushed(publisher: Any, engines: Any, mo
     assert update["flush_cache"] is flushes
 
 
-def test_sglang_names_its_version_elsewhere(publisher: Any, engines: Any) -> None:
+def test_sglang_version_is_read_from_model_info(publisher: Any, engines: Any) -> None:
     for engine in engines:
         engine.is_sglang = True
     assert publisher[1].publish(4).version == 4
@@ -231,7 +231,7 @@ def test_sglang_names_its_version_elsewhere(publisher: Any, engines: Any) -> Non
         publisher[1].publish(5)
 
 
-def test_sglang_reads_a_folder_in_memory(
+def test_sglang_loads_a_model_folder_in_shared_memory(
     tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     clients = [engine.client for engine in engines]
@@ -250,7 +250,7 @@ def on_written(args, version_dir, rollout_engines):
 """
 
 
-def test_the_users_function_sees_each_complete_version(
+def test_post_write_hook_receives_each_complete_version(
     tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     (tmp_path / "hook.py").write_text(HOOK)
@@ -270,7 +270,7 @@ def test_the_users_function_sees_each_complete_version(
     assert all((folder / "config.json").exists() for folder in folders)
 
 
-def test_a_density_is_logged_for_deltas_only() -> None:
+def test_density_is_logged_only_for_deltas() -> None:
     whole = PublishResult(1, 2.0, 0.5, 100, 1.5).metrics()
     assert whole == {
         "perf/update_weights_time": 2.0,
@@ -285,7 +285,7 @@ def test_a_density_is_logged_for_deltas_only() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "disk"])
-def test_publisher_of_a_config(
+def test_make_publisher_follows_the_transport_flag(
     tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any, transport: str
 ) -> None:
     config = Config(hf_checkpoint=str(hf_folder), update_weight_transport=transport)
@@ -298,5 +298,5 @@ def test_publisher_of_a_config(
     made.close()
 
 
-def test_room_is_reckoned_from_the_checkpoint(hf_folder: Path) -> None:
+def test_largest_export_bytes_is_estimated_from_the_checkpoint(hf_folder: Path) -> None:
     assert largest_export_bytes(hf_folder) >= 2 * 4000

@@ -80,7 +80,7 @@ def engine_log_probs(client: EngineClient, run_async: Any, tokens: list[int]) ->
 
 
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
-def test_the_engine_scores_with_the_published_weights(
+def test_engine_scores_with_the_published_weights(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any, transport: str
 ) -> None:
     trainer = Trainer(folder)
@@ -143,7 +143,7 @@ UNOPENABLE = {
         ),
     ],
 )
-def test_what_engines_cannot_open_goes_the_next_way(
+def test_shared_memory_publisher_falls_back_to_the_next_path(
     tmp_path: Path,
     folder: Path,
     fleet: EngineFleet,
@@ -200,7 +200,7 @@ class InParts(Trainer):
         pass
 
 
-def test_weights_that_do_not_fit_at_once_come_in_buckets(
+def test_weights_larger_than_the_region_are_sent_in_buckets(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any
 ) -> None:
     trainer, client = InParts(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
@@ -217,7 +217,7 @@ def test_weights_that_do_not_fit_at_once_come_in_buckets(
     run_async(client.aclose())
 
 
-def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:
+def test_folder_without_a_model_raises_a_user_error(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     config = Config(hf_checkpoint=str(empty), rollout_num_gpus=1)

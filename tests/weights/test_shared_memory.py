@@ -45,7 +45,7 @@ def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
     return weights, weights.share(backend, 1, str(path))
 
 
-def test_all_tensors_are_one_bucket_and_arrive_in_the_models_dtype(tmp_path: Path, folder: Path) -> None:
+def test_shared_bucket_is_loaded_in_the_dtype_of_the_model(tmp_path: Path, folder: Path) -> None:
     trained, served, engine = model_of(folder), model_of(folder), SharedMemory()
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -59,7 +59,7 @@ def test_all_tensors_are_one_bucket_and_arrive_in_the_models_dtype(tmp_path: Pat
     assert set(opened.seconds) == {"open_seconds", "copy_seconds"}
 
 
-def test_a_bucket_that_was_closed_changes_nothing(tmp_path: Path, folder: Path) -> None:
+def test_closed_bucket_cannot_be_loaded(tmp_path: Path, folder: Path) -> None:
     served, engine = model_of(folder), SharedMemory()
     before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
     _, answer = shared(model_of(folder), tmp_path / "region")
@@ -71,7 +71,7 @@ def test_a_bucket_that_was_closed_changes_nothing(tmp_path: Path, folder: Path) 
     assert all(torch.equal(before[name], tensor) for name, tensor in served.state_dict().items())
 
 
-def test_memory_that_is_too_small_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_region_that_is_too_small_is_rejected(tmp_path: Path, folder: Path) -> None:
     served, engine = model_of(folder), SharedMemory()
     _, answer = shared(served, tmp_path / "region")
     small = HostRegion.create(tmp_path / "small", 512)
@@ -79,7 +79,7 @@ def test_memory_that_is_too_small_is_refused(tmp_path: Path, folder: Path) -> No
         engine.open(HostMemory(str(small.path)), announced(answer), FolderViews(served), CPU)
 
 
-def test_a_region_is_kept_and_one_of_another_trainer_is_opened_anew(tmp_path: Path, folder: Path) -> None:
+def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, folder: Path) -> None:
     """A restarted trainer creates another file under the same name."""
     served, engine = model_of(folder), SharedMemory()
     views, path = FolderViews(served), tmp_path / "region"

@@ -25,7 +25,7 @@ def test_every_tensor_of_a_folder_is_a_view(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_shapes_are_known_without_reading_a_weight(kind: str) -> None:
+def test_shapes_are_computed_without_reading_weights(kind: str) -> None:
     """The weights may be released; on CUDA their addresses are then unmapped."""
     model = build_model(kind)
     with Elements() as elements:
@@ -44,7 +44,7 @@ def test_writing_to_an_expert_changes_only_that_expert() -> None:
     assert changed == {name, "model.layers.1.mlp.experts.gate_up_proj"}
 
 
-def test_a_tensor_that_is_no_regular_part_is_refused() -> None:
+def test_irregular_part_of_a_tensor_is_rejected() -> None:
     shuffled = torch.arange(6)[torch.tensor([0, 2, 1, 3, 4, 5])].view(2, 3)
     with pytest.raises(NoLayout, match="w is not a regular part of source"):
         _find_part("w", shuffled, "source", torch.arange(6))
@@ -63,7 +63,7 @@ class Elements(TorchDispatchMode):
         return made
 
 
-def test_the_layout_of_experts_costs_as_much_as_their_weights_and_not_their_square() -> None:
+def test_expert_layout_cost_is_linear_in_the_number_of_experts() -> None:
     costs = []
     for experts in (16, 64):
         model = AutoModelForCausalLM.from_config(

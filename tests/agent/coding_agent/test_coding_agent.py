@@ -40,7 +40,7 @@ def passes(repository, written) -> bool:
     return False
 
 
-def test_only_the_right_line_makes_the_tests_of_a_repository_pass():
+def test_only_the_correct_line_passes_the_repository_tests():
     from repositories import FAMILIES, make_repository
 
     seen = set()
@@ -58,7 +58,7 @@ def test_only_the_right_line_makes_the_tests_of_a_repository_pass():
     assert seen == {family.name for family in FAMILIES}
 
 
-def test_a_seed_is_a_repository():
+def test_seeds_determine_the_repositories():
     from repositories import make_rows
 
     rows = list(make_rows(20, 7))
@@ -67,7 +67,7 @@ def test_a_seed_is_a_repository():
     assert len({row["instance_id"] for row in rows}) == 20
 
 
-def test_the_pupil_works_as_the_agent_program_does(tmp_path):
+def test_trajectory_tool_answers_match_the_agent_program(tmp_path):
     """The tool answers in a trajectory equal the answers of the agent program's tools."""
     from repositories import make_repository
     from tiny import trajectories
@@ -107,7 +107,7 @@ def test_the_pupil_works_as_the_agent_program_does(tmp_path):
         ({"FAIL_TO_PASS": "[test"}, "FAIL_TO_PASS must be a list of tests"),
     ],
 )
-def test_a_task_that_makes_no_sense_is_named_by_its_line(tmp_path, change, message):
+def test_rejects_an_invalid_task_and_names_its_line(tmp_path, change, message):
     from tasks import read_tasks
 
     row = {"instance_id": "a", "problem_statement": "p\u2028q", "test_command": "true", "files": {"a.py": ""}}
@@ -117,7 +117,7 @@ def test_a_task_that_makes_no_sense_is_named_by_its_line(tmp_path, change, messa
         list(read_tasks(path))
 
 
-def test_rows_of_swe_bench_name_their_tests_and_image():
+def test_swe_bench_rows_give_the_test_command_and_image():
     from tasks import task_of
 
     row = {
@@ -174,7 +174,7 @@ def call(name, **arguments):
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_the_tests_are_the_reward_and_the_sampled_tokens_the_samples(world, monkeypatch, is_right):
+def test_reward_is_the_test_result_and_samples_have_sampled_tokens(world, monkeypatch, is_right):
     from repositories import make_repository
 
     repository = make_repository(3)
@@ -194,7 +194,7 @@ def test_the_tests_are_the_reward_and_the_sampled_tokens_the_samples(world, monk
     assert f"+{text}" in sample.metadata["harness"]["diff"]
 
 
-def test_tests_that_the_agent_has_edited_do_not_count(world, monkeypatch):
+def test_tests_edited_by_the_agent_do_not_count(world, monkeypatch):
     from repositories import make_repository
 
     repository = make_repository(3)
@@ -216,7 +216,7 @@ def test_tests_that_the_agent_has_edited_do_not_count(world, monkeypatch):
          "CliTimedOut: command asked for no turn within"),
     ],
 )  # fmt: skip
-def test_an_agent_that_does_not_work_fails_its_sample_with_the_cause(world, monkeypatch, command, environment, cause):
+def test_broken_agent_fails_its_sample_with_the_cause(world, monkeypatch, command, environment, cause):
     from repositories import make_repository
 
     sample, _ = attempted(world, monkeypatch, make_repository(3), ["Done."], command=command, **environment)
@@ -225,7 +225,7 @@ def test_an_agent_that_does_not_work_fails_its_sample_with_the_cause(world, monk
     assert cause in sample.failure
 
 
-def test_a_sandbox_that_does_not_start_fails_its_sample(world, monkeypatch):
+def test_failed_sandbox_start_fails_the_sample(world, monkeypatch):
     from repositories import make_repository
 
     from slime.agent.sandbox import SandboxError
@@ -240,7 +240,7 @@ def test_a_sandbox_that_does_not_start_fails_its_sample(world, monkeypatch):
     assert "SandboxError: sandbox x did not start: no space left on device" in sample.failure
 
 
-def test_an_agent_that_is_not_installed_ends_the_run_in_one_sentence(world, monkeypatch):
+def test_missing_agent_program_raises_a_user_error(world, monkeypatch):
     from repositories import make_repository
 
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -248,7 +248,7 @@ def test_an_agent_that_is_not_installed_ends_the_run_in_one_sentence(world, monk
         attempted(world, monkeypatch, make_repository(3), ["Done."], SWE_AGENT="codex")
 
 
-def test_the_whole_example_runs(tmp_path):
+def test_example_runs_end_to_end(tmp_path):
     small = ["--warm-up", "2", "--num-rollout", "1", "--held-out", "2", "--rollout-batch-size", "2"]
     command = [sys.executable, str(EXAMPLE / "run.py"), "--output-dir", "out", *small, "--n-samples-per-prompt", "2"]
     done = run(command, tmp_path)

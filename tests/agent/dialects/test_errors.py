@@ -18,7 +18,7 @@ RETRIED_BY_CLIENTS = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_each_problem_ends_a_client_at_once_unless_asking_again_may_help(kind: Kind) -> None:
+def test_status_is_retryable_only_if_a_retry_may_help(kind: Kind) -> None:
     problem = Problem(kind, "No more.", param="x")
     for dialect in DIALECTS:
         status, headers, body = dialect.problem(problem)
@@ -29,20 +29,20 @@ def test_each_problem_ends_a_client_at_once_unless_asking_again_may_help(kind: K
         assert body.get("type") == ("error" if dialect is MESSAGES else None)
 
 
-def test_who_comes_to_a_full_service_is_told_when_to_come_back() -> None:
+def test_full_service_sends_retry_after() -> None:
     for dialect in DIALECTS:
         status, headers, body = dialect.problem(Problem(Kind.FULL, "Full.", retry_after_s=2.1))
         assert (status, headers["Retry-After"], body["error"]["type"]) == (429, "3", "rate_limit_error")
         assert "Retry-After" not in dialect.problem(Problem(Kind.ENGINE_FAILED, "No."))[1]
 
 
-def test_claude_code_and_codex_get_400_for_what_they_would_ask_again_after() -> None:
+def test_responses_and_messages_get_400_for_permanent_problems() -> None:
     for kind in set(Kind) - {Kind.ENGINE_FAILED, Kind.FULL, Kind.NO_PATH}:
         for dialect in (RESPONSES, MESSAGES):
             assert dialect.problem(Problem(kind, "No."))[0] == 400
 
 
-def test_mini_never_gets_400_for_a_session_that_is_over() -> None:
+def test_chat_gets_404_for_a_finished_session_and_401_for_a_missing_one() -> None:
     for kind in (Kind.CLOSED, Kind.TURN_LIMIT, Kind.TOKEN_LIMIT, Kind.DEADLINE, Kind.REFUSED, Kind.SHUTTING_DOWN):
         assert CHAT.problem(Problem(kind, "No."))[0] == 404
     assert CHAT.problem(Problem(Kind.NO_SESSION, "No."))[0] == 401
@@ -59,12 +59,12 @@ def test_mini_never_gets_400_for_a_session_that_is_over() -> None:
         (LimitReached("context", "x"), Kind.TOO_LONG),
     ],
 )
-def test_refusals_of_a_session_are_problems(refusal: SessionRefusal, kind: Kind) -> None:
+def test_session_refusals_become_problems(refusal: SessionRefusal, kind: Kind) -> None:
     problem = refusal_problem(refusal)
     assert (problem.kind, problem.message) == (kind, str(refusal))
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> None:
+def test_too_long_prompt_uses_the_messages_that_clients_know() -> None:
     problem = refusal_problem(PromptExceedsContext(40_000, 32_767))
     assert MESSAGES.problem(problem)[2]["error"] == {
         "type": "invalid_request_error",
@@ -79,14 +79,14 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> N
         )
 
 
-def test_a_path_that_nobody_has_is_answered_in_the_clients_words() -> None:
+def test_dialect_of_an_unknown_path_follows_path_and_headers() -> None:
     assert dialect_of("/v1/responses", {}) is RESPONSES
     assert dialect_of("/v1/files", {}) is CHAT
     assert dialect_of("/v1/files", {"Anthropic-Version": "2023-06-01"}) is MESSAGES
     assert dialect_of("/v1/messages/batches", {}) is MESSAGES
 
 
-def test_models_are_listed_in_the_words_of_both_apis() -> None:
+def test_model_list_has_the_fields_of_both_apis() -> None:
     assert models_body(["a", "b"]) == {
         "object": "list",
         "data": [model_body("a"), model_body("b")],

@@ -89,7 +89,7 @@ def check(dialect: Dialect, body: Any) -> None:
 @pytest.mark.parametrize(("dialect", "body"), BODIES, ids=["opencode", "qwen", "mini", "codex", "claude"])
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_any_value_at_any_place(dialect: Dialect, body: dict[str, Any], data: st.DataObject) -> None:
+def test_body_with_random_values_is_parsed_or_rejected(dialect: Dialect, body: dict[str, Any], data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         body = replaced(body, data.draw(st.sampled_from(places(body))), data.draw(VALUES))
         if not isinstance(body, dict):
@@ -99,6 +99,6 @@ def test_any_value_at_any_place(dialect: Dialect, body: dict[str, Any], data: st
 
 @settings(max_examples=examples(60), deadline=None)
 @given(VALUES)
-def test_any_body(body: Any) -> None:
+def test_random_body_is_parsed_or_rejected(body: Any) -> None:
     for dialect in DIALECTS:
         check(dialect, body)

@@ -21,7 +21,7 @@ def asked(dialect: Dialect, body: object, path: int = 0) -> Any:
     return dialect.asked(dialect.paths[path], body, {})
 
 
-def test_claude_code() -> None:
+def test_parses_claude_code_requests() -> None:
     got = asked(MESSAGES, CLAUDE_CODE)
     assert got.request.messages == (
         Message("system", "x-anthropic-billing-header: none\nYou are Claude Code.\nBe brief."),
@@ -45,7 +45,7 @@ def test_claude_code() -> None:
     assert got.notes == ("the tool 'web_search_20250305' is run by Anthropic's service and is ignored here",)
 
 
-def test_the_place_of_cache_control_and_the_form_of_a_lone_text_change_nothing() -> None:
+def test_cache_control_and_text_form_do_not_change_the_request() -> None:
     moved = copy.deepcopy(CLAUDE_CODE)
     moved["messages"][0]["content"] = [{"type": "text", "text": "Write the file.", "cache_control": {"type": "e"}}]
     del moved["messages"][3]["content"][1]["cache_control"]
@@ -53,7 +53,7 @@ def test_the_place_of_cache_control_and_the_form_of_a_lone_text_change_nothing()
     assert asked(MESSAGES, moved).request == asked(MESSAGES, CLAUDE_CODE).request
 
 
-def test_tokens_are_counted_without_max_tokens() -> None:
+def test_count_request_needs_no_max_tokens() -> None:
     body = {name: CLAUDE_CODE[name] for name in ("model", "messages", "tools", "system")}
     got = asked(MESSAGES, body, path=1)
     assert got.count_only
@@ -63,7 +63,7 @@ def test_tokens_are_counted_without_max_tokens() -> None:
         asked(MESSAGES, body)
 
 
-def test_codex() -> None:
+def test_parses_codex_requests() -> None:
     got = asked(RESPONSES, CODEX)
     assert got.request.messages == (
         Message("system", "You are Codex."),
@@ -91,7 +91,7 @@ def test_codex() -> None:
     assert (got.stream, got.request.max_tokens, got.request.parallel_tool_calls) == (True, None, True)
 
 
-def test_a_responses_turn_is_known_by_whichever_id_comes_back() -> None:
+def test_responses_turn_is_recognized_by_any_of_its_ids() -> None:
     for kept in range(3, 6):
         body = {**CODEX, "input": [CODEX["input"][2], CODEX["input"][kept]]}
         if kept == 3:
@@ -99,14 +99,14 @@ def test_a_responses_turn_is_known_by_whichever_id_comes_back() -> None:
         assert asked(RESPONSES, body).request.messages[1].reference == "turn_1"
 
 
-def test_items_of_two_turns_are_two_messages() -> None:
+def test_items_of_two_turns_become_two_messages() -> None:
     texts = [{"role": "assistant", "id": f"msg_turn_{i}.0", "content": f"say {i}"} for i in (1, 2)]
     got = asked(RESPONSES, {"model": "m", "input": [{"role": "user", "content": "go"}, *texts]})
     assert [(m.content, m.reference) for m in got.request.messages[1:]] == [("say 1", "turn_1"), ("say 2", "turn_2")]
 
 
 @pytest.mark.parametrize("body", [OPENCODE, QWEN_CODE], ids=["opencode", "qwen"])
-def test_chat_command_lines(body: dict[str, Any]) -> None:
+def test_parses_opencode_and_qwen_code_requests(body: dict[str, Any]) -> None:
     got = asked(CHAT, body)
     assistant = got.request.messages[2]
     assert assistant.tool_calls == (ECHO, ToolCall("call_b", "bash", "{}"))
@@ -123,14 +123,14 @@ def test_chat_command_lines(body: dict[str, Any]) -> None:
     assert got.request.params == ({} if body is OPENCODE else {"temperature": 0.7, "top_p": 0.9})
 
 
-def test_mini() -> None:
+def test_parses_mini_swe_agent_requests() -> None:
     got = asked(CHAT, MINI)
     assert got.request.messages[2] == Message("assistant", reasoning="I write it.\n", tool_calls=(ECHO,))
     assert not got.stream
     assert got.request.max_tokens is None
 
 
-def test_a_chat_turn_that_comes_back_in_two_messages_is_one() -> None:
+def test_chat_turn_split_into_two_messages_is_merged() -> None:
     body = copy.deepcopy(OPENCODE)
     whole = body["messages"].pop(2)
     halves = [{**whole, "content": None, "reasoning_content": None}, {"role": "assistant", "content": "Writing."}]
@@ -140,7 +140,7 @@ def test_a_chat_turn_that_comes_back_in_two_messages_is_one() -> None:
     assert [message.role for message in got] == ["system", "user", "assistant", "tool", "tool"]
 
 
-def test_sampling_parameters_have_the_engines_names() -> None:
+def test_sampling_parameters_are_renamed_for_the_engine() -> None:
     body = {**MINI, "top_k": 20, "seed": 2**60 + 1, "stop": "END", "min_tokens": 3, "frequency_penalty": 1}
     assert asked(CHAT, body).request.params == {
         "frequency_penalty": 1.0,
@@ -164,7 +164,7 @@ def test_sampling_parameters_have_the_engines_names() -> None:
         (MESSAGES, CLAUDE_CODE, {"type": "tool", "name": "Bash"}, "Bash"),
     ],
 )
-def test_tool_choice(dialect: Dialect, body: dict[str, Any], choice: Any, expected: str) -> None:
+def test_tool_choice_is_parsed_and_noted_as_not_forced(dialect: Dialect, body: dict[str, Any], choice: Any, expected: str) -> None:
     whole = asked(dialect, {**body, "tool_choice": choice})
     assert whole.request.tool_choice == expected
     assert whole.request.parallel_tool_calls == ("disable_parallel_tool_use" not in choice)
@@ -205,7 +205,7 @@ IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:"}}
         (MESSAGES, CLAUDE_CODE, {"output_config": {"format": {"type": "json_schema"}}}, "answers are sampled freely"),
     ],
 )
-def test_what_cannot_be_answered_gets_one_sentence(
+def test_rejects_unsupported_fields_and_values(
     dialect: Dialect, body: dict[str, Any], change: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(Problem, match=sentence) as caught:
@@ -216,25 +216,25 @@ def test_what_cannot_be_answered_gets_one_sentence(
     assert answer["error"]["message"] == caught.value.message
 
 
-def test_a_picture_that_a_tool_answers_with_is_named_and_left_out() -> None:
+def test_image_in_a_tool_result_is_replaced_by_a_note() -> None:
     left_out = "[image left out: this model reads text only]"
     body = copy.deepcopy(CLAUDE_CODE)
     body["messages"][3]["content"][0]["content"] = [IMAGE, {"type": "text", "text": "done"}]
     assert asked(MESSAGES, body).request.messages[4].content == f"{left_out}\ndone"
 
 
-def test_a_failure_that_says_nothing_is_told_to_the_model() -> None:
+def test_empty_tool_error_gets_an_error_message() -> None:
     body = copy.deepcopy(CLAUDE_CODE)
     body["messages"][3]["content"][0]["content"] = ""
     assert asked(MESSAGES, body).request.messages[4].content == "Error: the tool failed and said nothing."
 
 
-def test_unknown_fields_that_ask_for_nothing_are_taken() -> None:
+def test_unknown_fields_with_empty_values_are_ignored() -> None:
     for dialect, body in ((CHAT, MINI), (RESPONSES, CODEX), (MESSAGES, CLAUDE_CODE)):
         assert asked(dialect, {**body, "new_field": None, "newer": {}, "newest": False}) == asked(dialect, body)
 
 
-def test_half_a_surrogate_pair_becomes_a_mark() -> None:
+def test_lone_surrogate_becomes_a_replacement_character() -> None:
     assert replace_surrogates("a\ud83d b") == "a\N{REPLACEMENT CHARACTER} b"
     assert replace_surrogates("a\udc00") == "a\N{REPLACEMENT CHARACTER}"
     assert replace_surrogates("\ud83d\ude00") == "\N{GRINNING FACE}"
@@ -242,7 +242,7 @@ def test_half_a_surrogate_pair_becomes_a_mark() -> None:
     assert got.request.messages[0].content == "x\N{REPLACEMENT CHARACTER}y"
 
 
-def test_a_schema_that_is_too_deep_is_refused() -> None:
+def test_rejects_a_schema_that_is_nested_too_deeply() -> None:
     schema: dict[str, Any] = dict(SHELL)
     for _ in range(400):
         schema = {"type": "object", "properties": {"x": schema}}
@@ -262,5 +262,5 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
         ({"session-id": "client's own"}, None),
     ],
 )
-def test_the_key_of_a_session(headers: dict[str, str], key: str | None) -> None:
+def test_session_key_is_read_from_the_headers(headers: dict[str, str], key: str | None) -> None:
     assert [dialect.key(headers) for dialect in DIALECTS] == [key] * 3

@@ -156,7 +156,7 @@ CALLS = (ToolCall("call_a", "bash", '{"command": "ls é"}'), ToolCall("call_b", 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_parallel_calls_reasoning_and_text_in_chat(stream: bool) -> None:
+def test_chat_keeps_parallel_calls_reasoning_and_text(stream: bool) -> None:
     completion, said = chat_message(THINK_TEXT_CALLS, stream)
     assert completion.choices[0].finish_reason == "tool_calls"
     assert said["reasoning_content"] == "I think \u2028 é"
@@ -170,7 +170,7 @@ def test_parallel_calls_reasoning_and_text_in_chat(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_parallel_calls_reasoning_and_text_in_messages(stream: bool) -> None:
+def test_messages_keep_parallel_calls_reasoning_and_text(stream: bool) -> None:
     answer, blocks = message(THINK_TEXT_CALLS, stream)
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
     assert answer.stop_reason == "tool_use"
@@ -183,7 +183,7 @@ def test_parallel_calls_reasoning_and_text_in_messages(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_parallel_calls_reasoning_and_text_in_responses(stream: bool) -> None:
+def test_responses_keep_parallel_calls_reasoning_and_text(stream: bool) -> None:
     answer, items = response(THINK_TEXT_CALLS, stream)
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
     assert (answer.status, answer.output_text.rstrip()) == ("completed", "\n\nSo be it.")
@@ -195,7 +195,7 @@ def test_parallel_calls_reasoning_and_text_in_responses(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_of_a_namespace_and_tools_with_free_text_are_called_as_declared(stream: bool) -> None:
+def test_namespaced_and_custom_tools_are_called_as_declared(stream: bool) -> None:
     events: list[Event] = [
         CallBegun(0, "call_a", "mcp__docs__find"),
         CallArguments(0, '{"command": "x"}'),
@@ -216,7 +216,7 @@ def test_tools_of_a_namespace_and_tools_with_free_text_are_called_as_declared(st
     assert [call.name for call in back.tool_calls] == ["mcp__docs__find", "apply_patch"]
 
 
-def test_events_of_a_response_are_numbered_and_complete() -> None:
+def test_responses_stream_events_are_numbered_and_complete() -> None:
     response(THINK_TEXT_CALLS, stream=True)
     events = [json.loads(line[6:]) for line in WIRES["responses"].stream.decode().splitlines() if line[:5] == "data:"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -236,7 +236,7 @@ CUT.append(Text('<tool_call>{"command":'))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_breaks_off_is_text_and_the_turn_says_that_it_was_cut_off(stream: bool) -> None:
+def test_truncated_call_becomes_text_of_an_incomplete_turn(stream: bool) -> None:
     text = 'So <tool_call>{"command":'
     answer, blocks = message(CUT, stream, "length")
     assert (answer.stop_reason, blocks) == ("max_tokens", [{"type": "text", "text": text}])
@@ -255,7 +255,7 @@ def test_a_call_that_breaks_off_is_text_and_the_turn_says_that_it_was_cut_off(st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probs_of_every_sampled_token(stream: bool) -> None:
+def test_chat_returns_the_log_prob_of_every_sampled_token(stream: bool) -> None:
     wire = WIRES["chat"]
     wire.events, wire.finish = [Text("é!")], "stop"
     wire.log_probs = [TokenLogProb("\ufffd", b"\xc3", -0.5), TokenLogProb("\ufffd", b"\xa9", -0.25)]
@@ -273,7 +273,7 @@ def test_log_probs_of_every_sampled_token(stream: bool) -> None:
     assert wire.seen[-1].want_log_probs
 
 
-def test_usage_is_streamed_only_where_it_is_asked_for() -> None:
+def test_chat_stream_omits_usage_unless_requested() -> None:
     wire = WIRES["chat"]
     wire.events, wire.finish = [Text("a")], "stop"
     list(wire.openai.chat.completions.create(model="m", messages=ASK, stream=True))  # type: ignore[call-overload]
@@ -302,7 +302,7 @@ def answers(draw: Any) -> list[Event]:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(answers())
-def test_a_stream_tells_what_the_whole_tells(events: list[Event]) -> None:
+def test_streamed_and_whole_answers_are_equal(events: list[Event]) -> None:
     output = gathered(events)
     for name, ask in (("chat", chat_message), ("responses", response), ("messages", message)):
         (_, whole), (_, streamed) = ask(events, False), ask(events, True)
@@ -322,7 +322,7 @@ def test_a_stream_tells_what_the_whole_tells(events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_a_problem_half_way_ends_the_stream(kind: Kind) -> None:
+def test_problem_during_a_stream_ends_it_with_an_error(kind: Kind) -> None:
     problem = Problem(kind, "No more.", tokens=9 if kind is Kind.TOO_LONG else None, limit=8)
     for wire in WIRES.values():
         wire.problem = problem
@@ -350,7 +350,7 @@ def test_a_problem_half_way_ends_the_stream(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_the_sdks_ask_once_and_only_once_where_asking_again_is_of_no_use(kind: Kind) -> None:
+def test_sdks_retry_only_retryable_problems(kind: Kind) -> None:
     problem = Problem(kind, "No more.")
     tries = 3 if kind in (Kind.ENGINE_FAILED, Kind.FULL) else 1
     asks: dict[str, Any] = {"chat": chat_message, "responses": response, "messages": message}

@@ -69,7 +69,7 @@ def python(code: str, *argv: str) -> CommandHarness:
     return CommandHarness([os.path.realpath(sys.executable), "-c", code, *argv])
 
 
-def test_a_command_is_told_where_its_model_is_and_no_shell_reads_the_prompt(tmp_path):
+def test_command_gets_the_endpoint_and_no_shell_reads_the_prompt(tmp_path):
     argv = ["{prompt}", "--base={openai_url}", "{key}/{model}", "{workdir}", "{}", "{unknown}"]
 
     async def told(sb):
@@ -87,7 +87,7 @@ def test_a_command_is_told_where_its_model_is_and_no_shell_reads_the_prompt(tmp_
     assert result.to_metadata()["harness"] == "command"
 
 
-def test_output_and_diff_are_kept_in_part(tmp_path):
+def test_long_output_and_long_diff_are_truncated(tmp_path):
     code = "print('x' * 100_000 + 'the end'); open('a.txt', 'w').write('y' * {})"
     result, _ = work(python(code.format(100_000)), tmp_path)
     assert len(result.stdout) == 16384
@@ -102,7 +102,7 @@ def test_output_and_diff_are_kept_in_part(tmp_path):
         assert result.to_metadata()["diff_truncated"] is True
 
 
-def test_in_a_repository_the_diff_has_commits_and_new_files_and_leaves_the_index_alone(tmp_path):
+def test_repository_diff_has_commits_and_new_files_and_keeps_the_index(tmp_path):
     code = f"""
 import subprocess
 run = lambda command: subprocess.run(command, shell=True, check=True)
@@ -121,7 +121,7 @@ open("new.txt", "w").write("new\\n")
     assert said == "?? new.txt\n"
 
 
-def test_the_diff_of_a_repository_is_exact_whatever_the_encoding_of_its_files(tmp_path):
+def test_repository_diff_is_exact_for_any_file_encoding(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     changed = {
@@ -154,7 +154,7 @@ def test_the_diff_of_a_repository_is_exact_whatever_the_encoding_of_its_files(tm
     }
 
 
-def test_a_diff_that_cannot_be_text_says_so(tmp_path):
+def test_diff_of_undecodable_text_is_marked_as_truncated(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     (files / "odd.txt").write_bytes(b"caf\xe9\n")
@@ -165,7 +165,7 @@ def test_a_diff_that_cannot_be_text_says_so(tmp_path):
     assert result.diff_truncated
 
 
-def test_a_program_that_hangs_is_ended_and_says_nothing_without_a_turn(tmp_path):
+def test_hung_program_times_out_and_fails_only_without_turns(tmp_path):
     for seconds in (1, 10, 100):  # retry with more time if it had not begun
         result, _ = work(python("import time; print('began', flush=True); time.sleep(600)"), tmp_path, seconds=seconds)
         if result.stdout:
@@ -176,7 +176,7 @@ def test_a_program_that_hangs_is_ended_and_says_nothing_without_a_turn(tmp_path)
     result.check(turns=2)
 
 
-def test_a_program_that_crashes_fails_the_sample_with_its_last_words(tmp_path):
+def test_crash_fails_the_check_with_the_signal_and_stderr(tmp_path):
     code = "import os, sys; print('bad luck', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
     result, _ = work(python(code), tmp_path)
     assert result.outcome == "failed"
@@ -187,7 +187,7 @@ def test_a_program_that_crashes_fails_the_sample_with_its_last_words(tmp_path):
 @pytest.mark.parametrize(
     ("exit_code", "turns", "failure"), [(1, 0, CliCrashed), (1, 1, None), (0, 0, CliCrashed), (127, 3, CliMissing)]
 )
-def test_giving_up_before_the_first_turn_says_nothing_about_the_model(exit_code, turns, failure):
+def test_exit_before_the_first_turn_counts_as_a_crash(exit_code, turns, failure):
     result = HarnessResult("codex", "0.1", exit_code, "finished" if exit_code == 0 else "failed", stderr="no config")
     if failure is None:
         result.check(turns)
@@ -196,7 +196,7 @@ def test_giving_up_before_the_first_turn_says_nothing_about_the_model(exit_code,
         result.check(turns)
 
 
-def test_a_program_that_is_nowhere_is_one_sentence(tmp_path, monkeypatch):
+def test_missing_programs_and_unknown_agents_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with pytest.raises(CliMissing, match=r"^Claude Code is not installed: npm install -g .*SLIME_AGENT_CC_PATH"):
         work(ClaudeCodeHarness(), tmp_path)
@@ -222,7 +222,7 @@ async def read_told(sb):
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_program_of_this_machine_is_shown_or_brought_to_the_sandbox(tmp_path, monkeypatch, fake_claude, shown):
+def test_host_program_is_mounted_or_copied_into_the_sandbox(tmp_path, monkeypatch, fake_claude, shown):
     monkeypatch.setenv("SLIME_AGENT_CC_PATH", str(fake_claude.parent))
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", "--effort 'very low'")
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", '{"MORE": "a b", "CLAUDE_CODE_MAX_RETRIES": 7}')
@@ -257,14 +257,14 @@ def test_a_tarball_with_the_native_program_needs_no_npm(tmp_path, monkeypatch, f
     assert told.endswith(PROMPT)
 
 
-def test_environment_variables_that_are_no_object_are_named(tmp_path, monkeypatch, fake_claude):
+def test_rejects_extra_envs_that_are_not_a_json_object(tmp_path, monkeypatch, fake_claude):
     monkeypatch.setenv("SLIME_AGENT_CC_PATH", str(fake_claude))
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", "A=1")
     with pytest.raises(UserError, match="SLIME_AGENT_CC_EXTRA_ENVS must be a JSON object"):
         work(ClaudeCodeHarness(), tmp_path)
 
 
-def test_the_wrapper_of_an_npm_package_is_passed_over_for_its_native_program(tmp_path, monkeypatch):
+def test_native_program_is_preferred_to_its_npm_wrapper(tmp_path, monkeypatch):
     modules = tmp_path / "node_modules"
     wrapper = modules / "@openai/codex/bin/codex.js"
     natives = [modules / f"@openai/codex-linux-{arch}/vendor/triple/bin/codex" for arch in ("arm64", "x64")]
@@ -302,7 +302,7 @@ def test_codex_is_configured_for_responses():
     assert "model_auto_compact_token_limit" not in CodexHarness(compaction=True).files(CONTEXT)[".codex/config.toml"]
 
 
-def test_chat_clients_are_told_the_limits_of_the_model():
+def test_chat_clients_are_configured_with_the_model_limits():
     settings = {"context_tokens": 9000, "max_output_tokens": 700}
     config = json.loads(OpenCodeHarness(**settings).files(CONTEXT)[".config/opencode/opencode.json"])
     assert config["provider"]["slime"]["models"]["slime-actor"]["limit"] == {"context": 9000, "output": 700}
@@ -325,13 +325,13 @@ def test_chat_clients_are_told_the_limits_of_the_model():
         (CodexHarness, {"type": "turn.completed", "usage": {}}, ("finished", "turn.completed")),
     ],
 )  # fmt: skip
-def test_what_a_program_says_about_its_end_counts(harness, stdout, verdict):
+def test_verdict_is_read_from_the_result_event(harness, stdout, verdict):
     stdout = {**stdout, "of the model": "\u2028\x85"}  # JSON may contain these unescaped
     text = json.dumps({"type": "other"}) + "\nno json\n" + json.dumps(stdout, ensure_ascii=False) + "\n"
     assert harness().verdict(0, text, "") == verdict
 
 
-def test_upstreams_call_gives_the_exit_code(tmp_path):
+def test_upstream_run_call_returns_the_exit_code(tmp_path):
     async def run():
         async with make_sandbox() as sb:
             given = {

@@ -18,7 +18,7 @@ def own_groups(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_in_version_1_each_controller_has_its_group_below_our_own(tmp_path: Path) -> None:
+def test_v1_creates_one_group_per_controller_below_its_own_group(tmp_path: Path) -> None:
     for place in ("memory/jobs/7", "pids", "cpu"):
         (tmp_path / place).mkdir(parents=True)
     own = own_groups(tmp_path, "9:name=systemd:/\n8:pids:/\n4:memory:/jobs/7\n1:cpu,cpuacct:/\n0::/\n")
@@ -40,7 +40,7 @@ def second_version(folder: Path, controllers: str, handed_down: str) -> Path:
     return folder
 
 
-def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path: Path, monkeypatch) -> None:
+def test_v2_uses_the_nearest_group_that_delegates_its_controllers(tmp_path: Path, monkeypatch) -> None:
     second_version(tmp_path, "cpu memory pids", "cpu memory pids")
     second_version(tmp_path / "user.slice", "cpu memory pids", "")
     (tmp_path / "user.slice/cgroup.subtree_control").chmod(0o400)
@@ -68,13 +68,13 @@ def test_in_version_2_the_nearest_group_that_hands_its_controllers_down(tmp_path
     assert written[0] == "user.slice/cgroup.subtree_control"
 
 
-def test_without_control_groups_no_limit_is_held(tmp_path: Path) -> None:
+def test_no_limit_is_enforced_without_control_groups(tmp_path: Path) -> None:
     groups = cgroups.create_control_groups(LIMITS, str(tmp_path), own_groups(tmp_path, "0::/\n"))
     assert (groups.folders, groups.holds) == ([], set())
     assert cgroups.create_control_groups(LIMITS, str(tmp_path), str(tmp_path / "none")).holds == set()
 
 
-def test_the_kernels_counts_are_read_in_both_versions(tmp_path: Path) -> None:
+def test_kernel_event_counts_are_read_in_v1_and_v2(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -85,7 +85,7 @@ def test_the_kernels_counts_are_read_in_both_versions(tmp_path: Path) -> None:
     assert cgroups.count_limit_events([str(two)]) == {"memory": 1, "processes": 0}
 
 
-def test_groups_of_the_dead_are_removed_and_no_others(tmp_path: Path, monkeypatch) -> None:
+def test_removes_only_old_groups_of_dead_processes(tmp_path: Path, monkeypatch) -> None:
     gone, other = tmp_path / "slime-sandbox-4194999", tmp_path / "slime-sandbox-x"
     for folder in (gone, other, tmp_path / NAME):
         folder.mkdir()

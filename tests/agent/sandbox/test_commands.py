@@ -24,7 +24,7 @@ def short_folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_command_is_a_line_of_the_shell_or_a_list_of_words(way: str) -> None:
+def test_command_is_a_shell_line_or_a_list_of_words(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert isinstance(sandbox, Sandbox)
         code, out, err = await sandbox.exec("echo one | tr o 0; echo two >&2; exit 3")
@@ -45,7 +45,7 @@ def test_a_command_is_a_line_of_the_shell_or_a_list_of_words(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_nothing_of_the_environment_of_the_driver_is_in_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_environment_is_not_passed_to_commands(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_TEST_SECRET", "not-for-agents")
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -58,7 +58,7 @@ def test_nothing_of_the_environment_of_the_driver_is_in_it(way: str, monkeypatch
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_files_and_processes_stay_between_commands_and_end_with_the_sandbox(way: str) -> None:
+def test_files_and_daemons_persist_and_daemons_end_with_the_sandbox(way: str) -> None:
     mark = f"sandbox-daemon-{os.urandom(8).hex()}"
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -72,7 +72,7 @@ def test_files_and_processes_stay_between_commands_and_end_with_the_sandbox(way:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_files_go_in_and_out(way: str, tmp_path: Path) -> None:
+def test_files_are_written_and_read_back(way: str, tmp_path: Path) -> None:
     script = tmp_path / "tool.sh"
     script.write_text("#!/bin/sh\necho tool\n")
     script.chmod(0o755)
@@ -98,7 +98,7 @@ def test_files_go_in_and_out(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_program_with_pipes_answers_while_it_runs_and_can_be_killed(way: str) -> None:
+def test_popen_streams_through_pipes_and_can_be_killed(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         process = await sandbox.popen(["sh", "-c", 'while read line; do echo "got $line"; done; exit 5'])
         for word in (b"one", b"two"):
@@ -117,7 +117,7 @@ def test_a_program_with_pipes_answers_while_it_runs_and_can_be_killed(way: str) 
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_command_that_is_cancelled_ends(way: str) -> None:
+def test_cancelled_command_ends(way: str) -> None:
     mark = f"sandbox-cancel-{os.urandom(8).hex()}"
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -132,7 +132,7 @@ def test_a_command_that_is_cancelled_ends(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_an_endpoint_outside_has_an_address_inside(way: str, short_folder: Path) -> None:
+def test_outside_endpoint_is_reachable_from_the_sandbox(way: str, short_folder: Path) -> None:
     path = str(short_folder / "s")
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -158,7 +158,7 @@ def test_an_endpoint_outside_has_an_address_inside(way: str, short_folder: Path)
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_whoever_serves_can_listen_inside_the_sandbox(way: str) -> None:
+def test_listener_accepts_connections_from_inside_the_sandbox(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         listener = await sandbox.listen()
         address = listener.getsockname()
@@ -174,7 +174,7 @@ def test_whoever_serves_can_listen_inside_the_sandbox(way: str) -> None:
     inside(way, use)
 
 
-def test_a_sandbox_that_has_ended_says_so() -> None:
+def test_commands_before_start_or_after_end_raise() -> None:
     async def run() -> None:
         sandbox = make_sandbox("subprocess")
         with pytest.raises(SandboxError, match="is not started"):
@@ -187,7 +187,7 @@ def test_a_sandbox_that_has_ended_says_so() -> None:
     asyncio.run(run())
 
 
-def test_what_a_sandbox_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+def test_rejects_bad_kinds_limits_snapshots_and_endpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no sandbox 'jail': choose one of auto, local, subprocess"):
         make_sandbox("jail")
     with pytest.raises(UserError, match="the limit memory_mb of a sandbox must be more than 0, not 0"):
@@ -198,7 +198,7 @@ def test_what_a_sandbox_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         split_endpoint("ftp://x")
 
 
-def test_a_unix_address_is_told_from_a_url() -> None:
+def test_unix_addresses_are_distinguished_from_urls() -> None:
     assert split_endpoint("/run/api.sock") == ("/run/api.sock", "")
     assert split_endpoint("unix:///run/api.sock") == ("/run/api.sock", "")
     assert split_endpoint("http://[::1]:80/a/b/") == ("[::1]:80", "/a/b")

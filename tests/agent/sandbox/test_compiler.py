@@ -16,7 +16,7 @@ from slime.errors import UserError
 WITH_A_COMPILER = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="needs a C compiler")
 
 
-def test_a_machine_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_compiler_error_suggests_an_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         UserError, match=r"no C compiler on the PATH \(cc, gcc, clang\): install one, for example with `apt"
@@ -25,7 +25,7 @@ def test_a_machine_without_a_compiler_says_what_to_install(monkeypatch: pytest.M
 
 
 @WITH_A_COMPILER
-def test_a_program_is_built_in_the_sandbox_and_runs_there() -> None:
+def test_program_is_built_and_run_in_the_sandbox() -> None:
     compiler = find_c_compiler()
 
     async def main() -> tuple[Outcome, Outcome]:
@@ -41,7 +41,7 @@ def test_a_program_is_built_in_the_sandbox_and_runs_there() -> None:
 
 
 @WITH_A_COMPILER
-def test_a_missing_semicolon_is_quoted_without_its_place() -> None:
+def test_syntax_error_is_quoted_without_its_location() -> None:
     compiler = find_c_compiler()
 
     async def main() -> Outcome:
@@ -66,9 +66,9 @@ def test_a_missing_semicolon_is_quoted_without_its_place() -> None:
         ("", "exit code 4"),
     ],
 )  # fmt: skip
-def test_what_it_complained_of_first(said: str, quoted: str) -> None:
+def test_first_error_is_extracted_from_compiler_output(said: str, quoted: str) -> None:
     assert first_error(Outcome(4, "", said)) == quoted
 
 
-def test_a_limit_is_named() -> None:
+def test_exceeded_limit_is_named_as_the_error() -> None:
     assert first_error(Outcome(-1, "", "", "memory")) == "the compiler ran into the limit on memory"

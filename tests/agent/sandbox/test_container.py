@@ -39,7 +39,7 @@ def can_enter_networks() -> bool:
     return os.geteuid() == 0 and unavailable_reason("unshare") is None
 
 
-def test_the_command_line_has_every_limit_and_no_network(docker: Path) -> None:
+def test_run_command_has_every_limit_and_no_network(docker: Path) -> None:
     sandbox = ContainerSandbox("docker", "task:1", limits=LIMITS, env={"A": "b c"}, visible=["/usr"])
     line = " ".join(sandbox.create_command()[1:])
     for part in (
@@ -50,7 +50,7 @@ def test_the_command_line_has_every_limit_and_no_network(docker: Path) -> None:
         assert part in line
 
 
-def test_commands_files_and_endings(docker: Path) -> None:
+def test_container_runs_commands_transfers_files_and_enforces_limits(docker: Path) -> None:
     async def run() -> None:
         made = make_sandbox("docker", image="task:1", limits=LIMITS)
         assert isinstance(made, Sandbox)
@@ -87,7 +87,7 @@ def test_commands_files_and_endings(docker: Path) -> None:
     assert lines[-1][0] == "kill"
 
 
-def test_an_endpoint_outside_is_reached_from_the_network_of_the_container(docker: Path) -> None:
+def test_outside_endpoint_is_reachable_from_the_container_network(docker: Path) -> None:
     async def run() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"you said " + await reader.readline())
@@ -109,7 +109,7 @@ def test_an_endpoint_outside_is_reached_from_the_network_of_the_container(docker
     asyncio.run(run())
 
 
-def test_what_cannot_be_started_is_one_sentence(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_start_failures_are_reported(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with make_sandbox("docker", image="no-such-image"):
             pass

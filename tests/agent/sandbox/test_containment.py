@@ -28,7 +28,7 @@ def marked() -> str:
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_a_fork_bomb(way: str) -> None:
+def test_fork_bomb_hits_the_process_limit_and_leaves_no_process(way: str) -> None:
     mark = marked()
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -44,7 +44,7 @@ def test_a_fork_bomb(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_a_fork_bomb_that_runs_out_of_time_is_gone_and_the_sandbox_is_not(way: str) -> None:
+def test_sandbox_survives_a_fork_bomb_that_times_out(way: str) -> None:
     mark = marked()
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -61,7 +61,7 @@ def test_a_fork_bomb_that_runs_out_of_time_is_gone_and_the_sandbox_is_not(way: s
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_hog_of_memory(way: str) -> None:
+def test_memory_limit_ends_a_command(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         hog = await sandbox.exec([sandbox.python, "-I", "-c", "x = bytearray(1 << 30); print(len(x))"])
         assert hog.cause == "memory"
@@ -72,7 +72,7 @@ def test_a_hog_of_memory(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_output_without_end(way: str) -> None:
+def test_output_limits_truncate_and_end_a_command(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         endless = await sandbox.exec("echo begin; yes")
         assert (endless.code, endless.cause, endless.truncated) == (-1, "output", True)
@@ -88,7 +88,7 @@ def test_output_without_end(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_huge_file(way: str) -> None:
+def test_file_size_limit_applies_to_commands_and_writes(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert (await sandbox.exec("head -c 9000000 /dev/zero > huge")).cause == "file size"
         code = "open('huge', 'wb').write(bytes(9_000_000))"
@@ -101,7 +101,7 @@ def test_a_huge_file(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_a_full_disk(way: str) -> None:
+def test_disk_limit_covers_bytes_and_file_count(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         full = await sandbox.exec(
             "for place in . /tmp ~ /run; do head -c 7000000 /dev/zero > $place/part || exit 1; done"
@@ -114,7 +114,7 @@ def test_a_full_disk(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_time_that_is_computed_away(way: str) -> None:
+def test_cpu_time_limit_ends_a_busy_loop(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert (await sandbox.exec("while :; do :; done")).cause == "cpu time"
 
@@ -133,7 +133,7 @@ def test_time_that_is_computed_away(way: str) -> None:
     ],
     ids=["daemons", "double fork", "stopped", "stopped child", "ignores SIGTERM"],
 )
-def test_nothing_outlives_its_time(way: str, line: str) -> None:
+def test_timeout_ends_every_process_of_a_command(way: str, line: str) -> None:
     mark = marked()
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -145,7 +145,7 @@ def test_nothing_outlives_its_time(way: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_what_stops_or_kills_the_one_who_watches_over_it_ends_all_the_same(way: str) -> None:
+def test_command_ends_even_if_it_kills_or_stops_its_watcher(way: str) -> None:
     mark = marked()
 
     async def use(sandbox: MachineSandbox) -> None:
@@ -162,7 +162,7 @@ def test_what_stops_or_kills_the_one_who_watches_over_it_ends_all_the_same(way: 
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_killing_everything_it_sees_leaves_the_sandbox_in_order(way: str) -> None:
+def test_sandbox_survives_a_command_that_kills_all_visible_processes(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert (await sandbox.exec("kill -STOP 1; kill -KILL 1; kill -KILL -1")).cause == "killed"
         assert (await sandbox.exec("echo here")).out == "here\n"
@@ -171,7 +171,7 @@ def test_killing_everything_it_sees_leaves_the_sandbox_in_order(way: str) -> Non
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_no_file_of_the_host_is_read_by_whatever_path(way: str, tmp_path: Path) -> None:
+def test_host_files_are_unreadable_through_links_and_proc(way: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not for agents")
     tmp_path.chmod(0o755)
@@ -201,7 +201,7 @@ def test_no_file_of_the_host_is_read_by_whatever_path(way: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_the_memory_and_the_environment_of_the_processes_outside_are_out_of_reach(way: str) -> None:
+def test_proc_hides_memory_and_environment_of_outside_processes(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         tries = "cat /proc/1/environ /proc/1/mem /proc/$PPID/environ /proc/$PPID/mem; ls -l /proc/1/fd /proc/1/cwd"
         outcome = await sandbox.exec(f"({tries}) 2>&1 >/dev/null")
@@ -215,7 +215,7 @@ def test_the_memory_and_the_environment_of_the_processes_outside_are_out_of_reac
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_there_is_no_privilege_to_gain(way: str) -> None:
+def test_command_has_no_capabilities_and_cannot_gain_privileges(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         status = (await sandbox.exec("grep -E '^(Cap|NoNewPrivs|Groups)' /proc/self/status")).out
         assert {line.split()[-1] for line in status.splitlines() if line.startswith("Cap")} == {"0" * 16}
@@ -237,7 +237,7 @@ def test_there_is_no_privilege_to_gain(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_there_is_no_network_but_what_was_given(way: str) -> None:
+def test_sandbox_has_only_a_loopback_network(way: str) -> None:
     name = f"\0{marked()}"
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
@@ -284,7 +284,7 @@ def test_two_sandboxes_do_not_see_each_other(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_sandbox_whose_monitor_is_killed_is_gone_with_all_it_started(
+def test_killing_the_monitor_ends_the_sandbox_and_its_processes(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.agent.sandbox.inside.cgroups._REMOVAL_S", 60.0)
@@ -307,7 +307,7 @@ def test_a_sandbox_whose_monitor_is_killed_is_gone_with_all_it_started(
     assert not [folder for folder in folders if os.path.exists(folder)]
 
 
-def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_names_an_unsupported_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     unavailable_reason.cache_clear()
     try:
         monkeypatch.setattr("sys.platform", "darwin")
@@ -318,7 +318,7 @@ def test_where_a_local_sandbox_cannot_be_made_the_reason_is_named(monkeypatch: p
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_start_that_is_cancelled_leaves_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_start_leaves_no_process_or_cgroup(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = box(way)
     if made is None:
         return
@@ -364,7 +364,7 @@ asyncio.run(main())
 """
 
 
-def test_where_namespaces_are_forbidden_a_sandbox_is_refused_unless_none_is_asked_for() -> None:
+def test_nested_sandbox_is_refused_except_for_subprocess() -> None:
     """A sandbox itself forbids namespaces, so this test runs inside one."""
     root = Path(__file__).parents[3]
 
@@ -405,7 +405,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_system_calls_that_no_agent_needs_are_not_there(way: str) -> None:
+def test_seccomp_filter_blocks_the_listed_system_calls(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         column = tuple(syscalls.ARCHITECTURES).index(os.uname().machine)
         numbers = {name: both[column] for name, both in {**syscalls.MISSING_CALLS, **syscalls.FORBIDDEN_CALLS}.items()}
@@ -446,7 +446,7 @@ def filtered(machine: str, number: int, *arguments: int, architecture: int | Non
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machine: str) -> None:
+def test_filter_blocks_exactly_the_listed_calls_of_each_architecture(machine: str) -> None:
     column = tuple(syscalls.ARCHITECTURES).index(machine)
     allow, fail = 0x7FFF0000, 0x00050000
     forbidden = {both[column] for both in syscalls.FORBIDDEN_CALLS.values()}
@@ -463,7 +463,7 @@ def test_the_filter_of_each_machine_forbids_what_is_named_and_nothing_else(machi
     assert filtered(machine, 0x40000000) == (fail | errno.ENOSYS if machine == "x86_64" else allow)
 
 
-def test_the_numbers_of_system_calls_are_those_of_the_headers() -> None:
+def test_system_call_numbers_match_the_kernel_headers() -> None:
     """Compares with the installed Linux headers, which have both files on every architecture; skips missing files."""
     files = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
     named = {

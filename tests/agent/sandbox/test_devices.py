@@ -32,7 +32,7 @@ def node() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", LOCAL)
-def test_a_device_is_inside_if_it_was_asked_for(way: str, node: str) -> None:
+def test_requested_device_is_usable_and_is_hidden_otherwise(way: str, node: str) -> None:
     async def works(sandbox: MachineSandbox) -> None:
         assert (await sandbox.exec(f"head -c 3 {node} | od -An -tx1")).out.split() == ["00"] * 3
         assert (await sandbox.exec(f"echo x > {node}")).code == 0
@@ -46,7 +46,7 @@ def test_a_device_is_inside_if_it_was_asked_for(way: str, node: str) -> None:
     assert os.path.exists(node)
 
 
-def test_only_character_devices_below_dev_are_shown(tmp_path: Path) -> None:
+def test_accepts_only_character_devices_below_dev(tmp_path: Path) -> None:
     assert check_devices(["/dev/null", "/dev/../dev/null"]) == ("/dev/null",)
     (tmp_path / "file").touch()
     for path, said in (
@@ -61,7 +61,7 @@ def test_only_character_devices_below_dev_are_shown(tmp_path: Path) -> None:
         make_sandbox("e2b", image="task", devices=["/dev/null"])
 
 
-def test_the_nodes_of_nvidia_cards(tmp_path: Path) -> None:
+def test_nvidia_devices_lists_the_nodes_of_the_cards(tmp_path: Path) -> None:
     names = ["nvidia0", "nvidia11", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl", "nvidia-caps/nvidia-cap1"]
     for name in (*names, "nvidia-modeset", "null", "sda"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def test_the_nodes_of_nvidia_cards(tmp_path: Path) -> None:
     assert nvidia_devices(tmp_path / "none") == []
 
 
-def test_containers_get_them_by_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_devices_are_passed_as_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docker").write_text("#!/bin/sh\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

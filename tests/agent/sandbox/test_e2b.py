@@ -82,7 +82,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def test_the_calls_are_those_of_the_package(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_methods_map_to_e2b_calls(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "docker_image")
     monkeypatch.setenv("SWE_SANDBOX_LIFETIME_SEC", "900")
     monkeypatch.setenv("SLIME_AGENT_E2B_SANDBOX_SIZE", "large")
@@ -118,7 +118,7 @@ def test_the_calls_are_those_of_the_package(server: Server, tmp_path: Path, monk
     assert server.calls[-1] == ("kill", None)
 
 
-def test_a_lost_call_is_made_again_six_times_and_a_command_that_is_not_idempotent_never(server: Server) -> None:
+def test_idempotent_calls_are_retried_six_times_and_others_never(server: Server) -> None:
     async def run() -> None:
         async with E2BSandbox() as sandbox:
             waited: list[int] = []
@@ -138,13 +138,13 @@ def test_a_lost_call_is_made_again_six_times_and_a_command_that_is_not_idempoten
     asyncio.run(run())
 
 
-def test_the_pauses_double_up_to_a_limit() -> None:
+def test_retry_pauses_stay_below_an_exponential_bound() -> None:
     for attempt in range(12):
         pauses = [retry_pause_s(attempt) for _ in range(50)]
         assert 0 <= min(pauses) < max(pauses) <= min(LONGEST_PAUSE_S, 2**attempt)
 
 
-def test_without_the_package_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_e2b_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "e2b", None)
     with pytest.raises(UserError, match="needs the package e2b, which is not installed: pip install e2b"):
         make_sandbox("e2b")

@@ -21,7 +21,7 @@ def flags(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **changed})
 
 
-def test_a_sandbox_has_the_limits_of_the_flags() -> None:
+def test_sandbox_limits_come_from_the_flags() -> None:
     async def run() -> str | None:
         async with sandbox_from(flags(), env={"A": "b"}) as sandbox:
             assert isinstance(sandbox, SubprocessSandbox)
@@ -33,7 +33,7 @@ def test_a_sandbox_has_the_limits_of_the_flags() -> None:
     assert asyncio.run(run()) == "timeout"
 
 
-def test_folders_of_this_machine_are_not_promised_elsewhere() -> None:
+def test_e2b_rejects_visible_folders_of_this_machine() -> None:
     with pytest.raises(
         UserError, match="--sandbox e2b starts from an image and sees no folder or device of this machine"
     ):

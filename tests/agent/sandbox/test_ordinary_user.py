@@ -60,7 +60,7 @@ def answer_of(task: Path, *, is_weak_root: bool) -> dict[str, Any] | None:
     return answer
 
 
-def test_an_ordinary_user_has_a_boundary_too(said: dict[str, Any] | None) -> None:
+def test_ordinary_user_gets_an_isolated_sandbox(said: dict[str, Any] | None) -> None:
     if said is None:
         return
     assert said["uid"] == "1000"
@@ -72,14 +72,14 @@ def test_an_ordinary_user_has_a_boundary_too(said: dict[str, Any] | None) -> Non
     assert "work\n" not in said["home"]
 
 
-def test_its_limits_hold_and_those_that_cannot_are_named(said: dict[str, Any] | None) -> None:
+def test_limits_hold_and_only_known_ones_are_unenforced(said: dict[str, Any] | None) -> None:
     if said is None:
         return
     assert (said["file"], said["memory"], said["time"]) == ("file size", "memory", "timeout")
     assert set(said["unenforced"]) <= {"memory", "processes"}
 
 
-def test_it_starts_from_a_snapshot_and_leaves_it_as_it_was(said: dict[str, Any] | None) -> None:
+def test_sandbox_starts_from_a_snapshot_and_leaves_it_unchanged(said: dict[str, Any] | None) -> None:
     if said is None:
         return
     assert said["wrote"] == [0, "begin\nmore\n", ""]

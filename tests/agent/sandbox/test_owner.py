@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize("way", ALL)
-def test_nothing_is_left_when_the_owner_is_gone(way: str, how: signal.Signals) -> None:
+def test_killed_owner_leaves_no_process_or_folder(way: str, how: signal.Signals) -> None:
     end_the_owner(way, how)
 
 
 @pytest.mark.parametrize("way", ["unshare", "subprocess"])
-def test_a_forked_copy_of_the_owner_keeps_no_sandbox_alive(way: str) -> None:
+def test_forked_copy_does_not_keep_the_sandbox_of_a_dead_owner(way: str) -> None:
     end_the_owner(way, signal.SIGKILL, "fork")
 
 

@@ -73,7 +73,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("how", ["auto", "copy"])
 @pytest.mark.parametrize("way", ALL)
-def test_what_was_changed_is_told_and_the_snapshot_is_as_it_was(way: str, how: str, task: Path) -> None:
+def test_diff_lists_changes_and_leaves_the_snapshot_unchanged(way: str, how: str, task: Path) -> None:
     patches: list[str] = []
     noises: list[bytes] = []
 
@@ -135,7 +135,7 @@ ODD_FILES: dict[bytes, tuple[bytes | None, bytes | str | None]] = {
 
 
 @pytest.mark.parametrize("way", ["unshare", "subprocess"])
-def test_git_applies_the_patch_of_odd_contents_and_names(way: str, tmp_path: Path) -> None:
+def test_git_applies_patches_with_unusual_contents_and_names(way: str, tmp_path: Path) -> None:
     task = tmp_path / "task"
     task.mkdir()
     for name, (old, _) in ODD_FILES.items():
@@ -160,7 +160,7 @@ def test_git_applies_the_patch_of_odd_contents_and_names(way: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("way", ["unshare", "subprocess"])
-def test_folders_nested_beyond_any_path_are_compared_and_removed(way: str, tmp_path: Path) -> None:
+def test_folders_deeper_than_the_path_limit_are_diffed_and_removed(way: str, tmp_path: Path) -> None:
     task = tmp_path / "task"
     task.mkdir()
     (task / "led astray").symlink_to("..")
@@ -196,7 +196,7 @@ os.mkdir("shut"); open("shut/file", "w").close(); os.chmod("shut", 0)
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_the_files_belong_to_the_one_who_works_with_them(way: str, task: Path) -> None:
+def test_snapshot_files_belong_to_the_sandbox_user(way: str, task: Path) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert (await sandbox.exec("stat -c %u src/main.py src; id -u")).out.split() == [
             (await sandbox.exec("id -u")).out.strip()
@@ -209,7 +209,7 @@ def test_the_files_belong_to_the_one_who_works_with_them(way: str, task: Path) -
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_two_sandboxes_of_one_snapshot_do_not_meet(way: str, task: Path) -> None:
+def test_sandboxes_of_one_snapshot_are_isolated(way: str, task: Path) -> None:
     async def use(one: MachineSandbox) -> None:
         async def other(two: MachineSandbox) -> None:
             await one.exec("echo one > src/other.py")
@@ -222,7 +222,7 @@ def test_two_sandboxes_of_one_snapshot_do_not_meet(way: str, task: Path) -> None
     inside(way, use, files=Snapshot(task))
 
 
-def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
+def test_overlay_is_used_where_it_is_supported(task: Path) -> None:
     """Copying is a fallback: as root on a kernel with id-mapped mounts (5.19), the overlay must work."""
 
     async def run() -> bool:
@@ -240,7 +240,7 @@ def test_the_overlay_is_used_where_it_can_be(task: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["auto", "copy"])
-def test_a_whole_root_file_system(how: str, tmp_path: Path) -> None:
+def test_snapshot_can_be_a_root_file_system(how: str, tmp_path: Path) -> None:
     """The root file system consists of this machine's shell, three tools and their libraries."""
     if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
@@ -287,7 +287,7 @@ def _with_libraries(program: str, root: Path) -> None:
         target.chmod(0o755)
 
 
-def test_a_snapshot_counts_against_no_limit_until_it_is_written_to(tmp_path: Path) -> None:
+def test_overlay_snapshot_uses_disk_quota_only_for_written_files(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(8 << 20))
 
     async def run() -> str | None:

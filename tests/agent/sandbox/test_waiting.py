@@ -45,7 +45,7 @@ class Upstream:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_a_long_command_gives_its_exit_code_or_runs_out_of_time(way: str) -> None:
+def test_exec_and_wait_returns_the_exit_code_or_a_timeout(way: str) -> None:
     async def use(sandbox: MachineSandbox) -> None:
         assert await exec_and_wait(sandbox, cmd="echo said; exit 7", time_budget_sec=60, tag="one") == 7
         logs = await sandbox.exec("cat /tmp/slime-one.log ~/slime-one.log 2>/dev/null")
@@ -66,7 +66,7 @@ def runs(mark: str) -> bool:
     return False
 
 
-def test_a_sandbox_with_upstreams_protocol_is_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstream_sandbox_is_polled_until_exit_or_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"sandbox-detached-{os.urandom(8).hex()}"
     reads = itertools.count()  # the first read sets the deadline, even if the command has begun
     clock = SimpleNamespace(monotonic=lambda: 1000.0 if next(reads) and runs(mark) else 0.0)
@@ -94,7 +94,7 @@ def test_a_sandbox_with_upstreams_protocol_is_polled(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
-def test_a_tag_is_no_path() -> None:
+def test_rejects_a_tag_with_path_or_shell_characters() -> None:
     async def run() -> None:
         await exec_and_wait(make_sandbox("subprocess"), cmd="true", time_budget_sec=1, tag="../x; rm -r /")
 

@@ -37,7 +37,7 @@ async def shout(text: str) -> dict[str, Any]:
     return {"loud": text.upper(), "é": [1, None]}
 
 
-def test_functions_of_both_kinds_are_called() -> None:
+def test_plain_and_async_functions_are_called() -> None:
     assert results([add, shout], ("shout", '{"text": "é"}'), ("add", '{"a": 2, "b": 3}')) == [
         ("ok", '{"loud": "É", "é": [1, null]}'),
         ("ok", "5"),
@@ -98,7 +98,7 @@ def test_a_failure_ends_only_its_call() -> None:
     assert [outcome for outcome, _ in results([add, boom], *named)] == ["error", "ok", "unknown_tool", "ok"]
 
 
-def test_a_tool_that_does_not_answer_in_time() -> None:
+def test_tool_timeout_is_an_outcome() -> None:
     async def sleep() -> None:
         await asyncio.Event().wait()
 
@@ -106,7 +106,7 @@ def test_a_tool_that_does_not_answer_in_time() -> None:
     assert results([tool], ("sleep", "")) == [("timeout", "Error: sleep did not answer within 0.05 s")]
 
 
-def test_calls_of_a_turn_run_at_the_same_time_and_no_more_than_allowed() -> None:
+def test_calls_of_a_turn_run_concurrently_up_to_the_limit() -> None:
     running, most = 0, 0
 
     def counted(limit: int) -> Callable[[], Any]:
@@ -149,7 +149,7 @@ def test_calls_beyond_the_budget_of_an_attempt_are_refused() -> None:
     ]
 
 
-def test_functions_may_ask_whose_call_it_is() -> None:
+def test_functions_may_receive_the_sample() -> None:
     def label(sample: Sample) -> str:
         return str(sample.label)
 
@@ -166,7 +166,7 @@ def test_functions_may_ask_whose_call_it_is() -> None:
     asyncio.run(main())
 
 
-def test_counts_are_metrics_to_be() -> None:
+def test_calls_are_counted_by_outcome() -> None:
     async def main() -> None:
         async with ToolEnvironment([add, boom]).open() as box:
             answered = await box.run(calls(("add", '{"a": 1, "b": 2}'), ("boom", "{}"), ("fly", "")))
@@ -180,6 +180,6 @@ def test_counts_are_metrics_to_be() -> None:
     asyncio.run(main())
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_rejects_two_tools_with_the_same_name() -> None:
     with pytest.raises(UserError, match="two tools have the name 'add'"):
         results([add, FunctionTool(boom, name="add")])

@@ -48,7 +48,7 @@ def shown(*pieces: str, **options: Any) -> list[tuple[str, str]]:
     return [(result.outcome.value, result.text) for result in run(*pieces, **options)]
 
 
-def test_variables_stay_and_the_last_value_is_shown() -> None:
+def test_variables_persist_and_the_last_value_is_shown() -> None:
     assert shown("x = 6 * 7", "x", "print(x)\nx + 1", "_ * 2", "def f(n):\n  return n * x\nf(2)", "None") == [
         ("ok", ""),
         ("ok", "42"),
@@ -59,7 +59,7 @@ def test_variables_stay_and_the_last_value_is_shown() -> None:
     ]
 
 
-def test_errors_are_told_as_python_tells_them_and_cost_no_variables() -> None:
+def test_errors_have_tracebacks_and_keep_the_variables() -> None:
     results = shown("x = 1", "def f():\n    return x / 0\nprint('so far')\nf()", "1 +", "import nothing_here", "x")
     assert results[1] == (
         "error",
@@ -87,7 +87,7 @@ def test_errors_are_told_as_python_tells_them_and_cost_no_variables() -> None:
         ("import os; os.write(1, b'raw')", "ok", "3\nraw"),
     ],
 )
-def test_what_code_does_is_its_result(code: str, outcome: str, text: str) -> None:
+def test_result_has_the_output_or_error_of_the_code(code: str, outcome: str, text: str) -> None:
     [first, second] = shown(code, "'still here'")
     assert first[0] == outcome
     assert first[1].endswith(text)
@@ -102,7 +102,7 @@ async def said(box: ToolBox, code: str, timeout_s: float = PATIENCE_S) -> tuple[
     return result.outcome.value, result.text
 
 
-def test_code_out_of_time_is_interrupted_and_the_variables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_out_code_is_interrupted_and_variables_persist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
 
     async def work(box: ToolBox) -> None:
@@ -118,7 +118,7 @@ def test_code_out_of_time_is_interrupted_and_the_variables_stay(monkeypatch: pyt
     in_box(work)
 
 
-def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninterruptible_code_is_killed_and_the_restart_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
 
     async def work(box: ToolBox) -> None:
@@ -142,14 +142,14 @@ def test_code_that_cannot_be_interrupted_is_ended_and_the_next_call_says_so(monk
     in_box(work)
 
 
-def test_an_interpreter_that_dies_ends_its_call() -> None:
+def test_interpreter_death_fails_only_its_call() -> None:
     assert shown("import os; os._exit(7)", "1 + 1") == [
         ("crashed", "Error: the interpreter died during the call (exit code 7)"),
         ("ok", "(the interpreter was restarted: variables are lost)\n2"),
     ]
 
 
-def test_code_that_writes_into_the_pipe_of_the_protocol_harms_only_itself() -> None:
+def test_writing_to_the_protocol_pipe_fails_only_its_call() -> None:
     code = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'[1]\\n')\n  except OSError: pass\n"
     [first, second] = shown(code, "2 + 2")
     assert first[0] == "crashed"
@@ -174,7 +174,7 @@ def test_memory_is_bounded() -> None:
     assert second == ("ok", "1")
 
 
-def test_attempts_share_nothing_and_calls_of_one_turn_come_one_after_the_other() -> None:
+def test_attempts_are_isolated_and_calls_of_a_turn_run_in_order() -> None:
     async def main() -> None:
         environment = ToolEnvironment([interpreter(spare=1, sandbox="subprocess")])
 
@@ -244,7 +244,7 @@ for part in "ab":  # one file may not have all the room
 """
 
 
-def test_an_attempt_finds_nothing_of_those_before_it_and_leaves_nothing() -> None:
+def test_attempt_finds_and_leaves_no_traces_on_the_machine() -> None:
     """Covers files, a full disk, modules, sockets, shared memory, processes, and the memory of the parent."""
     if (why := unavailable_reason("unshare")) is not None:
         with pytest.raises(UserError, match="this machine has no local sandbox"):
@@ -270,7 +270,7 @@ def test_an_attempt_finds_nothing_of_those_before_it_and_leaves_nothing() -> Non
     asyncio.run(main())
 
 
-def test_a_fork_server_that_dies_costs_the_attempts_that_it_served() -> None:
+def test_dead_fork_server_crashes_only_the_attempts_it_served() -> None:
     async def main() -> None:
         provider = interpreter(spare=2, sandbox="subprocess")
         environment = ToolEnvironment([provider])
@@ -290,7 +290,7 @@ def test_a_fork_server_that_dies_costs_the_attempts_that_it_served() -> None:
     asyncio.run(main())
 
 
-def test_a_pool_that_is_closed_right_after_an_attempt_leaves_no_folder(
+def test_pool_closed_right_after_an_attempt_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -305,7 +305,7 @@ def test_a_pool_that_is_closed_right_after_an_attempt_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundary(
+def test_interpreter_needs_a_boundary_unless_the_run_waives_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("slime.agent.sandbox.local.unavailable_reason", lambda via: "unshare: Operation not permitted")
@@ -333,7 +333,7 @@ def test_an_interpreter_runs_where_the_run_says_and_is_refused_without_a_boundar
         interpreter(sandbox="docker")
 
 
-def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
+def test_sandboxed_code_cannot_reach_host_files_or_network(tmp_path: Path) -> None:
     if unavailable_reason("unshare") is not None:
         return  # refused, which the sandbox tests check
     secret = tmp_path / "secret"
@@ -348,13 +348,13 @@ def test_in_a_sandbox_the_code_sees_nothing_of_the_host(tmp_path: Path) -> None:
     assert results[5] == ("ok", "(the interpreter was restarted: variables are lost)\n1")
 
 
-def test_packages_are_found_where_they_are_asked_for() -> None:
+def test_packages_are_importable_on_request() -> None:
     for sandbox in ("subprocess", "local") if unavailable_reason("unshare") is None else ("subprocess",):
         options: dict[str, Any] = {"sandbox": sandbox, "memory_mb": 2048}
         assert shown("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
 
 
-def test_an_interpreter_that_cannot_be_started_is_an_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_interpreter_start_is_a_crashed_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("slime.agent.sandbox.monitor_client.sys.executable", "/nowhere/python")
     [(outcome, text)] = shown("1")
     assert outcome == ToolOutcome.CRASHED
@@ -366,7 +366,7 @@ def test_an_interpreter_that_cannot_be_started_is_an_outcome(monkeypatch: pytest
     assert shown("1", start=start) == [("crashed", "Error: no interpreter could be started (exit code 5)")]
 
 
-def test_arguments_must_be_code() -> None:
+def test_rejects_arguments_other_than_code() -> None:
     async def work(box: ToolBox) -> list[str]:
         return [(await box.call("python", arguments)).text for arguments in ({}, {"code": 3}, {"code": "1", "x": 1})]
 

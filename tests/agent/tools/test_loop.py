@@ -28,7 +28,7 @@ async def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_calls_are_run_in_order_and_told_until_none_is_made(play, agent_tokenizer, agent_runtime) -> None:
+def test_calls_run_in_order_until_the_model_makes_none(play, agent_tokenizer, agent_runtime) -> None:
     turns = [
         Turn.of(agent_tokenizer, call("python", '{"code": "x = 6"}') + call("add", '{"a": 12, "b": 34}')),
         Turn.of(agent_tokenizer, call("python", '{"code": "x * 7"}') + call("fly", "{}")),
@@ -52,7 +52,7 @@ def test_calls_are_run_in_order_and_told_until_none_is_made(play, agent_tokenize
     assert sum(sample.loss_mask) == sum(len(turn.ids) for turn in turns)
 
 
-def test_an_attempt_that_reaches_its_limit_is_truncated_and_has_no_answer(play, agent_tokenizer, agent_runtime) -> None:
+def test_attempt_at_its_turn_limit_is_truncated_without_an_answer(play, agent_tokenizer, agent_runtime) -> None:
     turns = [Turn.of(agent_tokenizer, "well" + call("add", '{"a": 1, "b": 2}')) for _ in range(3)]
     _, url = play(turns)
     runtime = agent_runtime(url, max_turns=2)
@@ -63,7 +63,7 @@ def test_an_attempt_that_reaches_its_limit_is_truncated_and_has_no_answer(play, 
     assert sum(sample.loss_mask) == len(turns[0].ids) + len(turns[1].ids)
 
 
-def test_an_outcome_that_fails_the_sample_is_not_told_to_the_model(play, agent_tokenizer, agent_runtime) -> None:
+def test_outcome_that_fails_the_sample_is_not_sent_to_the_model(play, agent_tokenizer, agent_runtime) -> None:
     turns = [
         Turn.of(agent_tokenizer, call("python", '{"code": "import os; os._exit(3)"}')),
         Turn.of(agent_tokenizer, "x"),
@@ -78,7 +78,7 @@ def test_an_outcome_that_fails_the_sample_is_not_told_to_the_model(play, agent_t
     assert len(engine.requests) == 1
 
 
-def test_the_run_ends_what_the_tools_started(play, agent_tokenizer, agent_runtime) -> None:
+def test_closing_the_runtime_closes_the_tools_once(play, agent_tokenizer, agent_runtime) -> None:
     _, url = play([Turn.of(agent_tokenizer, "nothing to do")])
     runtime = agent_runtime(url)
     closed: list[asyncio.AbstractEventLoop] = []
@@ -96,7 +96,7 @@ def test_the_run_ends_what_the_tools_started(play, agent_tokenizer, agent_runtim
     assert closed == [runtime.loop_thread.loop]
 
 
-def test_a_prompt_that_is_rendered_already_is_refused(play, agent_tokenizer, agent_runtime) -> None:
+def test_rejects_a_rendered_prompt_unless_messages_are_given(play, agent_tokenizer, agent_runtime) -> None:
     _, url = play([Turn.of(agent_tokenizer, "x")])
     runtime = agent_runtime(url, apply_chat_template=True)
     with pytest.raises(UserError, match="--apply-chat-template renders every prompt to text"):
@@ -106,7 +106,7 @@ def test_a_prompt_that_is_rendered_already_is_refused(play, agent_tokenizer, age
     assert runtime.run(run)[0].metadata["answer"] == "x"
 
 
-def test_prompts_are_conversations() -> None:
+def test_prompts_are_converted_to_messages() -> None:
     assert messages_of("hello") == [Message("user", "hello")]
     function = {"name": "add", "arguments": {"a": 1}}
     given = [

@@ -90,7 +90,7 @@ async def both_ways(box: ToolBox) -> None:
     assert [result.text for result in await box.run(many)] == [str(i + 1) for i in range(20)]
 
 
-def test_stdio() -> None:
+def test_stdio_tools_work_and_a_dead_server_is_restarted() -> None:
     async def work(box: ToolBox) -> None:
         await both_ways(box)
         assert await said(box, "keep", value="a") == ("ok", "a")
@@ -103,7 +103,7 @@ def test_stdio() -> None:
     in_box(lambda: McpServer.stdio(COMMAND), work)
 
 
-def test_http() -> None:
+def test_http_tools_work_and_a_server_may_go_and_return() -> None:
     port = free_port()
 
     async def main() -> None:
@@ -122,7 +122,7 @@ def test_http() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_timeout_does_not_affect_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.agent.tools.mcp.PROBE_TIMEOUT_S", PATIENCE_S)
 
     async def work(box: ToolBox) -> None:
@@ -136,7 +136,7 @@ def test_a_call_that_gets_no_answer_ends_alone(monkeypatch: pytest.MonkeyPatch) 
     in_box(lambda: McpServer.stdio(COMMAND, timeout_s=PATIENCE_S), work)
 
 
-def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hung_server_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("slime.agent.tools.mcp.PROBE_TIMEOUT_S", 0.2)
     never, hangs = tmp_path / "never", tmp_path / "never.waited_for"
 
@@ -153,7 +153,7 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_pa
     in_box(lambda: McpServer.stdio(COMMAND, timeout_s=PATIENCE_S), work)
 
 
-def test_a_server_per_attempt_and_chosen_tools() -> None:
+def test_per_attempt_server_offers_only_the_chosen_tools() -> None:
     async def main() -> None:
         server = McpServer.stdio(COMMAND, tools=["keep"], prefix="my_", per_attempt=True)
         environment = ToolEnvironment([server])
@@ -168,12 +168,12 @@ def test_a_server_per_attempt_and_chosen_tools() -> None:
     asyncio.run(main())
 
 
-def test_a_tool_that_the_server_does_not_have_is_refused() -> None:
+def test_rejects_a_tool_that_the_server_lacks() -> None:
     with pytest.raises(UserError, match=r"has no tool fly; it has: add, keep"):
         in_box(lambda: McpServer.stdio(COMMAND, tools=["fly"]), lambda box: said(box, "fly"))
 
 
-def test_a_server_that_does_not_start_is_named_with_its_last_words() -> None:
+def test_failed_start_error_includes_the_output_of_the_server() -> None:
     command = [sys.executable, "-c", "raise SystemExit('the licence is missing')"]
     with pytest.raises(ToolFailure, match=r"cannot be used.*its last words: the licence is missing"):
         in_box(lambda: McpServer.stdio(command), lambda box: said(box, "add"))
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words() -> None:
         in_box(lambda: McpServer.stdio(["/nowhere/server"]), lambda box: said(box, "add"))
 
 
-def test_without_the_package_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mcp_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"MCP servers need the package mcp: pip install 'slime\[agents\]'"):
         McpServer.http("http://127.0.0.1:1/mcp")
@@ -204,7 +204,7 @@ asyncio.run(main())
 """
 
 
-def test_a_server_that_hangs_does_not_outlive_a_driver_that_is_killed(tmp_path: Path) -> None:
+def test_hung_server_does_not_outlive_a_killed_driver(tmp_path: Path) -> None:
     command = [sys.executable, "-c", DRIVER, str(SERVER), str(tmp_path / "never")]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None

@@ -30,7 +30,7 @@ def attempt(runtime: Any) -> Sample:
     return made
 
 
-def test_a_client_and_its_tools(play, agent_tokenizer, agent_runtime) -> None:
+def test_client_with_tools_becomes_a_completed_sample(play, agent_tokenizer, agent_runtime) -> None:
     turns = [Turn.of(agent_tokenizer, text) for text in (call("6*7"), call("_+1"), "43")]
     engine, url = play(turns)
     sample = attempt(agent_runtime(url, max_turns=4))
@@ -42,7 +42,7 @@ def test_a_client_and_its_tools(play, agent_tokenizer, agent_runtime) -> None:
     assert sample.status is Sample.Status.COMPLETED
 
 
-def test_a_client_whose_session_has_no_more_turns(play, agent_tokenizer, agent_runtime) -> None:
+def test_client_at_its_turn_limit_becomes_a_truncated_sample(play, agent_tokenizer, agent_runtime) -> None:
     _, url = play([Turn.of(agent_tokenizer, call("1")) for _ in range(3)])
     sample = attempt(agent_runtime(url, max_turns=2))
     assert sample.metadata["answer"] == ""

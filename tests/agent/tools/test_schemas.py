@@ -39,7 +39,7 @@ def weather(
     return f"{city} {days} {unit} {at} {note}"
 
 
-def test_a_schema_is_made_of_signature_and_docstring() -> None:
+def test_schema_is_built_from_signature_and_docstring() -> None:
     assert FunctionTool(weather).schema == {
         "type": "function",
         "function": {
@@ -64,7 +64,7 @@ def test_a_schema_is_made_of_signature_and_docstring() -> None:
     }
 
 
-def test_enums_mappings_and_plain_parameters() -> None:
+def test_schema_covers_enums_mappings_and_untyped_parameters() -> None:
     def measure(unit: Unit, sizes: dict[str, int], anything, *, sample: Any) -> None: ...
 
     parameters = FunctionTool(measure, name="ruler", description="measures").schema["function"]["parameters"]
@@ -76,7 +76,7 @@ def test_enums_mappings_and_plain_parameters() -> None:
     assert parameters["required"] == ["unit", "sizes", "anything"]
 
 
-def test_the_other_style_of_docstrings() -> None:
+def test_reads_sphinx_style_docstrings() -> None:
     text = "Adds.\n\n:param a: the first\n:param int b: the second,\n    a number\n:returns: their sum"
     assert read_docstring(text) == ("Adds.", {"a": "the first", "b": "the second, a number"})
 
@@ -95,11 +95,11 @@ def test_the_other_style_of_docstrings() -> None:
         ({"city": "Rom", "when": 1}, "there is no parameter 'when'; there are: city, days, unit, at, note"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments: dict[str, Any], reason: str | None) -> None:
+def test_misfit_names_the_wrong_argument(arguments: dict[str, Any], reason: str | None) -> None:
     assert find_mismatch(arguments, FunctionTool(weather).schema["function"]["parameters"]) == reason
 
 
-def test_items_and_entries_are_named_by_their_place() -> None:
+def test_misfit_gives_the_path_of_nested_values() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
     assert find_mismatch({"a": [1, "2"]}, schema) == "a[1] must be an integer, not '2'"
     nested = {"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"type": "null"}}}}}
@@ -108,7 +108,7 @@ def test_items_and_entries_are_named_by_their_place() -> None:
     assert find_mismatch({"x": 1}, {"additionalProperties": {"type": "string"}}) == "x must be a string, not 1"
 
 
-def test_functions_that_are_no_tools_are_refused() -> None:
+def test_rejects_functions_that_cannot_be_tools() -> None:
     def starred(*values: int) -> None: ...
 
     def strange(value: Unit | complex) -> None: ...
