@@ -82,7 +82,9 @@ def _without_free_memory(plan: str) -> list[str]:
         ),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_code_2(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_line_and_exit_code_2(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(words) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(line)

@@ -84,7 +84,7 @@ def without_environment(words: list[str]) -> list[str]:
     return words
 
 
-def is_flag_of_train(word: str) -> bool:
+def is_train_flag(word: str) -> bool:
     flag = word.partition("=")[0]
     positive = "--" + flag.removeprefix("--no-")
     return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith(CARRIED)
@@ -103,11 +103,11 @@ def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> Non
         program = [Path(word).name for word in words[:2]]
         flags = [word for word in words if re.match(r"--[a-z]", word)]
         if "--join" in flags:
-            wrong = [flag for flag in flags if flag not in JOIN_FLAGS and not is_flag_of_train(flag)]
+            wrong = [flag for flag in flags if flag not in JOIN_FLAGS and not is_train_flag(flag)]
         elif program == ["slime", "serve"] and not wants_fleet(words):
             wrong = [flag for flag in flags if flag not in serve_flags]
         elif program in (["slime", "train"], ["slime", "plan"], ["slime", "serve"], ["python", "train.py"]):
-            wrong = [flag for flag in flags if not is_flag_of_train(flag)]
+            wrong = [flag for flag in flags if not is_train_flag(flag)]
         else:
             continue
         assert not wrong, f"{page.name}: {' '.join(program)} has no {', '.join(wrong)}"
@@ -126,7 +126,7 @@ def test_flags_named_in_the_text_exist(page: Path, serve_flags: set[str]) -> Non
     for flag in {word for span in spans for word in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", span)}:
         prefix = flag + "-"  # a family, written --eval-*
         family = any(other.startswith(prefix) for other in OF_TRAIN) or flag in ("--router", "--no")
-        assert is_flag_of_train(flag) or flag in known or family, f"{page.name} names {flag}"
+        assert is_train_flag(flag) or flag in known or family, f"{page.name} names {flag}"
 
 
 def test_plugins_page_command_names_functions_with_valid_contracts() -> None:
@@ -196,11 +196,11 @@ def test_packages_import_only_what_the_architecture_table_allows() -> None:
         if room in free or room == "__init__":
             continue
         assert room in allowed, f"docs/architecture.md has no row for {room}"
-        for target in imported_rooms(path):
+        for target in imported_packages(path):
             assert target in allowed[room], f"{path.relative_to(ROOT)} imports slime.{target}"
 
 
-def imported_rooms(path: Path) -> set[str]:
+def imported_packages(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:

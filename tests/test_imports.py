@@ -33,13 +33,13 @@ def modules_of(folder: Path) -> dict[str, Path]:
 
 
 @cache
-def tree_of(path: Path, written: int) -> ast.Module:
+def cached_tree(path: Path, written: int) -> ast.Module:
     return ast.parse(path.read_text())
 
 
 def parsed(path: Path) -> ast.Module:
     """Returns the syntax tree of a file, cached for all tests."""
-    return tree_of(path, path.stat().st_mtime_ns)
+    return cached_tree(path, path.stat().st_mtime_ns)
 
 
 def import_graph(folder: Path) -> dict[str, set[str]]:
@@ -65,7 +65,7 @@ def imported(tree: ast.Module, name: str, is_package: bool, modules: Iterable[st
                     yield inner if inner in modules else source
 
 
-def circles(graph: Graph) -> list[list[str]]:
+def import_cycles(graph: Graph) -> list[list[str]]:
     """Returns the strongly connected components of more than one module, in which each module reaches all others."""
     reaches = {name: reachable(graph, name) for name in graph}
     found = {frozenset(other for other in reaches[name] if name in reaches[other]) for name in graph}
@@ -89,7 +89,7 @@ def graph() -> Graph:
 
 
 def test_modules_form_no_import_cycles(graph: Graph) -> None:
-    found = circles(graph)
+    found = import_cycles(graph)
     assert not found, "files that import each other:\n" + "\n".join(" ".join(names) for names in found)
 
 
@@ -98,7 +98,7 @@ def test_import_graph_covers_every_file(graph: Graph) -> None:
     assert {"slime.engine.http.client", "slime.engine.http.errors"} <= graph["slime.engine.http.pool"]
 
 
-def rooms_of(graph: Graph, inside: str) -> dict[str, set[str]]:
+def package_imports(graph: Graph, inside: str) -> dict[str, set[str]]:
     """Returns the imports between the folders directly below a package, without files outside these folders."""
     folders = {path.name for path in (ROOT / inside.replace(".", "/")).iterdir() if path.is_dir()}
     found: dict[str, set[str]] = {folder: set() for folder in folders}
@@ -120,8 +120,8 @@ def test_packages_form_no_import_cycles(graph: Graph) -> None:
     packages = {"slime"} | {".".join(name.split(".")[:depth]) for name in graph for depth in (2, 3, 4)}
     for package in sorted(packages):
         if (ROOT / package.replace(".", "/")).is_dir() and package != "slime.compat":
-            rooms = rooms_of(graph, package)
-            assert not circles(rooms), f"rooms of {package} that import each other: {circles(rooms)}"
+            rooms = package_imports(graph, package)
+            assert not import_cycles(rooms), f"rooms of {package} that import each other: {import_cycles(rooms)}"
 
 
 def test_no_folder_has_more_than_25_files() -> None:
@@ -243,9 +243,9 @@ def test_every_import_form_is_detected(tmp_path: Path, back: str) -> None:
     (package / "a.py").write_text("from pkg.inner import b\nimport pkg.c\n")
     (package / "c.py").write_text("from pkg import inner\n")
     (package / "inner" / "b.py").write_text("import os\n")
-    assert circles(import_graph(package)) == []
+    assert import_cycles(import_graph(package)) == []
     (package / "inner" / "b.py").write_text(back)
-    assert circles(import_graph(package)) == [["pkg.a", "pkg.inner.b"]]
+    assert import_cycles(import_graph(package)) == [["pkg.a", "pkg.inner.b"]]
 
 
 def test_package_and_its_own_module_can_form_a_cycle(tmp_path: Path) -> None:
@@ -253,13 +253,13 @@ def test_package_and_its_own_module_can_form_a_cycle(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from .a import x\n")
     (package / "a.py").write_text("from . import y\n")
-    assert circles(import_graph(package)) == [["pkg", "pkg.a"]]
+    assert import_cycles(import_graph(package)) == [["pkg", "pkg.a"]]
 
 
 BACKEND = "slime.train.backends.megatron"
 
 
-def top_level(tree: ast.Module) -> Iterator[str]:
+def imported_top_packages(tree: ast.Module) -> Iterator[str]:
     """Yields the top-level package of every absolute import in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -272,7 +272,7 @@ def test_no_module_outside_the_backend_imports_megatron() -> None:
     theirs = {"megatron", "transformer_engine"}
     for name, path in modules_of(ROOT / "slime").items():
         if not name.startswith(BACKEND):
-            assert not theirs & set(top_level(parsed(path))), name
+            assert not theirs & set(imported_top_packages(parsed(path))), name
 
 
 def test_only_the_trainer_imports_the_megatron_backend_lazily(graph: Graph) -> None:

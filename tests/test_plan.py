@@ -381,16 +381,12 @@ def test_plan_notes_one_sample_per_prompt_for_group_estimators(
         ({"rollout_top_p": 0.9, "debug_rollout_only": True}, None),
     ],
 )
-def test_plan_notes_truncated_sampling(
-    flags: dict[str, Any], changes: dict[str, Any], said: str | None
-) -> None:
+def test_plan_notes_truncated_sampling(flags: dict[str, Any], changes: dict[str, Any], said: str | None) -> None:
     notes = make_plan(resolve(Config(**(flags | changes))), device="cpu", gpu_count=0).notes
     assert [note.split(":")[0] for note in notes if "log-probs over all of it" in note] == ([said] if said else [])
 
 
-def test_plan_notes_that_only_save_hf_models_are_kept(
-    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_notes_that_only_save_hf_models_are_kept(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.driver.plan.plan.available_memory", lambda: 2**40)  # low memory would add a note
     kept = resolve(Config(**(flags | {"save": None, "save_hf": "hf/{rollout_id}"})))
     (note,) = make_plan(kept, device="cpu", gpu_count=0).notes

@@ -40,7 +40,7 @@ def plan_text(flags: dict[str, Any], **changes: Any) -> str:
     return make_plan(config, device="cpu", gpu_count=0, reward_given=reward_given).render()
 
 
-def refused(flags: dict[str, Any], **changes: Any) -> str:
+def error_of(flags: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
         plan_text(flags, **changes)
     assert "\n" not in str(caught.value)
@@ -55,13 +55,13 @@ NO_REWARD = (
 
 def test_rejects_a_run_without_any_reward(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     where = f"{flags['prompt_data']}:1"
-    assert refused(flags, rm_type=None) == NO_REWARD.format(where=where)
+    assert error_of(flags, rm_type=None) == NO_REWARD.format(where=where)
     typed = {"input": "1", "label": "1", "metadata": {"rm_type": "math"}}
     plan_text(flags, rm_type=None, prompt_data=write(typed))
     half = write(typed, {"input": "1", "label": "1"})
-    assert refused(flags, rm_type=None, prompt_data=half) == NO_REWARD.format(where=f"{half}:2")
+    assert error_of(flags, rm_type=None, prompt_data=half) == NO_REWARD.format(where=f"{half}:2")
     wrong = write({**typed, "metadata": {"rm_type": "maths"}})
-    assert refused(flags, prompt_data=wrong).startswith(
+    assert error_of(flags, prompt_data=wrong).startswith(
         f"{wrong}:1: rm_type 'maths' in its metadata must be one of math"
     )
 
@@ -97,31 +97,31 @@ def test_distillation_without_labels_is_noted_not_rejected(flags: dict[str, Any]
 
 def test_rejects_a_verifier_without_labels(flags: dict[str, Any], write: Write) -> None:
     file = flags["prompt_data"]
-    assert refused(flags, label_key=None) == (
+    assert error_of(flags, label_key=None) == (
         f"--rm-type math compares with a label: name its column with --label-key ({file}:1 has ['input', 'label']): "
         "did you mean --label-key label?"
     )
-    assert refused(flags, label_key="lable") == (
+    assert error_of(flags, label_key="lable") == (
         f"{file}:1: no key 'lable'; this row has ['input', 'label']; did you mean --label-key label?"
     )
-    assert refused(flags, input_key="question") == (
+    assert error_of(flags, input_key="question") == (
         f"{file}:1: no key 'question'; this row has ['input', 'label']; choose one with --input-key"
     )
     null = write({"input": "1", "label": "1"}, {"input": "2", "label": None})
-    assert refused(flags, prompt_data=null) == (
+    assert error_of(flags, prompt_data=null) == (
         f"{null}:2: 'label' is null, but --rm-type math compares with it: fill it in"
     )
     typed = write({"input": "1", "metadata": {"rm_type": "boxed_gpqa"}})
-    assert refused(flags, prompt_data=typed, label_key=None).startswith("--rm-type boxed_gpqa compares with a label")
+    assert error_of(flags, prompt_data=typed, label_key=None).startswith("--rm-type boxed_gpqa compares with a label")
 
 
 def test_evaluation_data_is_checked_too(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     bare = write({"input": "1"})
     data = {"eval_prompt_data": [("held-out", bare)], "eval_interval": 1}
-    assert refused(flags, **data) == f"{bare}:1: no key 'label'; this row has ['input']; choose one with --label-key"
+    assert error_of(flags, **data) == f"{bare}:1: no key 'label'; this row has ['input']; choose one with --label-key"
     answered = write({"input": "1", "label": "2"}, name="answered.jsonl")
     sft = {**flags, "rm_type": None, "loss_type": "sft_loss"}
-    assert refused(sft, eval_prompt_data=[("a", answered)], eval_interval=1) == NO_REWARD.format(where=f"{answered}:1")
+    assert error_of(sft, eval_prompt_data=[("a", answered)], eval_interval=1) == NO_REWARD.format(where=f"{answered}:1")
     file = tmp_path / "eval.yaml"
     file.write_text(f"eval: {{datasets: {{a: {{path: {answered}, rm_type: math}}}}}}\n")
     plan_text(sft, eval_config=str(file), eval_interval=1)
@@ -131,15 +131,15 @@ def test_evaluation_data_is_checked_too(flags: dict[str, Any], write: Write, tmp
 def test_rejects_sft_rows_without_an_answer(flags: dict[str, Any], write: Write) -> None:
     sft = {**flags, "loss_type": "sft_loss", "label_key": None, "rm_type": None}
     file = write({"input": "1+1=", "answer": "2"})
-    assert refused(sft, prompt_data=file) == (
+    assert error_of(sft, prompt_data=file) == (
         f"{file}:1: there is no answer to train on: name its column with --label-key, or end the messages with an "
         "assistant turn, without --apply-chat-template (it has ['answer', 'input']): did you mean --label-key answer?"
     )
     plan_text(sft, prompt_data=file, label_key="answer")
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     plan_text(sft, prompt_data=write({"input": turns}))
-    assert "no answer" in refused(sft, prompt_data=write({"input": turns}), apply_chat_template=True)
-    assert "no answer" in refused(sft, prompt_data=write({"input": turns[:1]}))
+    assert "no answer" in error_of(sft, prompt_data=write({"input": turns}), apply_chat_template=True)
+    assert "no answer" in error_of(sft, prompt_data=write({"input": turns[:1]}))
 
 
 def test_dry_run_counts_and_shows_the_data(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
@@ -197,9 +197,7 @@ def test_only_the_beginning_of_a_large_file_is_read(tmp_path: Path) -> None:
     assert len(read_first_rows(str(file), columns={"a"})) == 3
 
 
-def test_datasets_of_a_mixture_are_checked_and_counted(
-    flags: dict[str, Any], write: Write, tmp_path: Path
-) -> None:
+def test_datasets_of_a_mixture_are_checked_and_counted(flags: dict[str, Any], write: Write, tmp_path: Path) -> None:
     good = write(*({"input": f"{i}+1=", "label": str(i + 1)} for i in range(40)), name="good.jsonl")
     bare = write({"q": "1"}, {"q": "2"}, name="bare.jsonl")
     judge = tmp_path / "judge.py"
@@ -214,9 +212,9 @@ def test_datasets_of_a_mixture_are_checked_and_counted(
         )
 
     tasks("input_key: q")
-    assert refused(mixed) == f"{bare}:1: no key 'label'; this row has ['q']; choose one with --label-key"
+    assert error_of(mixed) == f"{bare}:1: no key 'label'; this row has ['q']; choose one with --label-key"
     file.write_text(f"train: {{datasets: {{sums: {good}}}}}")
-    assert refused(mixed) == NO_REWARD.format(where=f"{good}:1")
+    assert error_of(mixed) == NO_REWARD.format(where=f"{good}:1")
     plan_text({**mixed, "rm_type": "f1"})
     write({"q": "1", "label": "1"}, {"q": "2", "label": "2"}, name="bare.jsonl")
     tasks(f"input_key: q, custom_rm_path: '{judge}:score'")
@@ -238,7 +236,7 @@ def test_prompt_column_is_inferred_and_logged(
     plan_text(flags, input_key="question", prompt_data=asked)
     assert not caplog.messages
     two = write({"question": "1+1", "problem": "1+1", "label": "2"})
-    assert "the prompt may be any of question, problem: name it with --input-key" in refused(flags, prompt_data=two)
+    assert "the prompt may be any of question, problem: name it with --input-key" in error_of(flags, prompt_data=two)
 
 
 def test_non_text_prompts_need_a_custom_generate_or_rollout_function(
@@ -251,7 +249,7 @@ def test_non_text_prompts_need_a_custom_generate_or_rollout_function(
         "rm_type": "random",
         "dry_run": True,
     }
-    assert "must be a string or a list of messages, not int" in refused(flags, **tasks)
+    assert "must be a string or a list of messages, not int" in error_of(flags, **tasks)
     (tmp_path / "mine.py").write_text(
         "async def generate(args, sample, sampling_params): return sample\n"
         "def rollout(args, rollout_id, data_source, evaluation=False): return []\n"

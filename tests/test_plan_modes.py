@@ -111,7 +111,7 @@ def test_plan_notes_flags_set_by_a_custom_config_file(flags: dict[str, Any], tmp
     assert not [n for n in plan_of(flags, carried={"custom_config_path": str(own)}).notes if "custom" in n]
 
 
-class AnEngine(BaseHTTPRequestHandler):
+class FakeEngineHandler(BaseHTTPRequestHandler):
     """Answers the info requests to an engine. The `model` attribute of the server is the served model path."""
 
     def do_GET(self) -> None:
@@ -134,7 +134,7 @@ def test_plan_suggests_flags_for_misspelled_custom_config_entries(flags: dict[st
 
 
 def test_plan_checks_external_engines(flags: dict[str, Any], tmp_path: Path) -> None:
-    with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), AnEngine) as server:
+    with socket.socket() as deaf, HTTPServer(("127.0.0.1", 0), FakeEngineHandler) as server:
         deaf.bind(("127.0.0.1", 0))  # reserves the port without listening
         gone = f"127.0.0.1:{deaf.getsockname()[1]}"
         server.model = flags["hf_checkpoint"]  # type: ignore[attr-defined]

@@ -52,9 +52,7 @@ def test_held_out_sums_are_in_no_other_file(arithmetic: ModuleType, tmp_path: Pa
     assert not held_out & training
 
 
-def test_warm_up_data_drops_the_carry_at_the_documented_rate(
-    arithmetic: ModuleType, tmp_path: Path
-) -> None:
+def test_warm_up_data_drops_the_carry_at_the_documented_rate(arithmetic: ModuleType, tmp_path: Path) -> None:
     problems = arithmetic.write_problems(tmp_path, held_out=300, seed=1)
     forgot, had_to_carry = 0, 0
     for row in rows(problems.warm_up):

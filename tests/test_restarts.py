@@ -23,7 +23,7 @@ from tests.tiny_models import make_model_folder
 
 
 @dataclass
-class Lived:
+class FakeAttempt:
     """Fake attempt that starts at rollout `start` and trains up to rollout `trained`."""
 
     start: int = 0
@@ -54,7 +54,7 @@ def test_restart_limit_counts_attempts_without_progress() -> None:
     lives = RestartPolicy(config(max_restarts=2))
 
     def dies(trained: int | None) -> bool:
-        lives.began(Lived(trained=trained))
+        lives.began(FakeAttempt(trained=trained))
         return lives.prepare_restart(TrainerDied("trainer-0 ended"))
 
     assert [dies(None), dies(3), dies(3), dies(3)] == [True, True, True, False]
@@ -66,7 +66,7 @@ def test_restart_limit_counts_attempts_without_progress() -> None:
 
 def test_restart_delays_grow_without_progress(pauses: list[float]) -> None:
     lives = RestartPolicy(config(max_restarts=4))
-    lives.began(Lived(trained=1))
+    lives.began(FakeAttempt(trained=1))
     while lives.prepare_restart(NodeLost("still placed on a dead node")):
         pass
     assert pauses == [0.0, 5.0, 30.0, 30.0]
@@ -75,10 +75,10 @@ def test_restart_delays_grow_without_progress(pauses: list[float]) -> None:
 def test_default_restart_limit_is_0_and_3_on_ray() -> None:
     for flags, expected in (({}, 0), ({"cluster": "ray"}, 3), ({"cluster": "ray", "max_restarts": 0}, 0)):
         lives, count = RestartPolicy(config(**flags)), 0
-        lives.began(Lived())
+        lives.began(FakeAttempt())
         while lives.prepare_restart(TrainerDied("again")):
             count += 1
-            lives.began(Lived())
+            lives.began(FakeAttempt())
         assert count == expected
 
 
@@ -88,10 +88,10 @@ def test_restart_resumes_from_the_own_checkpoint_once_one_exists() -> None:
         no_load_rng=True, advantage_estimator="ppo", critic_load="other-critic",
     )  # fmt: skip
     lives = RestartPolicy(given)
-    lives.began(Lived(trained=3))
+    lives.began(FakeAttempt(trained=3))
     assert lives.prepare_restart(TrainerDied("early"))
     assert lives.config == given
-    lives.began(Lived(trained=4, saved=4, wandb_run_id="w1"))
+    lives.began(FakeAttempt(trained=4, saved=4, wandb_run_id="w1"))
     assert lives.prepare_restart(TrainerDied("later"))
     changed = {
         "load": "own", "critic_load": "own/critic", "ckpt_step": None, "start_rollout_id": None,
@@ -103,10 +103,10 @@ def test_restart_resumes_from_the_own_checkpoint_once_one_exists() -> None:
 
 
 def test_results_of_all_attempts_are_joined() -> None:
-    def lived(start: int, rollouts: range, evaluations: list[int], life: str, **more: Any) -> Lived:
+    def lived(start: int, rollouts: range, evaluations: list[int], life: str, **more: Any) -> FakeAttempt:
         result = TrainingResult(Path("run"), [{"r": r, "life": life} for r in rollouts])
         result.evaluations = [(step, {"life": life}) for step in evaluations]
-        return Lived(start, trained=rollouts.stop - 1, result=result, **more)
+        return FakeAttempt(start, trained=rollouts.stop - 1, result=result, **more)
 
     lives = RestartPolicy(config(max_restarts=3))
     lives.began(lived(2, range(2, 5), [2, 4], "first", saved=3))
@@ -154,7 +154,7 @@ def test_only_restartable_errors_restart_with_a_new_data_source(
 
     def live(of: RestartPolicy, device: str, run_dir: Any, data_source: Any, *_: Any) -> Any:
         seen.append(data_source)
-        of.began(Lived())
+        of.began(FakeAttempt())
         raise error
 
     monkeypatch.setattr(slime.driver.loop, "_live", live)

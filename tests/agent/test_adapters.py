@@ -154,7 +154,9 @@ BODY = {"model": "m", "max_tokens": 50, "messages": [ASK]}
         (AnthropicAdapter, {}, {}, "default"),
     ],
 )
-def test_session_id_comes_from_the_headers_or_the_body(serve: Any, spoken: list[Turn], kind: Any, headers: Any, more: Any, sid: str) -> None:
+def test_session_id_comes_from_the_headers_or_the_body(
+    serve: Any, spoken: list[Turn], kind: Any, headers: Any, more: Any, sid: str
+) -> None:
     _, adapter, handle = serve(kind, spoken[1:])
     path = "/v1/messages" if kind is AnthropicAdapter else "/v1/chat/completions"
     refused, body = post(handle.url + path, {**BODY, **more}, **headers)

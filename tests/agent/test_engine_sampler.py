@@ -42,7 +42,7 @@ def play(tokenizer):
         context.__exit__(None, None, None)
 
 
-def sampled(url, tokenizer, prompt, *, streams=True, act=None, **options):
+def run_sampler(url, tokenizer, prompt, *, streams=True, act=None, **options):
     """Return (answer, [(text, ids)]) of one call; `act(sampler)` runs concurrently."""
 
     async def run():
@@ -70,7 +70,7 @@ def sampled(url, tokenizer, prompt, *, streams=True, act=None, **options):
 def test_answer_has_the_sampled_tokens_and_their_text(tokenizer, prompt, play, streams):
     turn = Turn.of(tokenizer, SAID, seed=3)
     engine, url = play(turn, chunk=1)
-    answer, heard = sampled(url, tokenizer, prompt, streams=streams)
+    answer, heard = run_sampler(url, tokenizer, prompt, streams=streams)
     assert answer.ids.tolist() == list(turn.ids)
     assert answer.ids[-1] == tokenizer.eos_token_id
     np.testing.assert_array_equal(answer.log_probs, np.float32([log_prob(t) for t in turn.ids]))
@@ -101,7 +101,7 @@ def test_answer_cut_off_at_the_gate_resumes_with_new_weights(tokenizer, prompt, 
         assert len(engine.requests) == 1
         gate.open()
 
-    answer, heard = sampled(url, tokenizer, prompt, streams=streams, act=held_for_a_while, ticket=ticket)
+    answer, heard = run_sampler(url, tokenizer, prompt, streams=streams, act=held_for_a_while, ticket=ticket)
     assert answer.ids.tolist() == list(turn.ids)
     assert answer.text == SAID
     assert answer.finish_reason == "stop"
@@ -126,7 +126,7 @@ def test_given_up_answer_is_aborted(tokenizer, prompt, play):
         await asyncio.to_thread(engine.holding.wait)
         await sampler.leave_engines()
 
-    answer, _ = sampled(url, tokenizer, prompt, act=give_up, given_up=lambda: True)
+    answer, _ = run_sampler(url, tokenizer, prompt, act=give_up, given_up=lambda: True)
     assert answer.finish_reason == "abort"
     assert answer.ids.tolist() == list(turn.ids[:3])
 
@@ -136,14 +136,14 @@ def test_answer_that_makes_progress_has_no_abort_limit(tokenizer, prompt, play):
     pieces = [Turn((one,), finish="abort") for one in ids[:-1]]
     assert len(pieces) > 16
     _, url = play(*pieces, Turn(ids[-1:]))
-    answer, _ = sampled(url, tokenizer, prompt)
+    answer, _ = run_sampler(url, tokenizer, prompt)
     assert (answer.ids.tolist(), answer.finish_reason) == (list(ids), "stop")
 
 
 def test_repeated_aborts_without_progress_raise(tokenizer, prompt, play):
     _, url = play(*[Turn((), finish="abort")] * 16)
     with pytest.raises(AbortedTooOften, match="16 times"):
-        sampled(url, tokenizer, prompt)
+        run_sampler(url, tokenizer, prompt)
 
 
 def test_detokenizer_splits_text_only_between_characters(tokenizer):

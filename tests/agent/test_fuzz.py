@@ -45,19 +45,19 @@ class AnyPrompt(Script):
     def cut(self, *_: Any) -> None: ...
 
 
-def started(folder: str, engine: str, log: Path) -> subprocess.Popen[str]:
+def start_server(folder: str, engine: str, log: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "slime.agent.server", "--model", folder, "--engine", engine]
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (FILES, FILES))
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, preexec_fn=limit)
 
 
-def begun(*arguments: Any) -> subprocess.Popen[str]:
+def start_client(*arguments: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.agent.fuzz", *map(str, arguments)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-async def opened(addresses: dict[str, Any], keys: list[str]) -> str:
+async def open_sessions(addresses: dict[str, Any], keys: list[str]) -> str:
     remote = RemoteServer(addresses, addresses["secret"])
     for key in keys:
         await remote.open(Opening(key=key, params=PARAMS, limits={"max_context": 4096}))
@@ -65,7 +65,7 @@ async def opened(addresses: dict[str, Any], keys: list[str]) -> str:
     return remote.url
 
 
-async def closed(addresses: dict[str, Any], keys: list[str]) -> list[dict[str, Any]]:
+async def collect_sessions(addresses: dict[str, Any], keys: list[str]) -> list[dict[str, Any]]:
     remote = RemoteServer(addresses, addresses["secret"])
     records = [await remote.collect(key, Kind.CLOSED, "over") for key in keys]
     await remote.aclose()
@@ -78,28 +78,30 @@ def test_excess_latency_subtracts_only_overlapping_delays() -> None:
     assert excesses(requests, sleeps) == pytest.approx([0.1, -0.1, -4.5, 4.0])
 
 
-def test_quiet_sessions_answer_while_others_are_attacked(agent_folder: str, agent_tokenizer: Any, tmp_path: Path) -> None:
+def test_quiet_sessions_answer_while_others_are_attacked(
+    agent_folder: str, agent_tokenizer: Any, tmp_path: Path
+) -> None:
     engine = ScriptedEngine(AnyPrompt(agent_tokenizer, [Play((Turn.of(agent_tokenizer, "46"),))]))
     engine.requests = deque(maxlen=4)  # type: ignore[assignment]
     attacked = [f"attacked-{number}" for number in range(2 + REQUESTS // 5000)]
     quiet = [f"quiet-{number}" for number in range(1 + REQUESTS // 1000)]
     log = tmp_path / "log"
     with engine.serving() as url:
-        server = started(agent_folder, url, log)
+        server = start_server(agent_folder, url, log)
         assert server.stdout is not None
         try:
             addresses = json.loads(server.stdout.readline())
-            base = asyncio.run(opened(addresses, attacked + quiet))
-            probe = begun("probe", base, addresses["model"], *quiet)
+            base = asyncio.run(open_sessions(addresses, attacked + quiet))
+            probe = start_client("probe", base, addresses["model"], *quiet)
             assert probe.stdout is not None
             assert probe.stdout.readline() == "warm\n"
-            attack = begun("attack", addresses["port"], SEED, REQUESTS, *attacked)
+            attack = start_client("attack", addresses["port"], SEED, REQUESTS, *attacked)
             start = time.perf_counter()
             outcome = json.loads(attack.communicate()[0])
             took = time.perf_counter() - start
             measured = json.loads(probe.communicate("")[0])
             assert server.poll() is None, log.read_text()[-3000:]
-            records = asyncio.run(closed(addresses, attacked + quiet))
+            records = asyncio.run(collect_sessions(addresses, attacked + quiet))
         finally:
             server.terminate()
             server.wait()

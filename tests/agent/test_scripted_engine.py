@@ -65,12 +65,12 @@ def test_each_conversation_is_played_in_order(tokenizer, stream, incremental):
             if number == 0:
                 asked_apart = tokenizer.encode("user OTHER", add_special_tokens=False)
                 assert tuple(ask(url, payload(asked_apart), stream=stream).token_ids) == other.ids
-        assert ask_refused(url, payload(ids))
+        assert is_rejected(url, payload(ids))
         assert "turn 3" in engine.complaints[0]
         assert len(engine.requests) == 8
 
 
-def ask_refused(url, body):
+def is_rejected(url, body):
     with pytest.raises(EngineRejected):
         ask(url, body)
     return True

@@ -163,7 +163,7 @@ class Messages:
         self.asking["messages"][-1]["content"].append(block)
 
 
-def sampled_of(sample: Sample) -> list[int]:
+def sampled_tokens(sample: Sample) -> list[int]:
     mask = np.array(sample.loss_mask, dtype=bool)
     return np.array(sample.tokens[-sample.response_length :])[mask].tolist()
 
@@ -193,10 +193,10 @@ def test_sample_has_the_sampled_tokens_of_turns_with_parallel_calls(run: Any, ap
     ]
     assert reasonings == ["two sums, é", "once more", None]
     [sample] = done.samples
-    assert sampled_of(sample) == [token for turn in done.turns for token in turn.ids]
+    assert sampled_tokens(sample) == [token for turn in done.turns for token in turn.ids]
     assert sample.tokens == [*done.engine.requests[-1].input_ids.tolist(), *done.turns[-1].ids]
     mask = np.array(sample.loss_mask, dtype=bool)
-    expected = np.float32([log_prob(token) for token in sampled_of(sample)])
+    expected = np.float32([log_prob(token) for token in sampled_tokens(sample)])
     np.testing.assert_array_equal(np.float32(sample.rollout_log_probs)[mask], expected)
     counted = sample.metadata["session"]
     assert (counted["turns"], counted["extended"], counted["forked"], counted["samples"]) == (3, 3, 0, 1)

@@ -55,7 +55,7 @@ def with_ticket(runtime, coro, *, masks=False):
     return runtime.run(start())
 
 
-async def held_in_the_middle(runtime, engine):
+async def pause_at_gate(runtime, engine):
     """Close the gate as a complete rollout does, publish version 2, and open the gate."""
     await asyncio.to_thread(engine.holding.wait)
     runtime.state.gate.close()
@@ -80,7 +80,7 @@ def test_session_at_the_gate_resumes_with_new_weights(says, agent_tokenizer, mas
             result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "46"}
             body = {"messages": [ASK, said, result], "tools": [TOOL]}
             asking = asyncio.ensure_future((streamed if streams else post)(session, body))
-            asked, seats = await held_in_the_middle(runtime, engine)
+            asked, seats = await pause_at_gate(runtime, engine)
             await asking
             return asked, seats, await session.finish(1.0)
 
@@ -132,9 +132,7 @@ def test_given_up_session_raises_and_closes_its_client_request(says, agent_token
     assert (status, answer["error"]["code"]) == (404, "closed")
 
 
-def test_turns_of_an_interrupted_attempt_are_resumed(
-    agent_folder, agent_tokenizer, play, tmp_path, monkeypatch
-):
+def test_turns_of_an_interrupted_attempt_are_resumed(agent_folder, agent_tokenizer, play, tmp_path, monkeypatch):
     monkeypatch.setattr("slime.agent.server.supervisor.run_identity", lambda *_: {"run": "this"})
     spoken = [Turn.of(agent_tokenizer, f"the sum:{CALL}", seed=1), Turn.of(agent_tokenizer, "it is 46", seed=2)]
     _, url = play(spoken)

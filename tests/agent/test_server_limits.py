@@ -34,7 +34,7 @@ from tests.agent.byte_template import END, ByteTemplate
 CONTEXT = 4096
 
 
-def in_server(
+def with_server(
     tokenizer: Any,
     use: Callable[[Sessions, Connections, int], Awaitable[Any]],
     *,
@@ -68,7 +68,7 @@ def in_server(
     return asyncio.run(run())
 
 
-async def exchanged(port: int, body: bytes, *lines: str, path: str = "/v1/messages/count_tokens") -> tuple[int, Any]:
+async def post_raw(port: int, body: bytes, *lines: str, path: str = "/v1/messages/count_tokens") -> tuple[int, Any]:
     """Send exactly these bytes, possibly fewer than announced; return (status, JSON) of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     given = (
@@ -87,7 +87,7 @@ async def exchanged(port: int, body: bytes, *lines: str, path: str = "/v1/messag
         writer.close()
 
 
-def asking(text: str) -> bytes:
+def request_body(text: str) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
 
 
@@ -96,11 +96,9 @@ KEY = "Authorization: Bearer k"
 
 def test_wrong_key_is_rejected_before_the_body_arrives(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
-        return [
-            await exchanged(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))
-        ]
+        return [await post_raw(port, b"{", *lines, "Content-Length: 60000000") for lines in ((), ("x-api-key: guess",))]
 
-    assert [status for status, _ in in_server(agent_tokenizer, use)] == [400, 400]  # Claude Code does not retry 400
+    assert [status for status, _ in with_server(agent_tokenizer, use)] == [400, 400]  # Claude Code does not retry 400
 
 
 @pytest.mark.parametrize(
@@ -108,11 +106,11 @@ def test_wrong_key_is_rejected_before_the_body_arrives(agent_tokenizer: Any) -> 
     [
         (b"{", ("Content-Length: 60000000",), "more than 4194304 bytes"),
         (gzip.compress(b" " * (5 << 20)), ("Content-Encoding: gzip",), "more than 4194304 bytes"),
-        (gzip.compress(asking("hi"))[:-9], ("Content-Encoding: gzip",), "ends early"),
+        (gzip.compress(request_body("hi"))[:-9], ("Content-Encoding: gzip",), "ends early"),
         (b"\x00", ("Content-Encoding: br",), "send gzip, deflate or none"),
         (b"\x00", ("Content-Encoding: gzip",), "cannot be decompressed"),
         (b"[" + b"{}," * 100_000 + b"1]", (), "more than 131072 JSON values"),
-        (asking("a b " * 500_000), (), "prompt is too long"),
+        (request_body("a b " * 500_000), (), "prompt is too long"),
         (b'{"messages": ' + b"[" * 50_000, (), "not JSON"),
     ],
     ids=["announced", "bomb", "cut off", "unknown coding", "no gzip", "many values", "many tokens", "deep"],
@@ -121,14 +119,14 @@ def test_rejects_bodies_beyond_the_limits_and_frees_their_allowance(
     agent_tokenizer: Any, body: bytes, lines: tuple[str, ...], says: str
 ) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
-        refused = await exchanged(port, body, KEY, *lines)
-        small = asking("hi")
-        answered = [await exchanged(port, small, KEY)]
-        answered += [await exchanged(port, gzip.compress(small), KEY, "Content-Encoding: gzip")]
+        refused = await post_raw(port, body, KEY, *lines)
+        small = request_body("hi")
+        answered = [await post_raw(port, small, KEY)]
+        answered += [await post_raw(port, gzip.compress(small), KEY, "Content-Encoding: gzip")]
         intake = sessions.find("k").intake
         return refused, answered, (intake._requests, intake._bytes)
 
-    (status, answer), answered, held = in_server(agent_tokenizer, use)
+    (status, answer), answered, held = with_server(agent_tokenizer, use)
     assert status == 400
     assert says in answer["error"]["message"]
     assert [status for status, _ in answered] == [200, 200]
@@ -142,11 +140,11 @@ def test_request_above_the_in_flight_limit_gets_429(agent_tokenizer: Any) -> Non
         rooms = [intake.request() for _ in range(intake.limits.requests)]
         for room in rooms:
             room.__enter__()
-        full = await exchanged(port, asking("hi"), KEY)
+        full = await post_raw(port, request_body("hi"), KEY)
         rooms.pop().__exit__(None, None, None)
-        return full[0], (await exchanged(port, asking("hi"), KEY))[0]
+        return full[0], (await post_raw(port, request_body("hi"), KEY))[0]
 
-    assert in_server(agent_tokenizer, use) == (429, 200)
+    assert with_server(agent_tokenizer, use) == (429, 200)
 
 
 def test_bodies_of_one_session_share_one_byte_limit(agent_tokenizer: Any) -> None:
@@ -159,7 +157,7 @@ def test_bodies_of_one_session_share_one_byte_limit(agent_tokenizer: Any) -> Non
             assert problem.value.kind is Kind.FULL
         assert intake._bytes == 0
 
-    in_server(agent_tokenizer, use)
+    with_server(agent_tokenizer, use)
 
 
 def test_new_conversations_share_one_request_limit(
@@ -186,7 +184,7 @@ def test_new_conversations_share_one_request_limit(
         monkeypatch.setattr(OpenSession, "count_tokens", noted)
 
         async def ask(name: str) -> tuple[int, Any]:
-            return await exchanged(port, asking("hi"), key, f"{NAME}: {name}")
+            return await post_raw(port, request_body("hi"), key, f"{NAME}: {name}")
 
         answers = [(await ask("open"))[0]]
         with entering.request() as room:
@@ -200,7 +198,7 @@ def test_new_conversations_share_one_request_limit(
         answers.append((await ask("new"))[0])
         return answers, told, while_answered
 
-    answers, told, while_answered = in_server(agent_tokenizer, use, door_of=door_of)
+    answers, told, while_answered = with_server(agent_tokenizer, use, door_of=door_of)
     assert answers == [200, 200, 429, 429, 200, 429, 200]
     assert told == "128 requests of new conversations are in flight: retry later"
     assert while_answered == [(0, 1), (1, 1), (128, 1), (0, 1)]  # a request being answered counts for its conversation
@@ -209,13 +207,13 @@ def test_new_conversations_share_one_request_limit(
 def test_idle_connections_are_dropped_for_a_client_with_a_key(agent_tokenizer: Any) -> None:
     async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)  # a client that has sent its key
-        body = asking("hi")
+        body = request_body("hi")
         lines = ("POST /v1/messages/count_tokens HTTP/1.1", "Host: x", KEY, "Content-Type: application/json")
         request = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
         writer.write(request.encode() + body)
         heard = await reader.readuntil(b"}")
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-        new = await exchanged(port, body, KEY)
+        new = await post_raw(port, body, KEY)
         writer.write(request.encode() + body)
         again = await reader.readuntil(b"}")
         writer.close()
@@ -223,7 +221,7 @@ def test_idle_connections_are_dropped_for_a_client_with_a_key(agent_tokenizer: A
             one.close()
         return heard.split()[1], new[0], again.split()[1], connections.refused
 
-    assert in_server(agent_tokenizer, use, most=4) == (b"200", 200, b"200", 0)
+    assert with_server(agent_tokenizer, use, most=4) == (b"200", 200, b"200", 0)
 
 
 def test_stored_problem_does_not_keep_requests_alive(agent_tokenizer: Any) -> None:
@@ -244,7 +242,7 @@ def test_stored_problem_does_not_keep_requests_alive(agent_tokenizer: Any) -> No
         gc.collect()
         return [body() for body in bodies], sessions._closed["k"].__traceback__, held.ended.result().__traceback__
 
-    assert in_server(agent_tokenizer, use) == ([None] * 3, None, None)
+    assert with_server(agent_tokenizer, use) == ([None] * 3, None, None)
 
 
 def test_text_far_beyond_the_context_is_tokenized_only_in_part(
@@ -309,7 +307,7 @@ def test_long_prompt_is_tokenized_off_the_loop_with_the_same_count(agent_tokeniz
         counted = [await held.count_tokens(request) for request in requests]
         return loops, counted == [held.session.count_tokens(request) for request in requests]
 
-    assert in_server(agent_tokenizer, use) == ([True, False, True, True], True)
+    assert with_server(agent_tokenizer, use) == ([True, False, True, True], True)
 
 
 def test_rejects_a_rendering_made_before_a_recorded_turn() -> None:

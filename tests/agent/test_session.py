@@ -48,7 +48,7 @@ class Talk:
         return [prompt.outcome for prompt in self.sent]
 
 
-def held(*turns: Turn) -> list[int]:
+def path_ids(*turns: Turn) -> list[int]:
     """Return the token ids of a path, context and turn by turn."""
     return [int(token) for turn in turns for piece in (turn.context.ids, turn.ids) for token in piece]
 
@@ -63,11 +63,11 @@ def test_prompt_is_the_recorded_ids_followed_by_new_tokens() -> None:
     second = talk.turn(assistant("done"), tool("a", "files"))
     assert talk.outcomes == [EXTENDED, EXTENDED]
     template = ByteTemplate()
-    expected = [*held(first), *template.continuation(first.message, END, [tool("a", "files")])]
+    expected = [*path_ids(first), *template.continuation(first.message, END, [tool("a", "files")])]
     assert talk.sent[1].ids.tolist() == expected
-    assert talk.sent[1].shared == len(held(first))
+    assert talk.sent[1].shared == len(path_ids(first))
     assert (talk.sent[0].turn_id, talk.sent[1].turn_id) == (first.id, second.id)
-    assert held(first, second)[: len(expected)] == expected
+    assert path_ids(first, second)[: len(expected)] == expected
     assert (talk.session.counters.turns, talk.session.counters.extended) == (2, 2)
 
 
@@ -260,7 +260,7 @@ def test_turn_cut_by_length_is_closed_with_an_untrained_token() -> None:
     talk = Talk()
     first = talk.turn(sampled(assistant("one two thr"), finish="length"))
     talk.turn(assistant("four"), user("go on"))
-    assert talk.sent[1].ids[len(held(first))] == END
+    assert talk.sent[1].ids[len(path_ids(first))] == END
     (sample,) = talk.session.samples(base_sample())
     assert sample.loss_mask_array()[len(first.ids)] == 0  # type: ignore[index]
     assert sample.status is Sample.Status.COMPLETED
@@ -337,8 +337,8 @@ def test_samples_train_every_sampled_token_once() -> None:
     third = talk.turn(sampled(assistant("three"), finish="length", version="3"))
     one, other = talk.session.samples(base_sample(), 1.0, {"extra": 5})
 
-    assert one.tokens == held(first, second)
-    assert other.tokens == held(first, third)
+    assert one.tokens == path_ids(first, second)
+    assert other.tokens == path_ids(first, third)
     prompt = len(first.context.ids)
     assert (one.prompt_length, other.prompt_length) == (prompt, prompt)
     gap = [0] * len(second.context.ids)

@@ -23,7 +23,7 @@ Actions = list[tuple[str, int]]
 actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**32)), min_size=1, max_size=25)
 
 
-def some(examples: int) -> Callable[[Any], Any]:
+def run_examples(examples: int) -> Callable[[Any], Any]:
     """Return settings that run a test over `examples` conversations."""
     return settings(max_examples=examples, deadline=None, derandomize=True)
 
@@ -41,7 +41,7 @@ def template_of(family: str) -> tuple[Any, Callable[[list[int]], str]]:
     [("bytes", 120), ("qwen2_5", 15), ("qwen3", 15), ("llama3", 15), ("deepseek_r1", 15), ("glm4", 15), ("marked", 15)],
 )
 def test_sampled_tokens_are_unchanged_and_trained_on_once(family: str, examples: int) -> None:
-    @some(examples)
+    @run_examples(examples)
     @given(actions)
     def holds(played: Actions) -> None:
         world = World(*template_of(family))

@@ -28,14 +28,14 @@ def forked_talk() -> Talk:
     return talk
 
 
-def through_bytes(record: Any) -> Any:
+def packed_and_unpacked(record: Any) -> Any:
     codec = Codec()
     return codec.unpack(codec.pack(record, "session"))
 
 
 def test_restored_session_is_equal_and_continues() -> None:
     talk = forked_talk()
-    twin = Session.from_record(through_bytes(talk.session.to_record()), ByteTemplate())
+    twin = Session.from_record(packed_and_unpacked(talk.session.to_record()), ByteTemplate())
     assert twin.counters == talk.session.counters
     assert twin.samples(base_sample(), None, {"x": 1}) == talk.session.samples(base_sample(), None, {"x": 1})
     assert twin.counters.retokenised_tokens == 0
@@ -51,7 +51,7 @@ def test_session_is_rebuilt_from_turns_in_any_order() -> None:
     records = []
     for text in ("one", "two", "three"):
         turn = talk.turn(assistant(text), user(f"say {text}"))
-        records.append(through_bytes(talk.session.turn_record(turn)))
+        records.append(packed_and_unpacked(talk.session.turn_record(turn)))
     twin = Session.from_turns("key", records[::-1], limits=Limits(max_turns=3))
     assert twin.samples(base_sample()) == talk.session.samples(base_sample())
     with pytest.raises(LimitReached):
@@ -69,7 +69,7 @@ def test_turn_record_size_does_not_grow_with_the_history() -> None:
     assert max(lengths[1:]) < 1.2 * min(lengths[1:])
 
 
-def changed(record: dict[str, Any], at: list[Any], value: Any) -> dict[str, Any]:
+def set_value(record: dict[str, Any], at: list[Any], value: Any) -> dict[str, Any]:
     place = record
     for key in at[:-1]:
         place = place[key]
@@ -102,6 +102,6 @@ def changed(record: dict[str, Any], at: list[Any], value: Any) -> dict[str, Any]
     ids=str,
 )
 def test_rejects_an_inconsistent_session_record(at: list[Any], value: Any) -> None:
-    record = through_bytes(forked_talk().session.to_record())
+    record = packed_and_unpacked(forked_talk().session.to_record())
     with pytest.raises(BadRecord):
-        Session.from_record(changed(record, at, value))
+        Session.from_record(set_value(record, at, value))

@@ -370,7 +370,7 @@ def test_tool_results_inside_the_calling_turn_are_continued() -> None:
     assert continued("gemma4", said("Done."), user("More?"), ended="<|tool_response>") == "<turn|>" + asked
 
 
-def made_template(text: str, *tokens: str, eos: str = "<|im_end|>") -> tuple[ChatTemplate, Any]:
+def build_template(text: str, *tokens: str, eos: str = "<|im_end|>") -> tuple[ChatTemplate, Any]:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens), "eos_token": eos})
     tokenizer.chat_template = text
@@ -378,7 +378,7 @@ def made_template(text: str, *tokens: str, eos: str = "<|im_end|>") -> tuple[Cha
 
 
 def test_turn_closed_by_two_tokens_stops_at_the_eos_token() -> None:
-    template, tokenizer = made_template(
+    template, tokenizer = build_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{{ '<|said|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -390,7 +390,7 @@ def test_turn_closed_by_two_tokens_stops_at_the_eos_token() -> None:
 
 
 def test_turns_may_end_with_the_opening_token_of_the_next_message() -> None:
-    template, tokenizer = made_template(
+    template, tokenizer = build_template(
         "{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
         "{{ '<|tool|>' if m.tool_calls else '<|user|>' }}"
@@ -409,7 +409,7 @@ def test_turns_may_end_with_the_opening_token_of_the_next_message() -> None:
 
 
 def test_single_call_turn_ends_with_eos_even_if_the_template_omits_it() -> None:
-    template, tokenizer = made_template(
+    template, tokenizer = build_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|called|>{% endfor %}"
         "{{ '<|im_end|>' if not m.tool_calls or m.tool_calls | length > 1 }}{% endfor %}"
@@ -424,7 +424,7 @@ def test_single_call_turn_ends_with_eos_even_if_the_template_omits_it() -> None:
 
 
 def test_template_with_content_parts_can_be_continued() -> None:
-    template, tokenizer = made_template(
+    template, tokenizer = build_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -440,7 +440,7 @@ def test_missing_tool_fields_get_defaults_for_the_template() -> None:
 
 
 def test_rejects_a_template_that_omits_assistant_text() -> None:
-    template, _ = made_template("{% for m in messages %}{{ m.role }}{% endfor %}")
+    template, _ = build_template("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert template.refusal == (
         "the model's chat template does not render the text of assistant messages: its turns cannot be continued"
     )

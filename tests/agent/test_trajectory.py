@@ -15,7 +15,7 @@ def record(manager: TrajectoryManager, prompt: list[int], output: list[int], **f
     manager.record_turn("s", turn=turn, prompt_messages=[], response_message=message, metadata=metadata)
 
 
-def finished(manager: TrajectoryManager, **fields: Any) -> list[Sample]:
+def pop_samples(manager: TrajectoryManager, **fields: Any) -> list[Sample]:
     base = Sample(index=5, group_index=2, metadata={"row": 1})
     return manager.get_trajectory("s", base_sample=base, **{"reward": 1.0, "extra_metadata": {"x": 2}, **fields})
 
@@ -25,13 +25,13 @@ def test_prompts_that_extend_earlier_turns_become_one_sample() -> None:
     record(manager, [1, 2], [3, 4], message={"tool_calls": [{"id": "a", "function": {"name": "f"}}]})
     record(manager, [1, 2, 3, 4, 5], [6], metadata={"turn": 2})
     assert (manager.has_session("s"), manager.turn_count("s"), manager.turn_count("t")) == (True, 2, 0)
-    (sample,) = finished(manager)
+    (sample,) = pop_samples(manager)
     assert (sample.tokens, sample.loss_mask, sample.response_length) == ([1, 2, 3, 4, 5, 6], [1, 1, 0, 1], 4)
     assert sample.rollout_log_probs == [-0.5, -0.5, 0.0, -0.5]
     assert sample.metadata == {"row": 1, "truncated": False, "use_tool": True, "ill_formed": False, "turn": 2, "x": 2}
     assert (sample.status, sample.reward, sample.rollout_id) == (Sample.Status.COMPLETED, 1.0, 5)
     assert not manager.has_session("s")
-    assert finished(manager) == []
+    assert pop_samples(manager) == []
 
 
 def test_changed_tokens_fork_and_every_turn_is_trained_once() -> None:
@@ -40,7 +40,7 @@ def test_changed_tokens_fork_and_every_turn_is_trained_once() -> None:
     record(manager, [1, 2, 3, 4, 5], [6, 7])
     record(manager, [1, 2, 3, 4, 5, 66, 8], [9], finish_reason="length", ill_formed=True)  # 6, 7 came back as 66
     record(manager, [1, 9], [3])
-    first, second, third = finished(manager)
+    first, second, third = pop_samples(manager)
     assert (first.tokens, first.loss_mask) == ([1, 2, 3, 4, 5, 6, 7], [1, 1, 0, 1, 1])
     assert (second.tokens, second.loss_mask) == ([1, 2, 3, 4, 5, 66, 8, 9], [0, 0, 0, 0, 0, 1])
     assert (third.tokens, third.loss_mask) == ([1, 9, 3], [1])
@@ -54,7 +54,7 @@ def test_repeated_prompt_creates_a_sibling() -> None:
     record(manager, [1, 2], [3])
     record(manager, [1, 2], [4])
     record(manager, [1, 2, 4, 5], [6])
-    one, other = finished(manager)
+    one, other = pop_samples(manager)
     assert (one.tokens, one.loss_mask) == ([1, 2, 3], [1])
     assert (other.tokens, other.loss_mask) == ([1, 2, 4, 5, 6], [1, 0, 1])
 
@@ -62,7 +62,7 @@ def test_repeated_prompt_creates_a_sibling() -> None:
 def test_turn_without_log_probs_gives_a_sample_without_them() -> None:
     manager = TrajectoryManager()
     manager.record_turn("s", turn=TurnRecord([1], [2], "stop"), prompt_messages=[], response_message={"content": None})
-    (sample,) = finished(manager)
+    (sample,) = pop_samples(manager)
     assert (sample.loss_mask, sample.rollout_log_probs) == ([1], None)
 
 
@@ -71,7 +71,7 @@ def test_sample_above_the_token_limit_is_cut_or_dropped(most: int, tokens: int |
     manager = TrajectoryManager()
     record(manager, [1, 2], [3, 4])
     record(manager, [1, 2, 3, 4, 5], [6])
-    found = finished(manager, max_sample_tokens=most)
+    found = pop_samples(manager, max_sample_tokens=most)
     assert [(s.total_length, len(s.loss_mask or []), s.response_length) for s in found] == (
         [] if tokens is None else [(tokens, mask, mask)]
     )
@@ -87,4 +87,4 @@ def test_bad_turns_and_dropped_sessions_leave_no_samples() -> None:
     record(manager, [1], [2])
     manager.drop_session("s")
     manager.drop_session("s")
-    assert finished(manager) == []
+    assert pop_samples(manager) == []

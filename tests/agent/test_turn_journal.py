@@ -44,7 +44,7 @@ def talk_of(*answers: str, journal: TurnJournal, attempt: Attempt = OURS, key: s
     return talk
 
 
-def damaged(path: Path, statement: str, *values: object) -> None:
+def damage_rows(path: Path, statement: str, *values: object) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         assert connection.execute(statement, values).rowcount
 
@@ -121,7 +121,7 @@ def test_damaged_rows_drop_only_their_session(
     talk_of("one", "two", journal=journal, attempt=moved)
     healthy = Attempt("run", 9, 3)
     talk = talk_of("one", "two", journal=journal, attempt=healthy)
-    damaged(path, statement, value)
+    damage_rows(path, statement, value)
     hurt = Attempt("run", 8, 3, 0) if "sample = 8" in statement else OURS
     assert journal.restore(hurt) is None
     assert "starts over" in caplog.text

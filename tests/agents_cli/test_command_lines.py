@@ -67,12 +67,12 @@ def attempt(runtime: Any, agent: Agent, folder: Path, *, prompt: str = PROMPT, *
     return runtime.run(run())
 
 
-def chosen() -> list[str]:
+def chosen_agents() -> list[str]:
     everything = os.environ.get("SLIME_AGENTS_ALL") == "1"
     return [name for name, agent in AGENTS.items() if everything or not agent.more]
 
 
-def plays(served, *scripts):
+def set_scripts(served, *scripts):
     """Set the engine's scripts, clear its records, and return the runtime."""
     engine, runtime = served
     engine.script = Script(engine.script.tokenizer, scripts)
@@ -81,7 +81,7 @@ def plays(served, *scripts):
     return runtime
 
 
-def spoken(tokenizer, texts, first_seed=1) -> list[Turn]:
+def make_turns(tokenizer, texts, first_seed=1) -> list[Turn]:
     """Turns whose tokens differ from the encoding of their text."""
     turns = [Turn.of(tokenizer, text, seed=seed) for seed, text in enumerate(texts, first_seed)]
     for text, turn in zip(texts, turns, strict=True):
@@ -114,11 +114,11 @@ def check_special_text(sample: Sample, tokenizer: Any) -> None:
     assert starts == ends
 
 
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.parametrize("name", chosen_agents())
 def test_agent_fixes_the_bug_and_samples_hold_the_scripted_tokens(served, tokenizer, tmp_path, name):
     agent = AGENTS[name]
-    turns = spoken(tokenizer, agent.turns())
-    done = attempt(plays(served, turns), agent, tmp_path)
+    turns = make_turns(tokenizer, agent.turns())
+    done = attempt(set_scripts(served, turns), agent, tmp_path)
     engine, _ = served
     assert engine.complaints == []
     assert (done.result.outcome, done.result.exit_code) == ("finished", 0), done.result
@@ -139,11 +139,11 @@ def test_agent_fixes_the_bug_and_samples_hold_the_scripted_tokens(served, tokeni
     check_special_text(sample, tokenizer)
 
 
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.parametrize("name", chosen_agents())
 def test_turn_limit_ends_the_session_without_a_timeout(served, tokenizer, tmp_path, name):
     agent = AGENTS[name]
-    turns = spoken(tokenizer, agent.turns())
-    done = attempt(plays(served, turns), agent, tmp_path, max_turns=2)
+    turns = make_turns(tokenizer, agent.turns())
+    done = attempt(set_scripts(served, turns), agent, tmp_path, max_turns=2)
     assert done.result.outcome != "timeout", done.result
     assert done.turns == 2
     [sample] = done.samples
@@ -154,9 +154,11 @@ def test_turn_limit_ends_the_session_without_a_timeout(served, tokenizer, tmp_pa
 def test_claude_code_sub_agents_become_separate_samples(served, tokenizer, tmp_path):
     agent = Agent(make_harness("claude_code", tools=("Bash", "Agent")), AGENTS["claude_code"].shell)
     task = call("Agent", description="look", prompt="SUBTASK: list the files", subagent_type="general-purpose")
-    main = spoken(tokenizer, [thought("Somebody else shall look.") + task, "The tests were not touched.", "All done."])
-    sub = spoken(tokenizer, [agent.shell("ls"), "There are two files in this folder."], first_seed=7)
-    done = attempt(plays(served, main, Play(sub, mark="SUBTASK")), agent, tmp_path)
+    main = make_turns(
+        tokenizer, [thought("Somebody else shall look.") + task, "The tests were not touched.", "All done."]
+    )
+    sub = make_turns(tokenizer, [agent.shell("ls"), "There are two files in this folder."], first_seed=7)
+    done = attempt(set_scripts(served, main, Play(sub, mark="SUBTASK")), agent, tmp_path)
     engine, _ = served
     assert engine.complaints == []
     assert done.result.outcome == "finished", done.result

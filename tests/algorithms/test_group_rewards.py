@@ -18,7 +18,7 @@ SAMPLES = st.lists(
 )  # reward, group, rollout within the group, excluded
 
 
-def compared(samples, group: int, population: str) -> dict[int, list[float]]:
+def population_values(samples, group: int, population: str) -> dict[int, list[float]]:
     """Map each rollout to the values that it contributes: the rewards of its samples, or their mean."""
     own: dict[int, list[float]] = {}
     for reward, other, rollout, out in samples:
@@ -37,7 +37,7 @@ def test_rewards_are_normalized_within_their_population(samples, divide: bool, p
         rewards, groups, rollouts, population=population, divide_by_std=divide, excluded=excluded
     )
     for i, (reward, group, rollout, out) in enumerate(samples):
-        members = compared(samples, group, population)
+        members = population_values(samples, group, population)
         values = [value for own in members.values() for value in own]
         expected = 0.0
         if not out:
@@ -71,7 +71,9 @@ def test_advantages_are_bounded_by_the_root_of_the_group_size(samples, populatio
         ("samples", [1, 1, 1, 0, 0], [0.730295] * 3 + [-1.095443] * 2),
     ],
 )
-def test_split_rollouts_are_normalized_by_each_population(population: str, rewards: list[float], expected: list[float]) -> None:
+def test_split_rollouts_are_normalized_by_each_population(
+    population: str, rewards: list[float], expected: list[float]
+) -> None:
     """Two rollouts of five samples with equal means; three rollouts, the first with three samples."""
     rollouts = [0] * 5 + [1] * 5 if len(rewards) == 10 else [0, 0, 0, 1, 2]
     got = normalize_group_rewards(rewards, [0] * len(rewards), rollouts, population=population)
@@ -83,7 +85,7 @@ def test_leave_one_out_excludes_the_own_rollout(samples, population: str) -> Non
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
     got = leave_one_out_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
     for i, (reward, group, rollout, out) in enumerate(samples):
-        members = compared(samples, group, population)
+        members = population_values(samples, group, population)
         others = [value for other, own in members.items() if other != rollout for value in own]
         expected = 0.0
         if not out and others:

@@ -74,7 +74,7 @@ def test_values_and_gradients_match_the_whole_vocabulary(count, tmp_path) -> Non
     assert count == 2 or rows[-1] == 0  # a rank without vocabulary rows still takes part
 
 
-class Largest(TorchDispatchMode):
+class LargestTensorMode(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -91,7 +91,7 @@ def half_precision(ranks: Ranks) -> int:
     exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     expected, _ = reference(*exact, None, targets, 1.0, None, 1.0)
     expected.sum().backward()
-    with Largest() as largest:
+    with LargestTensorMode() as largest:
         log_probs, entropy = vocab_parallel_log_probs(hidden, own_weight, None, targets, part, chunk_rows=8)
         log_probs.sum().backward()
     assert entropy is None

@@ -102,9 +102,7 @@ def test_file_is_deleted_with_the_last_of_its_arrays(
     np.testing.assert_array_equal(third, IDS)
 
 
-def test_many_kept_arrays_use_few_files(
-    tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_kept_arrays_use_few_files(tmp_path: Path, arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "SMALLEST", IDS.nbytes)
     kept = [arena.keep([IDS])[0] for _ in range(400)]
     assert len(files(tmp_path)) < 100
@@ -150,7 +148,9 @@ def test_small_memory_can_be_filled_repeatedly(tmp_path: Path) -> None:
         arena.close()
 
 
-def test_full_disk_raises_no_room_and_earlier_arrays_stay_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_no_room_and_earlier_arrays_stay_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arenas, "SMALLEST", 64 * 1024)
     plenty = type("Usage", (), {"free": 2**40, "total": 2**40})
     with small_disk(tmp_path / "small", size="128k") as disk:

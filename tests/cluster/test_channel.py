@@ -32,7 +32,7 @@ def ends() -> Any:
     there.close()
 
 
-def travel(ends: tuple[Channel, Channel], message: Any) -> Any:
+def send_and_receive(ends: tuple[Channel, Channel], message: Any) -> Any:
     """Send from a thread and receive: a message may be larger than the socket buffer."""
     here, there = ends
     sender = threading.Thread(target=here.send, args=(message,))
@@ -47,10 +47,10 @@ def test_plain_values_round_trip(ends: Any) -> None:
         "none": None, "flags": [True, False], "big": 2**63, "small": -(2**63), "pi": math.pi, "text": "żółw \U0001f422",
         "bytes": b"\x00\xff", "nested": {"a": [[], {}, [1, [2]]]}, 7: "integer key",
     }  # fmt: skip
-    assert travel(ends, message) == message
-    assert math.isnan(travel(ends, float("nan")))
-    assert travel(ends, (1, 2)) == [1, 2]
-    assert travel(ends, {"lone surrogate": "\ud800"}) == {"lone surrogate": "\ud800"}
+    assert send_and_receive(ends, message) == message
+    assert math.isnan(send_and_receive(ends, float("nan")))
+    assert send_and_receive(ends, (1, 2)) == [1, 2]
+    assert send_and_receive(ends, {"lone surrogate": "\ud800"}) == {"lone surrogate": "\ud800"}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_plain_values_round_trip(ends: Any) -> None:
     ids=lambda a: f"{a.dtype}{a.shape}",
 )
 def test_arrays_round_trip_and_are_writable(ends: Any, array: np.ndarray) -> None:
-    back = travel(ends, {"x": [array]})["x"][0]
+    back = send_and_receive(ends, {"x": [array]})["x"][0]
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     np.testing.assert_array_equal(back, array)
@@ -88,12 +88,12 @@ def test_arrays_round_trip_and_are_writable(ends: Any, array: np.ndarray) -> Non
 def test_arrays_of_mixed_sizes_keep_their_order(ends: Any) -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 1000, size=n) for n in (1, 50_000, 3, 20_000, 0, 8192, 8193, 100_000)]
-    for sent, back in zip(arrays, travel(ends, arrays), strict=True):
+    for sent, back in zip(arrays, send_and_receive(ends, arrays), strict=True):
         np.testing.assert_array_equal(sent, back)
 
 
 def test_numpy_scalars_become_python_numbers(ends: Any) -> None:
-    back = travel(ends, [np.float32(0.5), np.int64(3), np.bool_(True)])
+    back = send_and_receive(ends, [np.float32(0.5), np.int64(3), np.bool_(True)])
     assert back == [0.5, 3, True]
     assert [type(value) for value in back] == [float, int, bool]
 
@@ -106,13 +106,13 @@ def test_numpy_scalars_become_python_numbers(ends: Any) -> None:
 def test_channel_stays_usable_after_rejecting_an_unsupported_value(ends: Any, value: Any) -> None:
     with pytest.raises((TypeError, OverflowError)):
         ends[0].send({"fine": 1, "not": value})
-    assert travel(ends, "still here") == "still here"
+    assert send_and_receive(ends, "still here") == "still here"
 
 
 def test_timeout_between_messages_loses_nothing(ends: Any) -> None:
     with pytest.raises(ChannelTimeout, match=r"0\.01 s"):
         ends[1].recv(0.01)
-    assert travel(ends, "after") == "after"
+    assert send_and_receive(ends, "after") == "after"
 
 
 def test_recv_can_be_retried_after_a_timeout_inside_a_message() -> None:

@@ -38,9 +38,7 @@ def test_cluster_kind_follows_flags_and_ray_address(
 
 
 @pytest.mark.parametrize(("gpus", "kind"), [(0, "local"), (8, "ray")])
-def test_several_training_nodes_with_gpus_select_ray(
-    gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_training_nodes_with_gpus_select_ray(gpus: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("slime.cluster.factory.nvidia_gpu_count", lambda: gpus)
     assert cluster_kind(config_of(actor_num_nodes=2)) == kind

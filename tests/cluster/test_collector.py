@@ -25,7 +25,7 @@ class Garbage:
         sum(range(200))
 
 
-def parse_again_and_again(times: int) -> None:
+def parse_repeatedly(times: int) -> None:
     source = inspect.getsource(argparse)
     for _ in range(times):
         for _ in range(50):
@@ -38,7 +38,7 @@ def test_threads_parse_concurrently_while_the_collector_is_paused() -> None:
     sys.setswitchinterval(0.0002)
     try:
         with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(gc_disabled_in_all_threads()(parse_again_and_again), 8) for _ in range(3)]:
+            for done in [pool.submit(gc_disabled_in_all_threads()(parse_repeatedly), 8) for _ in range(3)]:
                 done.result()
     finally:
         sys.setswitchinterval(before)

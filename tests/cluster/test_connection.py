@@ -32,7 +32,7 @@ def flags(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def closed_by_the_other_side(sock: socket.socket) -> bool:
+def is_closed_by_peer(sock: socket.socket) -> bool:
     sock.settimeout(120)
     try:
         return sock.recv(1) == b""
@@ -65,9 +65,7 @@ def test_inherited_socket_needs_no_token() -> None:
 @pytest.mark.parametrize(
     ("token", "name"), [("wrong", "trainer-0"), ("right", "trainer-7"), ("", "trainer-0"), ("wrong", "trainer-7")]
 )
-def test_rejects_wrong_token_or_name_and_still_accepts_the_expected(
-    listener: Listener, token: str, name: str
-) -> None:
+def test_rejects_wrong_token_or_name_and_still_accepts_the_expected(listener: Listener, token: str, name: str) -> None:
     listener.connect_arguments("trainer-0")
     with pytest.raises(ChannelClosed, match=f"refused {name}: the token is another run's, or {name} is not expected"):
         connect("127.0.0.1", listener.port, name=name, token=token)
@@ -93,7 +91,7 @@ def test_garbage_or_partial_proof_closes_only_that_connection(listener: Listener
             stranger.sendall(said)
             with contextlib.suppress(OSError):  # already disconnected
                 stranger.shutdown(socket.SHUT_WR)
-            assert closed_by_the_other_side(stranger)
+            assert is_closed_by_peer(stranger)
     connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
     listener.wait_for("trainer-0", 120).close()
 
@@ -104,11 +102,15 @@ def test_silent_or_slow_connections_time_out_and_block_no_others(
     """The slow client sends each byte in time but exceeds the deadline for the whole proof."""
     listener.connect_arguments("trainer-0")
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
-    with stranger_at(listener):
+    with unauthenticated_connection(listener):
         connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
         listener.wait_for("trainer-0", 120).close()
     monkeypatch.setattr(connection, "_PROOF_S", 0.5)
-    with stranger_at(listener) as silent, stranger_at(listener) as slow, ThreadPoolExecutor(1) as pool:
+    with (
+        unauthenticated_connection(listener) as silent,
+        unauthenticated_connection(listener) as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
 
         def dribble() -> int:
             for count in range(1000):
@@ -124,12 +126,12 @@ def test_silent_or_slow_connections_time_out_and_block_no_others(
             raise AssertionError("a thousand bytes, one at a time, were taken")
 
         dribbling = pool.submit(dribble)
-        assert closed_by_the_other_side(silent)
+        assert is_closed_by_peer(silent)
         assert dribbling.result(240) < 128  # before the proof was complete
 
 
 @contextlib.contextmanager
-def stranger_at(listener: Listener) -> Iterator[socket.socket]:
+def unauthenticated_connection(listener: Listener) -> Iterator[socket.socket]:
     """A connection that has received the challenge and sent no proof."""
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
@@ -144,9 +146,9 @@ def test_unauthenticated_connections_are_capped_and_use_no_threads(
     threads = threading.active_count()
     listener.connect_arguments("trainer-0")
     with contextlib.ExitStack() as crowd:
-        strangers = [crowd.enter_context(stranger_at(listener)) for _ in range(40)]
+        strangers = [crowd.enter_context(unauthenticated_connection(listener)) for _ in range(40)]
         assert threading.active_count() == threads
-        assert all(closed_by_the_other_side(one) for one in strangers[:30])  # the oldest connections
+        assert all(is_closed_by_peer(one) for one in strangers[:30])  # the oldest connections
         connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
         listener.wait_for("trainer-0", 120).close()
         assert len(listener._strangers) <= 9
@@ -157,13 +159,13 @@ def test_listener_out_of_descriptors_drops_unauthenticated_connections(
 ) -> None:
     monkeypatch.setattr(connection, "_PROOF_S", 600.0)
     listener.connect_arguments("trainer-0")
-    with stranger_at(listener) as stranger, socket.socket() as next_one:
+    with unauthenticated_connection(listener) as stranger, socket.socket() as next_one:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.ExitStack() as until_now:
             until_now.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno() + 1, limits[1]))
             next_one.connect(("127.0.0.1", listener.port))
-            assert closed_by_the_other_side(stranger)
+            assert is_closed_by_peer(stranger)
     connect("127.0.0.1", listener.port, name="trainer-0", token="right").close()
     listener.wait_for("trainer-0", 120).close()
 

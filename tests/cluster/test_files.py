@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-class There:
+class StubNode:
     """Stub of a node with its own folders: paths of the driver's machine are looked up below `root`."""
 
     def __init__(self, root: Path) -> None:
@@ -49,18 +49,18 @@ class There:
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StubNode:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return There(tmp_path / "root")
+    return StubNode(tmp_path / "root")
 
 
-def test_folder_with_the_same_content_on_the_node_is_not_copied(model: Path, there: There) -> None:
+def test_folder_with_the_same_content_on_the_node_is_not_copied(model: Path, there: StubNode) -> None:
     there.root = Path("/")
     assert copy_to_node(model, there.call) == str(model)
     assert there.calls == ["inventory"]
 
 
-def test_missing_folder_is_copied_once(model: Path, there: There, tmp_path: Path) -> None:
+def test_missing_folder_is_copied_once(model: Path, there: StubNode, tmp_path: Path) -> None:
     copy = Path(copy_to_node(model, there.call))
     assert copy.is_relative_to(tmp_path / "cache")
     assert copy.name == "model"
@@ -71,13 +71,13 @@ def test_missing_folder_is_copied_once(model: Path, there: There, tmp_path: Path
     assert there.calls == ["inventory", "arrive"]
 
 
-def test_single_file_is_copied(model: Path, there: There) -> None:
+def test_single_file_is_copied(model: Path, there: StubNode) -> None:
     copy = Path(copy_to_node(model / "config.json", there.call))
     assert copy.name == "config.json"
     assert copy.read_text() == "{}"
 
 
-def test_folder_with_other_content_at_the_same_path_is_not_used(model: Path, there: There, tmp_path: Path) -> None:
+def test_folder_with_other_content_at_the_same_path_is_not_used(model: Path, there: StubNode, tmp_path: Path) -> None:
     other = Path(str(there.root) + str(model))
     (other / "inner").mkdir(parents=True)
     (other / "config.json").write_text("[]")
@@ -87,14 +87,14 @@ def test_folder_with_other_content_at_the_same_path_is_not_used(model: Path, the
     assert copy_to_node(model, there.call) != str(model)
 
 
-def test_damaged_cache_is_copied_again(model: Path, there: There) -> None:
+def test_damaged_cache_is_copied_again(model: Path, there: StubNode) -> None:
     copy = Path(copy_to_node(model, there.call))
     (copy / "config.json").write_text("broken")
     assert inventory(Path(copy_to_node(model, there.call))) == inventory(model)
 
 
 def test_python_modules_are_copied_and_added_to_pythonpath(
-    there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: StubNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     folder = tmp_path / "mine"
@@ -108,12 +108,12 @@ def test_python_modules_are_copied_and_added_to_pythonpath(
     assert os.environ["PYTHONPATH"] == str(copy)
 
 
-def test_missing_source_path_is_rejected(there: There, tmp_path: Path) -> None:
+def test_missing_source_path_is_rejected(there: StubNode, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none is not there"):
         copy_to_node(tmp_path / "none", there.call)
 
 
-def test_marker_file_shows_if_a_folder_is_shared(there: There, tmp_path: Path) -> None:
+def test_marker_file_shows_if_a_folder_is_shared(there: StubNode, tmp_path: Path) -> None:
     (tmp_path / "marker").write_text("word")
     assert there.call("sees", str(tmp_path / "marker"), "word")
     assert not there.call("sees", str(tmp_path / "marker"), "other")

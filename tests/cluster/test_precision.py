@@ -61,7 +61,9 @@ def test_missing_cpuinfo_means_no_bfloat16_units(tmp_path: Path) -> None:
     ],
     indirect=["unit"],
 )
-def test_auto_dtype_depends_on_cpu_unit_and_model_size(unit: str | None, parameters: int | None, chosen: tuple[str, str]) -> None:
+def test_auto_dtype_depends_on_cpu_unit_and_model_size(
+    unit: str | None, parameters: int | None, chosen: tuple[str, str]
+) -> None:
     assert choose_dtype("auto", "cpu", parameters) == chosen
     assert resolve_rollout_dtype("auto", "auto", "cpu", parameters) == chosen[0]
     assert choose_dtype("auto", "cuda", parameters)[0] == choose_dtype("auto", "cuda:1", parameters)[0] == "bfloat16"

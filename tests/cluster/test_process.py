@@ -61,7 +61,7 @@ ENDINGS = {
 }
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -71,7 +71,7 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pids: list[int]) -> list[int]:
     deadline = time.monotonic() + 120
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -118,7 +118,7 @@ def test_forked_copy_of_the_driver_does_not_keep_children_alive(tmp_path: Path) 
     pids = run_driver(tmp_path, ENDINGS["kill -9"], fork=True)
     copy = int((tmp_path / "pidscopy").read_text())
     assert wait_until_gone(pids) == []
-    assert alive(copy)
+    assert is_alive(copy)
     os.kill(copy, signal.SIGKILL)
 
 

@@ -53,9 +53,7 @@ def test_child_and_grandchild_import_this_slime_and_the_users_modules(upstream: 
     assert found == [f"{OURS}/errors.py", f"{OURS}/errors.py", "the neighbour", ["--flag", "value"]]
 
 
-def test_child_keeps_the_working_folder_first_on_sys_path(
-    upstream: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_child_keeps_the_working_folder_first_on_sys_path(upstream: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (upstream / "colorsys.py").write_text("")
     (upstream / "which_module.py").write_text("import colorsys, json; print(json.dumps(colorsys.__file__))")
     assert output(module_command("which_module")) != str(upstream / "colorsys.py")

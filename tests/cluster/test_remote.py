@@ -18,7 +18,7 @@ from slime.cluster.watchdog import state_of
 from slime.errors import RunFailed, UserError
 
 
-class Near:
+class InProcessAgent:
     """An agent in this process; `is_gone` simulates a node that cannot be reached."""
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Near:
 
 
 @pytest.fixture
-def near() -> Iterator[Near]:
-    agent = Near()
+def near() -> Iterator[InProcessAgent]:
+    agent = InProcessAgent()
     yield agent
     agent.agent.close()
 
 
 @pytest.fixture
-def node(near: Near) -> Iterator[RemoteNode]:
+def node(near: InProcessAgent) -> Iterator[RemoteNode]:
     listener = Listener("127.0.0.1", "token")
     node = RemoteNode("far", "127.0.0.1", 2, near, listener, "token")
     yield node
@@ -86,7 +86,9 @@ def test_remote_process_serves_a_channel_until_it_is_stopped(node: RemoteNode, t
     channel.close()
 
 
-def test_terminate_reaches_the_process_through_the_agent(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+def test_terminate_reaches_the_process_through_the_agent(
+    node: RemoteNode, near: InProcessAgent, tmp_path: Path
+) -> None:
     process = node.start(python("sleeper", "import time; time.sleep(600)"), tmp_path / "s.log")
     there = near.agent._processes[0]
     assert process.poll() is None
@@ -95,7 +97,7 @@ def test_terminate_reaches_the_process_through_the_agent(node: RemoteNode, near:
     assert there.poll() == -signal.SIGTERM
 
 
-def test_processes_of_a_lost_node_report_the_lost_code(node: RemoteNode, near: Near, tmp_path: Path) -> None:
+def test_processes_of_a_lost_node_report_the_lost_code(node: RemoteNode, near: InProcessAgent, tmp_path: Path) -> None:
     process = node.start(python("left", "import time; time.sleep(600)"), tmp_path / "left.log")
     near.is_gone = True
     assert process.wait(120) == LOST_CODE

@@ -14,38 +14,38 @@ from slime.config.critic import critic_flags, role_overrides
 from slime.errors import UserError
 
 
-def derived(**flags: Any) -> Config:
+def derive_config(**flags: Any) -> Config:
     base = {"hf_checkpoint": "m", "rollout_batch_size": 2, "n_samples_per_prompt": 4, "num_rollout": 1}
     return derive(Config(**(base | {"rollout_max_response_len": 8} | flags)))
 
 
 def test_presets_set_only_flags_that_were_not_given() -> None:
-    dapo = derived(advantage_estimator="dapo")
+    dapo = derive_config(advantage_estimator="dapo")
     assert (dapo.eps_clip, dapo.eps_clip_high) == (0.2, 0.28)
     assert dapo.loss_aggregation == "token_mean"
     assert dapo.calculate_per_token_loss
     assert dapo.dynamic_sampling_filter_path == NONZERO_STD_FILTER
-    assert derived(advantage_estimator="dapo", eps_clip_high=0.4).eps_clip_high == 0.4
-    assert derived(advantage_estimator="dapo", loss_aggregation="rollout_mean").loss_aggregation == "rollout_mean"
-    dr_grpo = derived(advantage_estimator="dr_grpo")
+    assert derive_config(advantage_estimator="dapo", eps_clip_high=0.4).eps_clip_high == 0.4
+    assert derive_config(advantage_estimator="dapo", loss_aggregation="rollout_mean").loss_aggregation == "rollout_mean"
+    dr_grpo = derive_config(advantage_estimator="dr_grpo")
     assert dr_grpo.disable_grpo_std_normalization
     assert dr_grpo.loss_aggregation == "constant"
-    grpo = derived()
+    grpo = derive_config()
     assert (grpo.loss_aggregation, grpo.eps_clip_high) == ("rollout_mean", 0.2)
-    assert derived(calculate_per_token_loss=True).loss_aggregation == "token_mean"
+    assert derive_config(calculate_per_token_loss=True).loss_aggregation == "token_mean"
     for config in (dapo, dr_grpo, grpo):
         assert derive(config) == config
 
 
 def test_rollout_routing_replay_implies_routing_replay() -> None:
-    assert derived(use_rollout_routing_replay=True).use_routing_replay
-    assert not derived(use_routing_replay=True).use_rollout_routing_replay
+    assert derive_config(use_rollout_routing_replay=True).use_routing_replay
+    assert not derive_config(use_routing_replay=True).use_rollout_routing_replay
 
 
 def test_rs_level_defaults_to_tis_level_and_opd_type_megatron_to_trainer() -> None:
-    config = derived(tis_level="sequence", tis_clip=3.0, rs_upper_bound=5.0)
+    config = derive_config(tis_level="sequence", tis_clip=3.0, rs_upper_bound=5.0)
     assert (config.rs_level, config.rs_lower_bound, config.rs_upper_bound) == ("sequence", 0.0, 5.0)
-    assert derived(use_opd=True, opd_type="megatron").opd_type == "trainer"
+    assert derive_config(use_opd=True, opd_type="megatron").opd_type == "trainer"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_rs_level_defaults_to_tis_level_and_opd_type_megatron_to_trainer() -> No
     ],
 )
 def test_contradicting_flags_are_rejected(flags: dict[str, Any], sentence: str) -> None:
-    found = list(algorithm_contradictions(derived(**flags)))
+    found = list(algorithm_contradictions(derive_config(**flags)))
     assert any(sentence in one for one in found), found
 
 
@@ -109,7 +109,7 @@ def test_valid_combinations_are_accepted() -> None:
         {"use_tis": True, "use_rs": True},
         {"use_kl_loss": True, "ref_load": "x", "ref_update_interval": 2},
     ):
-        assert list(algorithm_contradictions(derived(**flags))) == []
+        assert list(algorithm_contradictions(derive_config(**flags))) == []
 
 
 def test_critic_flags_come_from_its_config_file_and_role_overrides(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_critic_flags_come_from_its_config_file_and_role_overrides(tmp_path: Pat
     roles.write_text(
         "megatron:\n- {role: critic, overrides: {clip_grad: 7, weight_decay: 0.1}}\n- {role: actor, overrides: {lr: 2}}"
     )
-    config = derived(
+    config = derive_config(
         advantage_estimator="ppo", save=str(tmp_path / "s"), lr=1e-6, kl_coef=0.1, critic_config=str(own),
         critic_lr_warmup_iters=5, megatron_config_path=str(roles), critic_hf_checkpoint="other",
     )  # fmt: skip
@@ -133,7 +133,7 @@ def test_critic_flags_come_from_its_config_file_and_role_overrides(tmp_path: Pat
 def test_roles_may_differ_in_kernels_but_not_in_parallel_sizes(tmp_path: Path) -> None:
     roles = tmp_path / "roles.yaml"
     roles.write_text("megatron: [{role: critic, overrides: {moe_permute_fusion: true, recompute_granularity: full}}]")
-    config = derived(
+    config = derive_config(
         advantage_estimator="ppo", megatron_config_path=str(roles), carried={"swiglu": True}, actor_num_gpus_per_node=2
     )
     critic = critic_flags(config)
@@ -155,6 +155,6 @@ def test_invalid_critic_file_is_rejected(text: str, sentence: str, tmp_path: Pat
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
-        critic_flags(derived(advantage_estimator="ppo", critic_config=str(file)))
+        critic_flags(derive_config(advantage_estimator="ppo", critic_config=str(file)))
     assert sentence in str(caught.value)
     assert str(file) in str(caught.value)

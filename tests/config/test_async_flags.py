@@ -109,7 +109,9 @@ def test_staleness_of_zero_makes_the_loop_synchronous(mode: str, flags: dict[str
         ({"async_mode": "full", "rollout_function_path": "json.loads"}, "use --async-mode one-step"),
     ],
 )
-def test_contradicting_async_flags_are_rejected_in_one_sentence(more: dict[str, Any], sentence: str, flags: dict[str, Any]) -> None:
+def test_contradicting_async_flags_are_rejected_in_one_sentence(
+    more: dict[str, Any], sentence: str, flags: dict[str, Any]
+) -> None:
     with pytest.raises(UserError) as refused:
         resolve(Config(**flags | more))
     assert sentence in str(refused.value)

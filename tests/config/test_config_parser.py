@@ -13,7 +13,7 @@ from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.errors import UserError
 
 
-def refused(*words: str) -> str:
+def rejection(*words: str) -> str:
     with pytest.raises(UserError) as caught:
         parse_flags(words)
     assert "\n" not in str(caught.value)
@@ -104,7 +104,7 @@ def test_unnamed_evaluation_file_is_named_aime_and_logged(caplog: pytest.LogCapt
     ],
 )
 def test_invalid_arguments_are_rejected_in_one_sentence(words: list[str], sentence: str) -> None:
-    assert sentence in refused(*words)
+    assert sentence in rejection(*words)
 
 
 def test_all_unknown_flags_are_reported_together() -> None:
@@ -237,7 +237,7 @@ def test_command_line_replaces_lists_of_the_config_file(tmp_path: Path) -> None:
 def test_invalid_config_files_are_rejected_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    assert sentence.format(file=file) in refused("--config", str(file))
+    assert sentence.format(file=file) in rejection("--config", str(file))
 
 
 def test_custom_config_overrides_the_command_line_and_adds_entries(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_custom_config_overrides_the_command_line_and_adds_entries(tmp_path: Pat
 def test_invalid_custom_config_error_names_file_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    assert sentence.format(file=file) in refused("--custom-config-path", str(file))
+    assert sentence.format(file=file) in rejection("--custom-config-path", str(file))
 
 
 def test_custom_arguments_are_stored_in_carried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

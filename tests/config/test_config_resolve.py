@@ -13,7 +13,7 @@ from slime.config.plugins.view import upstream_view
 from slime.errors import UserError
 
 
-def refused(valid: dict[str, Any], **changes: Any) -> str:
+def rejection(valid: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     assert "\n" not in str(caught.value)
@@ -79,23 +79,25 @@ def test_sft_uses_the_sft_rollout_and_evaluates_by_generating(valid: dict[str, A
         ({"global_batch_size": 128, "num_steps_per_rollout": 2}, (128, 2)),
     ],
 )
-def test_derives_batch_size_or_number_of_steps(valid: dict[str, Any], given: dict[str, int], derived: tuple[int, int]) -> None:
+def test_derives_batch_size_or_number_of_steps(
+    valid: dict[str, Any], given: dict[str, int], derived: tuple[int, int]
+) -> None:
     config = resolve(Config(**valid, **given))
     assert (config.global_batch_size, config.num_steps_per_rollout) == derived
 
 
 def test_inconsistent_batch_sizes_are_rejected_with_the_numbers(valid: dict[str, Any]) -> None:
     left = "rollout_batch_size 32 x n_samples_per_prompt 8 = 256"
-    assert refused(valid, global_batch_size=100, num_steps_per_rollout=2) == (
+    assert rejection(valid, global_batch_size=100, num_steps_per_rollout=2) == (
         f"{left}, but global_batch_size 100 x num_steps_per_rollout 2 = 200: change one of the four"
     )
-    assert refused(valid, global_batch_size=100) == (
+    assert rejection(valid, global_batch_size=100) == (
         f"{left}, which global_batch_size 100 does not divide: change one of the three"
     )
-    assert refused(valid, num_steps_per_rollout=3) == (
+    assert rejection(valid, num_steps_per_rollout=3) == (
         f"{left}, which num_steps_per_rollout 3 does not divide: change one of the three"
     )
-    few = refused(valid, num_steps_per_rollout=256, actor_num_nodes=2, actor_num_gpus_per_node=4)
+    few = rejection(valid, num_steps_per_rollout=256, actor_num_nodes=2, actor_num_gpus_per_node=4)
     assert few.startswith("global_batch_size 1 is less than the 8 training processes (actor_num_nodes 2 x")
 
 
@@ -116,11 +118,11 @@ def test_model_parallel_sizes_reduce_the_data_parallel_size(valid: dict[str, Any
     )
     assert data_parallel_size(resolve(Config(**flags, **{tp: 2}))) == 4
     assert data_parallel_size(resolve(Config(**{**flags, "actor_num_gpus_per_node": 1, tp: 2, pp: 4}))) == 1
-    assert refused(flags, global_batch_size=1, **{tp: 4}) == (
+    assert rejection(flags, global_batch_size=1, **{tp: 4}) == (
         "global_batch_size 1 is less than the 2 training processes (actor_num_nodes 1 x actor_num_gpus_per_node 8 / 4 of "
         "a model replica), each of which needs a sample per step: use fewer processes or a larger batch"
     )
-    assert refused(flags).startswith("global_batch_size 4 is less than the 8 training processes")
+    assert rejection(flags).startswith("global_batch_size 4 is less than the 8 training processes")
 
 
 @pytest.mark.parametrize(
@@ -190,20 +192,22 @@ def test_model_parallel_sizes_reduce_the_data_parallel_size(valid: dict[str, Any
         ({"custom_rm_path": "no_such_module_x.rm"}, "--custom-rm-path no_such_module_x.rm: module"),
     ],
 )
-def test_invalid_values_are_rejected_in_one_sentence(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
-    assert sentence in refused(valid, **changes)
+def test_invalid_values_are_rejected_in_one_sentence(
+    valid: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in rejection(valid, **changes)
 
 
 def test_rejects_model_folders_without_a_valid_config_json(valid: dict[str, Any], model_dir: Path) -> None:
     config = model_dir / "config.json"
     config.write_text("{}")
-    assert refused(valid).endswith("has no model_type: it does not describe a Hugging Face model")
+    assert rejection(valid).endswith("has no model_type: it does not describe a Hugging Face model")
     config.write_text("{broken")
-    assert refused(valid).startswith(f"cannot read {config}")
+    assert rejection(valid).startswith(f"cannot read {config}")
     config.write_text("[]")
-    assert "does not hold a JSON object" in refused(valid)
+    assert "does not hold a JSON object" in rejection(valid)
     config.unlink()
-    assert refused(valid).startswith(f"model folder {model_dir} has no config.json")
+    assert rejection(valid).startswith(f"model folder {model_dir} has no config.json")
 
 
 def test_accepts_prompt_slices_and_path_objects(valid: dict[str, Any], prompts: Path, model_dir: Path) -> None:
@@ -231,7 +235,7 @@ def test_contradicting_shape_flags_show_both_numbers(
     valid: dict[str, Any], carried: dict[str, int], hf_name: str
 ) -> None:
     ((name, value),) = carried.items()
-    sentence = refused(valid, carried=carried)
+    sentence = rejection(valid, carried=carried)
     assert sentence.startswith(f"--{name.replace('_', '-')} {value} contradicts {hf_name} in ")
 
 
@@ -240,7 +244,7 @@ def test_matching_or_padded_shape_flags_are_accepted(valid: dict[str, Any], mode
     assert resolve(Config(**valid, carried=carried)).carried == carried
     nested = {"model_type": "vision", "text_config": json.loads((model_dir / "config.json").read_text())}
     (model_dir / "config.json").write_text(json.dumps(nested))
-    assert "contradicts num_hidden_layers 2" in refused(valid, carried={"num_layers": 3})
+    assert "contradicts num_hidden_layers 2" in rejection(valid, carried={"num_layers": 3})
 
 
 def test_plugin_signatures_are_checked(valid: dict[str, Any], tmp_path: Path) -> None:
@@ -259,10 +263,10 @@ def test_plugin_signatures_are_checked(valid: dict[str, Any], tmp_path: Path) ->
             rollout_sample_hook_path=[f"{file}:hook"],
         )
     )
-    assert refused(valid, custom_rm_path=f"{file}:narrow") == (
+    assert rejection(valid, custom_rm_path=f"{file}:narrow") == (
         f"--custom-rm-path {file}:narrow is called with (args, sample), but its signature is (args): change it"
     )
-    assert "did you mean reward?" in refused(valid, custom_rm_path=f"{file}:rewards")
+    assert "did you mean reward?" in rejection(valid, custom_rm_path=f"{file}:rewards")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def test_rejects_trackers_that_are_not_installed(
     valid: dict[str, Any], monkeypatch: pytest.MonkeyPatch, package: str, flags: dict[str, Any], sentence: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    assert refused(valid, **flags) == sentence
+    assert rejection(valid, **flags) == sentence
     resolve(Config(**valid, use_tensorboard=False))
 
 
@@ -302,7 +306,7 @@ def test_routing_replay_needs_a_model_with_routers(valid: dict[str, Any]) -> Non
     file = Path(valid["hf_checkpoint"]) / "config.json"
     for flag in ("use_routing_replay", "use_rollout_routing_replay"):
         words = flag.replace("_", "-")
-        assert refused(valid, **{flag: True}) == (
+        assert rejection(valid, **{flag: True}) == (
             f"--{words} repeats the choices of routers, but the model of {file} has none: drop the flag"
         )
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 8, "num_experts_per_tok": 2}))

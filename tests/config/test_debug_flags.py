@@ -32,7 +32,9 @@ from slime.errors import UserError
         ({"use_opd": True, "opd_type": "engine", "opd_teacher_load": "/m"}, "there is no model folder /m"),
     ],
 )
-def test_invalid_debug_and_teacher_flags_are_rejected(valid: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_debug_and_teacher_flags_are_rejected(
+    valid: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     assert sentence in str(caught.value)

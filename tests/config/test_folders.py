@@ -25,7 +25,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(valid: dict[str, Any], **changes: Any) -> str:
+def rejection(valid: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     return str(caught.value)
@@ -80,7 +80,7 @@ def test_rejects_writing_into_a_model_folder_that_is_read(
     read = "--" + reads.replace("_", "-")
     before = tree(work)
     sentence = f"{flag} {named} would write into the model folder that {read} {folder} reads: choose another folder"
-    assert refused(valid, **flags) == sentence
+    assert rejection(valid, **flags) == sentence
     assert tree(work) == before
 
 
@@ -112,7 +112,7 @@ def test_rejects_save_hf_that_overlaps_folders_that_are_read(
     if fine:
         assert resolve(Config(**{**valid, **flags})).save_hf == save_hf
     else:
-        assert refused(valid, **flags).startswith(f"--save-hf {save_hf} ")
+        assert rejection(valid, **flags).startswith(f"--save-hf {save_hf} ")
     assert tree(work) == before
 
 
@@ -140,7 +140,7 @@ def test_rejects_replaced_folders_that_contain_other_paths_of_the_run(
     options = {**valid, "prompt_data": "data/p.jsonl@[:1]", **flags}
     if "save" in flags and "output_dir" not in flags:
         del options["output_dir"]
-    assert f"is replaced as a whole, and {lost}" in refused(options)
+    assert f"is replaced as a whole, and {lost}" in rejection(options)
 
 
 def test_save_hf_may_be_inside_the_run_folder(valid: dict[str, Any], work: Path) -> None:
@@ -151,17 +151,17 @@ def test_save_hf_may_be_inside_the_run_folder(valid: dict[str, Any], work: Path)
 
 def test_save_hf_replaces_only_folders_that_a_run_wrote(valid: dict[str, Any], work: Path) -> None:
     folder = make_model(work / "hf_3")
-    assert refused(valid, save_hf="hf_{rollout_id}") == (
+    assert rejection(valid, save_hf="hf_{rollout_id}") == (
         f"--save-hf hf_{{rollout_id}} would replace {folder}, which holds what no run saved (config.json): choose "
         "another folder, or move that away"
     )
     mark_written(folder)
     resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}"}))
     (folder / "mine").mkdir()
-    assert "(mine)" in refused(valid, save_hf="hf_{rollout_id}")
+    assert "(mine)" in rejection(valid, save_hf="hf_{rollout_id}")
     resolve(Config(**{**valid, "save_hf": "hf_{rollout_id}", "num_rollout": 2}))  # the run ends before rollout 3
     (work / "file").touch()
-    assert "is a file, but a folder is needed" in refused(valid, save_hf="file")
+    assert "is a file, but a folder is needed" in rejection(valid, save_hf="file")
 
 
 def test_rejects_save_that_would_overwrite_checkpoints_of_another_run(valid: dict[str, Any], work: Path) -> None:
@@ -172,30 +172,30 @@ def test_rejects_save_that_would_overwrite_checkpoints_of_another_run(valid: dic
         "--save run holds the checkpoints of an earlier run (up to iter_0000004), which this one would overwrite: add "
         "--load run to resume from them, or choose another folder"
     )
-    assert refused(valid, save="run") == sentence
+    assert rejection(valid, save="run") == sentence
     for load in ("run", "run/iter_0000001", str(work / "run")):
         resolve(Config(**{**valid, "save": "run", "load": load}))
     (work / "run/iter_0000002").mkdir()
     (work / "run/iter_0000002/mp_rank_00").mkdir()
-    assert "has a checkpoint that this slime did not write" in refused(valid, save="run", load="run")
+    assert "has a checkpoint that this slime did not write" in rejection(valid, save="run", load="run")
 
 
 def test_rejects_critic_save_equal_to_save(valid: dict[str, Any], work: Path) -> None:
-    assert "--critic-save and --save are both run" in refused(valid, **PPO, save="run", critic_save="./run")
+    assert "--critic-save and --save are both run" in rejection(valid, **PPO, save="run", critic_save="./run")
 
 
 def test_rejects_weight_sync_folders_with_files_that_no_run_wrote(valid: dict[str, Any], work: Path) -> None:
     version = make_model(work / "versions/weight_v000002")
-    assert "no run wrote it" in refused(valid, update_weight_disk_dir="versions")
+    assert "no run wrote it" in rejection(valid, update_weight_disk_dir="versions")
     mark_written(version)
     flags = {"update_weight_disk_dir": "versions", "update_weight_transport": "disk"}
     resolve(Config(**{**valid, **flags}))
-    assert "that this run removes: copy it elsewhere first" in refused(valid, **flags, hf_checkpoint=str(version))
+    assert "that this run removes: copy it elsewhere first" in rejection(valid, **flags, hf_checkpoint=str(version))
     (work / "local").mkdir()
     flags = {"update_weight_local_checkpoint_dir": "local"}
     resolve(Config(**{**valid, **flags}))
     (work / "local/thesis.txt").touch()
-    assert "holds files that no run wrote" in refused(valid, **flags)
+    assert "holds files that no run wrote" in rejection(valid, **flags)
     (work / "local/.weight_sync").mkdir()
     (work / "local/.weight_sync/files.json").write_text("[]")
     resolve(Config(**{**valid, **flags}))
@@ -208,16 +208,16 @@ def test_debug_dumps_may_overwrite_only_debug_dumps(valid: dict[str, Any], work:
     (work / "d/notes.jsonl").write_text("{}\n")
     resolve(Config(**{**valid, flag: "d/{rollout_id}.jsonl"}))
     (work / "d/eval_2.jsonl").write_text('{"input": "a"}\n')
-    assert f"would overwrite {work}/d/eval_2.jsonl, which no run wrote" in refused(
+    assert f"would overwrite {work}/d/eval_2.jsonl, which no run wrote" in rejection(
         valid, **{flag: "d/{rollout_id}.jsonl"}
     )
     flags = {flag: "d/eval_{rollout_id}.jsonl", "prompt_data": "d/eval_2.jsonl"}
-    assert "would overwrite --prompt-data d/eval_2.jsonl" in refused(valid, **flags)
+    assert "would overwrite --prompt-data d/eval_2.jsonl" in rejection(valid, **flags)
     if flag == "save_debug_rollout_data":
         (work / "d/0.jsonl").write_text(json.dumps({"format": "slime-rollout"}) + "\n")
         flags = {flag: "d/{rollout_id}.jsonl", "load_debug_rollout_data": "./d/{rollout_id}.jsonl"}
         (work / "d/eval_2.jsonl").unlink()
-        assert "the dump would overwrite itself" in refused(valid, **flags)
+        assert "the dump would overwrite itself" in rejection(valid, **flags)
 
 
 def test_rejects_output_dir_with_run_files_that_no_run_wrote(valid: dict[str, Any], work: Path) -> None:
@@ -225,17 +225,17 @@ def test_rejects_output_dir_with_run_files_that_no_run_wrote(valid: dict[str, An
     (work / "out/notes.md").touch()
     resolve(Config(**valid))
     (work / "out/config.yaml").write_text("lr: 1e-6  # mine\n")
-    assert "has a config.yaml that no run wrote and this one would overwrite" in refused(valid)
+    assert "has a config.yaml that no run wrote and this one would overwrite" in rejection(valid)
     (work / "out/config.yaml").unlink()
     (work / "out/reward.png").touch()
-    assert "has a reward.png that no run wrote" in refused(valid)
+    assert "has a reward.png that no run wrote" in rejection(valid)
     (work / "out/.lock").touch()
     resolve(Config(**valid))
     (work / "out/.lock").unlink()
     (work / "out/config.yaml").write_text("# The resolved config of a run; start it again with --config x\n")
     resolve(Config(**valid))
-    assert "is outside the run folder" in refused(valid, tb_project_name=str(work))
-    assert "is outside the run folder" in refused(valid, tb_project_name="ok", tb_experiment_name="../../tb")
+    assert "is outside the run folder" in rejection(valid, tb_project_name=str(work))
+    assert "is outside the run folder" in rejection(valid, tb_project_name="ok", tb_experiment_name="../../tb")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_read_only_file_system_is_detected_by_a_trial_write(valid: dict[str, Any
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        assert refused(valid, **flags) == (
+        assert rejection(valid, **flags) == (
             f"--{flag.replace('_', '-')} disk/there/x cannot be written (Read-only file system in {mount}): choose another folder"
         )
     finally:
@@ -263,7 +263,7 @@ def test_read_only_file_system_is_detected_by_a_trial_write(valid: dict[str, Any
 def test_full_disk_is_detected_before_the_start(valid: dict[str, Any], work: Path) -> None:
     with small_disk(work / "disk") as disk:
         (disk / "filler").write_bytes(bytes(64 * 1024))
-        assert refused(valid, save_hf="disk/hf") == (
+        assert rejection(valid, save_hf="disk/hf") == (
             f"--save-hf disk/hf cannot be written (No space left on device in {disk}): choose another folder"
         )
         assert [path.name for path in disk.iterdir()] == ["filler"]

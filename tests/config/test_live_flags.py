@@ -10,12 +10,12 @@ from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE, live_contradict
 LIVE = {"rollout_batch_size": 4, "num_rollout": 2, "live_judge_path": "judge.py:judge", "device": "cpu"}
 
 
-def derived(**flags):
+def derive_config(**flags):
     return derive(Config(**{**LIVE, "async_mode": "full", "n_samples_per_prompt": 1, **flags}))
 
 
 def test_live_mode_sets_live_generate_and_traffic_baseline():
-    config = derived()
+    config = derive_config()
     assert config.disable_rollout_global_dataset
     assert config.custom_generate_function_path == LIVE_GENERATE
     assert config.custom_reward_post_process_path == TRAFFIC_BASELINE
@@ -23,15 +23,15 @@ def test_live_mode_sets_live_generate_and_traffic_baseline():
 
 
 def test_live_mode_keeps_functions_that_were_given():
-    config = derived(custom_generate_function_path="mine.py:f", custom_reward_post_process_path="mine.py:g")
+    config = derive_config(custom_generate_function_path="mine.py:f", custom_reward_post_process_path="mine.py:g")
     assert (config.custom_generate_function_path, config.custom_reward_post_process_path) == ("mine.py:f", "mine.py:g")
-    assert derived(advantage_estimator="reinforce_plus_plus").custom_reward_post_process_path is None
+    assert derive_config(advantage_estimator="reinforce_plus_plus").custom_reward_post_process_path is None
 
 
 @pytest.mark.parametrize("estimator", [name for name, one in ESTIMATORS.items() if one.group_relative])
 def test_group_relative_estimators_accept_groups_of_one_in_live_mode(estimator):
     whitens = ESTIMATORS[estimator].needs_whitening
-    config = derived(advantage_estimator=estimator, normalize_advantages=whitens, rollout_max_response_len=8)
+    config = derive_config(advantage_estimator=estimator, normalize_advantages=whitens, rollout_max_response_len=8)
     assert config.custom_reward_post_process_path == TRAFFIC_BASELINE
     assert config.dynamic_sampling_filter_path is None
     assert [*live_contradictions(config), *algorithm_contradictions(config)] == []
@@ -49,5 +49,5 @@ def test_group_relative_estimators_accept_groups_of_one_in_live_mode(estimator):
     ],
 )
 def test_flags_that_conflict_with_live_mode_are_rejected(flags, sentence):
-    [found] = live_contradictions(derived(**flags))
+    [found] = live_contradictions(derive_config(**flags))
     assert sentence in found

@@ -18,19 +18,19 @@ from tests.config.conftest import TINY_QWEN3
 from tests.model_files import add_weights, write_safetensors
 
 
-def resolved(valid: dict[str, Any], **changes: Any) -> Config:
+def resolve_config(valid: dict[str, Any], **changes: Any) -> Config:
     return resolve(Config(**{**valid, **changes}))
 
 
-def refused(valid: dict[str, Any], **changes: Any) -> str:
+def rejection(valid: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
-        resolved(valid, **changes)
+        resolve_config(valid, **changes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def lora_row(valid: dict[str, Any], **changes: Any) -> str:
-    config = resolved(valid, label_key="label", **changes)
+    config = resolve_config(valid, label_key="label", **changes)
     return dict(dict(make_plan(config, device="cpu", gpu_count=0).sections)["Model"])["LoRA"]
 
 
@@ -59,11 +59,11 @@ def second_model(folder: Path) -> Path:
 
 
 def test_alpha_defaults_to_twice_the_rank_and_targets_to_all_linear(valid: dict[str, Any]) -> None:
-    config = resolved(valid, lora_rank=8)
+    config = resolve_config(valid, lora_rank=8)
     assert (config.lora_alpha, config.lora_target_modules, config.lora_sync) == (16.0, ["all-linear"], "merged")
-    config = resolved(valid, lora_rank=8, lora_alpha=4, lora_target_modules=["q_proj"])
+    config = resolve_config(valid, lora_rank=8, lora_alpha=4, lora_target_modules=["q_proj"])
     assert (config.lora_alpha, config.lora_target_modules) == (4.0, ["q_proj"])
-    config = resolved(valid)
+    config = resolve_config(valid)
     assert (config.lora_rank, config.lora_alpha, config.lora_target_modules) == (0, None, None)
 
 
@@ -76,12 +76,12 @@ def test_alpha_defaults_to_twice_the_rank_and_targets_to_all_linear(valid: dict[
     ],
 )
 def test_lora_flags_without_a_rank_are_rejected(valid: dict[str, Any], changes: dict[str, Any], flag: str) -> None:
-    assert refused(valid, **changes) == f"{flag} needs LoRA: add --lora-rank, or drop it"
+    assert rejection(valid, **changes) == f"{flag} needs LoRA: add --lora-rank, or drop it"
 
 
 def test_rejects_reference_averaging_with_lora(valid: dict[str, Any]) -> None:
     average = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.9}
-    assert "averages whole weights" in refused(valid, lora_rank=4, **average)
+    assert "averages whole weights" in rejection(valid, lora_rank=4, **average)
 
 
 def test_plan_shows_lora_targets_and_number_of_trained_parameters(valid: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def test_plan_shows_lora_targets_and_number_of_trained_parameters(valid: dict[st
 
 
 def test_unknown_target_modules_are_rejected_with_the_valid_ones(valid: dict[str, Any]) -> None:
-    config = resolved(valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj", "query_key_value"])
+    config = resolve_config(valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj", "query_key_value"])
     with pytest.raises(UserError) as caught:
         make_plan(config, device="cpu", gpu_count=0)
     assert str(caught.value) == (
@@ -103,7 +103,7 @@ def test_unknown_target_modules_are_rejected_with_the_valid_ones(valid: dict[str
 
 
 def test_rejects_parameter_patterns_that_leave_no_target_module(valid: dict[str, Any]) -> None:
-    config = resolved(
+    config = resolve_config(
         valid, label_key="label", lora_rank=4, lora_target_modules=["q_proj"], only_train_params_name_list=["mlp"]
     )
     with pytest.raises(
@@ -115,12 +115,12 @@ def test_rejects_parameter_patterns_that_leave_no_target_module(valid: dict[str,
 def test_loaded_adapter_sets_rank_alpha_and_targets(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = str(adapter(tmp_path / "adapter"))
     for given in ({}, {"lora_rank": 4}, {"lora_target_modules": ["q_proj", "v_proj"], "lora_alpha": 32.0}):
-        config = resolved(valid, lora_load=folder, **given)
+        config = resolve_config(valid, lora_load=folder, **given)
         assert (config.lora_rank, config.lora_alpha, config.lora_target_modules) == (4, 32.0, ["q_proj", "v_proj"])
-    assert refused(valid, lora_load=folder, lora_rank=8) == (
+    assert rejection(valid, lora_load=folder, lora_rank=8) == (
         f"--lora-rank 8 contradicts --lora-load {folder}, which has 4: drop --lora-rank"
     )
-    assert refused(valid, lora_load=folder, lora_target_modules=["q_proj"]) == (
+    assert rejection(valid, lora_load=folder, lora_target_modules=["q_proj"]) == (
         f"--lora-target-modules q_proj contradicts --lora-load {folder}, which has q_proj v_proj: drop "
         "--lora-target-modules"
     )
@@ -141,16 +141,16 @@ def test_unsupported_adapter_configs_are_rejected(
 ) -> None:
     folder = adapter(tmp_path / "adapter", **facts)
     with pytest.raises(UserError, match=f"^{folder}/adapter_config.json {sentence}"):
-        resolved(valid, lora_load=str(folder))
+        resolve_config(valid, lora_load=str(folder))
 
 
 def test_incomplete_adapter_folders_are_rejected(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter")
     (folder / "adapter_model.safetensors").unlink()
-    assert refused(valid, lora_load=str(folder)) == (
+    assert rejection(valid, lora_load=str(folder)) == (
         f"--lora-load {folder} has no adapter_model.safetensors: save the adapter again"
     )
-    assert refused(valid, lora_load=str(tmp_path)) == (
+    assert rejection(valid, lora_load=str(tmp_path)) == (
         f"--lora-load {tmp_path} has no adapter_config.json: give an adapter folder as PEFT saves it"
     )
 
@@ -162,53 +162,53 @@ def base(config: Config) -> InitialWeights:
 SAVED = {"rank": 8, "alpha": 16.0, "targets": ["all-linear"]}
 
 
-def test_full_and_adapter_checkpoints_are_not_interchangeable(
-    valid: dict[str, Any], tmp_path: Path
-) -> None:
+def test_full_and_adapter_checkpoints_are_not_interchangeable(valid: dict[str, Any], tmp_path: Path) -> None:
     whole, part = checkpoint(tmp_path / "whole", None), checkpoint(tmp_path / "part", SAVED)
-    assert refused(valid, load=str(whole), lora_rank=8) == (
+    assert rejection(valid, load=str(whole), lora_rank=8) == (
         f"--load {whole}/iter_0000003 holds all weights and no adapter: give it as --ref-load to train an adapter on "
         "them, or drop --lora-rank"
     )
-    assert refused(valid, load=str(part)) == (
+    assert rejection(valid, load=str(part)) == (
         f"--load {part}/iter_0000003 holds an adapter, not all weights: add --lora-rank 8 --lora-alpha 16 "
         "--lora-target-modules all-linear, or convert it with slime convert"
     )
-    assert refused(valid, load=str(part), lora_rank=4) == (
+    assert rejection(valid, load=str(part), lora_rank=4) == (
         f"--load {part}/iter_0000003 holds another adapter than the flags describe: resume with --lora-rank 8 "
         "--lora-alpha 16 --lora-target-modules all-linear"
     )
-    assert refused(valid, ref_load=str(part), use_kl_loss=True) == (
+    assert rejection(valid, ref_load=str(part), use_kl_loss=True) == (
         f"--ref-load {part}/iter_0000003 holds an adapter, not all weights: convert it with slime convert"
     )
-    assert resolved(valid, load=str(part), lora_rank=8).lora_rank == 8
+    assert resolve_config(valid, load=str(part), lora_rank=8).lora_rank == 8
 
 
 def test_resumed_run_keeps_the_base_model_of_its_adapter(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
-    assert base(resolved(valid, lora_rank=8)) == InitialWeights()
-    assert base(resolved(valid, lora_rank=8, ref_load=str(other))) == InitialWeights(hf_folder=other, flag="--ref-load")
+    assert base(resolve_config(valid, lora_rank=8)) == InitialWeights()
+    assert base(resolve_config(valid, lora_rank=8, ref_load=str(other))) == InitialWeights(
+        hf_folder=other, flag="--ref-load"
+    )
     own = checkpoint(tmp_path / "own", SAVED | {"base": str(Path(valid["hf_checkpoint"]).resolve())})
-    assert base(resolved(valid, lora_rank=8, load=str(own))) == InitialWeights()
+    assert base(resolve_config(valid, lora_rank=8, load=str(own))) == InitialWeights()
     elsewhere = checkpoint(tmp_path / "elsewhere", SAVED | {"base": str(other)})
-    assert base(resolved(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
+    assert base(resolve_config(valid, lora_rank=8, load=str(elsewhere))).hf_folder == other
     moved = checkpoint(tmp_path / "moved", SAVED | {"base": str(tmp_path / "gone")})
-    assert base(resolved(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
+    assert base(resolve_config(valid, lora_rank=8, load=str(moved), ref_load=str(other))).hf_folder == other
 
 
 def test_reference_shares_the_base_model_unless_they_differ(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
     kl: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "lora_rank": 8}
-    assert reference_is_base(resolved(valid, **kl))
-    assert reference_is_base(resolved(valid, **kl, ref_load=str(other)))
-    assert not reference_is_base(resolved(valid, **kl, load=str(other)))
-    assert not reference_is_base(resolved(valid, use_kl_loss=True, kl_loss_coef=0.1))
+    assert reference_is_base(resolve_config(valid, **kl))
+    assert reference_is_base(resolve_config(valid, **kl, ref_load=str(other)))
+    assert not reference_is_base(resolve_config(valid, **kl, load=str(other)))
+    assert not reference_is_base(resolve_config(valid, use_kl_loss=True, kl_loss_coef=0.1))
 
 
 def test_adapter_sync_needs_engines_with_the_base_of_the_adapter(valid: dict[str, Any], tmp_path: Path) -> None:
     other = second_model(tmp_path / "other")
-    assert resolved(valid, lora_rank=8, lora_sync="adapter").lora_sync == "adapter"
-    assert refused(valid, lora_rank=8, lora_sync="adapter", ref_load=str(other)) == (
+    assert resolve_config(valid, lora_rank=8, lora_sync="adapter").lora_sync == "adapter"
+    assert rejection(valid, lora_rank=8, lora_sync="adapter", ref_load=str(other)) == (
         f"--lora-sync adapter: the engines have the weights of --hf-checkpoint {valid['hf_checkpoint']}, but the adapter "
         f"is trained on those of --ref-load {other}: use --lora-sync merged, or one folder"
     )

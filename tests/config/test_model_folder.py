@@ -18,19 +18,19 @@ from slime.errors import UserError
 from tests.model_files import add_weights, write_safetensors
 
 
-def refused(valid: dict[str, Any], **changes: Any) -> str:
+def rejection(valid: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def cut(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def shards(folder: Path) -> None:
+def make_shards(folder: Path) -> None:
     """Replace the weights with two files and their index."""
     (folder / "model.safetensors").unlink()
     names = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
@@ -39,27 +39,27 @@ def shards(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
 
 
-def lost_shard(folder: Path) -> None:
-    shards(folder)
+def remove_shard(folder: Path) -> None:
+    make_shards(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def wrong_shard(folder: Path) -> None:
-    shards(folder)
+def replace_shard(folder: Path) -> None:
+    make_shards(folder)
     write_safetensors(folder / "model-00002-of-00002.safetensors", ("c.weight",))
 
 
-def lost_index(folder: Path) -> None:
-    shards(folder)
+def remove_index(folder: Path) -> None:
+    make_shards(folder)
     (folder / INDEX).unlink()
 
 
-def broken_index(folder: Path) -> None:
-    shards(folder)
+def break_index(folder: Path) -> None:
+    make_shards(folder)
     (folder / INDEX).write_text("[]")
 
 
-def written(name: str, content: bytes) -> Callable[[Path], None]:
+def replace_weights(name: str, content: bytes) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         (folder / name).write_bytes(content)
@@ -88,35 +88,38 @@ AGAIN = "download the folder again"
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (cut, rf"--hf-checkpoint: DIR/model.safetensors has \d+ of the \d+ bytes that its header names: {AGAIN}"),
         (
-            lost_shard,
+            truncate_weights,
+            rf"--hf-checkpoint: DIR/model.safetensors has \d+ of the \d+ bytes that its header names: {AGAIN}",
+        ),
+        (
+            remove_shard,
             f"--hf-checkpoint: DIR lacks 1 of 2 weight files, model-00002-of-00002.safetensors first: {AGAIN}",
         ),
         (
-            wrong_shard,
+            replace_shard,
             f"--hf-checkpoint: DIR/model-00002-of-00002.safetensors lacks b.weight, which {INDEX} lists in it: {AGAIN}",
         ),
         (
-            lost_index,
+            remove_index,
             "--hf-checkpoint DIR has model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, but no "
             f"{INDEX} that lists their tensors: {AGAIN}",
         ),
-        (broken_index, rf"--hf-checkpoint: DIR/{INDEX} is not an index of weights \(TypeError\): {AGAIN}"),
+        (break_index, rf"--hf-checkpoint: DIR/{INDEX} is not an index of weights \(TypeError\): {AGAIN}"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             f"--hf-checkpoint DIR has no weights: there is no model.safetensors, {AGAIN}",
         ),
         (
-            written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+            replace_weights("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
             "--hf-checkpoint: DIR/model.safetensors is only a Git LFS pointer: run git lfs pull in that folder",
         ),
         (
-            written("model.safetensors", struct.pack("<Q", 10**9) + b"{"),
+            replace_weights("model.safetensors", struct.pack("<Q", 10**9) + b"{"),
             f"--hf-checkpoint: DIR/model.safetensors is not a safetensors file, or is truncated: {AGAIN}",
         ),
         (
-            written("pytorch_model.bin", b""),
+            replace_weights("pytorch_model.bin", b""),
             r"--hf-checkpoint DIR has no weights: its .bin files are not read \(they may run code\), convert them with "
             r'python -c "from transformers import .*"',
         ),
@@ -132,7 +135,7 @@ def test_unusable_model_folder_is_rejected_with_a_remedy(
     valid: dict[str, Any], model_dir: Path, spoil: Callable[[Path], None], sentence: str
 ) -> None:
     spoil(model_dir)
-    found = refused(valid)
+    found = rejection(valid)
     assert re.fullmatch(sentence.replace("DIR", re.escape(str(model_dir))), found), found
 
 
@@ -203,27 +206,29 @@ def test_config_json_that_contradicts_the_weights_is_rejected(
     if sentence is None:
         resolve(Config(**valid))
         return
-    found = refused(valid)
+    found = rejection(valid)
     assert re.fullmatch(sentence.replace("DIR", re.escape(str(model_dir))), found), found
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_hub_model_name_error_includes_the_download_command(name: str, valid: dict[str, Any]) -> None:
     target = f"models/{name.rpartition('/')[2]}"
-    assert f"hf download {name} --local-dir {target} and --hf-checkpoint {target}" in refused(valid, hf_checkpoint=name)
+    assert f"hf download {name} --local-dir {target} and --hf-checkpoint {target}" in rejection(
+        valid, hf_checkpoint=name
+    )
 
 
 def test_resolve_rejects_unreadable_data_files(valid: dict[str, Any], tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     table.write_text("input,label\n1,2\n")
-    assert refused(valid, prompt_data=str(table)) == (
+    assert rejection(valid, prompt_data=str(table)) == (
         f"--prompt-data: {table} ends in '.csv': convert it to .jsonl or .parquet"
     )
     hint = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
-    assert hint in refused(valid, prompt_data="openai/gsm8k")
-    assert "hf download" not in refused(valid, prompt_data="data/rows.jsonl")
+    assert hint in rejection(valid, prompt_data="openai/gsm8k")
+    assert "hf download" not in rejection(valid, prompt_data="data/rows.jsonl")
     evaluated = {"eval_prompt_data": [("a", str(table))], "eval_interval": 1}
-    assert refused(valid, **evaluated) == (
+    assert rejection(valid, **evaluated) == (
         f"--eval-prompt-data a: {table} ends in '.csv': convert it to .jsonl or .parquet"
     )
 
@@ -244,11 +249,11 @@ def test_files_read_by_user_functions_may_have_any_suffix(valid: dict[str, Any],
     evaluated = {"eval_prompt_data": [("a", str(table))], "eval_interval": 1}
     resolve(Config(**valid, **evaluated, eval_function_path=f"{mine}:evaluate"))
     missing = {**valid, "prompt_data": str(tmp_path / "no.csv")}
-    assert "there is no file" in refused(missing, data_source_path=f"{mine}:Source")
+    assert "there is no file" in rejection(missing, data_source_path=f"{mine}:Source")
 
 
 def test_complete_shards_are_accepted(valid: dict[str, Any], model_dir: Path) -> None:
-    shards(model_dir)
+    make_shards(model_dir)
     resolve(Config(**valid))
     (model_dir / "model-00002-of-00002.safetensors").unlink()
     add_weights(model_dir)  # a single file takes precedence over a leftover index
@@ -257,10 +262,10 @@ def test_complete_shards_are_accepted(valid: dict[str, Any], model_dir: Path) ->
 
 def test_gguf_file_and_hub_name_are_rejected_with_a_remedy(valid: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "q4.gguf").write_bytes(b"GGUF")
-    assert "q4.gguf is a GGUF file, a format for inference: give" in refused(
+    assert "q4.gguf is a GGUF file, a format for inference: give" in rejection(
         valid, hf_checkpoint=str(tmp_path / "q4.gguf")
     )
-    assert refused(valid, hf_checkpoint="Qwen/Qwen3-0.6B") == (
+    assert rejection(valid, hf_checkpoint="Qwen/Qwen3-0.6B") == (
         "there is no model folder Qwen/Qwen3-0.6B: --hf-checkpoint takes the path of a downloaded Hugging Face model; "
         "if this is its name on the hub: hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B and --hf-checkpoint "
         "models/Qwen3-0.6B"
@@ -270,7 +275,7 @@ def test_gguf_file_and_hub_name_are_rejected_with_a_remedy(valid: dict[str, Any]
 def test_rollout_only_run_with_external_engines_needs_no_weights(valid: dict[str, Any], model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     resolve(Config(**valid, debug_rollout_only=True, rollout_external_engine_addrs=["localhost:1"]))
-    assert "has no weights" in refused(valid, rollout_external_engine_addrs=["localhost:1"])
+    assert "has no weights" in rejection(valid, rollout_external_engine_addrs=["localhost:1"])
 
 
 @pytest.mark.parametrize(
@@ -291,12 +296,12 @@ def test_every_flag_that_names_a_weight_folder_is_checked(
     (other / "config.json").write_text((model_dir / "config.json").read_text())
     given = {**others, flag: str(other)}
     resolve(Config(**{**valid, **given}))
-    cut(other)
+    truncate_weights(other)
     shown = f"--{flag.replace('_', '-')}"
-    assert refused(valid, **given).startswith(f"{shown}: {other}/model.safetensors has ")
+    assert rejection(valid, **given).startswith(f"{shown}: {other}/model.safetensors has ")
     megatron_names(other)
     if flag not in ("load", "ref_load"):
-        assert refused(valid, **given) == (
+        assert rejection(valid, **given) == (
             f"model folder {other} has no config.json: it holds checkpoints of a run, {shown} takes a Hugging Face "
             "model folder such as --save-hf writes"
         )
@@ -308,19 +313,19 @@ def test_incomplete_checkpoints_are_rejected(valid: dict[str, Any], tmp_path: Pa
     one.mkdir(parents=True)
     resolve(Config(**valid, load=str(saved)))
     (saved / "latest_checkpointed_iteration.txt").write_text("3")
-    assert "names iteration '3', which does not exist" in refused(valid, load=str(saved))
+    assert "names iteration '3', which does not exist" in rejection(valid, load=str(saved))
     (one / "meta.json").write_text("{}")
-    assert refused(valid, load=str(saved)) == (
+    assert rejection(valid, load=str(saved)) == (
         f"--load: checkpoint {one} has no weights (model-*.safetensors): choose another one"
     )
     write_safetensors(one / "model-00001.safetensors")
     optimizer = write_safetensors(one / "optim-00001.safetensors")
     resolve(Config(**valid, load=str(saved)))
     optimizer.write_bytes(optimizer.read_bytes()[:-2])
-    assert refused(valid, load=str(saved)).startswith(f"--load: {optimizer} has ")
+    assert rejection(valid, load=str(saved)).startswith(f"--load: {optimizer} has ")
     resolve(Config(**valid, load=str(saved), debug_rollout_only=True))
     (one / "common.pt").write_bytes(b"")
-    assert refused(valid, load=str(saved)).startswith(
+    assert rejection(valid, load=str(saved)).startswith(
         f"--load {saved} is a Megatron checkpoint (torch_dist, {one.name}) without .metadata"
     )
 
@@ -328,7 +333,7 @@ def test_incomplete_checkpoints_are_rejected(valid: dict[str, Any], tmp_path: Pa
 def test_critic_load_may_be_missing_only_if_the_run_saves_there(valid: dict[str, Any], tmp_path: Path) -> None:
     folder = str(tmp_path / "nowhere")
     ppo = {**valid, "advantage_estimator": "ppo"}
-    assert refused(ppo, critic_load=folder) == f"--critic-load: there is no folder {folder}"
+    assert rejection(ppo, critic_load=folder) == f"--critic-load: there is no folder {folder}"
     resolve(Config(**ppo, critic_load=folder, critic_save=folder))
     resolve(Config(**ppo, load=folder, save=folder))
 
@@ -345,6 +350,6 @@ def test_conversion_command_for_bin_files_yields_a_valid_folder(valid: dict[str,
     torch.save(load_file(weights), folder / "pytorch_model.bin")
     weights.unlink()
     command = conversion(folder)
-    assert refused(valid, hf_checkpoint=str(folder)).endswith(command)
+    assert rejection(valid, hf_checkpoint=str(folder)).endswith(command)
     exec(command.removeprefix('python -c "').removesuffix('"'), {})
     resolve(Config(**{**valid, "hf_checkpoint": f"{folder}-safetensors"}))

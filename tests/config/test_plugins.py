@@ -26,7 +26,7 @@ def plugin(tmp_path: Path) -> Path:
     return file
 
 
-def refused(path: str, params: tuple[str, ...] | None = None) -> str:
+def rejection(path: str, params: tuple[str, ...] | None = None) -> str:
     with pytest.raises(UserError) as caught:
         load_function(path, what="--custom-rm-path", params=params)
     return str(caught.value)
@@ -52,15 +52,15 @@ def test_modules_in_the_working_directory_are_importable(tmp_path: Path, monkeyp
 
 
 def test_invalid_function_paths_are_rejected_with_a_remedy(plugin: Path, tmp_path: Path) -> None:
-    assert refused("justaname").endswith("write it as package.module.function or file.py:function")
-    assert refused("no_such_pkg_q.mod.f").startswith("--custom-rm-path no_such_pkg_q.mod.f: module no_such_pkg_q.mod")
-    assert "is it installed" in refused("no_such_pkg_q.mod.f")
-    assert refused(f"{tmp_path}/none.py:f") == f"--custom-rm-path: there is no file {tmp_path}/none.py"
-    assert refused("os.path.jion").endswith("has no jion: did you mean join?")
-    assert refused(f"{plugin}:my_rewards").endswith("has no my_rewards: did you mean my_reward?")
-    assert refused(f"{plugin}:zzzz").endswith("it defines my_reward, later, flexible, Source")
-    assert refused(f"{plugin}:NUMBER").endswith("is a int, not a function: name a callable")
-    assert refused(f"{plugin}:my_reward", ("args", "sample", "extra")) == (
+    assert rejection("justaname").endswith("write it as package.module.function or file.py:function")
+    assert rejection("no_such_pkg_q.mod.f").startswith("--custom-rm-path no_such_pkg_q.mod.f: module no_such_pkg_q.mod")
+    assert "is it installed" in rejection("no_such_pkg_q.mod.f")
+    assert rejection(f"{tmp_path}/none.py:f") == f"--custom-rm-path: there is no file {tmp_path}/none.py"
+    assert rejection("os.path.jion").endswith("has no jion: did you mean join?")
+    assert rejection(f"{plugin}:my_rewards").endswith("has no my_rewards: did you mean my_reward?")
+    assert rejection(f"{plugin}:zzzz").endswith("it defines my_reward, later, flexible, Source")
+    assert rejection(f"{plugin}:NUMBER").endswith("is a int, not a function: name a callable")
+    assert rejection(f"{plugin}:my_reward", ("args", "sample", "extra")) == (
         f"--custom-rm-path {plugin}:my_reward is called with (args, sample, extra), but its signature is "
         "(args, sample): change it"
     )
@@ -70,7 +70,7 @@ def test_import_error_message_includes_the_cause(tmp_path: Path, monkeypatch: py
     broken = tmp_path / "broken_plugin.py"
     broken.write_text("import no_such_dependency_q\n")
     sentence = f"{broken} could not be imported (ModuleNotFoundError: No module named 'no_such_dependency_q')"
-    assert refused(f"{broken}:f") == f"--custom-rm-path: {sentence}"
+    assert rejection(f"{broken}:f") == f"--custom-rm-path: {sentence}"
     for line, remedy in (
         (
             "from megatron.core import mpu",
@@ -83,9 +83,9 @@ def test_import_error_message_includes_the_cause(tmp_path: Path, monkeypatch: py
     ):
         monkeypatch.setitem(sys.modules, line.split()[1].partition(".")[0], None)  # simulates a missing package
         broken.write_text(f"{line}\n")
-        assert refused(f"{broken}:f").endswith(remedy)
+        assert rejection(f"{broken}:f").endswith(remedy)
     broken.write_text("def f(args, sample): return 1\n")
     assert load_function(f"{broken}:f", what="x")(None, None) == 1
     syntax = tmp_path / "syntax_plugin.py"
     syntax.write_text("def f(:\n")
-    assert "SyntaxError" in refused(f"{syntax}:f")
+    assert "SyntaxError" in rejection(f"{syntax}:f")

@@ -29,14 +29,14 @@ from tests.config.conftest import TINY_QWEN3
 from tests.model_files import add_weights, write_safetensors
 
 
-def refused(valid: dict[str, Any], **changes: Any) -> str:
+def rejection(valid: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
         resolve(Config(**{**valid, **changes}))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def planned(valid: dict[str, Any], **changes: Any) -> Plan:
+def plan_for(valid: dict[str, Any], **changes: Any) -> Plan:
     return make_plan(resolve(Config(**{**valid, "label_key": "label", **changes})), device="cpu", gpu_count=0)
 
 
@@ -62,7 +62,7 @@ def empty(folder: Path) -> Path:
     return folder
 
 
-def tracked(folder: Path, name: str, make: Callable[[Path], Path]) -> Path:
+def make_with_tracker(folder: Path, name: str, make: Callable[[Path], Path]) -> Path:
     make(folder / name)
     (folder / LATEST).write_text(name.removeprefix("iter_").lstrip("0") or "0")
     return folder
@@ -90,8 +90,8 @@ def other(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda path: tracked(path, "release", torch_dist), "release"),
-        (lambda path: tracked(path, "iter_0000100", torch_dist), "iter_0000100"),
+        (lambda path: make_with_tracker(path, "release", torch_dist), "release"),
+        (lambda path: make_with_tracker(path, "iter_0000100", torch_dist), "iter_0000100"),
         (torch_dist, ""),
     ],
 )
@@ -100,10 +100,10 @@ def test_run_starts_from_the_weights_of_a_megatron_checkpoint(
 ) -> None:
     folder = make(tmp_path / "megatron")
     shown = folder / name if name else folder
-    plan = planned(valid, load=str(folder))
+    plan = plan_for(valid, load=str(folder))
     assert rows(plan)["starts from"] == f"--load {shown}, weights only"
     assert f"--load {folder} is a Megatron checkpoint: only its weights are read; " in " ".join(plan.notes)
-    plan = planned(valid, ref_load=str(folder), use_kl_loss=True)
+    plan = plan_for(valid, ref_load=str(folder), use_kl_loss=True)
     assert rows(plan)["starts from"] == f"--ref-load {shown}, weights only"
     assert rows(plan)["reference"] == f"--ref-load {shown}"
     ppo = resolve(Config(**valid, advantage_estimator="ppo", critic_load=str(folder)))
@@ -115,9 +115,9 @@ def test_run_starts_from_the_weights_of_a_megatron_checkpoint(
 @pytest.mark.parametrize(
     ("make", "shown"),
     [
-        (lambda path: tracked(path, "release", torch_dist), "torch_dist, release"),
-        (lambda path: tracked(path, "iter_0000100", torch_format), "torch, iter_0000100"),
-        (lambda path: tracked(path, "release", empty), "release"),
+        (lambda path: make_with_tracker(path, "release", torch_dist), "torch_dist, release"),
+        (lambda path: make_with_tracker(path, "iter_0000100", torch_format), "torch, iter_0000100"),
+        (lambda path: make_with_tracker(path, "release", empty), "release"),
         (torch_format, "torch, megatron"),
     ],
 )
@@ -127,7 +127,7 @@ def test_unusable_megatron_checkpoints_are_rejected_with_their_format(
     folder = make(tmp_path / "megatron")
     what = f"{folder} is a Megatron checkpoint ({shown})"
     for flag, others in (("hf_checkpoint", {}), ("opd_teacher_load", {"use_opd": True, "opd_type": "trainer"})):
-        assert refused(valid, **others, **{flag: str(folder)}) == (
+        assert rejection(valid, **others, **{flag: str(folder)}) == (
             f"--{flag.replace('_', '-')} {what}, but a Hugging Face folder is needed: convert it with slime convert, "
             "or give it as --load or --ref-load"
         )
@@ -140,23 +140,23 @@ def test_unusable_megatron_checkpoints_are_rejected_with_their_format(
                 " of pickled objects, which are never opened here: convert it with Megatron to torch_dist "
                 "(--ckpt-convert-format torch_dist)"
             )
-        assert refused(valid, **others, **{flag: str(folder)}) == f"--{flag.replace('_', '-')} {what}{remedy}"
+        assert rejection(valid, **others, **{flag: str(folder)}) == f"--{flag.replace('_', '-')} {what}{remedy}"
 
 
 def test_actor_does_not_read_ref_load_once_load_has_a_checkpoint(valid: dict[str, Any], tmp_path: Path) -> None:
     """Upstream flags `--ref-load HF_torch_dist --load X --save X`, before and after the first checkpoint."""
     script = {
-        "ref_load": str(tracked(tmp_path / "HF_torch_dist", "release", torch_dist)),
+        "ref_load": str(make_with_tracker(tmp_path / "HF_torch_dist", "release", torch_dist)),
         "load": str(tmp_path / "X"),
         "save": str(tmp_path / "X"),
     }
-    assert rows(planned(valid, **script))["starts from"] == f"--ref-load {script['ref_load']}/release, weights only"
+    assert rows(plan_for(valid, **script))["starts from"] == f"--ref-load {script['ref_load']}/release, weights only"
     checkpoint(tmp_path / "X")
-    plan = planned(valid, **script)
+    plan = plan_for(valid, **script)
     assert rows(plan)["starts from"] == f"--load {tmp_path / 'X' / 'iter_0000003'}"
     (note,) = [note for note in plan.notes if "--ref-load" in note]
     assert note.startswith(f"--ref-load {script['ref_load']} is not read: the actor starts from --load ")
-    assert rows(planned(valid, **script, use_kl_loss=True))["reference"] == f"--ref-load {script['ref_load']}/release"
+    assert rows(plan_for(valid, **script, use_kl_loss=True))["reference"] == f"--ref-load {script['ref_load']}/release"
     resolve(Config(**{**valid, **script, "debug_rollout_only": True, "load": None, "save": None}))
 
 
@@ -164,19 +164,19 @@ def test_actor_starts_from_ref_load_if_load_has_no_checkpoint(
     valid: dict[str, Any], other: Path, tmp_path: Path
 ) -> None:
     model, nowhere = valid["hf_checkpoint"], str(tmp_path / "nowhere")
-    assert rows(planned(valid))["starts from"] == f"--hf-checkpoint {model}"
-    plan = planned(valid, ref_load=str(other))  # also without a KL term
+    assert rows(plan_for(valid))["starts from"] == f"--hf-checkpoint {model}"
+    plan = plan_for(valid, ref_load=str(other))  # also without a KL term
     assert rows(plan)["starts from"] == f"--ref-load {other}"
     assert "reference" not in rows(plan)
     assert not [note for note in plan.notes if "load" in note and "--save" not in note]
-    plan = planned(valid, ref_load=str(other), use_kl_loss=True, load=nowhere)
+    plan = plan_for(valid, ref_load=str(other), use_kl_loss=True, load=nowhere)
     assert rows(plan)["starts from"] == f"--ref-load {other}"
     assert rows(plan)["reference"] == f"--ref-load {other}"
     assert f"--load {nowhere} has no checkpoint: the actor starts from --ref-load {other}" in plan.notes
-    plan = planned(valid, ref_load=str(other), use_kl_loss=True, load=str(checkpoint(tmp_path / "saved")))
+    plan = plan_for(valid, ref_load=str(other), use_kl_loss=True, load=str(checkpoint(tmp_path / "saved")))
     assert rows(plan)["starts from"] == f"--load {tmp_path / 'saved' / 'iter_0000003'}"
     assert rows(plan)["reference"] == f"--ref-load {other}"
-    plan = planned(valid, ref_load=str(other), load=model)
+    plan = plan_for(valid, ref_load=str(other), load=model)
     assert rows(plan)["starts from"] == f"--load {model}"
 
 
@@ -202,7 +202,7 @@ def test_weights_of_another_shape_are_rejected(
 ) -> None:
     (model_dir / "config.json").write_text(json.dumps({**TINY_QWEN3, "rope_theta": 1e6}))
     (other / "config.json").write_text(json.dumps({**TINY_QWEN3, **change}))
-    found = refused(valid, **{flag: str(other)})
+    found = rejection(valid, **{flag: str(other)})
     same = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_window": None}
     assert found.startswith(f"--{flag.replace('_', '-')} {other} has {shown}")
     assert found.endswith(": give two folders of the same model")
@@ -210,14 +210,12 @@ def test_weights_of_another_shape_are_rejected(
     resolve(Config(**valid, **{flag: str(other)}))
 
 
-def test_reference_may_differ_in_shape_but_not_in_vocabulary(
-    valid: dict[str, Any], other: Path
-) -> None:
+def test_reference_may_differ_in_shape_but_not_in_vocabulary(valid: dict[str, Any], other: Path) -> None:
     flags = {"use_kl_loss": True, "ref_load": str(other), "load": valid["hf_checkpoint"]}
     (other / "config.json").write_text(json.dumps({**TINY_QWEN3, "num_hidden_layers": 3}))
     resolve(Config(**valid, **flags))
     (other / "config.json").write_text(json.dumps({**TINY_QWEN3, "vocab_size": 130}))
-    assert refused(valid, **flags).startswith(f"--ref-load {other} has vocab_size 130, but ")
+    assert rejection(valid, **flags).startswith(f"--ref-load {other} has vocab_size 130, but ")
 
 
 def test_loading_one_iteration_resumes_at_its_data_position(valid: dict[str, Any], tmp_path: Path) -> None:
@@ -257,7 +255,7 @@ def test_load_step_applies_to_critic_load_unless_it_names_one_iteration(
             config = resolve(Config(**ppo, **load, critic_load=str(one)))
             assert find_critic_weights(config).checkpoint == one
         assert find_critic_weights(resolve(Config(**ppo, **load, critic_load=str(other)))).hf_folder == other
-        assert refused(ppo, **load, critic_load=str(another)) == (
+        assert rejection(ppo, **load, critic_load=str(another)) == (
             f"--critic-load {another} has no iteration 3: choose another one"
         )
 
@@ -271,12 +269,12 @@ def test_ckpt_step_flags_select_a_checkpoint(valid: dict[str, Any], other: Path,
     fresh = resolve(Config(**valid, ref_load=str(saved), ref_ckpt_step=3))
     assert find_initial_weights(fresh).checkpoint == saved / "iter_0000003"
     assert not find_initial_weights(fresh).resumes
-    assert refused(valid, load=str(saved), ckpt_step=4).startswith(f"--load {saved} has no iteration 4")
-    assert "is not a folder of checkpoints to pick iteration 3 from" in refused(
+    assert rejection(valid, load=str(saved), ckpt_step=4).startswith(f"--load {saved} has no iteration 4")
+    assert "is not a folder of checkpoints to pick iteration 3 from" in rejection(
         valid, ref_load=str(other), ref_ckpt_step=3
     )
-    assert refused(valid, ref_ckpt_step=3) == (
+    assert rejection(valid, ref_ckpt_step=3) == (
         "--ref-ckpt-step 3 selects a checkpoint of --ref-load: give --ref-load, or drop --ref-ckpt-step"
     )
-    ppo = refused(valid, ref_load=str(saved), advantage_estimator="ppo")
+    ppo = rejection(valid, ref_load=str(saved), advantage_estimator="ppo")
     assert ppo.endswith("which a critic cannot start from: give --critic-hf-checkpoint")

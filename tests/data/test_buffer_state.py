@@ -47,7 +47,7 @@ def started(config: Config, folder: Path, start: int = 0) -> JournaledSource:
     return source
 
 
-def saved(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
+def source_with_saved_buffer(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
     """Create a source; its checkpoint of rollout 0 buffers a finished group with a fan-out, a partial and a new one."""
     source = started(config, folder)
     trained, done, partial, new = source.get_samples(4)
@@ -63,7 +63,7 @@ def saved(config: Config, folder: Path) -> tuple[JournaledSource, list[Any]]:
     return source, copy.deepcopy([done, partial, new])
 
 
-def later(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
+def train_and_save(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
     """Train on groups in rollout 1 and save it."""
     source.journal.assign(1, groups, {})
     source.journal.consumed(1)
@@ -71,7 +71,7 @@ def later(source: JournaledSource, groups: list[Any], kept: set[int]) -> None:
     source.journal.checkpointed(1, kept=kept)
 
 
-def unnumbered(groups: list[Any]) -> list[Any]:
+def without_journal_ids(groups: list[Any]) -> list[Any]:
     """Copy groups without the ids that a journal assigned to their samples."""
     groups = copy.deepcopy(groups)
     for group in groups:
@@ -95,7 +95,7 @@ def prompts_of(groups: list[Any]) -> list[Any]:
 
 
 def test_state_holds_no_responses_that_the_journal_holds(config: Config, tmp_path: Path) -> None:
-    source, (done, partial, new) = saved(config, tmp_path / "run")
+    source, (done, partial, new) = source_with_saved_buffer(config, tmp_path / "run")
     state = state_of(config)
     assert state["buffer_journal"] == source.journal.name()
     assert state["buffer"][2][1] == {
@@ -118,7 +118,7 @@ def test_state_holds_no_responses_that_the_journal_holds(config: Config, tmp_pat
 
 
 def test_restart_restores_the_buffered_groups(config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     source.journal.close()
     again = started(config, tmp_path / "run", 1)
     assert again.source.buffer == groups
@@ -129,7 +129,7 @@ def test_restart_restores_the_buffered_groups(config: Config, tmp_path: Path, ca
 def test_restart_restores_progress_made_after_the_checkpoint(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     _, partial, _ = source.get_samples(3)
     source.journal.produced(partial[0], finish(partial[0], 1.0, version="1"))
     source.journal.close()
@@ -141,27 +141,27 @@ def test_restart_restores_progress_made_after_the_checkpoint(
 def test_older_checkpoint_restores_groups_consumed_since(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     trained, dropped, _ = source.get_samples(3)
     source.journal.drop([dropped])
-    later(source, [trained], kept={0, 1})  # keep_bytes is 0: no sample is kept for inspection
+    train_and_save(source, [trained], kept={0, 1})  # keep_bytes is 0: no sample is kept for inspection
     source.journal.close()
     caplog.clear()
     again = started(config, tmp_path / "run", 1)
-    assert unnumbered(again.source.buffer) == unnumbered(groups)
+    assert without_journal_ids(again.source.buffer) == without_journal_ids(groups)
     assert [record.getMessage() for record in caplog.records] == [
         f"the samples of an earlier run do not match rollout 1: they are now in {tmp_path / 'run/journal-1.sqlite'}"
     ]
     again.journal.close()
     once_more = started(config, tmp_path / "run", 1)  # the groups are now in the new journal
-    assert unnumbered(once_more.source.buffer) == unnumbered(groups)
+    assert without_journal_ids(once_more.source.buffer) == without_journal_ids(groups)
 
 
 def test_groups_of_a_deleted_checkpoint_are_pruned(config: Config, tmp_path: Path) -> None:
-    source, _ = saved(config, tmp_path / "run")
+    source, _ = source_with_saved_buffer(config, tmp_path / "run")
     trained, dropped, _ = source.get_samples(3)
     source.journal.drop([dropped])
-    later(source, [trained], kept={0, 1})
+    train_and_save(source, [trained], kept={0, 1})
     query = "SELECT group_index, state FROM groups ORDER BY group_index"
     with source.journal._database.reading() as connection:
         assert connection.execute(query).fetchall() == [(1, "consumed"), (2, "dropped"), (3, "pending")]
@@ -176,13 +176,13 @@ def test_groups_of_a_deleted_checkpoint_are_pruned(config: Config, tmp_path: Pat
 def test_changed_groups_start_over_from_an_older_checkpoint(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     done, partial, _ = source.get_samples(3)
     source.journal.produced(partial[0], finish(partial[0], 1.0, version="1"))
-    later(source, [done, partial], kept={0, 1})
+    train_and_save(source, [done, partial], kept={0, 1})
     source.journal.close()
     again = started(config, tmp_path / "run", 1)
-    assert unnumbered(again.source.buffer[::2]) == unnumbered(groups[::2])
+    assert without_journal_ids(again.source.buffer[::2]) == without_journal_ids(groups[::2])
     (_, over, _) = again.source.buffer
     assert (over[0].status, over[0].tokens, over[0].response_length) == (Sample.Status.PENDING, [], 0)
     assert prompts_of([over]) == prompts_of([partial])
@@ -194,7 +194,7 @@ def test_changed_groups_start_over_from_an_older_checkpoint(
 def test_prompts_start_over_without_the_journal(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_journaled: bool
 ) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     source.journal.close()
     loaded = started(config, tmp_path / "elsewhere", 1).source if is_journaled else RolloutDataSourceWithBuffer(config)
     if not is_journaled:
@@ -204,20 +204,20 @@ def test_prompts_start_over_without_the_journal(
     done, partial, new = groups
     assert prompts_of(loaded.buffer) == prompts_of([[done[0][0], done[1]], partial, new])
     fresh = RolloutDataSourceWithBuffer(config).get_samples(4)[1:]
-    assert unnumbered(loaded.buffer) == fresh
+    assert without_journal_ids(loaded.buffer) == fresh
     assert loaded.get_samples(4)[3][0].prompt == "question 4"
 
 
 def test_journal_is_found_in_the_checkpoint_folder(
     config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, groups = saved(config, tmp_path / "run")
+    source, groups = source_with_saved_buffer(config, tmp_path / "run")
     source.journal.close()
     (tmp_path / "checkpoints/journal-7.sqlite").write_text("something else")
     shutil.copy(tmp_path / "run/journal.sqlite", tmp_path / "checkpoints/journal.sqlite")
     with caplog.at_level(logging.WARNING):
         again = started(config, tmp_path / "elsewhere", 1)
-    assert unnumbered(again.source.buffer) == unnumbered(groups)
+    assert without_journal_ids(again.source.buffer) == without_journal_ids(groups)
     assert not caplog.records
 
 
@@ -231,7 +231,7 @@ def test_samples_without_a_journal_are_saved_in_full(config: Config, tmp_path: P
     assert "buffer_journal" not in state_of(config)
 
     again = started(config, tmp_path / "run", 1)  # like the state of an earlier version
-    assert unnumbered(again.source.buffer) == [group]
+    assert without_journal_ids(again.source.buffer) == [group]
     again.source.buffer.append([finish(Sample(index=99, prompt="from nowhere"))])
     again.save(1)
     (recorded, whole) = state_of(config, 1)["buffer"]

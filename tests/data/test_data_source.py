@@ -126,7 +126,9 @@ def twin_of(config: Config, original: RolloutDataSourceWithBuffer) -> RolloutDat
     return twin
 
 
-def test_load_without_a_saved_position_starts_at_the_beginning(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_without_a_saved_position_starts_at_the_beginning(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     source = RolloutDataSource(make_config())
     source.load(-1)
     assert caplog.messages == []

@@ -128,9 +128,7 @@ def test_nested_arrays_keep_dtype_and_shape(array: np.ndarray, key: tuple[int, s
 
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
-def test_batch_with_fan_outs_round_trip_is_exact(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_batch_with_fan_outs_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     group = st.lists(samples | st.lists(samples, min_size=1, max_size=3), min_size=1, max_size=3)
     groups = data.draw(st.lists(group, max_size=3))
     metrics = data.draw(st.dictionaries(st.text("ab/", max_size=4), st.floats(allow_nan=False) | st.none()))
@@ -167,9 +165,7 @@ def test_number_lists_are_packed_compactly() -> None:
         ({frozenset(): 1}, "sample 5.metadata: a key of type frozenset"),
     ],
 )
-def test_unsupported_value_is_named_and_nothing_is_recorded(
-    tmp_path: Path, value: dict[Any, Any], named: str
-) -> None:
+def test_unsupported_value_is_named_and_nothing_is_recorded(tmp_path: Path, value: dict[Any, Any], named: str) -> None:
     journal = open_journal(tmp_path)
     with pytest.raises(UserError, match=named):
         journal.hand_out([[Sample(index=5, metadata=value)]], {"offset": 1})
@@ -423,7 +419,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith("-shm")}
 
 
-def refused(folder: Path, match: str, **identity: str) -> None:
+def assert_rejected(folder: Path, match: str, **identity: str) -> None:
     before = contents(folder)
     with pytest.raises(UserError, match=match):
         open_journal(folder, **identity)
@@ -441,8 +437,10 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_rejects_the_journal_of_another_run(written: Path) -> None:
-    refused(written, r"another run, it differs in model \(tiny there, huge here\): choose another", model="huge")
-    refused(written, r"differs in seed \(none there, 5 here\)", seed="5")
+    assert_rejected(
+        written, r"another run, it differs in model \(tiny there, huge here\): choose another", model="huge"
+    )
+    assert_rejected(written, r"differs in seed \(none there, 5 here\)", seed="5")
 
 
 def test_journal_of_another_run_without_samples_is_replaced(tmp_path: Path) -> None:
@@ -463,12 +461,12 @@ def test_rejects_another_runs_journal_with_a_write_ahead_log(tmp_path: Path) -> 
     journal = open_journal(tmp_path)
     finished(journal, 0)
     assert (tmp_path / "journal.sqlite-wal").stat().st_size
-    refused(tmp_path, "differs in model", model="huge")
+    assert_rejected(tmp_path, "differs in model", model="huge")
     killed = tmp_path / "killed"
     killed.mkdir()
     for name, content in [(f.name, f.read_bytes()) for f in tmp_path.glob("journal*") if "-shm" not in f.name]:
         (killed / name).write_bytes(content)
-    refused(killed, "differs in model", model="huge")
+    assert_rejected(killed, "differs in model", model="huge")
     assert sorted(file.name for file in killed.iterdir()) == ["journal.sqlite", "journal.sqlite-wal"]
     again = open_journal(killed)
     assert len(again.recover(0).groups) == 1
@@ -478,27 +476,27 @@ def test_rejects_a_newer_format(written: Path) -> None:
     with sqlite3.connect(written / "journal.sqlite") as connection:
         connection.execute("PRAGMA user_version=5")
     connection.close()
-    refused(written, "has format 5, but this version supports formats up to 4")
+    assert_rejected(written, "has format 5, but this version supports formats up to 4")
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)
 def test_rejects_a_file_that_is_not_a_database(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.sqlite").write_bytes(content)
-    refused(tmp_path, "journal.sqlite: not a readable journal")
+    assert_rejected(tmp_path, "journal.sqlite: not a readable journal")
 
 
 def test_rejects_a_foreign_sqlite_database(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "journal.sqlite")
     connection.execute("CREATE TABLE identity (name, value)")
     connection.close()
-    refused(tmp_path, "is an SQLite database, but not a journal of slime")
+    assert_rejected(tmp_path, "is an SQLite database, but not a journal of slime")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.99])
 def test_rejects_a_truncated_file(written: Path, share: float) -> None:
     path = written / "journal.sqlite"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-    refused(written, "not a readable journal")
+    assert_rejected(written, "not a readable journal")
 
 
 def test_run_identity_changes_with_data_model_and_sampling_flags(tmp_path: Path) -> None:

@@ -40,15 +40,13 @@ class Transactions:
         monkeypatch.setattr(Database, "transaction", counted)
 
 
-def seen(journal: Journal) -> list[tuple[Any, ...]]:
+def committed_rows(journal: Journal) -> list[tuple[Any, ...]]:
     """Return the rows that another connection reads from the file."""
     with closing(sqlite3.connect(journal.path)) as connection:
         return connection.execute("SELECT sample_index, status FROM samples ORDER BY id").fetchall()
 
 
-def test_thread_writes_many_samples_in_one_transaction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_writes_many_samples_in_one_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(tmp_path)
     groups = [prompts(number) for number in range(10)]
     journal.hand_out(groups, None)
@@ -65,12 +63,12 @@ def test_thread_writes_many_samples_in_one_transaction(
         assert not first.done()  # the event loop was not blocked
         made.go_on.set()
         await first
-        assert (samples[0].index, "completed") in seen(journal)
+        assert (samples[0].index, "completed") in committed_rows(journal)
         await asyncio.gather(*others)
 
     asyncio.run(record())
     assert made.threads == ["journal", "journal"]
-    assert [status for _, status in seen(journal)] == ["completed"] * 20
+    assert [status for _, status in committed_rows(journal)] == ["completed"] * 20
     assert len({sample.journal_id for sample in samples}) == 20
     journal.close()
 
@@ -87,7 +85,7 @@ def test_unsupported_sample_fails_alone(tmp_path: Path) -> None:
 
     results = asyncio.run(record())
     assert [type(result) for result in results] == [type(None), UserError, type(None)]
-    assert [status for _, status in seen(journal)] == ["completed", "pending", "completed"]
+    assert [status for _, status in committed_rows(journal)] == ["completed", "pending", "completed"]
     journal.close()
     with pytest.raises(RuntimeError, match="journal is closed"):
         asyncio.run(journal.record(group[0], group[0]))
@@ -104,7 +102,7 @@ def test_awaiting_a_failed_transaction_raises(tmp_path: Path) -> None:
     with journal._database.reading() as connection:
         connection.execute("PRAGMA query_only=OFF")
     asyncio.run(journal.record(group[0], group[0]))
-    assert seen(journal)[0][1] == "completed"
+    assert committed_rows(journal)[0][1] == "completed"
 
 
 def test_failure_after_a_transaction_affects_only_its_own_write(tmp_path: Path) -> None:
@@ -141,13 +139,13 @@ def test_writes_are_applied_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
         journal.put_back([group])
 
     asyncio.run(record())
-    assert seen(journal) == [(0, "pending")]
+    assert committed_rows(journal) == [(0, "pending")]
 
 
 # unusable rows
 
 
-def spoil(journal: Journal, index: int, how: str) -> None:
+def damage_row(journal: Journal, index: int, how: str) -> None:
     """Damage a row like an earlier version without validation (`mask`) or a corrupt file (`bytes`)."""
     with closing(sqlite3.connect(journal.path)) as connection:
         (row_id,) = connection.execute("SELECT id FROM samples WHERE sample_index = ?", (index,)).fetchone()
@@ -174,7 +172,7 @@ def test_bad_row_in_a_batch_fails_only_that_sample(tmp_path: Path, how: str, cau
     journal = open_journal(tmp_path)
     groups = [finished(journal, number) for number in range(2)]
     journal.assign(0, groups, {})
-    spoil(journal, 1, how)
+    damage_row(journal, 1, how)
     journal.close()
     again = open_journal(tmp_path)
     recovered = again.recover(0)
@@ -196,7 +194,7 @@ def test_batch_without_usable_rows_can_be_replaced(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number in range(2):
         journal.assign(number, [finished(journal, number, 1)], {})
-    spoil(journal, 0, "bytes")
+    damage_row(journal, 0, "bytes")
     journal.close()
     again = open_journal(tmp_path)
     assert again.recover(0).batches == [1]
@@ -207,7 +205,7 @@ def test_batch_without_usable_rows_can_be_replaced(tmp_path: Path) -> None:
 def test_bad_row_of_a_waiting_group_counts_as_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path)
     finished(journal, 0)
-    spoil(journal, 0, "mask")
+    damage_row(journal, 0, "mask")
     journal.close()
     source = JournaledSource(SimpleNamespace(add_samples=lambda groups: served.extend(groups)), open_journal(tmp_path))
     source.source.load = lambda _rollout_id: None
@@ -223,9 +221,7 @@ def test_bad_row_of_a_waiting_group_counts_as_failed(tmp_path: Path, caplog: pyt
 # durability order
 
 
-def test_journal_is_synced_before_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_is_synced_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(tmp_path)
     journal.recover(0)
     journal.assign(0, [finished(journal, 0)], {})

@@ -23,7 +23,7 @@ from tests.data.journal_samples import finish, finished, open_journal, prompts, 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def landed(journal: Journal, arena: SharedArena, number: int = 0) -> list[Any]:
+def recorded_group(journal: Journal, arena: SharedArena, number: int = 0) -> list[Any]:
     """Create a group ready for a batch: recorded by the journal's thread, with its columns in shared memory."""
     group = prompts(number)
     journal.hand_out([group], {"offset": number + 1})
@@ -65,7 +65,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_recorded_samples_are_not_written_again(
     journal: Journal, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [landed(journal, arena, number) for number in range(3)]
+    groups = [recorded_group(journal, arena, number) for number in range(3)]
     groups.append(finished(journal, 3))  # with columns that were not packed again
     encoded: list[Sample] = []
     monkeypatch.setattr(RowCodec, "columns", lambda self, sample: encoded.append(sample))
@@ -144,7 +144,7 @@ CHANGES: dict[str, Callable[[Sample], None]] = {
 def test_changed_samples_are_written_again(
     journal: Journal, arena: SharedArena, change: Callable[[Sample], None]
 ) -> None:
-    group = landed(journal, arena)
+    group = recorded_group(journal, arena)
     before = RowCodec().columns(group[1])
     if change is CHANGES["longer response"]:
         for name in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"):
@@ -162,7 +162,7 @@ def test_changed_samples_are_written_again(
 
 
 def test_reverted_change_is_not_written(journal: Journal, arena: SharedArena) -> None:
-    group = landed(journal, arena)
+    group = recorded_group(journal, arena)
     group[0].tokens[0] = 4
     group[0].tokens[0] = 9  # now a list with the same numbers
     group[0].response = "".join(["a", "bc"])
@@ -172,10 +172,8 @@ def test_reverted_change_is_not_written(journal: Journal, arena: SharedArena) ->
     assert journal.batch(0) == ([group], {})
 
 
-def test_regrouped_samples_are_moved_not_rewritten(
-    journal: Journal, arena: SharedArena
-) -> None:
-    a, b, c = (landed(journal, arena, number) for number in range(3))
+def test_regrouped_samples_are_moved_not_rewritten(journal: Journal, arena: SharedArena) -> None:
+    a, b, c = (recorded_group(journal, arena, number) for number in range(3))
     fanned = prompts(3)
     journal.hand_out([fanned], None)
     parts = [finish(copy.deepcopy(fanned[0]), reward) for reward in (0.1, 0.2)]
@@ -196,7 +194,7 @@ def test_regrouped_samples_are_moved_not_rewritten(
 
 
 def test_samples_of_an_earlier_process_are_written_again(journal: Journal, arena: SharedArena, tmp_path: Path) -> None:
-    group = landed(journal, arena)
+    group = recorded_group(journal, arena)
     journal.close()
     again = open_journal(tmp_path)
     [found] = again.recover(0).groups
@@ -247,7 +245,7 @@ def test_rolled_back_write_is_not_treated_as_written(journal: Journal) -> None:
 
 
 def test_changes_of_a_failed_batch_are_written_by_the_next_one(journal: Journal, arena: SharedArena) -> None:
-    group = landed(journal, arena)
+    group = recorded_group(journal, arena)
     group[0].reward = 2.0
     with journal._database.reading() as connection:
         connection.execute(
@@ -263,10 +261,8 @@ def test_changes_of_a_failed_batch_are_written_by_the_next_one(journal: Journal,
     assert journal.batch(0) == ([group], {})
 
 
-def test_unsupported_value_in_a_batch_is_named_and_nothing_is_recorded(
-    journal: Journal, arena: SharedArena
-) -> None:
-    first, second = landed(journal, arena, 0), landed(journal, arena, 1)
+def test_unsupported_value_in_a_batch_is_named_and_nothing_is_recorded(journal: Journal, arena: SharedArena) -> None:
+    first, second = recorded_group(journal, arena, 0), recorded_group(journal, arena, 1)
     first[0].reward = 2.0
     second[1].metadata["deep"]["list"].append(object())
     with pytest.raises(UserError, match=r"sample 3\.metadata\.deep\.list: a object"):
@@ -280,7 +276,7 @@ def test_unsupported_value_in_a_batch_is_named_and_nothing_is_recorded(
 
 
 def test_contents_are_tracked_only_for_waiting_samples(journal: Journal, arena: SharedArena) -> None:
-    taken, left_out, waiting = (landed(journal, arena, number) for number in range(3))
+    taken, left_out, waiting = (recorded_group(journal, arena, number) for number in range(3))
     journal.assign(0, [taken[:1]], {})
     journal.drop([left_out])
     assert set(journal._writer._contents) == {sample.journal_id for sample in waiting}

@@ -207,7 +207,9 @@ def test_evaluations_have_their_own_byte_limit(tmp_path: Path) -> None:
     assert evaluated(everything) == [(0, "math", 50)]
 
 
-def test_unsupported_evaluation_sample_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_evaluation_sample_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     samples = answers(2)
     samples[0].metadata["tool"] = object()
@@ -225,9 +227,7 @@ def test_evaluation_reward_uses_eval_reward_key(tmp_path: Path) -> None:
     assert rows(journal, "SELECT reward FROM evaluated") == [(1.0,)]
 
 
-def test_inspection_samples_of_another_run_are_set_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_inspection_samples_of_another_run_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     train(journal, 0)
     journal.close()

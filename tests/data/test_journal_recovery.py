@@ -36,7 +36,7 @@ def indices(groups: list[Any]) -> list[int]:
     return [group[0].group_index for group in groups]
 
 
-def killed(journal: Journal, folder: Path) -> Path:
+def copy_journal_files(journal: Journal, folder: Path) -> Path:
     """Copy the journal files, as a killed process would leave them, into a new folder."""
     copied = Path(tempfile.mkdtemp(dir=folder))
     for file in journal.path.parent.glob("journal.sqlite*"):
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
     def crash(self) -> None:
         """Restart from the last checkpoint with the files that a kill would leave."""
         before = {rollout: self.journal.batch(rollout) for rollout in self.batches if rollout not in self.trained}
-        folder = killed(self.journal, self.folder)
+        folder = copy_journal_files(self.journal, self.folder)
         self.journal.close()
         self.journal = open_journal(folder, keep_bytes=self.keep_bytes)
         recovered = self.journal.recover(self.start)

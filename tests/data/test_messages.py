@@ -126,9 +126,7 @@ def test_rejects_unusable_labels_with_their_row(
     assert PromptDataset(path, label_key="label")[1].label == label
 
 
-def test_multi_turn_labels_require_a_message_prompt(
-    write_jsonl: Callable[..., str], byte_tokenizer: Any
-) -> None:
+def test_multi_turn_labels_require_a_message_prompt(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     path = write_jsonl([{"input": user("2+2="), "label": [SAYS, *user("sure?"), SAYS]}])
     with pytest.raises(UserError, match=r":1: the label is a conversation of 3 messages.*drop --apply-chat-template"):
         PromptDataset(path, label_key="label", label_use="target", tokenizer=byte_tokenizer, apply_chat_template=True)

@@ -190,9 +190,7 @@ def test_observations_in_a_save_are_not_repeated(live: Any) -> None:
     assert [rollout_id for rollout_id, *_ in inner.seen] == [0, 1]
 
 
-def test_state_resumes_from_the_checkpoint_in_another_folder(
-    live: Any, tmp_path: Path, args: Namespace
-) -> None:
+def test_state_resumes_from_the_checkpoint_in_another_folder(live: Any, tmp_path: Path, args: Namespace) -> None:
     inner, source = live(0)
     source.assign(0, roll_out(source, 2), {})
     source.save(0)

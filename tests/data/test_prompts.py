@@ -36,7 +36,9 @@ def test_jsonl_rows_become_prototypes(write_jsonl: Callable[..., str], streaming
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_parquet_and_jsonl_give_the_same_samples(tmp_path: Path, write_jsonl: Callable[..., str], streaming: bool) -> None:
+def test_parquet_and_jsonl_give_the_same_samples(
+    tmp_path: Path, write_jsonl: Callable[..., str], streaming: bool
+) -> None:
     rows = [{**row, "unused": "x" * 10} for row in ROWS]
     parquet = PromptDataset(write_parquet(tmp_path / "p.parquet", rows), label_key="answer", streaming=streaming)
     jsonl = PromptDataset(write_jsonl(rows), label_key="answer")
@@ -103,9 +105,7 @@ def test_parquet_messages_drop_null_fields_from_other_rows(tmp_path: Path) -> No
     ]
 
 
-def test_any_prompt_keeps_prompts_that_are_not_text(
-    write_jsonl: Callable[..., str], byte_tokenizer: Any
-) -> None:
+def test_any_prompt_keeps_prompts_that_are_not_text(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
     prompts: list[Any] = [0, 12, 0.5, {"task": 3}, [1, 2], "text", [{"role": "user", "content": "hi"}]]
     rows = [{"index": prompt} for prompt in prompts]
     found = PromptDataset(write_jsonl(rows), input_key="index", any_prompt=True, prompt_suffix="!", max_prompt_len=4)
@@ -161,7 +161,9 @@ def test_prompt_column_is_inferred_if_only_one_usual_name_exists(tmp_path: Path)
         ("", r"has no rows"),
     ],
 )
-def test_bad_rows_are_reported_with_their_line(tmp_path: Path, content: str | bytes, message: str, streaming: bool) -> None:
+def test_bad_rows_are_reported_with_their_line(
+    tmp_path: Path, content: str | bytes, message: str, streaming: bool
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
@@ -199,15 +201,17 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert PromptDataset(str(path))[0].prompt == "a"
 
 
-def test_chat_template_errors_are_reported(write_jsonl: Callable[..., str], plain_tokenizer: Any, byte_tokenizer: Any) -> None:
+def test_chat_template_errors_are_reported(
+    write_jsonl: Callable[..., str], plain_tokenizer: Any, byte_tokenizer: Any
+) -> None:
     with pytest.raises(UserError, match="--apply-chat-template needs a tokenizer with a chat template"):
         PromptDataset(write_jsonl(ROWS), tokenizer=plain_tokenizer, apply_chat_template=True)
-    refusing = load_copy(byte_tokenizer, "{{ raise_exception('no system role') }}")
+    refusing = with_chat_template(byte_tokenizer, "{{ raise_exception('no system role') }}")
     with pytest.raises(UserError, match=r"prompts\.jsonl:1: the chat template refuses this prompt \(no system role\)"):
         PromptDataset(write_jsonl(ROWS), tokenizer=refusing, apply_chat_template=True)
 
 
-def load_copy(tokenizer: Any, chat_template: str) -> Any:
+def with_chat_template(tokenizer: Any, chat_template: str) -> Any:
     import copy
 
     changed = copy.deepcopy(tokenizer)
@@ -254,7 +258,9 @@ def test_message_prompt_length_includes_the_template(write_jsonl: Callable[..., 
     assert [sample.prompt for sample in dataset] == [rows[0]["input"]]
 
 
-def test_epoch_order_is_the_same_with_and_without_streaming(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_epoch_order_is_the_same_with_and_without_streaming(
+    write_jsonl: Callable[..., str], byte_tokenizer: Any
+) -> None:
     path = write_jsonl(length_rows() * 5)
 
     def walk(streaming: bool, epoch: int, shuffle: bool) -> list[int]:

@@ -34,7 +34,9 @@ GSM8K: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_labels_are_read_from_nested_objects(tmp_path: Path, write_jsonl: Callable[..., str], kind: str, streaming: bool) -> None:
+def test_labels_are_read_from_nested_objects(
+    tmp_path: Path, write_jsonl: Callable[..., str], kind: str, streaming: bool
+) -> None:
     path = write_jsonl(DAPO)
     if kind == "parquet":
         path = str(tmp_path / "dapo.parquet")
@@ -58,7 +60,9 @@ def test_unknown_nested_key_error_suggests_a_similar_key(write_jsonl: Callable[.
         PromptDataset(dotted, label_key="input.b")
 
 
-def test_prompt_suffix_is_appended_to_the_last_user_message(write_jsonl: Callable[..., str], byte_tokenizer: Any) -> None:
+def test_prompt_suffix_is_appended_to_the_last_user_message(
+    write_jsonl: Callable[..., str], byte_tokenizer: Any
+) -> None:
     suffix = "\nPut it in \\boxed{}."
     read = {"input_key": "question", "label_key": "answer", "prompt_suffix": suffix}
     plain = PromptDataset(write_jsonl(GSM8K), **read)

@@ -235,9 +235,7 @@ def test_usage_errors_are_reported(journal: Journal, tmp_path: Path) -> None:
         (["--sort", "version", "--descending", "--limit", "2"], [4, 0]),
     ],
 )
-def test_sorts_samples_and_puts_missing_values_last(
-    journal: Journal, words: list[str], indices: list[int]
-) -> None:
+def test_sorts_samples_and_puts_missing_values_last(journal: Journal, words: list[str], indices: list[int]) -> None:
     assert shown(run(journal.path, *words)) == [str(index) for index in indices]
 
 

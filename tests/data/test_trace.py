@@ -39,7 +39,7 @@ def sample() -> Sample:
     return Sample(index=7, group_index=3)
 
 
-def shown(sample: Sample) -> list[tuple[str, str]]:
+def event_types_and_names(sample: Sample) -> list[tuple[str, str]]:
     return [(event["type"], event["name"]) for event in sample.trace["events"]]  # type: ignore[attr-defined]
 
 
@@ -53,7 +53,7 @@ def test_trace_records_nested_spans_and_events(sample: Sample) -> None:
     assert {key: trace[key] for key in ("version", "sample_id", "group_id", "attempt")} == {
         "version": 1, "sample_id": 7, "group_id": 3, "attempt": 0,
     }  # fmt: skip
-    assert shown(sample) == [
+    assert event_types_and_names(sample) == [
         ("span_start", "generate_and_rm"),
         ("event", "tool_called"),
         ("span_start", "reward_model"),
@@ -115,14 +115,14 @@ def test_trace_function_records_one_span_per_call(sample: Sample) -> None:
     with pytest.raises(KeyError):
         by_name(sample)
     assert by_getter(None, ([sample, other], 4)) == 4
-    assert shown(sample) == [
+    assert event_types_and_names(sample) == [
         (kind, name)
         for name in ("sglang_generate", "by_name", "group_reward_model")
         for kind in ("span_start", "span_end")
     ]
     assert sample.trace["events"][0]["attrs"] == {"seed": 5}  # type: ignore[attr-defined]
     assert sample.trace["events"][3]["attrs"] == {"error": "KeyError: 'no'"}  # type: ignore[attr-defined]
-    assert shown(other) == [("span_start", "group_reward_model"), ("span_end", "group_reward_model")]
+    assert event_types_and_names(other) == [("span_start", "group_reward_model"), ("span_end", "group_reward_model")]
 
 
 def test_import_merges_events_and_attempts_are_numbered(sample: Sample) -> None:

@@ -76,7 +76,7 @@ THINKING = [
 ]
 
 
-def trained(family: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
+def trained_texts(family: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
     """Return the texts under the mask; check that the tokens are those of one rendering."""
     tokenizer = tokenizer_for(family)
     masked = mask_turns(tokenizer, messages, **options)
@@ -100,7 +100,7 @@ def trained(family: str, messages: list[dict[str, Any]], **options: Any) -> list
     ],
 )
 def test_assistant_turns_are_trained_with_a_system_message(family: str, expected: list[str]) -> None:
-    assert trained(family, CHAT) == expected
+    assert trained_texts(family, CHAT) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_assistant_turns_are_trained_with_a_system_message(family: str, expected
     ],
 )
 def test_tool_calls_are_trained_and_tool_results_are_not(family: str, expected: list[str]) -> None:
-    assert trained(family, WITH_TOOL, tools=TOOLS) == expected
+    assert trained_texts(family, WITH_TOOL, tools=TOOLS) == expected
 
 
 @pytest.mark.parametrize(
@@ -147,25 +147,25 @@ def test_tool_calls_are_trained_and_tool_results_are_not(family: str, expected: 
     ],
 )
 def test_thinking_that_the_template_drops_is_not_trained(family: str, expected: list[str]) -> None:
-    assert trained(family, THINKING) == expected
+    assert trained_texts(family, THINKING) == expected
 
 
 def test_template_arguments_change_the_trained_text() -> None:
     expected = ["2, of course<|im_end|>", "<b>4</b>\n<|im_end|>"]
-    assert trained("qwen3", CHAT, template_kwargs={"enable_thinking": False}) == expected
+    assert trained_texts("qwen3", CHAT, template_kwargs={"enable_thinking": False}) == expected
     reasoned = [message("user", "q"), message("assistant", "a", reasoning_content="r")]
-    assert trained("qwen3", reasoned) == ["<think>\nr\n</think>\n\na<|im_end|>"]
+    assert trained_texts("qwen3", reasoned) == ["<think>\nr\n</think>\n\na<|im_end|>"]
 
 
 @pytest.mark.parametrize("family", sorted(SPECIALS))
 def test_step_loss_mask_excludes_a_turn(family: str) -> None:
     turns = [i for i, m in enumerate(CHAT) if m["role"] == "assistant"]
-    everything = trained(family, CHAT)
+    everything = trained_texts(family, CHAT)
     for kept in itertools.product((0, 1), repeat=2):
         messages = [dict(m) for m in CHAT]
         for turn, bit in zip(turns, kept, strict=True):
             messages[turn]["step_loss_mask"] = bit
-        assert trained(family, messages) == [text for text, bit in zip(everything, kept, strict=True) if bit]
+        assert trained_texts(family, messages) == [text for text, bit in zip(everything, kept, strict=True) if bit]
 
 
 def test_generator_returns_masks_and_response_lengths() -> None:
@@ -185,8 +185,8 @@ def test_leading_and_consecutive_assistant_turns_are_trained() -> None:
         message("assistant", "a"),
         message("assistant", "b"),
     ]
-    assert trained("qwen3", messages)[0] == "hello<|im_end|>"
-    assert trained("llama3", messages) == ["hello<|eot_id|>", "a<|eot_id|>", "b<|eot_id|>"]
+    assert trained_texts("qwen3", messages)[0] == "hello<|im_end|>"
+    assert trained_texts("llama3", messages) == ["hello<|eot_id|>", "a<|eot_id|>", "b<|eot_id|>"]
 
 
 JOINED = [message("user", "q"), message("assistant", "\n\nx")]
@@ -194,7 +194,7 @@ JOINED = [message("user", "q"), message("assistant", "\n\nx")]
 
 
 def test_a_token_that_joins_header_and_content_is_not_trained() -> None:
-    assert trained("qwen2_5", JOINED) == ["\nx<|im_end|>"]
+    assert trained_texts("qwen2_5", JOINED) == ["\nx<|im_end|>"]
 
 
 def test_tool_call_is_trained_if_the_template_omits_its_content() -> None:
@@ -219,7 +219,7 @@ def test_rejects_templates_that_hide_or_refuse_turns() -> None:
         mask_turns(tokenizer, [message("user", "q"), message("assistant", "a")])
 
 
-class Slow:
+class SlowTokenizer:
     """Wraps a fast tokenizer and hides its offsets."""
 
     is_fast = False
@@ -233,6 +233,6 @@ class Slow:
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
     fast = tokenizer_for("qwen3")
-    assert mask_turns(Slow(fast), WITH_TOOL, tools=TOOLS) == mask_turns(fast, WITH_TOOL, tools=TOOLS)
+    assert mask_turns(SlowTokenizer(fast), WITH_TOOL, tools=TOOLS) == mask_turns(fast, WITH_TOOL, tools=TOOLS)
     with pytest.raises(UserError, match="fast version"):
-        mask_turns(Slow(tokenizer_for("qwen2_5")), JOINED)
+        mask_turns(SlowTokenizer(tokenizer_for("qwen2_5")), JOINED)

@@ -86,7 +86,9 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     assert not Path("bad").exists()
 
 
-def test_port_in_use_is_one_error_line(bad_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_one_error_line(
+    bad_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(bad_files)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

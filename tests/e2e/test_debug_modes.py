@@ -46,7 +46,7 @@ async def generate(args, sample, sampling_params):
 """
 
 
-def numbers(run_dir: Path) -> list[tuple[float, float]]:
+def losses_and_grad_norms(run_dir: Path) -> list[tuple[float, float]]:
     return [(record["train/loss"], record["train/grad_norm"]) for record in records(run_dir, "train")]
 
 
@@ -80,7 +80,7 @@ def test_offload_alternates_engine_and_trainer_phases(place: Path, dumped: Path)
 
 
 def test_training_on_dumps_reproduces_the_run_exactly(place: Path, dumped: Path) -> None:
-    found = numbers(place / "dumping")
+    found = losses_and_grad_norms(place / "dumping")
     assert len(found) == 4
     for suffix in ("jsonl", "pt"):
         if suffix == "pt":
@@ -91,7 +91,7 @@ def test_training_on_dumps_reproduces_the_run_exactly(place: Path, dumped: Path)
         flags = [*without_prompts(grpo_flags()), "--load-debug-rollout-data", f"dumps/{{rollout_id}}.{suffix}"]
         done = run([*TRAIN, *flags, "--output-dir", f"replay_{suffix}"], place)
         assert (done.code, done.err) == (0, "")
-        assert numbers(place / f"replay_{suffix}") == found
+        assert losses_and_grad_norms(place / f"replay_{suffix}") == found
         assert not list((place / f"replay_{suffix}/logs").glob("engine*"))
     original = [record["rollout/raw_reward"] for record in records(place / "dumping", "rollout")]
     assert [record["rollout/raw_reward"] for record in records(place / "replay_pt", "rollout")] == original

@@ -44,7 +44,7 @@ class Life:
     def __init__(self, running: Running, run_dir: Path, previous: int) -> None:
         self.running, self._run_dir = running, run_dir
         address = run_dir / "live.json"
-        self.wait_for(lambda: _written(address) > previous)
+        self.wait_for(lambda: _mtime_ns(address) > previous)
         self._said = json.loads(address.read_text())
 
     def talk(self, question: str, *then: str, consent: str = "yes") -> None:
@@ -98,7 +98,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def alive(place: Path) -> Iterator[Life]:
+def start_service(place: Path) -> Iterator[Life]:
     command = [
         *TRAIN, "--async-mode", "full", "--hf-checkpoint", "model", "--live-judge-path", "judge.py:judge",
         "--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", "1",
@@ -107,12 +107,12 @@ def alive(place: Path) -> Iterator[Life]:
         "--load", "run", "--save-interval", "2", "--keep-samples",
         "--save-debug-train-data", "trained/{rollout_id}.jsonl",
     ]  # fmt: skip
-    previous = _written(place / "run" / "live.json")
+    previous = _mtime_ns(place / "run" / "live.json")
     with started(command, place) as running:
         yield Life(running, place / "run", previous)
 
 
-def _written(file: Path) -> int:
+def _mtime_ns(file: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
@@ -121,7 +121,7 @@ def consumed(place: Path) -> list[JournaledSample]:
         return list(journal.samples(Choice(state="consumed")))
 
 
-def on_disk(place: Path) -> str:
+def written_text(place: Path) -> str:
     """Returns all text that the run has written: bytes of its files, and samples packed in its journal."""
     files = [file for folder in ("run", "trained") for file in (place / folder).rglob("*") if file.is_file()]
     tokenizer = load_tokenizer(str(place / "model"))
@@ -136,7 +136,7 @@ def test_sigkill_of_the_whole_run_trains_each_conversation_once(place: Path) -> 
     rewards = {question: (1.0, -1.0)[number % 2] for number, question in enumerate(asked)}
     lives = (asked[:6], asked[6:12], asked[12:])
     for number, questions in enumerate(lives):
-        with alive(place) as life:
+        with start_service(place) as life:
             life.talk(f"{SILENT} {number}?", f"thanks, {SILENT}", consent="no")
             for question in questions:
                 life.talk(question, "thanks" if rewards[question] > 0 else "no")
@@ -166,7 +166,7 @@ def test_sigkill_of_the_whole_run_trains_each_conversation_once(place: Path) -> 
     assert sorted(in_batches) == sorted(one.sample.index for one in found)
     assert [record["step"] for record in records(place / "run", "rollout")] == list(range(ROLLOUTS))
 
-    written = on_disk(place)
+    written = written_text(place)
     assert asked[0] in written
     assert SILENT not in written
     assert NAME not in written

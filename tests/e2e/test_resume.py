@@ -53,7 +53,7 @@ def test_stopped_killed_and_resumed_run_equals_uninterrupted_run(whole_run: tupl
         assert wait_until(lambda: not killed.processes(), within_s=120), "processes outlived their driver"
     assert any("resuming from parts at step 3" in line for line in killed.lines)
 
-    resumed = run(from_folder_beside(place, [*command, "--num-rollout", "4"]), place / "beside")
+    resumed = run(command_for_sibling_folder(place, [*command, "--num-rollout", "4"]), place / "beside")
     assert (resumed.code, resumed.err) == (0, "")
     assert "resuming from ../parts at step 4" in resumed.out
 
@@ -68,16 +68,14 @@ def test_stopped_killed_and_resumed_run_equals_uninterrupted_run(whole_run: tupl
     assert_same_records(comparable(place / "parts"), comparable(whole), TOLERANCE)
 
 
-def from_folder_beside(place: Path, command: list[str]) -> list[str]:
+def command_for_sibling_folder(place: Path, command: list[str]) -> list[str]:
     """Returns the command for another working folder, or for another machine with the same storage."""
     (place / "beside").mkdir()
     here = {*(path.name for path in place.iterdir()), "parts"}
     return [f"../{word}" if word.split("@")[0].split(":")[0] in here else word for word in command]
 
 
-def test_run_with_two_trainer_restarts_equals_uninterrupted_run(
-    whole_run: tuple[Path, Done], place: Path
-) -> None:
+def test_run_with_two_trainer_restarts_equals_uninterrupted_run(whole_run: tuple[Path, Done], place: Path) -> None:
     """The trainer dies before the first checkpoint and again after one. The driver process restarts the run."""
     whole, _ = whole_run
     (place / "deadly.py").write_text(DEADLY)
@@ -91,10 +89,10 @@ def test_run_with_two_trainer_restarts_equals_uninterrupted_run(
     assert "4, 2 of them since the resume" in done.out
     assert_same_records(comparable(place / "lost"), comparable(whole), TOLERANCE)
     assert [path.name for path in (place / "lost").glob("metrics*.jsonl")] == ["metrics.jsonl"]
-    assert consumed(place / "lost") == [(rollout_id, 4) for rollout_id in range(4)]
+    assert groups_per_rollout(place / "lost") == [(rollout_id, 4) for rollout_id in range(4)]
 
 
-def consumed(run_dir: Path) -> list[tuple[int | None, int]]:
+def groups_per_rollout(run_dir: Path) -> list[tuple[int | None, int]]:
     """Returns (rollout, number of groups it consumed). The rollout of unconsumed groups is None."""
     with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
         return journal.execute("SELECT consumed_by, COUNT(*) FROM groups GROUP BY 1 ORDER BY 1").fetchall()
@@ -114,7 +112,7 @@ def test_ppo_run_restarts_after_losing_one_of_two_ranks(place: Path) -> None:
     assert [record["step"] for record in rollouts] == [0, 1, 2, 3]
     assert [record["step"] for record in steps] == list(range(8))
     assert all("train/critic-value_loss" in record for record in steps)
-    assert consumed(place / "ppo") == [(rollout_id, 4) for rollout_id in range(4)]
+    assert groups_per_rollout(place / "ppo") == [(rollout_id, 4) for rollout_id in range(4)]
     for folder in (place / "ppo", place / "ppo/critic"):
         assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 

@@ -54,7 +54,7 @@ def command(out: str) -> list[str]:
     return [sys.executable, "-m", "slime.cli", "stages", "stages.yaml", *words, "--output-dir", out]
 
 
-def observed(folder: Path) -> dict[str, object]:
+def source_state(folder: Path) -> dict[str, object]:
     state = json.loads((folder / "2-large" / "rollout" / "data_state_4.json").read_text())
     return dict(state["source"])
 
@@ -64,7 +64,7 @@ def test_staged_run_killed_in_stage_2_resumes_identically(place: Path) -> None:
     (place / "stages.yaml").write_text(STAGES)
     whole: Done = run(command("unbroken"), place)
     assert (whole.code, whole.err) == (0, "")
-    assert observed(place / "unbroken")["seen"] == [[number, 4] for number in range(5)]
+    assert source_state(place / "unbroken")["seen"] == [[number, 4] for number in range(5)]
 
     with started(command("broken"), place, HOLD_FROM_ROLLOUT="3", HELD="held-stages") as killed:
         killed.wait_for("stage 2 of 2: large")
@@ -76,7 +76,7 @@ def test_staged_run_killed_in_stage_2_resumes_identically(place: Path) -> None:
     again = run(command("broken"), place)
     assert (again.code, again.err) == (0, "")
     assert "this run is finished" in again.out  # the first stage
-    assert observed(place / "broken") == observed(place / "unbroken")
+    assert source_state(place / "broken") == source_state(place / "unbroken")
     for stage in ("1-small", "2-large"):
         ours, theirs = (comparable(place / name / stage) for name in ("broken", "unbroken"))
         assert_same_records(ours, theirs, TOLERANCE)

@@ -60,10 +60,10 @@ def test_killed_run_over_three_datasets_resumes_identically(place: Path) -> None
     assert (resumed.code, resumed.err) == (0, "")
     assert "resuming from tasks-parts at step 3" in resumed.out
     assert_same_records(comparable(place / "tasks-parts"), comparable(place / "tasks-whole"), TOLERANCE)
-    assert trained_on(place / "tasks-parts") == trained_on(place / "tasks-whole")
+    assert prompt_counts(place / "tasks-parts") == prompt_counts(place / "tasks-whole")
 
 
-def trained_on(run_dir: Path) -> Counter[tuple[int, str]]:
+def prompt_counts(run_dir: Path) -> Counter[tuple[int, str]]:
     """Returns the count of each prompt in each batch."""
     with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
         rows = journal.execute(

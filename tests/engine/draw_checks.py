@@ -241,7 +241,7 @@ def whole_engine() -> Iterator[str]:
         yield f"{answers[0]}"
 
 
-def noting(noted: set[str], then: Launch | None = None) -> Launch:
+def recording_launcher(noted: set[str], then: Launch | None = None) -> Launch:
     """A launcher that records every launch and passes it to `then`, if given."""
 
     def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
@@ -258,12 +258,12 @@ def prepared() -> Iterator[str]:
     compiled: set[str] = set()
     launched: set[str] = set()
     plain: set[str] = set()
-    draw = KernelDraw(2, 20, CPU, tile=16, run=noting(launched, then=launch))
+    draw = KernelDraw(2, 20, CPU, tile=16, run=recording_launcher(launched, then=launch))
     for raw in ({"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0}):
         drawn(draw, torch.randn(1, 20), [sequence(0, 20, **raw)], torch.rand(1))
-    draw.prepare(noting(compiled))
+    draw.prepare(recording_launcher(compiled))
     special = {text for text in launched if "'REDRAW': False" not in text}
-    KernelDraw.compile_plain(2, 20, noting(plain), tile=16)
+    KernelDraw.compile_plain(2, 20, recording_launcher(plain), tile=16)
     if plain != launched - special:
         yield f"{plain ^ (launched - special)} is compiled and not launched, or the other way round"
     if compiled != special:
@@ -280,7 +280,7 @@ def while_compiling() -> Iterator[str]:
         sequence(2, vocab, repetition_penalty=1.5, frequency_penalty=1.0, top_k=4),
     ]
     launched: set[str] = set()
-    draw = KernelDraw(3, vocab, CPU, tile=16, run=noting(launched, then=launch))
+    draw = KernelDraw(3, vocab, CPU, tile=16, run=recording_launcher(launched, then=launch))
     compiles = threading.Event()
 
     def waits(*arguments: Any, **compiled_for: Any) -> None:

@@ -92,7 +92,7 @@ class Refused(AssertionError):
 
 
 @dataclass
-class Known:
+class ExpectedState:
     """Expected state of the engine."""
 
     content: dict[str, int]
@@ -142,7 +142,7 @@ ALL: tuple[str, ...] = ()
 
 
 @dataclass
-class Asked:
+class InFlightRequest:
     """A request in flight, with the counts of ends and doubts when it was sent."""
 
     body: dict[str, Any]
@@ -160,9 +160,9 @@ class Orders:
         self.folders = write_folders(root / "folders")
         global ALL
         ALL = tuple(load_file(self.folders[0] / "model.safetensors"))
-        self.known = Known(dict.fromkeys(ALL, 0), "0", {"0": FIRST})
+        self.known = ExpectedState(dict.fromkeys(ALL, 0), "0", {"0": FIRST})
         self.number = 0  # number of the last version
-        self.flying: list[Asked] = []
+        self.flying: list[InFlightRequest] = []
         self.ends = self.doubts = 0  # calls that may end requests early, and with 503
         self.log: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -246,7 +246,7 @@ class Orders:
         self.log.append(f"generate {params}")
         self.counts["/generate"] += 1
         answer = asyncio.ensure_future(self.post("/generate", body))
-        self.flying.append(Asked(body, answer, self.ends - self.known.stale, self.doubts - self.known.stale))
+        self.flying.append(InFlightRequest(body, answer, self.ends - self.known.stale, self.doubts - self.known.stale))
 
     async def hang_up(self) -> None:
         """Disconnect the client of a random request."""
@@ -255,7 +255,7 @@ class Orders:
             asked.answer.cancel()
             await asyncio.gather(asked.answer, return_exceptions=True)
 
-    def check(self, asked: Asked, status: int, answer: Any) -> None:
+    def check(self, asked: InFlightRequest, status: int, answer: Any) -> None:
         if status == 503 and self.doubts > asked.doubts and "stale" in answer["error"]["message"]:
             return
         if status != 200:

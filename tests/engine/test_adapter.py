@@ -50,7 +50,7 @@ def random_pairs(modules: Mapping[str, tuple[int, int]], seed: int, rank: int = 
     return tensors
 
 
-def written(path: Path, tensors: Weights, facts: AdapterConfig = FACTS) -> str:
+def save_adapter(path: Path, tensors: Weights, facts: AdapterConfig = FACTS) -> str:
     write_adapter(path, tensors, facts, base_model="base", target_modules=["q_proj"], sync=False)
     return str(path)
 
@@ -77,11 +77,11 @@ def test_adapters_are_merged_into_the_base_weights_in_turn(qwen3_folder: Path, t
     """The second adapter is for other layers: the layers of the first return to the base weights."""
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     first, second = random_pairs(ATTENTION, 1), random_pairs(DOWN, 2)
-    copied = core.load_adapter("a", written(tmp_path / "1", first), "1", flush=True)
+    copied = core.load_adapter("a", save_adapter(tmp_path / "1", first), "1", flush=True)
     assert copied == sum(tensor.nbytes for tensor in first.values())
     assert core.weight_version == "1"
     assert_same(weights(core), expected(base, first, torch.float32))
-    core.load_adapter("a", written(tmp_path / "2", second), "2", flush=True)
+    core.load_adapter("a", save_adapter(tmp_path / "2", second), "2", flush=True)
     assert_same(weights(core), expected(base, second, torch.float32))
     core.unload_adapter("a", "3", flush=True)
     assert_same(weights(core), base)
@@ -91,13 +91,15 @@ def test_adapters_are_merged_into_the_base_weights_in_turn(qwen3_folder: Path, t
 @pytest.mark.parametrize(
     ("trained_in", "served_in"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
-def test_adapter_is_merged_in_the_trainer_dtype(qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str) -> None:
+def test_adapter_is_merged_in_the_trainer_dtype(
+    qwen3_folder: Path, tmp_path: Path, trained_in: str, served_in: str
+) -> None:
     """Weights equal a full send by the trainer: merged in its dtype, then cast to the engine's; untouched ones too."""
     core, dtype = loaded(qwen3_folder, "--dtype", served_in), getattr(torch, trained_in)
     base, facts = folder_weights(qwen3_folder, dtype), AdapterConfig(4, 3.0, dtype)
     for version, modules in enumerate((ATTENTION, DOWN)):
         tensors = random_pairs(modules, version)
-        core.load_adapter("a", written(tmp_path / str(version), tensors, facts), str(version), flush=True)
+        core.load_adapter("a", save_adapter(tmp_path / str(version), tensors, facts), str(version), flush=True)
         assert_same(weights(core), expected(base, tensors, getattr(torch, served_in), facts))
     core.unload_adapter("a", "2", flush=True)
     assert_same(weights(core), folder_weights(qwen3_folder, getattr(torch, served_in)))
@@ -107,14 +109,14 @@ def test_adapter_of_another_base_dtype_replaces_the_previous_one(qwen3_folder: P
     core, tensors = loaded(qwen3_folder), random_pairs(ATTENTION, 1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         facts = AdapterConfig(4, 8.0, dtype)
-        core.load_adapter("a", written(tmp_path, tensors, facts), "1", flush=True)
+        core.load_adapter("a", save_adapter(tmp_path, tensors, facts), "1", flush=True)
         assert_same(weights(core), expected(folder_weights(qwen3_folder, dtype), tensors, torch.float32, facts))
 
 
 def test_full_update_unloads_the_adapter_and_the_next_uses_the_base(qwen3_folder: Path, tmp_path: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
-    folder = written(tmp_path / "1", adapter)
+    folder = save_adapter(tmp_path / "1", adapter)
     core.load_adapter("a", folder, "1", flush=True)
     other = make_model_folder(tmp_path / "other", seed=3)
     core.update_from_folder(str(other), "2", flush=True)
@@ -128,7 +130,7 @@ def test_full_update_unloads_the_adapter_and_the_next_uses_the_base(qwen3_folder
 def test_loading_an_adapter_clears_stale_weights(qwen3_folder: Path, tmp_path: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
-    core.load_adapter("a", written(tmp_path, adapter), "1", flush=True)
+    core.load_adapter("a", save_adapter(tmp_path, adapter), "1", flush=True)
     with torch.no_grad():
         core.views.model.get_parameter("model.norm.weight").add_(1.0)
     core.mark_stale("somebody wrote to a norm")
@@ -142,7 +144,7 @@ def test_adapter_of_one_expert_is_merged_and_unloaded(tmp_path: Path) -> None:
     core = loaded(folder)
     before = weights(core)
     adapter = random_pairs({"model.layers.0.mlp.experts.2.down_proj": (64, 32), **ATTENTION}, 1)
-    core.load_adapter("a", written(tmp_path / "a", adapter), "1", flush=True)
+    core.load_adapter("a", save_adapter(tmp_path / "a", adapter), "1", flush=True)
     assert_same(weights(core), {n: t for n, t in expected(before, adapter, torch.float32).items() if "experts.2" in n
                                 or ".experts." not in n})  # fmt: skip
     core.unload_adapter("a", "2", flush=True)
@@ -162,7 +164,7 @@ def test_rejected_adapter_changes_nothing(
     core = loaded(qwen3_folder)
     before = weights(core)
     with pytest.raises(BadRequest, match=reason):
-        core.load_adapter("a", written(tmp_path, random_pairs({**ATTENTION, **modules}, 1)), "1", flush=True)
+        core.load_adapter("a", save_adapter(tmp_path, random_pairs({**ATTENTION, **modules}, 1)), "1", flush=True)
     assert (core.weight_version, core.stale) == ("default", None)
     assert_same(weights(core), before)
 
@@ -199,7 +201,7 @@ def test_bucketed_adapter_is_merged_with_the_last_bucket(qwen3_folder: Path) -> 
 def test_lora_routes_load_and_unload_an_adapter(engine: EngineProcess, qwen3_folder: Path, tmp_path: Path) -> None:
     asked = {"input_ids": [5, 9, 3], "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_logprob": True}
     plain = engine.generate(**asked)["meta_info"]["output_token_logprobs"]
-    folder = written(tmp_path, random_pairs(ATTENTION, 1))
+    folder = save_adapter(tmp_path, random_pairs(ATTENTION, 1))
     status, answer = engine.post(
         "/load_lora_adapter", {"lora_name": "policy", "lora_path": folder, "pinned": False, "weight_version": "7"}
     )
@@ -216,7 +218,7 @@ def test_lora_routes_load_and_unload_an_adapter(engine: EngineProcess, qwen3_fol
 
 
 def test_rejects_an_adapter_while_weights_are_released(engine: EngineProcess, tmp_path: Path) -> None:
-    body = {"lora_name": "policy", "lora_path": written(tmp_path, random_pairs(ATTENTION, 1))}
+    body = {"lora_name": "policy", "lora_path": save_adapter(tmp_path, random_pairs(ATTENTION, 1))}
     engine.post("/release_memory_occupation", {})
     try:
         status, answer = engine.post("/load_lora_adapter", body)
@@ -239,7 +241,9 @@ def test_rejects_an_adapter_while_weights_are_released(engine: EngineProcess, tm
         ({"lora_name": "a", "lora_path": "/tmp"}, "lora_path"),
     ],
 )
-def test_rejects_an_invalid_adapter_naming_the_parameter(engine: EngineProcess, body: dict[str, Any], param: str) -> None:
+def test_rejects_an_invalid_adapter_naming_the_parameter(
+    engine: EngineProcess, body: dict[str, Any], param: str
+) -> None:
     status, answer = engine.post("/load_lora_adapter", body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert engine.get("/health_generate")[0] == 200

@@ -154,7 +154,7 @@ def _answer(tokens: int) -> dict[str, Any]:
     }
 
 
-def _asked(body: bytes) -> GenerateResult:
+def _result_from_body(body: bytes) -> GenerateResult:
     """The result that a client parses from an answer with this body."""
 
     async def main() -> GenerateResult:
@@ -187,7 +187,7 @@ def test_long_answer_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(GenerateResult, "from_json", classmethod(recording))
     for tokens in (3, 5000):
         body = json.dumps(_answer(tokens)).encode()
-        result = _asked(body)
+        result = _result_from_body(body)
         assert result.token_ids == list(range(100_000, 100_000 + tokens))
         assert result.log_probs == [-0.5] * tokens
         assert readers.pop().startswith("engine-answers") == (len(body) >= LONG_RESPONSE_BYTES)
@@ -196,12 +196,12 @@ def test_long_answer_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatc
 def test_nan_or_invalid_json_raises_and_invalid_utf8_is_replaced() -> None:
     body = json.dumps(_answer(2)).encode()
     with pytest.raises(EngineProtocolError, match=r"not a list of \[finite log-prob"):
-        _asked(body.replace(b"-0.5", b"NaN"))
+        _result_from_body(body.replace(b"-0.5", b"NaN"))
     with pytest.raises(EngineProtocolError, match="not JSON"):
-        _asked(body[:-1])
-    assert _asked(body.replace(b'"x"', b'"\xff\\ud800"')).text == "\ufffd\ud800"
+        _result_from_body(body[:-1])
+    assert _result_from_body(body.replace(b'"x"', b'"\xff\\ud800"')).text == "\ufffd\ud800"
     with pytest.raises(EngineProtocolError, match=r"not a list of \[finite log-prob"):
-        _asked(body.replace(b"100000", b"1" * 30))
+        _result_from_body(body.replace(b"100000", b"1" * 30))
 
 
 def test_input_ids_may_be_a_numpy_array() -> None:

@@ -95,7 +95,7 @@ def test_generate_sends_the_payload_and_parses_the_answer():
     assert result.meta_info == ANSWER["meta_info"]
 
 
-def changed(**meta_info):
+def answer_with_meta(**meta_info):
     return {**ANSWER, "meta_info": {**ANSWER["meta_info"], **meta_info}}
 
 
@@ -104,13 +104,13 @@ def changed(**meta_info):
     [
         ([1], "not an object"),
         ({"text": "x"}, "without meta_info"),
-        (changed(finish_reason=None), "finish_reason"),
-        (changed(finish_reason={"type": 3}), "finish_reason"),
-        (changed(output_token_logprobs=None), "output_token_logprobs"),
-        (changed(output_token_logprobs=[[-0.5]]), "output_token_logprobs"),
-        (changed(output_token_logprobs=[[None, 5, None]]), "output_token_logprobs"),
-        (changed(output_token_logprobs=[[-0.5, "5", None]]), "output_token_logprobs"),
-        (changed(output_token_logprobs=[[float("nan"), 5, None], [0.0, 6, None]]), "finite"),
+        (answer_with_meta(finish_reason=None), "finish_reason"),
+        (answer_with_meta(finish_reason={"type": 3}), "finish_reason"),
+        (answer_with_meta(output_token_logprobs=None), "output_token_logprobs"),
+        (answer_with_meta(output_token_logprobs=[[-0.5]]), "output_token_logprobs"),
+        (answer_with_meta(output_token_logprobs=[[None, 5, None]]), "output_token_logprobs"),
+        (answer_with_meta(output_token_logprobs=[[-0.5, "5", None]]), "output_token_logprobs"),
+        (answer_with_meta(output_token_logprobs=[[float("nan"), 5, None], [0.0, 6, None]]), "finite"),
         ({**ANSWER, "output_ids": [5, 9]}, "output_ids differ"),
     ],
 )
@@ -330,7 +330,7 @@ async def pool_of(*servers, **options):
             await pool.aclose()
 
 
-def held():
+def held_server():
     """A server whose answers wait for `release`."""
     release = asyncio.Event()
 
@@ -343,7 +343,7 @@ def held():
 
 def test_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
     async def main():
-        (left, release_left), (right, release_right) = held(), held()
+        (left, release_left), (right, release_right) = held_server(), held_server()
         async with pool_of(left, right) as pool:
             tasks = []
             for group in (0, 0, 0, 1, 2, 0, 1):
@@ -360,7 +360,7 @@ def test_key_keeps_its_engine_and_new_keys_go_to_the_least_loaded():
 
 def test_key_moves_away_from_an_overloaded_engine():
     async def main():
-        (left, release_left), (right, release_right) = held(), held()
+        (left, release_left), (right, release_right) = held_server(), held_server()
         async with pool_of(left, right, imbalance_limit=2) as pool:
             tasks = []
             for _ in range(5):

@@ -24,7 +24,7 @@ def make_runner(model_type: str, **own: Any) -> ModelRunner:
     return runner
 
 
-def decoded(runner: ModelRunner, count: int, compiled: CompiledLayers | None) -> torch.Tensor:
+def decode_one_token(runner: ModelRunner, count: int, compiled: CompiledLayers | None) -> torch.Tensor:
     """Hidden states of one new token for each of `count` sequences, as the first step of a decoder computes them."""
     context = runner.context
     rows = list(range(count))
@@ -44,12 +44,12 @@ def test_one_compilation_serves_every_layer_and_batch() -> None:
     runner = make_runner("qwen3", num_hidden_layers=12)
     layers = decoder_layers(runner.body)
     assert len(layers) == 12
-    wanted = {count: decoded(runner, count, None) for count in (4, 7)}
+    wanted = {count: decode_one_token(runner, count, None) for count in (4, 7)}
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = CompiledLayers(runner.body, runner.context, backend="aot_eager")
     for count, plain in wanted.items():
-        torch.testing.assert_close(decoded(runner, count, compiled), plain, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(decode_one_token(runner, count, compiled), plain, rtol=0.02, atol=0.02)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert not any("forward" in vars(layer) for layer in layers)
@@ -61,10 +61,10 @@ def test_uncompilable_model_runs_eagerly_and_warns_once(caplog: pytest.LogCaptur
     def refuses(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         raise NotImplementedError("no such op")
 
-    plain = decoded(runner, 3, None)
+    plain = decode_one_token(runner, 3, None)
     compiled = CompiledLayers(runner.body, runner.context, backend=refuses)
-    assert torch.equal(decoded(runner, 3, compiled), plain)
+    assert torch.equal(decode_one_token(runner, 3, compiled), plain)
     assert "cannot be compiled" in caplog.text
     caplog.clear()
-    assert torch.equal(decoded(runner, 3, compiled), plain)
+    assert torch.equal(decode_one_token(runner, 3, compiled), plain)
     assert not caplog.text

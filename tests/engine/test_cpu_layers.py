@@ -40,7 +40,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return found
 
 
-def prepared(model: nn.Module, *, pack: bool) -> tuple[nn.Module, Any]:
+def prepare_copy(model: nn.Module, *, pack: bool) -> tuple[nn.Module, Any]:
     fast = copy.deepcopy(model)
     with inputs_of_linears(fast) as inputs:
         logits(fast)
@@ -51,7 +51,7 @@ def prepared(model: nn.Module, *, pack: bool) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "gemma2"])  # head norms; biases; its own kind of norm
 def test_packed_layers_match_plain_layers(model_type: str) -> None:
     model = wide_model(model_type)
-    fast, _ = prepared(model, pack=True)
+    fast, _ = prepare_copy(model, pack=True)
     for _ in range(2):
         torch.testing.assert_close(logits(fast), logits(model), atol=2e-5, rtol=1e-5)
     own, plain = fast.state_dict(), model.state_dict()
@@ -61,7 +61,7 @@ def test_packed_layers_match_plain_layers(model_type: str) -> None:
 
 @needs_mkldnn
 def test_layers_with_the_same_input_are_packed_together() -> None:
-    fast, _ = prepared(wide_model("qwen2"), pack=True)
+    fast, _ = prepare_copy(wide_model("qwen2"), pack=True)
     found = {name: layer for name, layer in fast.named_modules() if isinstance(layer, PackedLinear)}
     groups: dict[int, set[str]] = {}
     for name, layer in found.items():
@@ -80,7 +80,7 @@ def test_layers_with_the_same_input_are_packed_together() -> None:
 @needs_mkldnn
 def test_weight_changes_take_effect_after_forget() -> None:
     model = wide_model("qwen2")
-    fast, forget = prepared(model, pack=True)
+    fast, forget = prepare_copy(model, pack=True)
     before = logits(fast)
     with torch.no_grad():
         for target, source in zip(fast.state_dict().values(), model.state_dict().values(), strict=True):
@@ -103,7 +103,7 @@ def test_norms_are_replaced_only_if_bit_exact() -> None:
     others = [layer for layer in gemma.modules() if type(layer).__name__ == "Gemma2RMSNorm"]  # multiplies by 1 + weight
     assert others
     assert all(torch_rms_norm(layer) is None for layer in others)
-    fast_gemma, _ = prepared(gemma, pack=False)
+    fast_gemma, _ = prepare_copy(gemma, pack=False)
     torch.testing.assert_close(logits(fast_gemma), logits(gemma), atol=2e-5, rtol=1e-5)
 
 

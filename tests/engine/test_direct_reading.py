@@ -51,7 +51,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel | None
     return None if found is None else found.read(dtype, host_memory())
 
 
-def through(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
     how: dict[str, Any] = {"memory": None, "trust_remote_code": False, "fused_kernels": False}
     return through_transformers(str(folder), dtype=dtype, device="cpu", **how)
 
@@ -96,7 +96,7 @@ def test_directly_read_weights_match_transformers(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
     monkeypatch.setattr(reading, "_PIECE", 1000)
-    loaded, expected = read(folder, dtype), through(folder, dtype)
+    loaded, expected = read(folder, dtype), load_with_transformers(folder, dtype)
     assert loaded is not None
     own, theirs = loaded.weights.state_dict(), expected.weights.state_dict()
     assert own.keys() == theirs.keys()
@@ -123,7 +123,7 @@ def test_eos_ids_match_transformers(
         (folder / "generation_config.json").write_text(json.dumps(generation))
     loaded = read(folder)
     assert loaded is not None
-    assert loaded.eos_ids == through(folder).eos_ids != frozenset()
+    assert loaded.eos_ids == load_with_transformers(folder).eos_ids != frozenset()
 
 
 def change_config(folder: Path, **own: Any) -> None:
@@ -248,7 +248,9 @@ def test_unusual_tokenizers_are_left_to_transformers(tmp_path: Path, config: dic
     assert plain_tokenizer(tmp_path) is None
 
 
-def test_falls_back_to_transformers_if_fused_kernels_are_wrong(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_transformers_if_fused_kernels_are_wrong(
+    qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[bool] = []
     compare = PlainForward.compare
 

@@ -194,9 +194,7 @@ def test_killed_engine_is_removed_and_its_requests_complete(run: Run, folder: Pa
         assert run.pool.urls == run.own.urls
 
 
-def test_engine_rejoins_a_restarted_run_with_its_weight_version(
-    run: Run, folder: Path, tmp_path: Path
-) -> None:
+def test_engine_rejoins_a_restarted_run_with_its_weight_version(run: Run, folder: Path, tmp_path: Path) -> None:
     with joining(run, tmp_path, "--model-path", str(folder)) as engine:
         engine.wait_for("joined the run")
         [member] = run.joined.members()
@@ -219,9 +217,7 @@ def test_engine_rejoins_a_restarted_run_with_its_weight_version(
         assert run.pool.urls == run.own.urls
 
 
-def test_engine_without_shared_files_gets_weights_over_the_connection(
-    run: Run, folder: Path, tmp_path: Path
-) -> None:
+def test_engine_without_shared_files_gets_weights_over_the_connection(run: Run, folder: Path, tmp_path: Path) -> None:
     source, root = ModelSource(folder, torch.float32), tmp_path / "shm"
     root.mkdir()
     settings = PublisherSettings(delivery=run.joined)

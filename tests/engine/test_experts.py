@@ -59,7 +59,7 @@ def rows_of(meta: dict[str, Any], topk: int, layers: int = LAYERS) -> np.ndarray
     return np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(-1, layers, topk)
 
 
-def true_rows(folder: Path, tokens: list[int], topk: int) -> np.ndarray:
+def reference_rows(folder: Path, tokens: list[int], topk: int) -> np.ndarray:
     """Experts chosen by transformers' routers; zero for layers without experts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     rows = np.zeros((len(tokens), LAYERS, topk), np.int32)
@@ -89,7 +89,7 @@ def test_routed_experts_match_transformers(family: str, tmp_path: Path) -> None:
         for seq, meta in routed(core, *sent):
             rows = rows_of(meta, topk)
             assert len(rows) == len(seq.tokens) - 1
-            assert_same(rows, true_rows(folder, seq.tokens[:-1], topk))
+            assert_same(rows, reference_rows(folder, seq.tokens[:-1], topk))
             assert rows[:, -1].any()
 
 
@@ -102,7 +102,7 @@ def test_cached_prefix_tokens_return_their_experts(folder: Path) -> None:
         assert seq.cached_tokens == len(first.tokens) - 1
         [(_, late)] = routed(core, {**again, "routed_experts_start_len": 12})
     rows = rows_of(meta, 2)
-    assert_same(rows, true_rows(folder, seq.tokens[:-1], 2))
+    assert_same(rows, reference_rows(folder, seq.tokens[:-1], 2))
     assert late["routed_experts_start_len"] == 12
     prompt_rows = len(again["input_ids"])
     np.testing.assert_array_equal(rows_of(late, 2)[: prompt_rows - 12], rows[12:prompt_rows])
@@ -114,7 +114,7 @@ def test_retracted_sequences_keep_their_experts(folder: Path) -> None:
         answers = routed(core, *sent)
         assert core.scheduler.retractions > 0
     for seq, meta in answers:
-        assert_same(rows_of(meta, 2), true_rows(folder, seq.tokens[:-1], 2))
+        assert_same(rows_of(meta, 2), reference_rows(folder, seq.tokens[:-1], 2))
 
 
 def test_aborted_sequence_returns_experts_of_its_sampled_tokens(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_aborted_sequence_returns_experts_of_its_sampled_tokens(folder: Path) ->
     meta = answer(seq, whole(seq, ""), request, "")["meta_info"]
     assert len(seq.output_ids) >= 5
     assert meta["finish_reason"]["type"] == "abort"
-    assert_same(rows_of(meta, 2), true_rows(folder, seq.tokens[:-1], 2))
+    assert_same(rows_of(meta, 2), reference_rows(folder, seq.tokens[:-1], 2))
     assert "routed_experts" not in answer(late, whole(late, ""), unborn, "")["meta_info"]
 
 
@@ -165,6 +165,6 @@ def test_routed_experts_are_returned_over_http(folder: Path) -> None:
     last = json.loads(events[-2])
     for one in (*whole, last):
         tokens = [*body["input_ids"], *one["output_ids"]]
-        assert_same(rows_of(one["meta_info"], 2), true_rows(folder, tokens[:-1], 2))
+        assert_same(rows_of(one["meta_info"], 2), reference_rows(folder, tokens[:-1], 2))
     assert "routed_experts" not in json.dumps(silent)
     assert refused["error"]["param"] == "routed_experts_start_len"

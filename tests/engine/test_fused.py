@@ -215,9 +215,7 @@ def test_compiling_ahead_imports_no_slow_packages() -> None:
         (1, True, [[0], [1], [2]]),
     ],
 )
-def test_load_check_covers_batches_of_few_sequences(
-    rows: int, cuda: bool, batches: list[list[int]]
-) -> None:
+def test_load_check_covers_batches_of_few_sequences(rows: int, cuda: bool, batches: list[list[int]]) -> None:
     plain = PlainForward(
         lambda ids: torch.zeros(*ids.shape, 7),
         model_type="qwen3",

@@ -52,7 +52,7 @@ def streaming(events: list[bytes]) -> Server:
     return Server(handler)
 
 
-def grown(server: Server) -> Any:
+def stream_result(server: Server) -> Any:
     async def use(client: EngineClient) -> Any:
         growing = Growing()
         await client.stream_generate(growing, {"input_ids": [1, 2, 3], "return_logprob": True})
@@ -72,7 +72,7 @@ def test_client_reads_a_stream_of_65536_tokens(dialect: str) -> None:
     events = [
         event(start if dialect == "new" else 0, end, end, finish=END if end == LONG else None) for start, end in spans
     ]
-    result = grown(streaming(events))
+    result = stream_result(streaming(events))
     assert result.token_ids == [3 + at % 300 for at in range(LONG)]
     assert result.log_probs == [logprob(at) for at in range(LONG)]
     assert (result.text, result.completion_tokens, result.finish_type) == ("ab" * LONG, LONG, "length")
@@ -120,13 +120,13 @@ def test_rejects_malformed_stream_events_without_changes(damaged: bytes) -> None
         growing.take(damaged)
     assert growing.latest == before
     with pytest.raises(EngineProtocolError, match="streamed"):
-        grown(streaming([event(0, 3, 3), damaged]))
+        stream_result(streaming([event(0, 3, 3), damaged]))
 
 
 def test_error_event_in_a_stream_raises_engine_failed() -> None:
     error = json.dumps({"error": {"message": "broken on purpose", "code": 500}}).encode()
     with pytest.raises(EngineFailed, match="broken on purpose"):
-        grown(streaming([event(0, 3, 3), error]))
+        stream_result(streaming([event(0, 3, 3), error]))
 
 
 class ScriptedCore:
@@ -156,7 +156,7 @@ class ScriptedCore:
         return Future()
 
 
-def served(core: ScriptedCore, use: Callable[[EngineClient], Any]) -> Any:
+def with_embedded_server(core: ScriptedCore, use: Callable[[EngineClient], Any]) -> Any:
     async def main() -> Any:
         engine = EngineBridge(core)  # type: ignore[arg-type]
         engine.facts = ModelFacts(make_tokenizer(), 320, LONG + 10, frozenset())
@@ -190,7 +190,9 @@ def test_embedded_server_streams_each_of_65536_tokens_once() -> None:
         await client.stream_generate(growing, body)
         return await client.streamed_result(growing, None), await client.generate_result(body)
 
-    streamed, whole = served(ScriptedCore("--stream-interval", "32", "--incremental-streaming-output"), use)
+    streamed, whole = with_embedded_server(
+        ScriptedCore("--stream-interval", "32", "--incremental-streaming-output"), use
+    )
     assert streamed.token_ids == whole.token_ids == [3 + at % 300 for at in range(LONG)]
     assert streamed.log_probs == whole.log_probs
     assert streamed.text == whole.text == make_tokenizer().decode(whole.token_ids, skip_special_tokens=True)
@@ -215,7 +217,7 @@ def test_failed_request_sends_an_error_event_in_its_stream(call: str) -> None:
             assert response.status == 200
             return await response.read()
 
-    events = served(core, use).strip().split(b"\n\n")
+    events = with_embedded_server(core, use).strip().split(b"\n\n")
     assert events[-1] == b"data: [DONE]"
     error = json.loads(events[-2].removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"], error["message"]) == (500, "server_error", "broken on purpose")
@@ -257,5 +259,5 @@ def test_batch_with_a_failed_prompt_leaves_nothing_running(call: str, prompts: s
                 await client._json("POST", call, {prompts: [[5]] * 20 + [[9]] + [[5]] * 11}, deadline_s=120)
             assert core.kept == set()
 
-    served(core, use)
+    with_embedded_server(core, use)
     assert 20 <= core.most <= 31

@@ -393,13 +393,11 @@ def test_pause_survives_memory_release_and_resume(engine: EngineProcess) -> None
 # orders sent while others are in progress
 
 
-def whole_again(engine: EngineProcess, folder: Path) -> None:
+def reload_weights(engine: EngineProcess, folder: Path) -> None:
     assert engine.post("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "default"})[0] == 200
 
 
-def test_requests_waiting_for_memory_fail_if_weights_were_discarded(
-    engine: EngineProcess, qwen3_folder: Path
-) -> None:
+def test_requests_waiting_for_memory_fail_if_weights_were_discarded(engine: EngineProcess, qwen3_folder: Path) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
     assert engine.post("/release_memory_occupation", {"discard_weights": True})[0] == 200
     asked = engine.in_background(lambda: engine.post("/generate", bodies(1)[0]))
@@ -408,7 +406,7 @@ def test_requests_waiting_for_memory_fail_if_weights_were_discarded(
     assert engine.post("/resume_memory_occupation", {})[0] == 200
     status, answer = asked.result(240)
     assert (status, "released without a copy" in answer["error"]["message"]) == (503, True)
-    whole_again(engine, qwen3_folder)
+    reload_weights(engine, qwen3_folder)
     assert engine.generate(**bodies(1)[0])["output_ids"] == before
 
 
@@ -427,7 +425,7 @@ def test_partial_update_leaves_discarded_weights_stale(
     before = engine.generate(**bodies(1)[0])["output_ids"]
     weights = load_file(qwen3_folder / "model.safetensors")
     names = sorted(weights)
-    trainer = joined(engine, "parts") if way == "group" else None
+    trainer = join_trainer_group(engine, "parts") if way == "group" else None
     engine.post("/release_memory_occupation", {"discard_weights": True})
     engine.post("/resume_memory_occupation", {})
 
@@ -464,7 +462,7 @@ def test_partial_update_leaves_discarded_weights_stale(
         assert engine.post("/destroy_weights_update_group", {"group_name": "parts"})[0] == 200
 
 
-def joined(engine: EngineProcess, name: str) -> ProcessGroupGloo:
+def join_trainer_group(engine: EngineProcess, name: str) -> ProcessGroupGloo:
     """Make the engine join a group and return the trainer's end of it."""
     port = free_port()
     meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
@@ -480,7 +478,7 @@ def test_silent_trainer_blocks_no_request_and_leaving_ends_the_update(
     engine: EngineProcess, qwen3_folder: Path
 ) -> None:
     before = engine.generate(**bodies(1)[0])["output_ids"]
-    trainer = joined(engine, "silent")
+    trainer = join_trainer_group(engine, "silent")
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "silent"}
     updating = engine.in_background(lambda: engine.post("/update_weights_from_distributed", body))
     long = {"max_new_tokens": 400, "ignore_eos": True}
@@ -498,13 +496,11 @@ def test_silent_trainer_blocks_no_request_and_leaving_ends_the_update(
 
 
 @pytest.mark.parametrize("way", ["the group is left", "the trainer dies"])
-def test_incomplete_update_makes_the_weights_stale(
-    engine: EngineProcess, qwen3_folder: Path, way: str
-) -> None:
+def test_incomplete_update_makes_the_weights_stale(engine: EngineProcess, qwen3_folder: Path, way: str) -> None:
     """The engine is paused while the rest may still arrive; afterwards requests and health checks get 503."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
-    trainer = joined(engine, way)
+    trainer = join_trainer_group(engine, way)
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": way}
 
     def announce(number: int) -> Any:
@@ -525,7 +521,7 @@ def test_incomplete_update_makes_the_weights_stale(
         assert (status, "only 1 of 3 buckets of version 2 arrived" in answer["error"]["message"]) == (503, True)
     if way == "the trainer dies":
         assert engine.post("/destroy_weights_update_group", {"group_name": way})[0] == 200
-    whole_again(engine, qwen3_folder)
+    reload_weights(engine, qwen3_folder)
     assert engine.get("/health_generate") == (200, {"status": "ok"})
     assert engine.generate(**bodies(1)[0])["output_ids"] == before
 
@@ -534,7 +530,7 @@ def test_rejects_a_bucket_out_of_order(engine: EngineProcess, qwen3_folder: Path
     """The engine runs no step between the buckets of an update; another update in between cancels the first."""
     before = engine.generate(**bodies(1)[0])["output_ids"]
     norm = load_file(qwen3_folder / "model.safetensors")["model.norm.weight"]
-    trainer = joined(engine, "order")
+    trainer = join_trainer_group(engine, "order")
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "order"}
     updating = engine.in_background(
         lambda: engine.post("/update_weights_from_distributed", {**body, "weight_version": "2", "bucket": [1, 2]})
@@ -544,7 +540,7 @@ def test_rejects_a_bucket_out_of_order(engine: EngineProcess, qwen3_folder: Path
     asked = engine.in_background(lambda: engine.generate(**bodies(1)[0]))
     while engine.get("/server_info")[1]["num_waiting_reqs"] == 0:
         pass
-    whole_again(engine, qwen3_folder)
+    reload_weights(engine, qwen3_folder)
     assert asked.result(240)["output_ids"] == before
     status, answer = engine.post("/update_weights_from_distributed", {**body, "weight_version": "2", "bucket": [2, 2]})
     assert (status, "does not follow bucket 1" in answer["error"]["message"]) == (409, True)

@@ -29,7 +29,7 @@ FIXED = {"G": 1, "GP": 16, "HEADS": 1, "TILE": 64, "D": 32, "DP": 32, "DV": 16, 
 FIXED |= {"HAS_CAP": False, "HAS_WINDOW": False, "HAS_SINKS": False}
 
 
-def in_triton(kernel: Any) -> str:
+def compile_to_ttir(kernel: Any) -> str:
     """The kernel's TTIR with 32-bit strides, the type that Triton gives to strides below 2^31."""
     names = list(inspect.signature(kernel.fn).parameters)
     fixed = {name: value for name, value in FIXED.items() if name in names}
@@ -42,7 +42,7 @@ def in_triton(kernel: Any) -> str:
 @pytest.mark.parametrize("kernel", [decode_kernels._decode_kernel, prefill_kernels._extend_kernel])
 def test_head_strides_are_widened_to_64_bits(kernel: Any) -> None:
     """Offsets exceed 2^31, e.g. with 128 heads of 192 for each of 100,000 slots."""
-    code = in_triton(kernel)
+    code = compile_to_ttir(kernel)
     for stride in ("sk_h", "sv_h"):
         assert re.search(rf"extsi %{stride} : i32 to i64", code), f"{stride} is not widened before it is multiplied"
         assert not re.search(rf"muli .*%{stride}\b.* : i32", code)

@@ -30,7 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", some(["mistral", "qwen3_moe"], of=KINDS))
-def test_compiles_fused_body_kernels(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiles_fused_body_kernels(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     compiled = compile_launches(monkeypatch, tmp_path_factory)
     block = block_of(AutoConfig.for_model(kind, **SMALL, **KINDS[kind]).to_dict())
     assert block is not None

@@ -49,7 +49,9 @@ def config(locked: EngineProcess, qwen3_folder: Path) -> Config:
     return derive(Config(hf_checkpoint=str(qwen3_folder), **settings))
 
 
-def test_missing_or_wrong_key_error_names_the_environment_variable(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_key_error_names_the_environment_variable(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(UserError, match=f"wants an API key: put it into the environment variable {KEY_VARIABLE}$"):
         ExternalEngines(config).start()

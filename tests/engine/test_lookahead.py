@@ -67,7 +67,7 @@ def test_lookahead_gives_the_same_tokens(mixture: str, qwen3_folder: Path) -> No
     assert run(qwen3_folder, options, requests, ahead=True) == run(qwen3_folder, options, requests, ahead=False)
 
 
-class Watched:
+class LaunchRecorder:
     """Records every launch of an engine with lookahead: unread tokens of each sequence and queue lengths."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -89,7 +89,7 @@ class Watched:
 def test_steps_are_launched_ahead_while_requests_queue_and_finish(qwen3_folder: Path) -> None:
     """Every decode step is launched before the last one is read."""
     with running_core(qwen3_folder, "--max-running-requests", "4") as core:
-        watched = Watched(core)
+        watched = LaunchRecorder(core)
         generate(core, bodies(24, ignore_eos=True, stop_token_ids=None))
     assert all(any(ahead) for ahead, _, _ in watched.decodes)
     assert sum(waiting > 0 for _, waiting, _ in watched.decodes) > 20
@@ -100,7 +100,7 @@ def test_long_prompt_chunks_alternate_with_decode_steps(qwen3_folder: Path) -> N
     """A long prompt is prefilled in chunks of `mixed_tokens`, each followed by a decode step."""
     with running_core(qwen3_folder) as core:
         core.steps._turns.mixed_tokens = 10
-        watched = Watched(core)
+        watched = LaunchRecorder(core)
         order: list[str] = []
         launch, extend = core.runner.launch, core.runner.launch_extend
         core.runner.launch = lambda *a: (order.append("decode"), launch(*a))[1]  # type: ignore[method-assign]

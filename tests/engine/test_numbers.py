@@ -270,9 +270,7 @@ class LateInbox:
 
 
 @pytest.mark.parametrize("command", ["update", "retract"])
-def test_command_during_a_step_runs_after_its_tokens_are_read(
-    command: str, qwen3_folder: Path, tmp_path: Path
-) -> None:
+def test_command_during_a_step_runs_after_its_tokens_are_read(command: str, qwen3_folder: Path, tmp_path: Path) -> None:
     """A token sampled with the old weights is never reported with the new version, and no slot is lost."""
     other = make_model_folder(tmp_path / "other", seed=1)
     core = EngineCore(parse_options(["--model-path", str(qwen3_folder)]), on_death=lambda error: None)

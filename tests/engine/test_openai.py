@@ -42,7 +42,7 @@ def text(**body: Any) -> str:
     return prompt
 
 
-def called(arguments: Any) -> list[dict[str, Any]]:
+def tool_call_messages(arguments: Any) -> list[dict[str, Any]]:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
@@ -66,7 +66,7 @@ def test_chat_template_renders_messages_parts_and_tools() -> None:
     ],
 )
 def test_json_tool_call_arguments_reach_the_template_as_objects(arguments: Any, rendered: str) -> None:
-    assert text(messages=called(arguments)) == f"<user>hi<assistant>{rendered}<assistant>"
+    assert text(messages=tool_call_messages(arguments)) == f"<user>hi<assistant>{rendered}<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_json_tool_call_arguments_reach_the_template_as_objects(arguments: Any, 
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": called(7)}, "messages"),
+        ({"messages": tool_call_messages(7)}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
     ],
 )
@@ -129,7 +129,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 CHAT: dict[str, Any] = {"messages": [USER], "tools": [TOOL], "max_tokens": 16}
 
 
-def answered(engine: EngineProcess, **body: Any) -> dict[str, Any]:
+def chat_choice(engine: EngineProcess, **body: Any) -> dict[str, Any]:
     status, answer = engine.post("/v1/chat/completions", {**CHAT, **body})
     assert status == 200, answer
     [choice] = answer["choices"]
@@ -143,7 +143,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 def test_parsers_separate_reasoning_text_and_tool_calls(caller: EngineProcess) -> None:
-    choice = answered(caller)
+    choice = chat_choice(caller)
     assert choice["message"] == {
         "role": "assistant",
         "content": "so",
@@ -152,15 +152,15 @@ def test_parsers_separate_reasoning_text_and_tool_calls(caller: EngineProcess) -
     }
     assert choice["finish_reason"] == "tool_calls"
     made = "".join(PIECES[4:])
-    plain = answered(caller, tool_choice="none")
+    plain = chat_choice(caller, tool_choice="none")
     assert plain["message"] == {"role": "assistant", "content": f"so {made}", "reasoning_content": "hm"}
     assert plain["finish_reason"] == "stop"
-    whole = answered(caller, tools=None, separate_reasoning=False)
+    whole = chat_choice(caller, tools=None, separate_reasoning=False)
     assert whole["message"] == {"role": "assistant", "content": f"<think>hm</think>so {made}"}
 
 
 def test_truncated_tool_call_is_returned_as_text(caller: EngineProcess) -> None:
-    choice = answered(caller, max_tokens=8)
+    choice = chat_choice(caller, max_tokens=8)
     assert choice["message"] == {
         "role": "assistant",
         "content": "so " + "".join(PIECES[4:8]),
@@ -172,7 +172,7 @@ def test_truncated_tool_call_is_returned_as_text(caller: EngineProcess) -> None:
 def test_forced_tool_choice_needs_a_parser_and_returns_a_call(caller: EngineProcess, engine: EngineProcess) -> None:
     named = {"type": "function", "function": {"name": "add"}}
     for choice, arguments in (("required", "{}"), (named, '{"a": 7}')):
-        forced = answered(caller, tool_choice=choice)
+        forced = chat_choice(caller, tool_choice=choice)
         assert forced["message"] == {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
         assert forced["finish_reason"] == "tool_calls"
         status, answer = engine.post("/v1/chat/completions", {**CHAT, "tool_choice": choice})

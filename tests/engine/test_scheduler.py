@@ -62,7 +62,7 @@ class Engine:
             self.scheduler.drop(seq, version="1")
 
 
-def finished(growth: GrowthEstimate) -> Engine:
+def run_workload(growth: GrowthEstimate) -> Engine:
     """Run 200 requests of 64 tokens in a cache of 4,000; they may grow to 576 tokens but mostly stay shorter."""
     generator = np.random.default_rng(0)
     engine = Engine(4000, growth)
@@ -75,8 +75,8 @@ def finished(growth: GrowthEstimate) -> Engine:
 
 
 def test_growth_reserve_avoids_most_recomputation() -> None:
-    without = finished(GrowthEstimate(share=0.0, lowest=0.0, highest=0.0, spare_steps=1))
-    reserved = finished(GrowthEstimate())
+    without = run_workload(GrowthEstimate(share=0.0, lowest=0.0, highest=0.0, spare_steps=1))
+    reserved = run_workload(GrowthEstimate())
     needed = 200 * PROMPT
     assert without.prefilled > 2.5 * needed
     assert reserved.prefilled < 1.2 * needed

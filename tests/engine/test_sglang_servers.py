@@ -236,9 +236,7 @@ def test_router_gets_flags_and_workers_and_its_death_is_reported(model: str, tmp
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_run_key_reaches_servers_and_router_but_no_command_line(
-    model: str, tmp_path: Path, host: str
-) -> None:
+def test_run_key_reaches_servers_and_router_but_no_command_line(model: str, tmp_path: Path, host: str) -> None:
     config = config_for(model, host=host)
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         told = [report(tmp_path, name) for name in ("engine-0", "router")]

@@ -81,7 +81,7 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
     return tokens, breaks
 
 
-def strike_while_working(
+def run_requests_and_strike(
     loop: LoopThread, pool: EnginePool, supervisor: Supervisor, url: str, strike: Any, count: int = 64
 ) -> list[tuple[list[int], int]]:
     """Run `count` requests, call `strike` once the engine at `url` works on some, and return the results."""
@@ -90,7 +90,7 @@ def strike_while_working(
         return await asyncio.gather(*(complete(pool, i) for i in range(count)))
 
     def strike_when_it_works() -> None:
-        assert wait_until(lambda: running_at(url) > 0, 240)
+        assert wait_until(lambda: running_requests_at(url) > 0, 240)
         strike()
 
     with supervisor.watching(), ThreadPoolExecutor(1) as other:
@@ -100,7 +100,7 @@ def strike_while_working(
     return results
 
 
-def running_at(url: str) -> int:
+def running_requests_at(url: str) -> int:
     load = request_load(url)
     return 0 if load is None else load.running
 
@@ -115,7 +115,7 @@ def test_requests_complete_after_an_engine_dies_or_hangs(how: int, folder: Path,
                 os.kill(pid, how)
 
         for strikes in range(1, 4):  # retry if the engine had finished all its requests before the strike
-            results = strike_while_working(loop, pool, supervisor, fleet.urls[1], strike)
+            results = run_requests_and_strike(loop, pool, supervisor, fleet.urls[1], strike)
             assert len(results) == 64
             assert all(len(tokens) == TOKENS for tokens, _ in results)
             deadline = time.monotonic() + 240
@@ -142,7 +142,7 @@ def test_engine_that_dies_during_restart_is_restarted_again(
         def restart_and_kill_the_first(index: int) -> None:
             def kill_soon() -> None:
                 before = set(fleet.pids())
-                while not (born := [pid for pid in fleet.pids() if pid not in before and starts_an_engine(pid)]):
+                while not (born := [pid for pid in fleet.pids() if pid not in before and is_engine_process(pid)]):
                     time.sleep(0.01)
                 os.kill(born[0], signal.SIGKILL)
                 killed.append(born[0])
@@ -158,7 +158,7 @@ def test_engine_that_dies_during_restart_is_restarted_again(
                 restart(index)
 
         monkeypatch.setattr(fleet, "restart", restart_and_kill_the_first)
-        victim = next(pid for pid in fleet.pids() if starts_an_engine(pid))
+        victim = next(pid for pid in fleet.pids() if is_engine_process(pid))
         os.kill(victim, signal.SIGKILL)
         supervisor.heal()
         assert len(killed) == 1
@@ -166,7 +166,7 @@ def test_engine_that_dies_during_restart_is_restarted_again(
         assert len(pool.up) == 2
 
 
-def starts_an_engine(pid: int) -> bool:
+def is_engine_process(pid: int) -> bool:
     """True if a process is an engine and not its guard process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

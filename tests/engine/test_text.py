@@ -23,7 +23,7 @@ def letters(text: str) -> list[int]:
     return [token for letter in text for token in ids(letter)]
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer whose token `i` is the text `words[i]`."""
 
     def __init__(self, *words: str) -> None:
@@ -75,15 +75,13 @@ def test_first_stop_match_ends_the_text(text: str, stops: list[str], final: str,
         ("xabc", ["abc", "ab"], "x", "ab"),
     ],
 )
-def test_first_of_several_matches_in_one_token_counts(
-    word: str, stops: list[str], final: str, matched: str
-) -> None:
-    assert streamed([0], stops, tokenizer=Words(word))[1:] == (final, matched)
+def test_first_of_several_matches_in_one_token_counts(word: str, stops: list[str], final: str, matched: str) -> None:
+    assert streamed([0], stops, tokenizer=WordTokenizer(word))[1:] == (final, matched)
 
 
 def test_match_across_tokens_is_cut_at_its_start() -> None:
-    assert streamed([0, 1, 2], ["END"], tokenizer=Words("aEN", "D", "x"))[1:] == ("a", "END")
-    assert streamed([0, 1], ["END"], tokenizer=Words("aEN", "Db"), keep_stop=True)[1:] == ("aENDb", "END")
+    assert streamed([0, 1, 2], ["END"], tokenizer=WordTokenizer("aEN", "D", "x"))[1:] == ("a", "END")
+    assert streamed([0, 1], ["END"], tokenizer=WordTokenizer("aEN", "Db"), keep_stop=True)[1:] == ("aENDb", "END")
 
 
 def test_partial_stop_strings_are_not_streamed() -> None:
@@ -102,7 +100,7 @@ def test_streams_all_text_except_a_possible_stop_prefix() -> None:
     for _ in range(300):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(rng.randint(1, 4))]
         words = ["".join(rng.choices("ab", k=rng.randint(1, 3))) for _ in range(40)]
-        stream = TextStream(Words(*words), stops, skip_special_tokens=False, streamed=True)
+        stream = TextStream(WordTokenizer(*words), stops, skip_special_tokens=False, streamed=True)
         text = told = ""
         for token, word in enumerate(words):
             before, text = text, text + word
@@ -138,7 +136,7 @@ def test_stop_string_matching_is_linear_in_the_text() -> None:
     stops = [Counted(chr(99 + number) * 2 + "ab" * 500) for number in range(32)]
     stops += [Counted("ab" * 500 + chr(99 + number)) for number in range(32)]
     text = "ab" * 700 + "b" + "ab" * 300
-    stream = TextStream(Words("a", "b"), stops, skip_special_tokens=False, streamed=True)
+    stream = TextStream(WordTokenizer("a", "b"), stops, skip_special_tokens=False, streamed=True)
     for letter in text:
         assert stream.push("ab".index(letter)) is None
         stream.take()

@@ -19,7 +19,7 @@ from tests.tiny_models import make_model_folder
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def loaded(folder: Path, *options: str) -> EngineCore:
+def load_core(folder: Path, *options: str) -> EngineCore:
     core = EngineCore(parse_options(["--model-path", str(folder), *options]), on_death=lambda error: None)
     core.load("cpu")
     return core
@@ -29,7 +29,7 @@ def weights(core: EngineCore) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in core.views.readable().items()}
 
 
-def without(folder: Path, *names: str) -> Path:
+def drop_tensors(folder: Path, *names: str) -> Path:
     """Remove some tensors from the folder."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -38,7 +38,7 @@ def without(folder: Path, *names: str) -> Path:
 
 
 def test_rejects_a_folder_with_missing_tensors(qwen3_folder: Path, tmp_path: Path) -> None:
-    core = loaded(qwen3_folder)
+    core = load_core(qwen3_folder)
     before = weights(core)
     save_file({"lm_head.weight": torch.zeros(320, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight and \d+ more"):
@@ -50,27 +50,27 @@ def test_rejects_a_folder_with_missing_tensors(qwen3_folder: Path, tmp_path: Pat
 
 def test_tied_tensors_may_be_stored_under_one_name(tmp_path: Path) -> None:
     tied = {"tie_word_embeddings": True}
-    core = loaded(make_model_folder(tmp_path / "first", **tied))
+    core = load_core(make_model_folder(tmp_path / "first", **tied))
     other = make_model_folder(tmp_path / "other", seed=1, **tied)
     assert "lm_head.weight" not in load_file(other / "model.safetensors")
     core.update_from_folder(str(other), "1", flush=True)
     assert core.weight_version == "1"
     with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight:"):
-        core.update_from_folder(str(without(other, "model.embed_tokens.weight")), "2", flush=True)
+        core.update_from_folder(str(drop_tensors(other, "model.embed_tokens.weight")), "2", flush=True)
 
 
 def test_missing_expert_is_named(tmp_path: Path) -> None:
-    core = loaded(make_model_folder(tmp_path / "first", "qwen3_moe", **EXPERTS))
+    core = load_core(make_model_folder(tmp_path / "first", "qwen3_moe", **EXPERTS))
     other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **EXPERTS)
     core.update_from_folder(str(other), "1", flush=True)
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
     with pytest.raises(BadRequest, match=rf"lacks {expert.replace('.', '[.]')}:"):
-        core.update_from_folder(str(without(other, expert)), "2", flush=True)
+        core.update_from_folder(str(drop_tensors(other, expert)), "2", flush=True)
     assert core.weight_version == "1"
 
 
 def test_partial_files_leave_weights_stale(qwen3_folder: Path, tmp_path: Path) -> None:
-    core = loaded(qwen3_folder)
+    core = load_core(qwen3_folder)
     core.mark_stale("a delta did not fit")
     part = tmp_path / "part.safetensors"
     save_file({"lm_head.weight": torch.zeros(320, 64)}, part)
@@ -81,7 +81,7 @@ def test_partial_files_leave_weights_stale(qwen3_folder: Path, tmp_path: Path) -
 
 
 def test_unversioned_updates_do_not_add_up_but_buckets_do(qwen3_folder: Path, tmp_path: Path) -> None:
-    core = loaded(qwen3_folder)
+    core = load_core(qwen3_folder)
     tensors = load_file(qwen3_folder / "model.safetensors")
     parts = [{name: tensors[name] for name in sorted(tensors)[at::2]} for at in range(2)]
     core.mark_stale("a delta did not fit")
@@ -110,7 +110,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def with_code(folder: Path, noted: Path) -> Path:
+def add_remote_code(folder: Path, noted: Path) -> Path:
     """Add remote code to the folder that creates the file `noted` when it runs."""
     (folder / "own.py").write_text(OWN_CODE.format(noted=str(noted)))
     config = json.loads((folder / "config.json").read_text()) | {
@@ -122,7 +122,7 @@ def with_code(folder: Path, noted: Path) -> Path:
     return folder
 
 
-def under_short_names(folder: Path) -> dict[str, torch.Tensor]:
+def strip_model_prefix(folder: Path) -> dict[str, torch.Tensor]:
     """Rename a folder's tensors to names that only transformers' loader resolves; return them by their own names."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -135,10 +135,10 @@ def under_short_names(folder: Path) -> dict[str, torch.Tensor]:
 def test_remote_code_runs_only_from_the_start_folder(tmp_path: Path, home_has_code: bool) -> None:
     own, foreign = tmp_path / "own_ran", tmp_path / "foreign_ran"
     home = make_model_folder(tmp_path / "home", "llama")
-    core = loaded(with_code(home, own) if home_has_code else home, "--trust-remote-code")
+    core = load_core(add_remote_code(home, own) if home_has_code else home, "--trust-remote-code")
     assert own.exists() == home_has_code
-    other = with_code(make_model_folder(tmp_path / "other", "llama", seed=1), foreign)
-    tensors = under_short_names(other)
+    other = add_remote_code(make_model_folder(tmp_path / "other", "llama", seed=1), foreign)
+    tensors = strip_model_prefix(other)
     if home_has_code:  # this code reads the other folder's weights
         core.update_from_folder(str(other), "1", flush=True)
         for name, tensor in weights(core).items():
@@ -151,7 +151,7 @@ def test_remote_code_runs_only_from_the_start_folder(tmp_path: Path, home_has_co
 
 
 def test_rejects_a_checksum_of_released_weights(qwen3_folder: Path) -> None:
-    core = loaded(qwen3_folder)
+    core = load_core(qwen3_folder)
     before = core.check_weights("checksum")
     core.release_memory(["weights"])
     with pytest.raises(BadRequest, match="the weights are released: call /resume_memory_occupation first"):
@@ -163,9 +163,7 @@ def test_rejects_a_checksum_of_released_weights(qwen3_folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", PAUSE_MODES)
 @pytest.mark.parametrize("fails", [False, True])
-def test_self_pausing_update_keeps_the_previous_pause_state(
-    qwen3_folder: Path, mode: str, fails: bool
-) -> None:
+def test_self_pausing_update_keeps_the_previous_pause_state(qwen3_folder: Path, mode: str, fails: bool) -> None:
     class Bucket:
         bucket = AnnouncedBucket("g", [], [], [], 1, 1, None)
 
@@ -175,7 +173,7 @@ def test_self_pausing_update_keeps_the_previous_pause_state(
                 raise BadRequest("broken on purpose")
             return 0
 
-    core = loaded(qwen3_folder)
+    core = load_core(qwen3_folder)
     for is_paused in (True, False):
         if is_paused:
             core.pause("in_place")

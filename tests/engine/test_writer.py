@@ -23,7 +23,7 @@ from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.tokenizer import FinalText
 
 
-class Words:
+class NumberTokenizer:
     """A tokenizer that decodes ids to numbers, raises for 13 and counts its calls."""
 
     def __init__(self) -> None:
@@ -55,12 +55,12 @@ def grow(seq: Sequence, count: int) -> None:
         seq.append(at, -at / 7, "3")
 
 
-def wanted(*ids: int) -> FinalText:
+def plain_final_text(*ids: int) -> FinalText:
     return FinalText(list(ids), None, skip_special_tokens=True, keep_stop=False, cut=None)
 
 
 def test_incremental_token_json_matches_the_full_answer() -> None:
-    writer, seq = AnswerWriter(Words), sequence(200)
+    writer, seq = AnswerWriter(NumberTokenizer), sequence(200)
     [written] = writer.watch([seq])
     deadline = time.monotonic() + 120
     while written.count < 200 and time.monotonic() < deadline:
@@ -83,11 +83,11 @@ def test_empty_token_json_is_empty_lists() -> None:
 def test_stop_token_is_excluded_from_the_text() -> None:
     seq = sequence(3)
     seq.end({"type": "stop", "matched": 2})
-    assert FinalText.together(Words(), [final_text(seq), wanted(5)]) == ["0 1", "5"]
+    assert FinalText.together(NumberTokenizer(), [final_text(seq), plain_final_text(5)]) == ["0 1", "5"]
 
 
 def test_pending_texts_are_decoded_in_one_batch_and_fail_separately() -> None:
-    words = Words()
+    words = NumberTokenizer()
 
     async def ask(*texts: FinalText) -> list[Any]:
         writer = AnswerWriter(lambda: words)
@@ -96,9 +96,9 @@ def test_pending_texts_are_decoded_in_one_batch_and_fail_separately() -> None:
             await asyncio.sleep(0)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    assert asyncio.run(ask(wanted(1, 2), wanted(3), wanted(4))) == ["1 2", "3", "4"]
+    assert asyncio.run(ask(plain_final_text(1, 2), plain_final_text(3), plain_final_text(4))) == ["1 2", "3", "4"]
     assert (words.together, words.alone) == (1, 0)
-    first, failed, last = asyncio.run(ask(wanted(1), wanted(13), wanted(2)))
+    first, failed, last = asyncio.run(ask(plain_final_text(1), plain_final_text(13), plain_final_text(2)))
     assert (first, last) == ("1", "2")
     assert isinstance(failed, ValueError)
 

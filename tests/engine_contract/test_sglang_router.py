@@ -34,7 +34,7 @@ def router(engine: Engine, first_model: Path, tmp_path: Path) -> Iterator[Sglang
         ask("GET", f"{made.url}/liveness")
 
 
-def through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] = PROMPT) -> Any:
+def generate_through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] = PROMPT) -> Any:
     body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
     status, answer = ask("POST", f"{router.url}/generate", body, timeout_s=60, api_key=router.key)
     assert status == 200, answer
@@ -42,22 +42,22 @@ def through(router: SglangRouter, params: dict[str, Any], input_ids: list[int] =
 
 
 def test_router_forwards_requests_and_answers_unchanged(engine: Engine, router: SglangRouter) -> None:
-    direct, routed = engine.generate(PROMPT, **GREEDY), through(router, GREEDY)
+    direct, routed = engine.generate(PROMPT, **GREEDY), generate_through(router, GREEDY)
     assert routed["output_ids"] == direct["output_ids"]
     pairs = zip(*(one["meta_info"]["output_token_logprobs"] for one in (direct, routed)), strict=True)
     assert all(ours[1:] == theirs[1:] and abs(ours[0] - theirs[0]) < 1e-5 for ours, theirs in pairs)
     assert routed["meta_info"]["weight_version"] == "first"
     stop = direct["output_ids"][5]
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "stop_token_ids": [stop]}
-    assert through(router, params)["output_ids"] == engine.generate(PROMPT, **params)["output_ids"]
+    assert generate_through(router, params)["output_ids"] == engine.generate(PROMPT, **params)["output_ids"]
     text = direct["text"]
     kept: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "stop": [text[3:6]], "no_stop_trim": True}
-    assert through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"]
+    assert generate_through(router, kept)["text"] == engine.generate(PROMPT, **kept)["text"]
 
 
 def test_fields_dropped_by_the_router_reach_the_engine(engine: Engine, router: SglangRouter) -> None:
     params = {"temperature": 0, "max_new_tokens": 3, "logit_bias": {"284": 1000.0}}
-    assert through(router, params)["output_ids"] != [284, 284, 284]
+    assert generate_through(router, params)["output_ids"] != [284, 284, 284]
 
     async def scenario() -> Any:
         pool = RoutedPool([engine.url], router.url, api_key=router.key)
@@ -92,7 +92,7 @@ def test_router_removes_and_adds_workers_and_its_death_is_reported(engine: Engin
     assert ask("POST", f"{router.url}/generate", body, api_key=router.key)[0] == 503
     router.add_worker(engine.url)
     assert wait_for(lambda: [worker["is_healthy"] for worker in router.workers()] == [True])
-    assert len(through(router, GREEDY)["output_ids"]) == 16
+    assert len(generate_through(router, GREEDY)["output_ids"]) == 16
     os.kill(router.pids()[-1], signal.SIGKILL)
     assert wait_for(lambda: router.pids() == [])
     with pytest.raises(RouterDied, match="router ended with code -9"):

@@ -100,16 +100,18 @@ def test_environments_with_medium_success_are_sampled_most(source: Any, tmp_path
     assert count["sorting"] > 3 * max(count["maze"], count["binary"]) > 0
     levels = {one.metadata["level"] for one in samples if one.metadata["environment"] == "sorting"}
     assert levels == {1, 2, 3, 4, 5}
-    assert all(source.right_answer(None, answered(source, one)) == 1.0 for one in samples[:100])
+    assert all(source.right_answer(None, with_right_answer(source, one)) == 1.0 for one in samples[:100])
 
 
-def answered(source: Any, sample: Sample) -> Sample:
+def with_right_answer(source: Any, sample: Sample) -> Sample:
     environment = source.ENVIRONMENTS[sample.metadata["environment"]]
     sample.response = environment.solve(sample.metadata["question"]) + " "
     return sample
 
 
-def test_loaded_state_continues_with_the_same_problems(source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_state_continues_with_the_same_problems(
+    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source, "log", lambda *_: None)
     args = Namespace(rollout_seed=1, output_dir=str(tmp_path))
     first = source.AdaptiveEnvironments(args)

@@ -32,7 +32,9 @@ def test_running_sums_are_modulo_ten_and_the_pupil_skips_summands(module: Callab
     assert problem.answer((False, True, True, False)) == "8881"
 
 
-def test_student_questions_have_no_labels_and_exclude_held_out(module: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_student_questions_have_no_labels_and_exclude_held_out(
+    module: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     files = module("task").write_files(tmp_path, held_out=64, seed=1)
     questions, held_out = rows(files.questions), rows(files.held_out)
     assert all(list(row) == ["prompt"] for row in questions)

@@ -77,9 +77,7 @@ print(json.dumps(found))
 """
 
 
-def test_interpreted_kernels_are_right_unless_they_have_a_mistake(
-    forge: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_interpreted_kernels_are_right_unless_they_have_a_mistake(forge: Callable[[str], Any], tmp_path: Path) -> None:
     problems, write = forge("problems"), forge("triton_programs").write
     named = [("row sums", "relu"), ("column sums", "leak"), ("product", "magnitude"), ("row sums", "ramp")]
     asked = [(problems.Problem(*name), draft) for name in named for draft in every_draft(forge, name[0])]
@@ -108,7 +106,7 @@ def pretended(forge: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.M
     return forge("triton_bench").find_gpu()
 
 
-def judged(forge: Callable[[str], Any], gpu: Any, problem: str, *sources: str) -> list[Any]:
+def judge_sources(forge: Callable[[str], Any], gpu: Any, problem: str, *sources: str) -> list[Any]:
     async def main() -> list[Any]:
         bench = forge("triton_bench").TritonBench("auto", gpu, SMALL)
         judge = forge("judge").Judge(bench, forge("languages").LANGUAGES["triton"].naive, sizes=SMALL)
@@ -126,7 +124,7 @@ def test_kernels_are_built_launched_compared_and_timed(forge: Callable[[str], An
     assert (pretended.name, pretended.arch, pretended.driver) == ("Pretended", 90, 13000)
     write, draft = forge("triton_programs").write, forge("c_programs").Draft
     problem = forge("problems").problem_of("row sums of relu")
-    colon, fast, grid, naive = judged(
+    colon, fast, grid, naive = judge_sources(
         forge,
         pretended,
         problem.text,
@@ -139,7 +137,7 @@ def test_kernels_are_built_launched_compared_and_timed(forge: Callable[[str], An
     assert (fast.right, fast.speed, fast.feedback) == (True, 4.0, "right, speed 4")
     assert (grid.compiled, grid.right, grid.feedback) == (True, False, "ended early")
     assert (naive.right, naive.speed) == (True, 1.0)
-    [other] = judged(forge, pretended, "row sums of square", write(problem, draft("blocks", None)))
+    [other] = judge_sources(forge, pretended, "row sums of square", write(problem, draft("blocks", None)))
     assert (other.compiled, other.right, other.feedback) == (True, False, "wrong at n=1 m=1")
 
 
@@ -151,7 +149,7 @@ def test_cheating_at_compile_time_earns_nothing(forge: Callable[[str], Any], pre
         "os._exit(0)\n"
     )
     sizes = 6 + len(set(SMALL.values()))
-    found = judged(
+    found = judge_sources(
         forge,
         pretended,
         "row sums of relu",
@@ -179,9 +177,7 @@ def test_cheating_at_compile_time_earns_nothing(forge: Callable[[str], Any], pre
     )
 
 
-def test_only_the_launch_sandbox_gets_the_gpu(
-    forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_launch_sandbox_gets_the_gpu(forge: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses /dev/full as the device node of the GPU, and checks the options passed to the sandboxes."""
     bench, asked = forge("triton_bench"), []
     gpu = bench.Gpu("G", 80, 1, 2, ("/dev/full",), {"CUDA_VISIBLE_DEVICES": "2", "LD_LIBRARY_PATH": "/usr/lib:/none"})

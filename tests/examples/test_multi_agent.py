@@ -46,9 +46,7 @@ def play(
 SCRIPT = {"solve": ["9", "7", "9"], "check": ["right", "right", "wrong", "wrong"], "choose": ["9"]}
 
 
-def test_each_role_gets_its_own_question_and_reward(
-    team: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_role_gets_its_own_question_and_reward(team: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, asked = play(team, monkeypatch, SCRIPT)
     planted = asked[6][1].split()[-1]
     assert planted in "3417"
@@ -105,14 +103,18 @@ def test_rewards_are_normalized_within_a_role(team: ModuleType) -> None:
     assert shaped[4:] == [0.0, 0.0, 0.0]  # alone in their role, or removed
 
 
-def criticism(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
+def critic_sample(own: float, truth: str, *, group: int = 0, **more: Any) -> Sample:
     return Sample(group_index=group, metadata={"role": "check", "truth": truth, "own": own}, reward=own, **more)
 
 
 def test_critics_are_normalized_per_kind_of_answer(team: ModuleType) -> None:
     """Compares over all questions, as one question may have a single such critic; both kinds weigh the same."""
-    given = [criticism(own, "wrong", group=group) for group, own in enumerate((1.0, 1.0, 0.0, 0.0))]
-    given += [criticism(1.0, "right"), criticism(0.0, "right", group=1), criticism(0.0, "right", remove_sample=True)]
+    given = [critic_sample(own, "wrong", group=group) for group, own in enumerate((1.0, 1.0, 0.0, 0.0))]
+    given += [
+        critic_sample(1.0, "right"),
+        critic_sample(0.0, "right", group=1),
+        critic_sample(0.0, "right", remove_sample=True),
+    ]
     _, shaped = team.by_role(Namespace(), given)
     wrong, right, left_out = shaped[:4], shaped[4:6], shaped[6]
     assert wrong == pytest.approx([wrong[0], wrong[0], -wrong[0], -wrong[0]])
@@ -124,8 +126,8 @@ def test_critics_are_normalized_per_kind_of_answer(team: ModuleType) -> None:
 
 def test_constant_critic_gains_nothing(team: ModuleType) -> None:
     """Nine answers in ten are wrong; critics that always say so lose on the tenth what they gain."""
-    given = [criticism(own, "wrong", group=group) for group in range(90) for own in (1.0, 0.0)]
-    given += [criticism(own, "right", group=group) for group in range(90, 100) for own in (1.0, 0.0)]
+    given = [critic_sample(own, "wrong", group=group) for group in range(90) for own in (1.0, 0.0)]
+    given += [critic_sample(own, "right", group=group) for group in range(90, 100) for own in (1.0, 0.0)]
     _, shaped = team.by_role(Namespace(), given)
     says_wrong = [(one.metadata["truth"] == "wrong") == (one.metadata["own"] == 1.0) for one in given]
     gains = [value for value, said in zip(shaped, says_wrong, strict=True) if said]
@@ -133,7 +135,7 @@ def test_constant_critic_gains_nothing(team: ModuleType) -> None:
 
 
 def test_critic_score_averages_both_kinds_of_answers(team: ModuleType) -> None:
-    always_wrong = [criticism(1.0, "wrong")] * 9 + [criticism(0.0, "right")]
+    always_wrong = [critic_sample(1.0, "wrong")] * 9 + [critic_sample(0.0, "right")]
     solvers = [Sample(metadata={"role": "solve", "own": own}) for own in (1.0, 0.0, 0.0, 0.0)]
     judges = [Sample(metadata={"role": "choose", "own": 0.0}, remove_sample=True)]
     assert team.well_done([*always_wrong, *solvers, *judges]) == {"check": 0.5, "solve": 0.25}

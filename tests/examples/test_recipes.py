@@ -34,7 +34,7 @@ def plans() -> Iterator[ModuleType]:
         yield module("plans")
 
 
-def started(script: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     usual = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     return subprocess.run(
         [str(script), *flags],
@@ -95,16 +95,16 @@ def test_mistyped_flag_is_reported(plans: ModuleType, tmp_path: Path) -> None:
     text = text.replace('source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"', f"source {RECIPES}/lib.sh")
     script.write_text(text.replace("--rollout-shuffle", "--rollout-shufle"))
     script.chmod(0o755)
-    done = started(script, tmp_path, PLAN="80")
+    done = run_script(script, tmp_path, PLAN="80")
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown flag --rollout-shufle")
 
 
 def test_plan_mode_prints_the_stored_plan_and_the_readme_note(tmp_path: Path) -> None:
-    done = started(RECIPES / "run-qwen3-4B-gsm8k.sh", tmp_path, PLAN="80")
+    done = run_script(RECIPES / "run-qwen3-4B-gsm8k.sh", tmp_path, PLAN="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (RECIPES / "plans" / "qwen3-4B-gsm8k-8.txt").read_text()
-    all_weights = started(RECIPES / "run-glm4-9B-dapo.sh", tmp_path, "--lora-rank", "0", PLAN="80", NUM_GPUS="1")
+    all_weights = run_script(RECIPES / "run-glm4-9B-dapo.sh", tmp_path, "--lora-rank", "0", PLAN="80", NUM_GPUS="1")
     (note,) = re.findall(r"the estimate of .*", all_weights.stdout)
     assert note in (RECIPES / "README.md").read_text()
     assert "GiB more than the 80.00 GiB there are: with --fsdp-cpu-offload it is" in note
@@ -135,7 +135,7 @@ def test_plan_mode_prints_the_stored_plan_and_the_readme_note(tmp_path: Path) ->
 )
 def test_missing_input_is_reported_in_one_sentence(env: dict[str, str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
-    done = started(RECIPES / "run-qwen3-0.6B-gsm8k.sh", tmp_path, **env)
+    done = run_script(RECIPES / "run-qwen3-0.6B-gsm8k.sh", tmp_path, **env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {sentence}"), done.stderr
     assert done.stderr.count("\n") == 1
@@ -146,7 +146,7 @@ def test_rows_in_the_published_formats_are_read(kind: str, tmp_path: Path) -> No
     """Generated rows in the formats of both data sets pass the start-up checks of a run, as prompts and evaluation."""
     subprocess.run([sys.executable, str(RECIPES / "rows.py"), kind, str(tmp_path / "rows.jsonl")], check=True)
     given = {"PLAN": "80", "PROMPT_DATA": "rows.jsonl", "EVAL_DATA": "rows.jsonl@[:8]"}
-    done = started(RECIPES / f"run-qwen3-0.6B-{kind}.sh", tmp_path, **given)
+    done = run_script(RECIPES / f"run-qwen3-0.6B-{kind}.sh", tmp_path, **given)
     assert (done.returncode, done.stderr) == (0, "")
     assert "1024 in rows.jsonl, an epoch is 32 rollout steps of 32" in done.stdout
     assert re.search(rf"  eval {kind} +8 in rows.jsonl@\[:8\]", done.stdout)
@@ -166,7 +166,7 @@ def test_recipe_with_experts_runs_with_random_weights(tmp_path: Path) -> None:
     name = "qwen3-30B-A3B-dapo"
     script = RECIPES / f"run-{name}.sh"
     env = {"RANDOM_WEIGHTS": "1", "STEPS": "2", "MODEL_SET": TINY_EXPERTS, "NUM_GPUS": "1"}
-    done = started(script, tmp_path, *SHORT.split(), "--over-sampling-batch-size", "4", **env)
+    done = run_script(script, tmp_path, *SHORT.split(), "--over-sampling-batch-size", "4", **env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
     norms = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]

@@ -39,7 +39,7 @@ class RankGroup:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        forks = _forks()
+        forks = _fork_context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
@@ -80,7 +80,7 @@ class RankGroup:
         self._folder.cleanup()
 
 
-def _forks() -> ForkServerContext:
+def _fork_context() -> ForkServerContext:
     """Context that forks processes from a server with the imports done, one thread and no computation before."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -103,12 +103,12 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
         except Exception:  # noqa: BLE001 (the test raises it)
             pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
             continue
-        _take_apart()
+        _free_modules()
         dist.destroy_process_group()
         pipe.send(answer)
 
 
-def _take_apart() -> None:
+def _free_modules() -> None:
     """Free the modules of a function, and with them its process groups: each has a thread that wakes every 10 ms.
 
     Experts and rotary embeddings keep tensors that refer to the whole model through their graph or a Megatron cache,

@@ -151,7 +151,7 @@ def by_fsdp(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Call
     return numbers
 
 
-def whole(ranks: list[Numbers], folder: Path) -> dict[str, Tensor]:
+def assemble_weights(ranks: list[Numbers], folder: Path) -> dict[str, Tensor]:
     """Assemble the folder's tensors from the pieces of all ranks; ranks with the same region must agree exactly."""
     weights = {name: torch.full(shape, float("nan")) for name, shape in folder_shapes(folder).items()}
     for rank in ranks:
@@ -180,7 +180,7 @@ def test_layout_matches_metrics_and_weights_of_one_fsdp_process(
         for metrics, wanted in zip(rank.metrics, expected, strict=True):
             assert metrics.keys() == wanted.keys()
             assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-5)
-    weights = whole(found, folder)
+    weights = assemble_weights(found, folder)
     assert weights.keys() == expected_weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected_weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -221,5 +221,5 @@ def test_bfloat16_training_stays_close_to_fsdp(
         got = [metrics[name] for metrics in found[0].metrics if name in metrics]
         assert got == pytest.approx([metrics[name] for metrics in expected], rel=0.03, abs=0.003)
     wanted = alone.weights
-    for name, tensor in whole(found, folder).items():
+    for name, tensor in assemble_weights(found, folder).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=2**-7, atol=3e-3, msg=lambda m, n=name: f"{n}: {m}")

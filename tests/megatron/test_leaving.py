@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def start(folder: Path, out: Path, flags: dict[str, Any]) -> Trainer:
+def start_trainer(folder: Path, out: Path, flags: dict[str, Any]) -> Trainer:
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
     own = {"train_backend": "megatron", "actor_num_gpus_per_node": ranks.size, "save": str(out / "saved")}
@@ -44,10 +44,10 @@ def start(folder: Path, out: Path, flags: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, Any]:
+def export_versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """Export version 0 in full, version 1 as a delta and as a checkpoint written in the background."""
     try:
-        trainer = start(folder, out, {**flags, "update_weight_mode": "delta", "dtype": "bfloat16"})
+        trainer = start_trainer(folder, out, {**flags, "update_weight_mode": "delta", "dtype": "bfloat16"})
         whole = trainer.export_weights(str(out / "v0"), 0)
         train_rollout(trainer, trainer.config, 0)
         (out / "v1").mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def test_full_export_plus_delta_equals_saved_weights(
     layout: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, size, flags = LAYOUTS[layout]
-    answers = ranks(size).run(versions, model_folder(kind), tmp_path, flags)
+    answers = ranks(size).run(export_versions, model_folder(kind), tmp_path, flags)
     files = [Path(path) for answer in answers for path in answer["whole"]]
     weights = {name: tensor.clone() for name, tensor in WeightReader(files)}
     original = open_weights(model_folder(kind))
@@ -93,12 +93,12 @@ def test_full_export_plus_delta_equals_saved_weights(
 def fail_to_save(folder: Path, out: Path) -> str:
     """Fail every write of the second rank with a full disk, while the first rank still waits for its moments."""
     try:
-        trainer = start(folder, out, {})
+        trainer = start_trainer(folder, out, {})
         train_rollout(trainer, trainer.config, 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint_parts, "SHARD_BYTES", 1)
             if trainer.ranks.rank == 1:
-                patch.setattr(ShardWriter, "_write", _full)
+                patch.setattr(ShardWriter, "_write", _raise_disk_full)
             with pytest.raises(NotWritten) as caught:
                 trainer.save(0)
         trainer.save(0)
@@ -107,7 +107,7 @@ def fail_to_save(folder: Path, out: Path) -> str:
         parallel_state.destroy_model_parallel()
 
 
-def _full(_writer: ShardWriter) -> None:
+def _raise_disk_full(_writer: ShardWriter) -> None:
     raise OSError(28, "No space left on device")
 
 

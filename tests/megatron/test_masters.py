@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_at_once(folder: Path, out: Path, flags: dict[str, Any]) -> None:
+def save_before_training(folder: Path, out: Path, flags: dict[str, Any]) -> None:
     """Save a checkpoint of the loaded weights before any training."""
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD, torch.device("cpu"))
@@ -48,7 +48,7 @@ def test_master_weights_keep_the_full_precision_of_the_folder(
     layout: str, model_folder: Callable[[str], Path], ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, flags = LAYOUTS[layout]
-    ranks(2).run(save_at_once, model_folder(kind), tmp_path, flags)
+    ranks(2).run(save_before_training, model_folder(kind), tmp_path, flags)
     source = open_weights(model_folder(kind))
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for _, tensor in source)
     frozen = ("model.layers.0.", "model.layers.1.") if "freeze_params_name_list" in flags else ()

@@ -83,10 +83,10 @@ def test_gradients_match_transformers(ranks, folders, name) -> None:
 
 
 def test_rejects_a_requested_kernel_that_is_not_installed(ranks, folders) -> None:
-    assert "needs the package fla" in ranks(1).run(refused, folders("qwen3_5"))[0]
+    assert "needs the package fla" in ranks(1).run(missing_kernel_error, folders("qwen3_5"))[0]
 
 
-def refused(folder: Path) -> str:
+def missing_kernel_error(folder: Path) -> str:
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.train.backends.megatron.builder import build_stages

@@ -44,7 +44,7 @@ def expert_cases() -> list[tuple[str, str]]:
     return found
 
 
-def given_back(folder: Path, layout: Layout, *, value_head: bool = False) -> Found:
+def round_trip(folder: Path, layout: Layout, *, value_head: bool = False) -> Found:
     """Read the folder into this rank's stages; return their weights as parts of the folder's tensors."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -95,7 +95,7 @@ def compare(answers: list[Found], folder: Path) -> None:
         assert torch.equal(made[name], tensor), name
 
 
-def refused(folder: Path) -> str:
+def read_error(folder: Path) -> str:
     from slime.train.backends.megatron.weights import ModelFolder
 
     with pytest.raises(UserError) as caught:
@@ -104,7 +104,7 @@ def refused(folder: Path) -> str:
 
 
 def test_rejects_a_family_without_megatron_layers(ranks: Any, tmp_path: Path) -> None:
-    (sentence,) = ranks(1).run(refused, make_family_folder(tmp_path, "minimax_m2"))
+    (sentence,) = ranks(1).run(read_error, make_family_folder(tmp_path, "minimax_m2"))
     assert MINIMAX_M2.support.megatron is not None
     assert sentence.endswith(MINIMAX_M2.support.megatron)
 
@@ -112,17 +112,17 @@ def test_rejects_a_family_without_megatron_layers(ranks: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_weights_round_trip_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
-    compare(ranks(2).run(given_back, family_folder(case), LAYOUTS[layout]), family_folder(case))
+    compare(ranks(2).run(round_trip, family_folder(case), LAYOUTS[layout]), family_folder(case))
 
 
 @pytest.mark.parametrize(("case", "layout"), expert_cases())
 def test_expert_weights_round_trip_bit_for_bit(ranks: Any, family_folder: Any, case: str, layout: str) -> None:
-    compare(ranks(2).run(given_back, family_folder(case), EXPERT_LAYOUTS[layout]), family_folder(case))
+    compare(ranks(2).run(round_trip, family_folder(case), EXPERT_LAYOUTS[layout]), family_folder(case))
 
 
 def test_critic_reads_all_weights_except_its_zero_head(ranks: Any, tmp_path: Path) -> None:
     folder = make_family_folder(tmp_path, "qwen3_tied")
-    (found,) = ranks(1).run(given_back, folder, Layout(), value_head=True)
+    (found,) = ranks(1).run(round_trip, folder, Layout(), value_head=True)
     (head,) = [part for name, _, part in found if name == "value head"]
     assert head.shape == (1, 64)
     assert not head.any()

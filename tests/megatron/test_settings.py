@@ -20,7 +20,7 @@ from tests.family_models import BASE, FAMILY_MODELS
 CPU = torch.device("cpu")
 
 
-def made(
+def make_config(
     case: str = "qwen3", layout: Layout | None = None, dtype: torch.dtype = torch.float32, **flags: Any
 ) -> TransformerConfig:
     model_type, own = FAMILY_MODELS[case]
@@ -30,7 +30,7 @@ def made(
 
 
 def test_model_shape_comes_from_the_hf_config() -> None:
-    config = made("qwen3_moe_mixed")
+    config = make_config("qwen3_moe_mixed")
     assert (config.num_layers, config.num_moe_experts, config.moe_router_topk) == (4, 4, 2)
     assert config.moe_layer_freq == [0, 1, 0, 1]
     assert config.activation_func is functional.silu
@@ -38,7 +38,7 @@ def test_model_shape_comes_from_the_hf_config() -> None:
 
 
 def test_loss_is_per_token_and_dropout_and_router_losses_are_off() -> None:
-    config = made("glm4_moe", calculate_per_token_loss=False, mtp_num_layers=1)
+    config = make_config("glm4_moe", calculate_per_token_loss=False, mtp_num_layers=1)
     assert config.calculate_per_token_loss is True, "Megatron divides by micro-batches otherwise"
     assert config.mtp_num_layers is None
     assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
@@ -47,7 +47,7 @@ def test_loss_is_per_token_and_dropout_and_router_losses_are_off() -> None:
 
 
 def test_flags_set_their_fields_and_allgather_becomes_alltoall() -> None:
-    config = made(
+    config = make_config(
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -62,7 +62,7 @@ def test_flags_set_their_fields_and_allgather_becomes_alltoall() -> None:
 
 def test_flags_of_unavailable_kernels_are_ignored() -> None:
     kernels = {"moe_permute_fusion": True, "cp_comm_type": ["a2a"], "tp_comm_overlap": True}
-    config = made("qwen3_moe", attention_backend="flash", carried=kernels)
+    config = make_config("qwen3_moe", attention_backend="flash", carried=kernels)
     assert config.attention_backend is AttnBackend.auto
     assert (config.moe_permute_fusion, config.cp_comm_type, config.tp_comm_overlap) == (False, None, False)
     assert (
@@ -74,28 +74,28 @@ def test_flags_of_unavailable_kernels_are_ignored() -> None:
 
 
 def test_router_dtype_flag_overrides_the_default() -> None:
-    assert made("qwen3_moe").moe_router_dtype == "fp32"
-    assert made("qwen3_moe", carried={"moe_router_dtype": "fp64"}).moe_router_dtype == "fp64"
+    assert make_config("qwen3_moe").moe_router_dtype == "fp32"
+    assert make_config("qwen3_moe", carried={"moe_router_dtype": "fp64"}).moe_router_dtype == "fp64"
 
 
 def test_shape_flags_do_not_override_the_model_config() -> None:
-    assert made(carried={"num_layers": 48, "moe_layer_freq": "[1]*48"}).num_layers == BASE["num_hidden_layers"]
+    assert make_config(carried={"num_layers": 48, "moe_layer_freq": "[1]*48"}).num_layers == BASE["num_hidden_layers"]
 
 
 def test_interleaved_stages_overlap_p2p_communication() -> None:
-    config = made(layout=Layout(2, pipeline=2, virtual=2))
+    config = make_config(layout=Layout(2, pipeline=2, virtual=2))
     assert config.virtual_pipeline_model_parallel_size == 2
     assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
-    assert made(layout=Layout(2, pipeline=2)).virtual_pipeline_model_parallel_size is None
+    assert make_config(layout=Layout(2, pipeline=2)).virtual_pipeline_model_parallel_size is None
 
 
 def test_first_pipeline_stage_can_have_its_own_layer_count() -> None:
-    config = made(layout=Layout(2, pipeline=2), decoder_first_pipeline_num_layers=1)
+    config = make_config(layout=Layout(2, pipeline=2), decoder_first_pipeline_num_layers=1)
     assert config.num_layers_in_first_pipeline_stage == 1
 
 
 def test_params_use_the_compute_dtype_and_masters_float32() -> None:
-    config = made(dtype=torch.bfloat16)
+    config = make_config(dtype=torch.bfloat16)
     assert (config.params_dtype, config.pipeline_dtype, config.bf16) == (torch.bfloat16, torch.bfloat16, True)
     optimizer = optimizer_config(Config(adam_beta2=0.9), compute_dtype=torch.bfloat16)
     assert (optimizer.bf16, optimizer.main_params_dtype, optimizer.adam_beta2) == (True, torch.float32, 0.9)
@@ -108,6 +108,6 @@ def test_gradients_are_summed_in_float32() -> None:
 
 def test_settings_refused_by_megatron_raise_user_error() -> None:
     with pytest.raises(UserError, match=r"Megatron refuses these settings: num_attention_heads \(8\) must be"):
-        made(layout=Layout(3, tensor=3))
+        make_config(layout=Layout(3, tensor=3))
     with pytest.raises(UserError, match="--transformer-impl transformer_engine: it needs a GPU"):
-        made(transformer_impl="transformer_engine")
+        make_config(transformer_impl="transformer_engine")

@@ -47,11 +47,11 @@ def train_twice(folder: Path, out: Path, flags: dict[str, Any], *, sleeps: bool)
         parallel_state.destroy_model_parallel()
 
 
-def asleep(folder: Path, out: Path, flags: dict[str, Any]) -> list[dict[str, float]]:
+def train_with_offload(folder: Path, out: Path, flags: dict[str, Any]) -> list[dict[str, float]]:
     return train_twice(folder, out, flags, sleeps=True)
 
 
-def awake(folder: Path, out: Path, flags: dict[str, Any]) -> list[dict[str, float]]:
+def train_without_offload(folder: Path, out: Path, flags: dict[str, Any]) -> list[dict[str, float]]:
     return train_twice(folder, out, flags, sleeps=False)
 
 
@@ -60,5 +60,5 @@ def test_offload_between_rollouts_does_not_change_the_metrics(
     case: str, model_folder: Folder, ranks: Callable[[int], RankGroup], tmp_path: Path
 ) -> None:
     kind, flags = CASES[case]
-    expected = ranks(2).run(awake, model_folder(kind), tmp_path / "a", flags)
-    assert ranks(2).run(asleep, model_folder(kind), tmp_path / "b", flags) == expected
+    expected = ranks(2).run(train_without_offload, model_folder(kind), tmp_path / "a", flags)
+    assert ranks(2).run(train_with_offload, model_folder(kind), tmp_path / "b", flags) == expected

@@ -21,7 +21,7 @@ def folder(tmp_path_factory) -> Path:
     return make_family_folder(tmp_path_factory.mktemp("model"), "qwen3_moe_mixed")
 
 
-def facts(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
+def shapes_and_marks(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape and tensor-parallel mark of every parameter of this rank."""
     from slime.train.backends.megatron.weights import global_names
 
@@ -34,14 +34,14 @@ def facts(folder: Path, layout: Layout, **keywords: Any) -> dict[str, tuple[tupl
 
 
 def test_parameter_names_match_the_whole_model_in_every_layout(ranks, folder) -> None:
-    (whole,) = ranks(1).run(facts, folder, Layout())
+    (whole,) = ranks(1).run(shapes_and_marks, folder, Layout())
     for layout in (
         Layout(2, pipeline=2),
         Layout(2, pipeline=2, virtual=2),
         Layout(2, expert=2),
         Layout(2, tensor=2, sequence_parallel=True, expert=2),
     ):
-        found = ranks(2).run(facts, folder, layout)
+        found = ranks(2).run(shapes_and_marks, folder, layout)
         assert set().union(*found) == set(whole), layout
         overlap = set(found[0]) & set(found[1])
         experts = {name for name in whole if ".experts." in name}
@@ -50,8 +50,8 @@ def test_parameter_names_match_the_whole_model_in_every_layout(ranks, folder) ->
 
 def test_only_sharded_matrices_are_marked_tensor_parallel(ranks, folder) -> None:
     """Unmarked parameters count once in the gradient norm, on the first rank only."""
-    (whole,) = ranks(1).run(facts, folder, Layout())
-    found = ranks(2).run(facts, folder, Layout(2, tensor=2, sequence_parallel=True, expert_tensor=2))
+    (whole,) = ranks(1).run(shapes_and_marks, folder, Layout())
+    found = ranks(2).run(shapes_and_marks, folder, Layout(2, tensor=2, sequence_parallel=True, expert_tensor=2))
     for part in found:
         assert set(part) == set(whole)
         for name, (shape, is_marked) in part.items():
@@ -60,7 +60,7 @@ def test_only_sharded_matrices_are_marked_tensor_parallel(ranks, folder) -> None
             assert is_marked is not is_replicated, name
 
 
-def value_stage(folder: Path) -> tuple[tuple[int, ...], float, bool, list[str]]:
+def value_head_facts(folder: Path) -> tuple[tuple[int, ...], float, bool, list[str]]:
     from slime.config import Config
     from slime.models.families.family import family_of
     from slime.train.backends.megatron.builder import build_stages
@@ -78,11 +78,11 @@ def value_stage(folder: Path) -> tuple[tuple[int, ...], float, bool, list[str]]:
 
 
 def test_value_head_replaces_the_output_layer(ranks, folder) -> None:
-    ((shape, largest, is_shared, names),) = ranks(1).run(value_stage, folder)
+    ((shape, largest, is_shared, names),) = ranks(1).run(value_head_facts, folder)
     assert (shape, largest, is_shared, names) == ((1, 64), 0.0, False, ["output_layer.weight"])
 
 
-def torch_as_it_was() -> dict[str, bool]:
+def unchanged_torch_attributes() -> dict[str, bool]:
     """Compare torch before and after `prepare`, which must not change it."""
     before = {
         "cuda": torch.Tensor.cuda,
@@ -112,7 +112,7 @@ def torch_as_it_was() -> dict[str, bool]:
 
 
 def test_prepare_changes_nothing_outside_megatron(ranks) -> None:
-    (same,) = ranks(1).run(torch_as_it_was)
+    (same,) = ranks(1).run(unchanged_torch_attributes)
     assert all(same.values()), same
 
 

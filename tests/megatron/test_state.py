@@ -80,7 +80,7 @@ def weights_at_start(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str
         parallel_state.destroy_model_parallel()
 
 
-def same_state(one: Path, other: Path, kinds: tuple[str, ...]) -> None:
+def assert_same_state(one: Path, other: Path, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         before, after = SavedTensors(one, kind), SavedTensors(other, kind)
         assert before.names == after.names
@@ -99,9 +99,9 @@ def test_checkpoint_is_restored_bit_for_bit_in_another_layout(
     ranks(size).run(train_and_save, model, tmp_path / "a", first, {**flags, **layout}, None, 2)
     ranks(other_size).run(train_and_save, model, tmp_path / "b", second, {**flags, **other_layout}, first, 0)
     kinds = ("model", "optim", "ref") if flags is FOLLOWED else ("model", "optim")
-    same_state(first / "iter_0000001", second / "iter_0000001", kinds)
+    assert_same_state(first / "iter_0000001", second / "iter_0000001", kinds)
     if trip == "ppo":
-        same_state(first / "critic" / "iter_0000001", second / "critic" / "iter_0000001", kinds)
+        assert_same_state(first / "critic" / "iter_0000001", second / "critic" / "iter_0000001", kinds)
     before, after = open_weights(tmp_path / "a" / "hf"), open_weights(tmp_path / "b" / "hf")
     assert before.names == after.names == open_weights(model).names
     assert all(torch.equal(before[name], after[name]) for name in before.names)
@@ -116,7 +116,7 @@ def test_fsdp_resumes_from_megatron_and_megatron_from_fsdp(
     by_fsdp = InProcess(config_for(model, tmp_path, **COMMON, load=str(saved), save=str(tmp_path / "fsdp")))
     assert by_fsdp.start == 2
     by_fsdp.trainer.save(1)
-    same_state(saved / "iter_0000001", tmp_path / "fsdp" / "iter_0000001", ("model", "optim"))
+    assert_same_state(saved / "iter_0000001", tmp_path / "fsdp" / "iter_0000001", ("model", "optim"))
     (metrics, *_) = ranks(2).run(train_and_save, model, tmp_path / "b", tmp_path / "again", PP, tmp_path / "fsdp", 1)
     expected = by_fsdp.train(2, make_samples(3, 3, seed=2))["metrics"][0]
     assert metrics[0]["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)

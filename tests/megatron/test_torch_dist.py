@@ -24,7 +24,7 @@ TP, PP, EP = (
 )
 
 
-def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str, int]) -> None:
+def load_and_save_with_megatron(release: Path, target: Path, folder: Path, sizes: dict[str, int]) -> None:
     """Load a checkpoint into Megatron's stock model, sharded by `sizes`, and save it again."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # noqa: F401 (to be prepared)
@@ -67,12 +67,12 @@ def through_megatron(release: Path, target: Path, folder: Path, sizes: dict[str,
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         lacking = model.load_state_dict(tensors, strict=False).missing_keys
         assert not [name for name in lacking if not name.endswith("_extra_state")]
-        with allowed_children():
+        with allow_child_processes():
             dist_checkpointing.save(model.sharded_state_dict(), str(target))
 
 
 @contextmanager
-def allowed_children() -> Iterator[None]:
+def allow_child_processes() -> Iterator[None]:
     """Allow Megatron's writer to start processes from a daemonic process; end the one that it keeps."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -96,7 +96,7 @@ def test_megatron_loads_converted_weights_and_its_save_converts_back(
     model, saved = model_folder(kind), tmp_path / "saved"
     release = Conversion(model, tmp_path / "release", "float32", format="torch_dist").run()
     saved.mkdir()
-    ranks(2).run(through_megatron, release / "release", saved, model, sizes)
+    ranks(2).run(load_and_save_with_megatron, release / "release", saved, model, sizes)
     back = open_weights(Conversion(saved, tmp_path / "back", "float32", model).run())
     before = open_weights(model)
     assert back.names == before.names

@@ -30,7 +30,7 @@ SEARCHES = {
 INFORMATION = "\n\n<information>Doc 1(Title: fox) the quick fox\nDoc 2(Title: dog) the lazy dog</information>\n\n"
 
 
-def retrieval(asked: list[Any]) -> web.Application:
+def retrieval_app(asked: list[Any]) -> web.Application:
     """A retrieval server that records its requests in `asked`."""
 
     async def retrieve(request: web.Request) -> web.Response:
@@ -70,7 +70,7 @@ def search_reward(folder: Folder, sample: Sample) -> float:
 
 def test_search_r1_trains_on_the_sampled_tokens(search_folder: Folder) -> None:
     asked: list[Any] = []
-    with served(retrieval(asked)) as url:
+    with served(retrieval_app(asked)) as url:
         stops = ["--rollout-stop", "</search>", "</answer>"]
         done = search_folder.train(*SEARCH_FLAGS.split(), *stops, SEARCH_URL=f"{url}/retrieve")
     assert done.code == 0, done.err
@@ -103,7 +103,7 @@ def test_search_r1_trains_on_the_sampled_tokens(search_folder: Folder) -> None:
 def test_search_r1_without_log_probs_tokenizes_the_cut_text(search_folder: Folder) -> None:
     search_folder.edit("generate_with_search.py", '"return_logprob": True', '"return_logprob": False')
     asked: list[Any] = []
-    with served(retrieval(asked)) as url:
+    with served(retrieval_app(asked)) as url:
         done = search_folder.train(*SEARCH_FLAGS.split(), SEARCH_URL=f"{url}/retrieve")
     assert done.code == 0, done.err
     samples = search_folder.samples()

@@ -150,7 +150,7 @@ def wait_for(running: Running, event: Callable[[], bool]) -> None:
     assert running.popen.poll() is None, running.finish()
 
 
-def trained(out: Path) -> bool:
+def has_first_step(out: Path) -> bool:
     """True once the metrics contain the first step."""
     return (out / "metrics.jsonl").is_file() and bool(records(out, "train"))
 
@@ -178,7 +178,7 @@ def test_quick_start_runs_as_typed(place: Path) -> None:
     with started(command, place, **TINY) as running:
         out = run_folder(running, place)
         assert out.parent == place / "outputs"
-        wait_for(running, lambda: trained(out))
+        wait_for(running, lambda: has_first_step(out))
         assert (len(running.processes("slime.train.worker")), len(running.processes("slime.engine.embedded"))) == (4, 4)
         interrupt(running)
     (first, *_) = records(out, "train")
@@ -193,7 +193,7 @@ def test_grpo_command_runs_as_typed(place: Path) -> None:
     """Eight trainers and eight engines; a note names a flag without effect, and checkpoints go to the run's folder."""
     with started(typed(block("GRPO"), place), place, **TINY) as running:
         out = run_folder(running, place)
-        wait_for(running, lambda: trained(out))
+        wait_for(running, lambda: has_first_step(out))
         assert (len(running.processes("slime.train.worker")), len(running.processes("slime.engine.embedded"))) == (8, 8)
         done = interrupt(running)
     assert "--eval-interval 50" in done.out
@@ -279,7 +279,9 @@ def fragments() -> list[str]:
 
 
 @pytest.mark.parametrize("fragment", fragments())
-def test_documented_parameter_reaches_config_and_plan(fragment: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_parameter_reaches_config_and_plan(
+    fragment: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Parses and plans one command: the config has the value, and the plan names flags that are only carried."""
     words = shlex.split(fragment.replace("/path/to", str(place)))
     model = place / "of-this-shape"

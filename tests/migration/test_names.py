@@ -35,7 +35,7 @@ def module(name: str) -> Any:
         raise Missing(f"{name} cannot be imported: {error}") from error
 
 
-def found(row: Name) -> Any:
+def resolve_name(row: Name) -> Any:
     """Return the object that the row names; for an attribute that only instances have, its name."""
     here = module(row.module)
     for part in row.name.split(".") if row.name else ():
@@ -64,9 +64,9 @@ def attributes_of(cls: type) -> set[str]:
     return names
 
 
-def shortcomings(row: Name) -> list[str]:
+def signature_errors(row: Name) -> list[str]:
     """Differences of the local name from upstream's kind and signature."""
-    here = found(row)
+    here = resolve_name(row)
     wrong = []
     if row.what == "async" and not inspect.iscoroutinefunction(here):
         wrong.append("is no async function")
@@ -84,7 +84,7 @@ def is_method(row: Name) -> bool:
     before, _, last = row.name.rpartition(".")
     if not before:
         return False
-    cls = owner(found(Name(row.module, "same", before)))
+    cls = owner(resolve_name(Name(row.module, "same", before)))
     return inspect.isclass(cls) and not isinstance(inspect.getattr_static(cls, last), staticmethod | classmethod | type)
 
 
@@ -95,9 +95,11 @@ def test_names_of_a_module_match_their_verdicts(name: str) -> None:
     for row in (row for row in NAMES if row.module == name):
         try:
             if row.verdict in ("same", "better"):
-                wrong.extend(f"{row.path} {what}: upstream's is {row.call or 'there'}" for what in shortcomings(row))
+                wrong.extend(
+                    f"{row.path} {what}: upstream's is {row.call or 'there'}" for what in signature_errors(row)
+                )
             else:
-                found(row)
+                resolve_name(row)
                 if row.verdict == "absent":
                     wrong.append(f"{row.path} is there: say in names.toml what it is worth")
         except Missing as error:

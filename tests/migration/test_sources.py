@@ -55,7 +55,7 @@ def flags_without(*left_out: str) -> list[str]:
     ]
 
 
-def trained(place: Path, *words: str, left_out: tuple[str, ...] = (), program: tuple[str, ...] = TRAIN) -> Done:
+def run_training(place: Path, *words: str, left_out: tuple[str, ...] = (), program: tuple[str, ...] = TRAIN) -> Done:
     done = run([*program, *flags_without(*left_out), *words], place)
     assert done.code == 0, done.err
     return done
@@ -72,22 +72,22 @@ def group_states(place: Path, out: str) -> dict[str, int]:
         return dict(journal.execute("SELECT state, count(*) FROM groups GROUP BY state"))
 
 
-def handed_out(place: Path, out: str) -> int:
+def count_handed_out_groups(place: Path, out: str) -> int:
     """Number of groups that the data source handed out; returned groups count once."""
     with closing(sqlite3.connect(place / out / "journal.sqlite")) as journal:
         ((position,),) = journal.execute("SELECT value FROM meta WHERE key = 'position'")
     return int(json.loads(position)["sample_group_index"])
 
 
-def to(out: str, *, steps: int = 1) -> list[str]:
+def output_flags(out: str, *, steps: int = 1) -> list[str]:
     dump = f"{out}/{{rollout_id}}.jsonl"
     return ["--num-rollout", str(steps), "--output-dir", out, "--save-debug-rollout-data", dump]
 
 
 def test_subclassed_data_source_resumes_at_the_saved_position(place: Path) -> None:
     words = ["--data-source-path", "curriculum.EasyFirst", "--save", "easy", "--load", "easy"]
-    trained(place, *words, *to("easy"), left_out=("--rollout-shuffle",))
-    trained(place, *words, *to("easy", steps=2), left_out=("--rollout-shuffle",))
+    run_training(place, *words, *output_flags("easy"), left_out=("--rollout-shuffle",))
+    run_training(place, *words, *output_flags("easy", steps=2), left_out=("--rollout-shuffle",))
     seen: list[Any] = [
         [(sample.label, sample.metadata["level"]) for sample in batch(place, "easy", rollout_id)[::4]]
         for rollout_id in (0, 1)
@@ -97,8 +97,8 @@ def test_subclassed_data_source_resumes_at_the_saved_position(place: Path) -> No
 
 
 def test_data_source_on_the_base_class_supplies_the_prompts(place: Path) -> None:
-    words = ["--data-source-path", "curriculum.Counting", *to("counting")]
-    trained(place, *words, left_out=("--prompt-data", "--apply-chat-template", "--rollout-shuffle"))
+    words = ["--data-source-path", "curriculum.Counting", *output_flags("counting")]
+    run_training(place, *words, left_out=("--prompt-data", "--apply-chat-template", "--rollout-shuffle"))
     assert [sample.prompt for sample in batch(place, "counting", 0)[::4]] == [f"count from {n}" for n in range(4)]
 
 
@@ -125,8 +125,8 @@ CUT = (
 def test_rollout_file_with_its_own_loop_loses_no_group(place: Path, file: str) -> None:
     (place / "half.py").write_text(HALF)
     words = [*("--rollout-function-path", f"{file}.generate_rollout", "--custom-rm-path", "half.half_flat")]
-    words += ["--dynamic-sampling-filter-path", FILTER, *CUT, *EVAL, "--keep-samples", *to(file, steps=2)]
-    done = trained(place, *words, left_out=("--custom-rm-path",))
+    words += ["--dynamic-sampling-filter-path", FILTER, *CUT, *EVAL, "--keep-samples", *output_flags(file, steps=2)]
+    done = run_training(place, *words, left_out=("--custom-rm-path",))
     assert done.err == ""
     for rollout_id in (0, 1):
         samples = batch(place, file, rollout_id)
@@ -138,7 +138,7 @@ def test_rollout_file_with_its_own_loop_loses_no_group(place: Path, file: str) -
     states = group_states(place, file)
     assert states["consumed"] == 8
     assert states["dropped"] >= 2
-    assert sum(states.values()) == handed_out(place, file), "a group that was handed out is nowhere"
+    assert sum(states.values()) == count_handed_out_groups(place, file), "a group that was handed out is nowhere"
     found = records(place / file, "rollout")
     assert all(record["rollout/dynamic_filter/drop_zero_std_1.0"] >= 1 for record in found)
     assert all(record["rollout/raw_reward"] < 1 for record in found)
@@ -146,7 +146,7 @@ def test_rollout_file_with_its_own_loop_loses_no_group(place: Path, file: str) -
 
 
 def test_rollout_function_wraps_the_default_one(place: Path) -> None:
-    trained(place, "--rollout-function-path", "wrapping_rollout.generate_rollout", *EVAL, *to("wrapped"))
+    run_training(place, "--rollout-function-path", "wrapping_rollout.generate_rollout", *EVAL, *output_flags("wrapped"))
     (record,) = records(place / "wrapped", "rollout")
     assert record["rollout/longest"] == max(sample.response_length for sample in batch(place, "wrapped", 0))
     assert record["rollout/response_lengths"] > 0
@@ -160,20 +160,20 @@ ASYNC = (sys.executable, str(ROOT / "train_async.py"))
 
 def test_copied_fully_async_file_trains_on_each_sample_once(place: Path) -> None:
     words = ["--rollout-function-path", "copied_fully_async.generate_rollout_fully_async", "--keep-samples"]
-    done = trained(place, *words, *to("worker", steps=3), program=ASYNC)
+    done = run_training(place, *words, *output_flags("worker", steps=3), program=ASYNC)
     assert done.err == ""
     seen = [{sample.index for sample in batch(place, "worker", rollout_id)} for rollout_id in range(3)]
     assert [len(indices) for indices in seen] == [16, 16, 16]
     assert len(set().union(*seen)) == 48
     states = group_states(place, "worker")
     assert states.pop("consumed") == 12
-    assert sum(states.values()) == handed_out(place, "worker") - 12
+    assert sum(states.values()) == count_handed_out_groups(place, "worker") - 12
 
 
 def test_rollout_function_wraps_the_fully_async_one(place: Path) -> None:
     words = ["--rollout-function-path", "wrapping_fully_async.generate_rollout", *EVAL]
     words += ["--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming"]
-    done = trained(place, *words, *to("around", steps=3), program=ASYNC)
+    done = run_training(place, *words, *output_flags("around", steps=3), program=ASYNC)
     assert done.err == ""
     seen = [{sample.index for sample in batch(place, "around", rollout_id)} for rollout_id in range(3)]
     assert len(set().union(*seen)) == 48
@@ -205,7 +205,7 @@ def test_distillation_by_function_paths_equals_distillation_by_flags(place: Path
     for name, words in runs.items():
         out = f"taught_{name}"
         left_out = ("--custom-rm-path", "--rollout-temperature")
-        done = trained(place, *by_flags, *words, *to(out, steps=2), left_out=left_out)
+        done = run_training(place, *by_flags, *words, *output_flags(out, steps=2), left_out=left_out)
         assert done.err == ""
         trains.append([record for record in comparable(place / out) if record["kind"] == "train"])
         reverse_kls.append([record["rollout/opd_reverse_kl"] for record in records(place / out, "rollout")])

@@ -129,9 +129,7 @@ def test_scales_in_another_file_are_found(quantized: Path, tmp_path: Path) -> No
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_rejects_unreadable_weights(
-    quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rejects_unreadable_weights(quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.mkdir()
     weights = load_file(quantized / "model.safetensors")
@@ -153,7 +151,9 @@ def test_rejects_unreadable_weights(
     assert "is not a safetensors file" in sentence(config)
 
 
-def test_convert_replaces_only_its_own_output_and_only_with_force(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_replaces_only_its_own_output_and_only_with_force(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert main(["convert", str(model), str(out)]) == 0
     assert main(["convert", str(model), str(out)]) == 2

@@ -138,10 +138,10 @@ def test_rules_adapt_to_multimodal_prefix_and_stacked_experts(tmp_path: Path) ->
     assert {name for entry in moved.values() for name in entry.hf} == set(other)
     for name, entry in moved.items():
         for rank in range(2):
-            assert torch.equal(local_of(entry, other, rank, 2), local_of(plain[name], tensors, rank, 2)), name
+            assert torch.equal(local_tensor(entry, other, rank, 2), local_tensor(plain[name], tensors, rank, 2)), name
 
 
-def local_of(entry: ParameterEntry, tensors: dict[str, Tensor], rank: int, size: int) -> Tensor:
+def local_tensor(entry: ParameterEntry, tensors: dict[str, Tensor], rank: int, size: int) -> Tensor:
     shard = entry.form.shard([tuple(tensors[name].shape) for name in entry.hf], rank, size)
     return shard.join([tensors[entry.hf[share.source]][share.region] for share in shard.shares])
 

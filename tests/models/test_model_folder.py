@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_folder(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-def changed(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
+def copy_with_tensors(made: Path, folder: Path, **tensors: Tensor | None) -> Path:
     """Copies the folder with some tensors added, or removed if None."""
     weights = load_file(made / "model.safetensors") | tensors
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
@@ -55,7 +55,7 @@ def test_folder_opens_with_sources_for_its_parameters(made: Path) -> None:
 def test_extra_tensors_are_ignored_with_a_reason(made: Path, tmp_path: Path) -> None:
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].clone()
     extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    reasons = open_family_folder(changed(made, tmp_path, **extra)).unused_tensors()
+    reasons = open_family_folder(copy_with_tensors(made, tmp_path, **extra)).unused_tensors()
     assert reasons.keys() == extra.keys()
     assert "tie_word_embeddings" in reasons["lm_head.weight"]
 
@@ -73,7 +73,7 @@ def test_unused_prediction_layers_are_reported_with_the_reason(tmp_path: Path) -
 def test_separate_output_layer_overrides_tie_word_embeddings(made: Path, tmp_path: Path) -> None:
     assert open_family_folder(made).entries["output_layer.weight"].is_copy
     head = load_file(made / "model.safetensors")["model.embed_tokens.weight"] + 1
-    folder = open_family_folder(changed(made, tmp_path, **{"lm_head.weight": head}))
+    folder = open_family_folder(copy_with_tensors(made, tmp_path, **{"lm_head.weight": head}))
     assert folder.unused_tensors() == {}
     assert folder.entries["output_layer.weight"].hf == ("lm_head.weight",)
     assert not folder.entries["output_layer.weight"].is_copy
@@ -81,13 +81,15 @@ def test_separate_output_layer_overrides_tie_word_embeddings(made: Path, tmp_pat
 
 
 def test_rejects_an_unknown_tensor(made: Path, tmp_path: Path) -> None:
-    folder = changed(made, tmp_path, **{"model.layers.0.mlp.extra.weight": torch.zeros(2)})
+    folder = copy_with_tensors(made, tmp_path, **{"model.layers.0.mlp.extra.weight": torch.zeros(2)})
     with pytest.raises(UserError, match=r"mlp\.extra\.weight in .* would be lost"):
         open_family_folder(folder)
 
 
 def test_rejects_a_folder_with_missing_weights(made: Path, tmp_path: Path) -> None:
-    folder = changed(made, tmp_path, **{"model.norm.weight": None, "model.layers.3.mlp.down_proj.weight": None})
+    folder = copy_with_tensors(
+        made, tmp_path, **{"model.norm.weight": None, "model.layers.3.mlp.down_proj.weight": None}
+    )
     with pytest.raises(UserError, match=r"lack model\.norm\.weight and 1 more"):
         open_family_folder(folder)
 
@@ -189,7 +191,7 @@ def test_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
 
 
 def test_rejects_an_unsupported_quantization(made: Path, tmp_path: Path) -> None:
-    folder = changed(made, tmp_path)
+    folder = copy_with_tensors(made, tmp_path)
     config = json.loads((made / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(UserError, match=r"quantised \(awq\)"):

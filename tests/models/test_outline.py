@@ -59,11 +59,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def outline(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> MetaModel:
+def load_outline(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> MetaModel:
     return load_meta_model(folder, dtype=dtype, attn_implementation="eager", **how)
 
 
-def whole(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> PreTrainedModel:
+def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32, **how: bool) -> PreTrainedModel:
     return load_causal_lm(folder, dtype=dtype, device="cpu", attn_implementation="eager", **how)
 
 
@@ -114,9 +114,9 @@ def test_every_region_of_every_weight_matches_transformers(family: str, made: Ca
     folder = made(family)
     random_state = torch.get_rng_state()
     for dtype in (torch.float32, torch.bfloat16):
-        found = outline(folder, dtype)
+        found = load_outline(folder, dtype)
         assert torch.equal(torch.get_rng_state(), random_state)
-        assert_same(found, whole(folder, dtype))
+        assert_same(found, load_with_transformers(folder, dtype))
 
 
 def test_partial_read_reads_only_its_bytes(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_partial_read_reads_only_its_bytes(made: Callable[[str], Path], monkeypa
     monkeypatch.setattr(
         StoredTensor, "_bytes", lambda self, begin, count: read.append(count) or real(self, begin, count)
     )
-    sources = outline(made("qwen3_moe")).sources
+    sources = load_outline(made("qwen3_moe")).sources
     assert read == []
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"):
         source = sources[name]
@@ -142,13 +142,13 @@ def test_fp8_weights_with_partial_blocks_match_transformers(family: str, tmp_pat
     plain = make_model_folder(tmp_path / "plain", family, **sizes, **experts)
     assert main(["convert", str(plain), str(tmp_path / "fp8"), "--dtype", "fp8"]) == 0
     for dtype in (torch.float32, torch.bfloat16):
-        assert_same(outline(tmp_path / "fp8", dtype), whole(tmp_path / "fp8", dtype))
+        assert_same(load_outline(tmp_path / "fp8", dtype), load_with_transformers(tmp_path / "fp8", dtype))
     stored = load_file(tmp_path / "fp8" / "model.safetensors")
     name = next(name for name in stored if name.endswith("_scale_inv"))
     stored[name] = stored[name][:1, :1].contiguous()
     save_file(stored, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"{name.removesuffix('_scale_inv')} in .* without a scale for each block"):
-        outline(tmp_path / "fp8")
+        load_outline(tmp_path / "fp8")
 
 
 def test_mxfp4_experts_are_loaded_by_transformers(made: Callable[[str], Path], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_mxfp4_experts_are_loaded_by_transformers(made: Callable[[str], Path], t
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     (folder / "config.json").write_text(json.dumps(config))
-    assert_same(outline(folder), whole(folder))
+    assert_same(load_outline(folder), load_with_transformers(folder))
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -176,41 +176,41 @@ def test_tied_weights_stored_twice_are_shared_only_if_equal(same: bool, tmp_path
     stored["lm_head.weight"] = embedding.clone()
     stored["lm_head.weight"][-1, -1] += 0 if same else 1
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    found = outline(folder)
-    assert_same(found, whole(folder))
+    found = load_outline(folder)
+    assert_same(found, load_with_transformers(folder))
     assert (found.model.lm_head.weight is found.model.model.embed_tokens.weight) == same
 
 
 def test_reads_the_same_weight_files_as_transformers(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
-    expected = whole(folder)
+    expected = load_with_transformers(folder)
     names = sorted(stored := load_file(folder / "model.safetensors"))
     wrong = {name: tensor + 1 for name, tensor in stored.items()}
     save_file(wrong, folder / "consolidated.safetensors", metadata={"format": "pt"})
-    assert_same(outline(folder), expected)
+    assert_same(load_outline(folder), expected)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"there is no model.safetensors and no model.safetensors.index.json"):
-        outline(folder)
+        load_outline(folder)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, members in shards.items():
         save_file({name: stored[name] for name in members}, folder / file, metadata={"format": "pt"})
     index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_same(outline(folder), expected)
+    assert_same(load_outline(folder), expected)
     (folder / "b.safetensors").unlink()
     with pytest.raises(UserError, match=r"cannot be loaded: b.safetensors is not there"):
-        outline(folder)
+        load_outline(folder)
 
 
 def test_rejects_truncated_and_missing_weight_files(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made("qwen3"), tmp_path / "model"))
-    found = outline(folder)
+    found = load_outline(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(UserError, match=r"model.safetensors ends before \S+ does: copy or download it again"):
         [read_whole(source) for source in found.sources.values()]
     with pytest.raises(UserError, match=r"model.safetensors cannot be loaded: it ends before \S+ does"):
-        outline(folder)
+        load_outline(folder)
     file.unlink()
     with pytest.raises(UserError, match=r"model.safetensors cannot be read: No such file"):
         [read_whole(source) for source in found.sources.values()]
@@ -218,7 +218,7 @@ def test_rejects_truncated_and_missing_weight_files(made: Callable[[str], Path],
 
 def test_value_head_is_initialized_with_zeros(made: Callable[[str], Path]) -> None:
     for family in ("qwen3", "qwen2"):  # with a tied and with a separate output layer
-        found, body = outline(made(family)), whole(made(family))
+        found, body = load_outline(made(family)), load_with_transformers(made(family))
         found.put_value_head()
         assert found.model.lm_head.weight.shape == (1, 64)
         assert list(found.sources) == [name for name, _ in found.model.named_parameters()]
@@ -260,8 +260,8 @@ def test_folder_with_custom_code_needs_trust_remote_code(made: Callable[[str], P
     stored = load_file(folder / "model.safetensors")
     save_file(stored | {"kept": torch.tensor([1.0, 2.0, 3.0])}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="pass --trust-remote-code"):
-        outline(folder)
-    found = outline(folder, trust_remote_code=True)
+        load_outline(folder)
+    found = load_outline(folder, trust_remote_code=True)
     assert type(found.model).__name__ == "OwnForCausalLM"
     assert (found.model.kept.tolist(), found.model.made.tolist()) == ([1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0])
-    assert_same(found, whole(folder, trust_remote_code=True))
+    assert_same(found, load_with_transformers(folder, trust_remote_code=True))

@@ -36,11 +36,11 @@ def model() -> dict[str, Tensor]:
     return {"embed": torch.randn(8, 4), **layers, "head": torch.randn(8, 4)}
 
 
-def facts(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def shapes_and_dtypes(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def made_of(pieces: list[ConversionPiece], tensors: dict[str, Tensor], convert: Any) -> dict[str, Tensor]:
+def convert_pieces(pieces: list[ConversionPiece], tensors: dict[str, Tensor], convert: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for piece in pieces:
         own = convert(
@@ -61,10 +61,10 @@ def test_stacked_experts_are_converted_a_few_rows_at_a_time(
 ) -> None:
     tensors = model()
     monkeypatch.setattr(module, "ROWS_BYTES", at_once * 6 * 4 * 4)
-    pieces = plan_pieces(facts(tensors), unstack)
+    pieces = plan_pieces(shapes_and_dtypes(tensors), unstack)
     assert [piece.rows for piece in pieces if piece.rows] == rows * 2
     wanted = unstack(tensors)
-    found = made_of(pieces, tensors, unstack)
+    found = convert_pieces(pieces, tensors, unstack)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert sum(piece.nbytes for piece in pieces) == sum(tensor.nbytes for tensor in tensors.values())
@@ -79,9 +79,9 @@ def test_parameters_fused_into_one_tensor_share_a_piece() -> None:
 
     tensors = {"old.a": torch.randn(3), "layers.0.q": torch.randn(2, 3), "layers.0.k": torch.randn(4, 3)}
     tensors["layers.0.norm"] = torch.randn(3)
-    pieces = plan_pieces(facts(tensors), fuse)
+    pieces = plan_pieces(shapes_and_dtypes(tensors), fuse)
     assert [piece.sources for piece in pieces] == [("old.a",), ("layers.0.norm",), ("layers.0.q", "layers.0.k")]
-    found = made_of(pieces, tensors, fuse)
+    found = convert_pieces(pieces, tensors, fuse)
     assert found.keys() == {"a", "layers.0.norm", "layers.0.qk"}
     assert torch.equal(found["layers.0.qk"], torch.cat([tensors["layers.0.q"], tensors["layers.0.k"]]))
 

@@ -41,7 +41,7 @@ def call(*words: str) -> None:
     CALLED.extend(words)
 
 
-class Harmful:
+class MaliciousPickle:
     def __reduce__(self) -> Any:
         return call, ("called",)
 
@@ -52,14 +52,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model_folder(path, request.param, **FAMILIES[request.param])
 
 
-def written(model: Path, target: Path) -> Path:
+def write_checkpoint(model: Path, target: Path) -> Path:
     sources = plain_sources(model)
     entries, alike = model_entries(model, sources)
     return write_release(sources, entries, target, dtype=torch.float32, alike=alike) / "release"
 
 
 def test_model_folder_round_trip_is_exact(model: Path, tmp_path: Path) -> None:
-    before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
+    before, back = open_weights(model), checkpoint_sources(model, write_checkpoint(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     for name in before.names:
         assert torch.equal(read_whole(back[name]), before[name]), name
@@ -70,14 +70,14 @@ def test_model_folder_round_trip_is_exact(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", FAMILY_MODELS)
 def test_round_trip_of_every_family_is_exact(case: str, tmp_path: Path) -> None:
     model = make_family_folder(tmp_path / "model", case)
-    before, back = open_weights(model), checkpoint_sources(model, written(model, tmp_path / "out"))
+    before, back = open_weights(model), checkpoint_sources(model, write_checkpoint(model, tmp_path / "out"))
     assert set(back) == set(before.names)
     assert all(torch.equal(read_whole(back[name]), before[name]) for name in before.names)
 
 
 def test_torch_reads_the_written_checkpoint(model: Path, tmp_path: Path) -> None:
     """Reads with torch's own reader as an independent reference."""
-    folder = written(model, tmp_path / "out")
+    folder = write_checkpoint(model, tmp_path / "out")
     checkpoint = TorchDist(folder)
     loaded = {key: torch.empty(checkpoint.source(key).shape) for key in checkpoint.keys}
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
@@ -118,12 +118,12 @@ def test_parameters_are_found_under_every_key_layout(tmp_path: Path) -> None:
 
 
 def test_pickles_in_a_checkpoint_cannot_call_functions(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(MaliciousPickle()))
     with pytest.raises(UserError, match=r"names tests.models.test_torch_dist.call, which no index needs"):
         TorchDist(tmp_path)
-    block = pickle.dumps(Harmful())
+    block = pickle.dumps(MaliciousPickle())
     (tmp_path / "__0_0.distcp").write_bytes(block)
-    index(tmp_path, length=len(block))
+    write_index(tmp_path, length=len(block))
     with pytest.raises(UserError, match=r"w in .*__0_0.distcp is no tensor"):
         read_whole(TorchDist(tmp_path).source("w"))
     assert CALLED == []
@@ -141,11 +141,11 @@ def test_rejects_damaged_checkpoints(tmp_path: Path) -> None:
         ({"shape": (4, 3)}, "do not cover its shape"),
         ({"begin": -1}, "are not sizes"),
     ):
-        index(tmp_path, **changes)
+        write_index(tmp_path, **changes)
         with pytest.raises(UserError, match=said):
             read_whole(TorchDist(tmp_path).source("w"))
     (tmp_path / "__0_0.distcp").write_bytes(buffer.getvalue())
-    index(tmp_path, size=(3, 2), shape=(3, 2), length=len(buffer.getvalue()))
+    write_index(tmp_path, size=(3, 2), shape=(3, 2), length=len(buffer.getvalue()))
     with pytest.raises(UserError, match="not what the index says"):
         read_whole(TorchDist(tmp_path).source("w"))
     (tmp_path / ".metadata").write_bytes(b"\x80\x04K\x01.")
@@ -161,12 +161,12 @@ def test_rejects_the_checkpoint_of_another_model(tmp_path: Path) -> None:
     narrow = make_model_folder(tmp_path / "narrow", hidden_size=32)
     deeper = make_model_folder(tmp_path / "deeper", num_hidden_layers=3)
     with pytest.raises(UserError, match=r"is \(320, 32\) in .*, but \(320, 64\) by the model folder"):
-        checkpoint_sources(model, written(narrow, tmp_path / "a"))
+        checkpoint_sources(model, write_checkpoint(narrow, tmp_path / "a"))
     with pytest.raises(UserError, match=r"lacks decoder.layers.2.* it is a checkpoint of another model"):
-        checkpoint_sources(deeper, written(model, tmp_path / "b"))
+        checkpoint_sources(deeper, write_checkpoint(model, tmp_path / "b"))
 
 
-def index(
+def write_index(
     folder: Path,
     *,
     path: str = "__0_0.distcp",

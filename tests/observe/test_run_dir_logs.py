@@ -61,7 +61,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @contextmanager
-def beating(lock: int) -> Iterator[None]:
+def heartbeat(lock: int) -> Iterator[None]:
     done = threading.Event()
 
     def beat() -> None:
@@ -84,7 +84,7 @@ def test_live_run_on_another_machine_is_named_in_the_error(
     monkeypatch.setattr(run_dir, "SILENCE_S", 120.0)
     if shares_locks:
         fcntl.flock(elsewhere, fcntl.LOCK_EX)
-    with beating(elsewhere), pytest.raises(UserError, match=r"still alive \(process 12 on node-a\).*--output-dir"):
+    with heartbeat(elsewhere), pytest.raises(UserError, match=r"still alive \(process 12 on node-a\).*--output-dir"):
         RunDir(tmp_path)
 
 
@@ -152,9 +152,7 @@ def quiet_root() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_root")
-def test_driver_logs_to_its_file_and_warns_on_the_console(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_driver_logs_to_its_file_and_warns_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     for _ in range(2):  # a second setup replaces the first
         path = configure_logging(tmp_path, "driver", "info", console=screen)
@@ -196,13 +194,13 @@ def test_repeated_warning_is_shown_once_and_counted(tmp_path: Path, capsys: pyte
     assert repeated_warnings() == []
 
 
-class Unspeakable:
+class RaisingStr:
     def __str__(self) -> str:
         raise KeyError("no text")
 
 
 @pytest.mark.usefixtures("quiet_root")
-@pytest.mark.parametrize("argument", [3, Unspeakable()])
+@pytest.mark.parametrize("argument", [3, RaisingStr()])
 def test_malformed_warning_does_not_raise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: object
 ) -> None:

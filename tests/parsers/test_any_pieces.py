@@ -45,7 +45,7 @@ def calls(name: str) -> st.SearchStrategy[list[Any]]:
     return st.lists(st.tuples(st.sampled_from(names), arguments), min_size=1, max_size=3)
 
 
-def read(
+def parse(
     name: str, text: str, cuts: list[int], *, reasoning: str | None = "qwen3", thinking: bool = False
 ) -> list[Event]:
     ids = (f"call_{number}" for number in itertools.count())
@@ -57,7 +57,7 @@ def read(
     return events + parser.end()
 
 
-def called(events: list[Event]) -> list[tuple[str, Any]]:
+def parsed_calls(events: list[Event]) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in gathered(events).calls]
 
 
@@ -69,18 +69,18 @@ def test_written_answers_are_parsed_in_any_pieces(
 ) -> None:
     made = data.draw(calls(name))
     text = written(name, thought, before, made)
-    events = read(name, text, cuts)
+    events = parse(name, text, cuts)
     output = gathered(events)
-    assert (output.reasoning, output.text, called(events)) == (thought, before, made)
+    assert (output.reasoning, output.text, parsed_calls(events)) == (thought, before, made)
     assert not output.ill_formed
-    assert gathered(read(name, text, list(range(len(text))))) == output
+    assert gathered(parse(name, text, list(range(len(text))))) == output
 
 
 SENTINELS = [chr(0xE000 + number) for number in range(12)]
 
 
 @st.composite
-def broken(draw: st.DrawFn, name: str) -> str:
+def damaged_answers(draw: st.DrawFn, name: str) -> str:
     """Strategy for answers with parts cut, doubled or inserted, and with sentinel characters that must survive."""
     parts = draw(
         st.lists(plain | calls(name).map(WRITERS[name]) | st.sampled_from(MARKS[name]), min_size=1, max_size=4)
@@ -105,18 +105,16 @@ def broken(draw: st.DrawFn, name: str) -> str:
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=examples(50), deadline=None)
 @given(data=st.data(), thinking=st.booleans(), cuts=st.lists(st.integers(0), max_size=40))
-def test_damaged_answers_lose_no_text(
-    name: str, data: st.DataObject, thinking: bool, cuts: list[int]
-) -> None:
-    text = data.draw(broken(name))
-    events = read(name, text, [], thinking=thinking)
+def test_damaged_answers_lose_no_text(name: str, data: st.DataObject, thinking: bool, cuts: list[int]) -> None:
+    text = data.draw(damaged_answers(name))
+    events = parse(name, text, [], thinking=thinking)
     output = gathered(events)
     told = (output.reasoning or "") + output.text + "".join(call.name + call.arguments for call in output.calls)
     for sentinel in SENTINELS:
         assert told.count(sentinel) == text.count(sentinel)
     assert all(isinstance(json.loads(call.arguments), dict) for call in output.calls)
-    assert gathered(read(name, text, cuts, thinking=thinking)) == output
-    assert gathered(read(name, text, list(range(len(text))), thinking=thinking)) == output
+    assert gathered(parse(name, text, cuts, thinking=thinking)) == output
+    assert gathered(parse(name, text, list(range(len(text))), thinking=thinking)) == output
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -125,10 +123,10 @@ def test_damaged_answers_lose_no_text(
 def test_truncated_call_becomes_text(name: str, data: st.DataObject, end: int) -> None:
     made = data.draw(calls(name))
     text = WRITERS[name](made)
-    events = read(name, text[: max(0, len(text) - end)], [])
+    events = parse(name, text[: max(0, len(text) - end)], [])
     whole = [event.index for event in events if isinstance(event, CallEnded)]
     taken_back = [event.index for event in events if isinstance(event, IllFormed) and event.index is not None]
-    assert called(events) == made[: len(whole)]
+    assert parsed_calls(events) == made[: len(whole)]
     for index in taken_back:
         pieces = [event.text for event in events if isinstance(event, CallArguments) and event.index == index]
         with pytest.raises(json.JSONDecodeError):  # it must not parse as a complete call
@@ -148,8 +146,8 @@ def test_forced_call_opening_matches_the_format(name: str) -> None:
         if formats.tool != "gpt-oss":
             thinking = call_opening(formats, tool, starts_in_reasoning=True)
             assert thinking == "\n</think>\n\n" + opening
-            events = read(name, thinking + text.removeprefix(opening), [], thinking=True)
-            assert called(events) == [("look_up", {"text": "a"})]
+            events = parse(name, thinking + text.removeprefix(opening), [], thinking=True)
+            assert parsed_calls(events) == [("look_up", {"text": "a"})]
 
 
 def test_opens_reasoning_detects_an_open_think_tag() -> None:

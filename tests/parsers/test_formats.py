@@ -23,7 +23,7 @@ from slime.models.parsers.events import (
 from slime.models.parsers.formats import Formats, call_id, detect_formats, formats_from_flags, make_parser
 
 
-def said(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
+def parse(formats: Formats, *pieces: str, **how: Any) -> list[Event]:
     parser = make_parser(formats, ids=lambda: "call_1", **how)
     return [event for piece in pieces for event in parser.feed(piece)] + parser.end()
 
@@ -74,7 +74,7 @@ def test_call_is_streamed_as_it_is_written() -> None:
 
 def test_malformed_call_is_retracted_and_becomes_text() -> None:
     text = '<tool_call>{"name": "a", "arguments": {"b": 1} oops</tool_call>'
-    events = said(Formats("hermes", None), "well ", text)
+    events = parse(Formats("hermes", None), "well ", text)
     assert events[:4] == [
         Text("well"),
         CallBegun(0, "call_1", "a"),
@@ -128,7 +128,7 @@ TOOL = {
 )
 def test_unquoted_values_are_typed_by_the_schema(parameter: str, written: str, value: str) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
-    events = said(Formats("qwen3_coder", None), text, tools=[TOOL])
+    events = parse(Formats("qwen3_coder", None), text, tools=[TOOL])
     assert gathered(events).calls == (Call("call_1", "f", f'{{"{parameter}": {value}}}'),)
 
 
@@ -168,18 +168,18 @@ def test_unquoted_values_are_typed_by_the_schema(parameter: str, written: str, v
     ],
 )
 def test_text_reasoning_and_calls_are_separated(text: str, output: ParsedOutput) -> None:
-    assert gathered(said(Formats("hermes", "qwen3"), text)) == output
+    assert gathered(parse(Formats("hermes", "qwen3"), text)) == output
 
 
 def test_markers_stay_in_the_text_without_parsers() -> None:
     text = '<think>a</think> <tool_call>{"name": "f"}</tool_call>'
-    assert gathered(said(Formats(), text)) == ParsedOutput(None, text)
+    assert gathered(parse(Formats(), text)) == ParsedOutput(None, text)
 
 
 def test_reasoning_may_start_in_the_prompt() -> None:
-    assert gathered(said(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == ParsedOutput("a", "b")
-    assert gathered(said(Formats(None, "deepseek-r1"), "a</think>b")) == ParsedOutput("a", "b")
-    assert gathered(said(Formats(None, "deepseek-r1"), "<think>a</think>b")) == ParsedOutput("a", "b")
+    assert gathered(parse(Formats(None, "qwen3"), "a</think>b", starts_in_reasoning=True)) == ParsedOutput("a", "b")
+    assert gathered(parse(Formats(None, "deepseek-r1"), "a</think>b")) == ParsedOutput("a", "b")
+    assert gathered(parse(Formats(None, "deepseek-r1"), "<think>a</think>b")) == ParsedOutput("a", "b")
 
 
 def test_call_ids_are_unique_24_digit_hex() -> None:

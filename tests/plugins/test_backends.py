@@ -61,7 +61,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["grpo", "gspo", "kl_entropy_temperature", "per_token"],
 )
-def test_custom_loss_of_an_upstream_user_matches_the_built_in_loss(flags: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_custom_loss_of_an_upstream_user_matches_the_built_in_loss(
+    flags: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     """Runs two updates on one rollout, so that the ratios of the second one differ from 1."""
     flags = flags | {"rollout_batch_size": 4, "num_steps_per_rollout": 2, "lr": 0.01}
 

@@ -94,7 +94,9 @@ def test_convert_checkpoint_links_the_hugging_face_folder(tmp_path: Path, capsys
     assert "nothing has to be converted" in capsys.readouterr().out
 
 
-def test_command_env_and_temp_file_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_env_and_temp_file_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert U.exec_command("echo $((1 + 1)) && true", capture_output=True) == "2\n"
     assert U.exec_command(f"{sys.executable} --version") is None
     with pytest.raises(subprocess.CalledProcessError):
@@ -122,7 +124,9 @@ def test_command_env_and_temp_file_helpers(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("rsync", ["installed", "missing"])
-def test_rsync_simple_copies_with_and_without_rsync(rsync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rsync_simple_copies_with_and_without_rsync(
+    rsync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if rsync == "missing":
         monkeypatch.setenv("PATH", "")
     source, target = tmp_path / "a", tmp_path / "deep" / "b"

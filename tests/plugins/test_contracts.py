@@ -19,7 +19,7 @@ from slime.errors import UserError
 Write = Callable[[str, str], str]
 
 
-def refused(**flags: Any) -> str:
+def rejection(**flags: Any) -> str:
     with pytest.raises(UserError) as caught:
         check_plugins(Config(rollout_batch_size=1, **flags))
     return str(caught.value)
@@ -56,11 +56,11 @@ def test_built_in_functions_pass_the_check() -> None:
 def test_each_contract_accepts_valid_and_rejects_invalid_functions(contract: Any, write: Write) -> None:
     check_plugins(Config(rollout_batch_size=1, **given(contract, write("good.py", good_source(contract)) + ":f")))
 
-    missing = refused(**given(contract, write("good.py", good_source(contract)) + ":g"))
+    missing = rejection(**given(contract, write("good.py", good_source(contract)) + ":g"))
     assert missing.startswith(f"{contract.flag} ")
     assert "has no g: it defines f" in missing
 
-    sentence = refused(**given(contract, write("few.py", "def f(): pass\n") + ":f"))
+    sentence = rejection(**given(contract, write("few.py", "def f(): pass\n") + ":f"))
     assert sentence.startswith(f"{contract.flag} ")
     assert sentence.endswith("but its signature is (): change it")
 
@@ -69,13 +69,13 @@ def test_each_contract_accepts_valid_and_rejects_invalid_functions(contract: Any
     if contract.awaiting == "either":
         check_plugins(Config(rollout_batch_size=1, **given(contract, path)))
     else:
-        assert "write it as a plain def" in refused(**given(contract, path))
+        assert "write it as a plain def" in rejection(**given(contract, path))
 
-    generator = refused(**given(contract, write("gen.py", "def f(*a, **k): yield 1\n") + ":f"))
+    generator = rejection(**given(contract, write("gen.py", "def f(*a, **k): yield 1\n") + ":f"))
     assert "is a generator" in generator
 
     if not contract.of_class:
-        a_class = refused(
+        a_class = rejection(
             **given(contract, write("cls.py", "class f:\n    def __init__(self, *a, **k): pass\n") + ":f")
         )
         assert a_class.endswith("is a class, but a function is called: name a function")
@@ -135,7 +135,7 @@ def test_each_contract_accepts_valid_and_rejects_invalid_functions(contract: Any
 )
 def test_functions_that_break_their_contract_are_rejected(flag: str, source: str, sentence: str, write: Write) -> None:
     contract = contract_of(f"--{flag.replace('_', '-')}")
-    assert sentence in refused(**given(contract, write("wrong.py", source + "\n") + ":f"))
+    assert sentence in rejection(**given(contract, write("wrong.py", source + "\n") + ":f"))
 
 
 def test_functions_may_require_optional_arguments_of_the_contract(write: Write) -> None:
@@ -161,7 +161,7 @@ def test_functions_may_require_optional_arguments_of_the_contract(write: Write) 
 def test_every_hook_of_a_repeated_flag_is_checked(write: Write) -> None:
     path = write("hooks.py", "def one(args, sample): pass\ndef two(args): pass\n")
     check_plugins(Config(rollout_batch_size=1, rollout_sample_hook_path=[f"{path}:one"]))
-    assert "hooks.py:two is called with (args, sample)" in refused(
+    assert "hooks.py:two is called with (args, sample)" in rejection(
         rollout_sample_hook_path=[f"{path}:one", f"{path}:two"]
     )
 

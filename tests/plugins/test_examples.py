@@ -61,7 +61,7 @@ def path_of(name: str) -> str:
     return str(EXAMPLES / f"{name}.py")
 
 
-def loaded(name: str):
+def load_example(name: str):
     return load_plugin(path_of(name), FLAG_OF[name])
 
 
@@ -140,7 +140,7 @@ def test_reward_examples_score_samples():
 
 def test_reward_post_process_example_centers_rewards():
     samples = [Sample(reward=1.0), Sample(reward={"score": 4.0}), Sample(reward=None)]
-    raw, rewards = loaded("reward_post_process")(Config(rollout_batch_size=1, reward_key="score"), samples)
+    raw, rewards = load_example("reward_post_process")(Config(rollout_batch_size=1, reward_key="score"), samples)
     assert raw == [1.0, 4.0, 0.0]
     assert rewards == pytest.approx([-2 / 3, 7 / 3, -5 / 3])
 
@@ -198,10 +198,10 @@ def test_data_source_and_buffer_filter_examples():
 def test_rollout_and_eval_function_examples(answers, prompts, engine):
     runtime = answers(custom_rm_path="reward", rollout_function_path="rollout_function", rollout_batch_size=1)
     source = prompts(["a", "b"], n=2, labels=["8", "7"])
-    output = call_rollout_fn(loaded("rollout_function"), runtime.args, 0, source, evaluation=False)
+    output = call_rollout_fn(load_example("rollout_function"), runtime.args, 0, source, evaluation=False)
     assert [sample.prompt for sample in leaves(output.samples)] == ["b", "b"]
     assert output.metrics["rollout/retried"] == 1.0
-    evaluated = call_rollout_fn(loaded("eval_function"), runtime.args, 0, source, evaluation=True)
+    evaluated = call_rollout_fn(load_example("eval_function"), runtime.args, 0, source, evaluation=True)
     assert evaluated.data["lengths"]["rewards"] == [2.0] * 3
     assert [request["sampling_params"]["temperature"] for request in engine.requests[-3:]] == [0.0] * 3
 
@@ -209,23 +209,23 @@ def test_rollout_and_eval_function_examples(answers, prompts, engine):
 def test_log_examples_write_json_records(tmp_path):
     args = Config(rollout_batch_size=1, output_dir=str(tmp_path))
     samples = [Sample(response="a"), Sample(response=" \n")]
-    assert loaded("rollout_log")(3, args, samples, {"rollout/raw_reward": 1.0}, 2.5) is False
+    assert load_example("rollout_log")(3, args, samples, {"rollout/raw_reward": 1.0}, 2.5) is False
     assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {
         "rollout_id": 3,
         "empty": 1,
         "samples": 2,
         "seconds": 2.5,
     }
-    assert loaded("eval_log")(3, args, {"sums": {"rewards": [0.0, 1.0]}}, {}) is False
+    assert load_example("eval_log")(3, args, {"sums": {"rewards": [0.0, 1.0]}}, {}) is False
     assert json.loads((tmp_path / "evaluations.jsonl").read_text()) == {"rollout_id": 3, "best": {"sums": 1.0}}
 
 
 def test_advantage_and_data_postprocess_examples():
     data = {"rewards": [3.0, -1.0], "response_lengths": [3, 1]}
-    loaded("advantage")(Config(rollout_batch_size=1), data)
+    load_example("advantage")(Config(rollout_batch_size=1), data)
     assert torch.equal(data["advantages"][0], 3.0 * 0.99 ** torch.tensor([2.0, 1.0, 0.0]))
     assert data["returns"][1].tolist() == [-1.0]
-    loaded("data_postprocess")(Config(rollout_batch_size=1), 0, data)
+    load_example("data_postprocess")(Config(rollout_batch_size=1), 0, data)
     assert [values.tolist() for values in data["advantages"]] == [[2.0] * 3, [-1.0]]
 
 
@@ -238,7 +238,7 @@ def test_loss_example_matches_the_reinforce_formula():
         "response_lengths": [2, 1],
         "advantages": [torch.tensor([1.0, 2.0]), torch.tensor([-1.0])],
     }
-    value, metrics = loaded("loss")(Config(rollout_batch_size=1), batch, logits, torch.sum)
+    value, metrics = load_example("loss")(Config(rollout_batch_size=1), batch, logits, torch.sum)
     log_probs = logits[0].detach().float().log_softmax(-1)
     expected = -(log_probs[1, 3] * 1.0 + log_probs[2, 4] * 2.0 - log_probs[5, 2])
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -249,7 +249,7 @@ def test_loss_example_matches_the_reinforce_formula():
 
 
 def test_tis_and_pg_loss_reducer_examples():
-    losses, masks, metrics = loaded("tis")(
+    losses, masks, metrics = load_example("tis")(
         Config(rollout_batch_size=1, tis_clip=2.0),
         pg_loss=torch.ones(3),
         train_log_probs=[torch.tensor([0.0, -2.0]), torch.tensor([0.5])],
@@ -261,7 +261,9 @@ def test_tis_and_pg_loss_reducer_examples():
     assert [mask.tolist() for mask in masks] == [[1.0, 0.0], [0.0]]
     assert losses.tolist() == pytest.approx([1.0, 0.1353353, 1.6487213])
     assert torch.equal(metrics["own_ratio"], losses)
-    reduce = loaded("pg_loss_reducer")([3, 2], [2, 1], [torch.ones(2), torch.zeros(1)], calculate_per_token_loss=False)
+    reduce = load_example("pg_loss_reducer")(
+        [3, 2], [2, 1], [torch.ones(2), torch.zeros(1)], calculate_per_token_loss=False
+    )
     assert reduce(torch.tensor([2.0, 3.0, 100.0])).item() == pytest.approx(0.005)
 
 
@@ -269,7 +271,7 @@ def test_post_write_example_records_version_and_bytes(tmp_path: Path):
     folder = tmp_path / "weight_v000003"
     folder.mkdir()
     (folder / "model-00001-of-00001.safetensors").write_bytes(b"12345")
-    loaded("post_write")(Config(rollout_batch_size=1, output_dir=str(tmp_path)), str(folder), [])
+    load_example("post_write")(Config(rollout_batch_size=1, output_dir=str(tmp_path)), str(folder), [])
     assert json.loads((tmp_path / "versions.jsonl").read_text()) == {"version": "weight_v000003", "bytes": 5}
 
 
@@ -282,7 +284,7 @@ def test_convert_samples_example_drops_samples_without_reward():
             index=6, rollout_id=2, tokens=[1, 2], response_length=1, loss_mask=[0], rollout_log_probs=[0.0], reward=0
         ),
     ]
-    made = loaded("convert_samples")(config, samples)
+    made = load_example("convert_samples")(config, samples)
     assert {len(column) for column in made.values()} == {2}
     assert (made["tokens"], made["rewards"], made["rollout_ids"]) == ([[1, 2, 3], [1, 2]], [1.0, 0], [4, 2])
     assert (made["loss_masks"], made["prompt_lengths"]) == ([[1, 1], [0]], [1, 1])

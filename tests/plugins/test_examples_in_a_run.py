@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lines(file: Path) -> list[dict[str, object]]:
+def read_jsonl(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -68,12 +68,12 @@ def test_rollout_examples_work_together_in_one_run(place: Path) -> None:
     assert all(0.0 < record["rollout/raw_reward"] <= 1.0 for record in steps)  # 1 for the longest of each group
     evaluations = records(place / "many", "eval")
     assert [record["step"] for record in evaluations] == [0, 1, 2]
-    own = lines(place / "many" / "evaluations.jsonl")
+    own = read_jsonl(place / "many" / "evaluations.jsonl")
     for record, line in zip(evaluations, own, strict=True):
         assert 1.0 <= record["eval/lengths"] <= line["best"]["lengths"] <= 6.0
-    assert [line["samples"] for line in lines(place / "many" / "rollouts.jsonl")] == [4, 4]
+    assert [line["samples"] for line in read_jsonl(place / "many" / "rollouts.jsonl")] == [4, 4]
     retries = sum(int(record["rollout/retried"]) for record in steps)
-    seen = lines(place / "many" / "all_samples.jsonl")
+    seen = read_jsonl(place / "many" / "all_samples.jsonl")
     assert len(seen) == 4 * (2 + retries)
     assert all(str(line["response"]).count(" Are you sure? ") == 1 for line in seen)
     assert [record["rollout_id"] for record in records(place / "many", "train")] == [0, 1]
@@ -87,7 +87,7 @@ def test_data_source_fan_out_and_class_reward_examples_in_one_run(place: Path) -
     ]
     done = run([*TRAIN, *COMMON, *flags], place)
     assert done.code == 0, done.err
-    seen = lines(place / "own" / "all_samples.jsonl")
+    seen = read_jsonl(place / "own" / "all_samples.jsonl")
     assert [line["index"] for line in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
     words = ("the", "answer", "zebra")
     assert all(line["reward"] == sum(word in str(line["response"]) for word in words) / 3 for line in seen)
@@ -102,7 +102,7 @@ def test_list_generate_function_that_sets_only_text_is_trained_on(place: Path) -
     ]
     done = run([*TRAIN, *COMMON, *flags], place)
     assert done.code == 0, done.err
-    seen = lines(place / "listed" / "all_samples.jsonl")
+    seen = read_jsonl(place / "listed" / "all_samples.jsonl")
     assert [(line["response"], line["reward"]) for line in seen] == [
         (f"the answer is {i + 1}.", float(i % 2)) for i in range(8)
     ]

@@ -63,9 +63,7 @@ def test_function_that_computes_with_an_unset_flag_is_rejected(generate: Callabl
         "left = args.global_batch_size - args.something_of_mine",
     ],
 )
-def test_function_with_safe_uses_of_an_unset_flag_is_accepted(
-    generate: Callable[[str], str], body: str
-) -> None:
+def test_function_with_safe_uses_of_an_unset_flag_is_accepted(generate: Callable[[str], str], body: str) -> None:
     check(custom_generate_function_path=generate(body))
 
 

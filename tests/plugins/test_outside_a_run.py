@@ -72,7 +72,7 @@ def args_of(**changes: Any) -> Args:
     return args
 
 
-def made(args: Any, sample: Sample, **more: Any) -> Any:
+def generate_and_score(args: Any, sample: Sample, **more: Any) -> Any:
     return asyncio.run(sglang_rollout.generate_and_rm(args, sample, {"temperature": 0.5}, **more))
 
 
@@ -80,24 +80,25 @@ def made(args: Any, sample: Sample, **more: Any) -> Any:
 def test_generate_function_runs_with_hook_and_reward(kind: Any, plugin: Callable[[str], str]) -> None:
     flags = {"own": 1, "custom_rm_path": plugin("score"), "rollout_sample_hook_path": [plugin("hook")]}
     args = kind(**flags, custom_generate_function_path=plugin("generate"))
-    sample = made(args, Sample(prompt="q"), evaluation=True)
+    sample = generate_and_score(args, Sample(prompt="q"), evaluation=True)
     assert (sample.response, sample.reward, sample.metadata) == ("eval 0.5 1", 10.0, {"hooked": True})
     own = Sample(prompt="q", generate_function_path=plugin("generate"), reward=3.0)
-    assert (made(kind(own=1), own).response, own.reward) == ("train 0.5 1", 3.0)
+    assert (generate_and_score(kind(own=1), own).response, own.reward) == ("train 0.5 1", 3.0)
     finished = Sample(prompt="q", response="abc", status=Sample.Status.COMPLETED)
-    assert made(args, finished).reward == 3.0
+    assert generate_and_score(args, finished).reward == 3.0
 
 
 def test_fan_out_and_group_are_scored_together(plugin: Callable[[str], str]) -> None:
     fans = plugin("fan_out")
     assert [
-        one.reward for one in made(args_of(group_rm=True, custom_generate_function_path=fans), Sample(index=4))
+        one.reward
+        for one in generate_and_score(args_of(group_rm=True, custom_generate_function_path=fans), Sample(index=4))
     ] == [
         None,
         0.25,
     ]
     args = args_of(custom_generate_function_path=fans, custom_rm_path=plugin("score_all"))
-    assert [one.reward for one in made(args, Sample(index=4))] == [4.0, 0.25]
+    assert [one.reward for one in generate_and_score(args, Sample(index=4))] == [4.0, 0.25]
     args = args_of(custom_generate_function_path=plugin("generate"), custom_rm_path=plugin("score_all"), group_rm=True)
     group = [Sample(index=number) for number in (3, 5)]
     scored = asyncio.run(sglang_rollout.generate_and_rm_group(args, group, {"temperature": 1.0}))
@@ -108,7 +109,7 @@ def test_generate_error_propagates_and_cancels_siblings(
     plugin: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="the tool is gone"):
-        made(args_of(custom_generate_function_path=plugin("broken")), Sample(prompt="q"))
+        generate_and_score(args_of(custom_generate_function_path=plugin("broken")), Sample(prompt="q"))
     ended = []
 
     async def one_fails(args: Any, sample: Sample, sampling_params: Any, evaluation: bool = False) -> Sample:
@@ -132,9 +133,11 @@ def test_monkeypatched_generate_and_load_function_are_used(monkeypatch: pytest.M
         return sample
 
     monkeypatch.setattr(sglang_rollout, "generate", scripted)
-    assert made(args_of(), Sample(prompt="q")).response == "scripted"
+    assert generate_and_score(args_of(), Sample(prompt="q")).response == "scripted"
     monkeypatch.setattr(sglang_rollout, "load_function", lambda path: scripted)
-    assert made(args_of(custom_generate_function_path="no.such.function"), Sample(prompt="q")).reward == 1.0
+    assert (
+        generate_and_score(args_of(custom_generate_function_path="no.such.function"), Sample(prompt="q")).reward == 1.0
+    )
 
 
 def test_engine_calls_do_not_bind_other_args_to_the_runtime(engine: Any, model_folder: str) -> None:

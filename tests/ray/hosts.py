@@ -60,9 +60,9 @@ def ray_hosts(cpus: Sequence[int], folder: Path) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for number, name in enumerate(names):
-            _plug_in(name, f"10.77.0.{number + 1}", switch, number)
+            _connect(name, f"10.77.0.{number + 1}", switch, number)
         for number, name in enumerate(names):
-            hosts.append(_up(name, f"10.77.0.{number + 1}", cpus[number], hosts[:1], folder))
+            hosts.append(_start_host(name, f"10.77.0.{number + 1}", cpus[number], hosts[:1], folder))
         yield hosts
     finally:
         for name in [*names, switch]:
@@ -79,7 +79,7 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-def _plug_in(name: str, address: str, switch: str, number: int) -> None:
+def _connect(name: str, address: str, switch: str, number: int) -> None:
     _ip("netns", "add", name)
     _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
     _ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
@@ -88,18 +88,18 @@ def _plug_in(name: str, address: str, switch: str, number: int) -> None:
     _ip("-n", name, "link", "set", "lo", "up")
 
 
-def _up(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
+def _start_host(name: str, address: str, cpus: int, head: Sequence[Host], folder: Path) -> Host:
     """Starts a host that joins the cluster. Retries, because a busy machine may miss Ray's 30 s registration limit."""
     log = folder / f"{name}.log"
     for _ in range(STARTS):
         host = _start_ray(name, address, cpus, head, folder)
-        assert wait_until(partial(_settled, host, log), START_LIMIT_S), log.read_text()
+        assert wait_until(partial(_has_settled, host, log), START_LIMIT_S), log.read_text()
         if host.ray.poll() is None:
             return host
     raise AssertionError(f"{name} did not join the cluster in {STARTS} starts:\n{log.read_text()}")
 
 
-def _settled(host: Host, log: Path) -> bool:
+def _has_settled(host: Host, log: Path) -> bool:
     """Returns whether the host has joined the cluster or exited."""
     return host.ray.poll() is not None or "Ray runtime started." in log.read_text()
 

@@ -22,7 +22,9 @@ def own_loss(args, batch, logits, sum_of_sample_mean):
 
 
 @pytest.mark.timeout(2700)
-def test_hosts_without_shared_files_receive_model_and_code(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_shared_files_receive_model_and_code(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     why = why_impossible()
     if why is not None:
         pytest.skip(f"NOT TESTED HERE: hosts without a common network or file system: {why}")

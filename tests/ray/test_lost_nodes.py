@@ -42,12 +42,14 @@ def test_run_survives_lost_engine_and_trainer_nodes_and_a_killed_driver(nodes: C
     storm = Storm(place, "sync", rollouts=16, chance=random.Random(1))
     command = [*storm.command(), "--rollout-num-gpus", "2", "--ray-address", nodes.address, "--progress", "plain"]
     with started(command, place) as life:
-        lose(nodes, storm, life, ENGINE)
-        lose(nodes, storm, life, TRAINER)
+        kill_node_of(nodes, storm, life, ENGINE)
+        kill_node_of(nodes, storm, life, TRAINER)
         await_steps(storm, life, STEPS_BETWEEN)
         os.kill(life.popen.pid, signal.SIGKILL)
         life.popen.wait()
-    assert wait_until(lambda: not programs(place), PATIENCE_S), "processes outlive the driver on other nodes"
+    assert wait_until(lambda: not engine_and_trainer_processes(place), PATIENCE_S), (
+        "processes outlive the driver on other nodes"
+    )
     storm.check()
     with started(command, place) as life:
         done = life.finish()
@@ -58,10 +60,10 @@ def test_run_survives_lost_engine_and_trainer_nodes_and_a_killed_driver(nodes: C
     assert "restart 1 of 3" in log
 
 
-def lose(nodes: Cluster, storm: Storm, life: Running, program: str) -> None:
+def kill_node_of(nodes: Cluster, storm: Storm, life: Running, program: str) -> None:
     """After some more steps, removes the node that runs such a process, with all processes on it."""
     await_steps(storm, life, STEPS_BETWEEN)
-    (pid, *_) = [pid for pid, command in programs(storm.folder) if program in command]
+    (pid, *_) = [pid for pid, command in engine_and_trainer_processes(storm.folder) if program in command]
     above = list(ancestors(pid))
     node = next(node for node in nodes.worker_nodes if raylet(node) in above)
     nodes.remove_node(node, allow_graceful=False)
@@ -76,7 +78,7 @@ def await_steps(storm: Storm, life: Running, more: int) -> None:
         raise AssertionError(f"the run ended early:\n{life.finish()}")
 
 
-def programs(folder: Path) -> list[tuple[int, str]]:
+def engine_and_trainer_processes(folder: Path) -> list[tuple[int, str]]:
     """Returns (pid, command line) of the trainers and engines of the run in this folder, on any node."""
     found = []
     for process in Path("/proc").iterdir():

@@ -170,7 +170,9 @@ def test_rejects_invalid_results_of_a_custom_function(
         asyncio.run(make_hub(custom_rm_path=plugin("too_few")).score_group([Sample(), Sample()]))
 
 
-def test_groups_are_scored_by_sample_or_as_a_batch(make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]) -> None:
+def test_groups_are_scored_by_sample_or_as_a_batch(
+    make_hub: Callable[..., RewardHub], plugin: Callable[[str], str]
+) -> None:
     samples = [Sample(response="x" * number) for number in range(3)]
 
     def rewards(hub: RewardHub) -> list[Any]:

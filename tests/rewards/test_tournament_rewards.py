@@ -224,7 +224,9 @@ def test_served_judge_sees_both_orders_and_its_verdicts_set_rewards() -> None:
         ([lambda: web.Response(status=400, text="no such model")], None),
     ],
 )
-def test_served_judge_retries_failures_but_not_a_400(answers: list[Callable[[], web.Response]], score: float | None) -> None:
+def test_served_judge_retries_failures_but_not_a_400(
+    answers: list[Callable[[], web.Response]], score: float | None
+) -> None:
     left = list(answers)
 
     async def handler(request: web.Request) -> web.Response:

@@ -32,7 +32,7 @@ def moe_folder(model_folder, tmp_path_factory):
     return str(folder)
 
 
-def rows(ids, start=0):
+def expert_rows(ids, start=0):
     """Experts of each token but the last, computed from its id; the first layer has none."""
     experts = np.array([[[0, 0], [t % 7, 7], [7, t % 7]] for t in ids[:-1]], dtype=np.int32).reshape(-1, LAYERS, TOPK)
     return experts[start:]
@@ -43,7 +43,7 @@ def answer(engine, body, text, **more):
     meta = {}
     if body.get("return_routed_experts"):
         ids = [*body["input_ids"], *engine.encode(text)[: body["sampling_params"]["max_new_tokens"]]]
-        sent = rows(ids, body.get("routed_experts_start_len", 0))
+        sent = expert_rows(ids, body.get("routed_experts_start_len", 0))
         meta["routed_experts"] = base64.b64encode(sent.tobytes()).decode()
     return {"text": text, "meta": meta, **more}
 
@@ -62,7 +62,7 @@ def test_routed_experts_are_requested_once_per_token(engine, make_runtime, moe_f
     assert [request.get("routed_experts_start_len") for request in engine.requests] == [None, 3, 3]
     assert sample.response == "abc"
     assert sample.rollout_routed_experts.dtype == np.uint8
-    np.testing.assert_array_equal(sample.rollout_routed_experts, rows(sample.tokens))
+    np.testing.assert_array_equal(sample.rollout_routed_experts, expert_rows(sample.tokens))
     texts.append(("z</s>", "stop"))
     with as_evaluation():
         evaluated = runtime.run(generate(runtime.args, Sample(prompt="xy"), runtime.state.sampling_params), 20)
@@ -73,7 +73,7 @@ def test_routed_experts_are_requested_once_per_token(engine, make_runtime, moe_f
 def test_invalid_routed_experts_fail_only_their_sample(engine, make_runtime, prompts, moe_folder, tmp_path):
     def respond(body):
         said = answer(engine, body, "7</s>")
-        first, sent = body["input_ids"][0], rows([*body["input_ids"], *engine.encode("7</s>")])
+        first, sent = body["input_ids"][0], expert_rows([*body["input_ids"], *engine.encode("7</s>")])
         wrong = {"b": np.full_like(sent, NUM_EXPERTS), "c": np.zeros_like(sent), "d": sent[:1]}
         by_id = {engine.encode(letter)[0]: experts for letter, experts in wrong.items()}
         if first in by_id:
@@ -88,7 +88,7 @@ def test_invalid_routed_experts_fail_only_their_sample(engine, make_runtime, pro
     source = JournaledSource(prompts(["a", "b", "c", "d", "e"], n=1), runtime.journal)
     samples = {sample.prompt: sample for sample in leaves(generate_rollout(runtime.args, 0, source).samples)}
     assert samples["a"].failure is None
-    np.testing.assert_array_equal(samples["a"].rollout_routed_experts, rows(samples["a"].tokens))
+    np.testing.assert_array_equal(samples["a"].rollout_routed_experts, expert_rows(samples["a"].tokens))
     for prompt, cause in {
         "b": "contains expert 8, but the model has 8 experts",
         "c": "only zeros for token 0 in layer 1",
@@ -99,7 +99,7 @@ def test_invalid_routed_experts_fail_only_their_sample(engine, make_runtime, pro
         assert samples[prompt].rollout_routed_experts is None
     runtime.journal.assign(0, [[sample] for sample in samples.values()], {})
     [[back], *_] = runtime.journal.batch(0)[0]
-    np.testing.assert_array_equal(back.rollout_routed_experts, rows(back.tokens))
+    np.testing.assert_array_equal(back.rollout_routed_experts, expert_rows(back.tokens))
     assert back.rollout_routed_experts.dtype == np.uint8
 
 

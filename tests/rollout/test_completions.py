@@ -9,7 +9,7 @@ from slime.rollout.debug_data import completion_rows, evaluated_samples, truncat
 CONFIG = Config(reward_key="score", eval_reward_key="right")
 
 
-def answered(number: int, **changes: Any) -> Sample:
+def completed_sample(number: int, **changes: Any) -> Sample:
     sample = Sample(index=number, prompt=f"question {number}", response=f"answer {number}", label="7", reward=1.0)
     for name, value in changes.items():
         setattr(sample, name, value)
@@ -17,12 +17,12 @@ def answered(number: int, **changes: Any) -> Sample:
 
 
 def test_completion_rows_are_spread_over_all_samples() -> None:
-    samples = [answered(number) for number in range(10)]
+    samples = [completed_sample(number) for number in range(10)]
     rows = completion_rows(CONFIG, samples, 4)
     assert [row["prompt"] for row in rows] == ["question 0", "question 2", "question 5", "question 7"]
     assert rows[1] == {"prompt": "question 2", "response": "answer 2", "label": "7", "reward": 1.0}
     assert [row["prompt"] for row in completion_rows(CONFIG, samples[:3], 4)] == [f"question {n}" for n in range(3)]
-    assert completion_rows(CONFIG, [answered(0, response="")], 4) == []
+    assert completion_rows(CONFIG, [completed_sample(0, response="")], 4) == []
 
 
 def test_completion_row_converts_messages_labels_and_rewards_to_text() -> None:
@@ -30,14 +30,14 @@ def test_completion_row_converts_messages_labels_and_rewards_to_text() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
-    sample = answered(0, prompt=messages, label=[1, 2], response="x" * 5000, reward={"score": 0.5, "right": 1})
+    sample = completed_sample(0, prompt=messages, label=[1, 2], response="x" * 5000, reward={"score": 0.5, "right": 1})
     (row,) = completion_rows(CONFIG, [sample], 4)
     assert row["prompt"] == 'system: be brief\nuser: [{"type": "text", "text": "hi"}]'
     assert (row["label"], row["reward"]) == ("[1, 2]", 0.5)
     assert row["response"] == "x" * 666 + " … 4000 more characters … " + "x" * 334
     assert completion_rows(CONFIG, [sample], 4, evaluation=True)[0]["reward"] == 1
     assert completion_rows(Config(), [sample], 4)[0]["reward"] == '{"score": 0.5, "right": 1}'
-    assert completion_rows(CONFIG, [answered(0, reward=None, label=None)], 4)[0]["label"] == ""
+    assert completion_rows(CONFIG, [completed_sample(0, reward=None, label=None)], 4)[0]["label"] == ""
 
 
 def test_long_text_is_shortened_in_the_middle() -> None:
@@ -46,7 +46,7 @@ def test_long_text_is_shortened_in_the_middle() -> None:
 
 
 def test_evaluated_samples_are_collected_from_any_evaluation_output() -> None:
-    first, second, failed = answered(0), answered(1), answered(2, response="")
+    first, second, failed = completed_sample(0), completed_sample(1), completed_sample(2, response="")
     data: dict[str, Any] = {
         "math": {"rewards": [1.0], "samples": [first, [second]], "failed": [failed]},
         "own": {"rewards": [1.0]},

@@ -190,7 +190,7 @@ def test_fallback_filter_keeps_equal_reward_groups_when_needed(engine, make_runt
     assert output.metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 1.0
 
 
-class Endless:
+class EndlessSource:
     """A data source that never ends."""
 
     def __init__(self):
@@ -204,7 +204,7 @@ class Endless:
 def test_filter_that_drops_200_groups_in_a_row_fails_the_rollout(engine, make_runtime, write_plugin):
     path = write_plugin("def f(args, samples):\n    return False\n")
     runtime = make_runtime([engine.url], dynamic_sampling_filter_path=path, rm_type="random")
-    source = Endless()
+    source = EndlessSource()
     with pytest.raises(RolloutFailed, match=r"rollout 5: .* dropped 200 groups in a row \(unnamed: 200\): use prompts"):
         generate_rollout(runtime.args, 5, source)
     assert 200 <= source.handed_out <= 202
@@ -213,7 +213,7 @@ def test_filter_that_drops_200_groups_in_a_row_fails_the_rollout(engine, make_ru
 
 def test_failed_samples_are_not_reported_as_zero_std(make_runtime):
     runtime = make_runtime(["http://127.0.0.1:9"], dynamic_sampling_filter_path=NONZERO_STD, rm_type="random")
-    source = Endless()
+    source = EndlessSource()
     with pytest.raises(RolloutFailed, match=r"rollout 0: all 2 samples failed; the first one: engine: EngineUnreach"):
         generate_rollout(runtime.args, 0, source)
 
@@ -311,9 +311,7 @@ def test_custom_client_fan_out_keeps_finished_and_restarts_aborted_samples(
     assert source.groups == []
 
 
-def test_generate_function_that_ignores_an_abort_is_cancelled(
-    engine, make_runtime, prompts, write_plugin, monkeypatch
-):
+def test_generate_function_that_ignores_an_abort_is_cancelled(engine, make_runtime, prompts, write_plugin, monkeypatch):
     monkeypatch.setattr("slime.rollout.inflight.ABORT_DEADLINE_S", 0.1)
     stubborn = (
         "import asyncio\nfrom slime.rollout.sglang_rollout import generate\nBEGUN = asyncio.Event()\n"

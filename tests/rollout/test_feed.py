@@ -14,7 +14,7 @@ from slime.rollout.pipeline import GeneratedRollout, OneStepAheadFeed, Synchrono
 PATIENCE_S = 120.0
 
 
-class Workshop:
+class GatedMaker:
     """A rollout maker whose rollouts finish when the test releases them."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Workshop:
 
 
 @pytest.fixture
-def workshop() -> Iterator[Workshop]:
-    made = Workshop()
+def workshop() -> Iterator[GatedMaker]:
+    made = GatedMaker()
     yield made
     made.finish(10)
 

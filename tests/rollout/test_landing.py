@@ -146,9 +146,7 @@ async def hook(args, sample):
 
 
 @pytest.mark.parametrize("kind", ["generate", "fan_out", "hook"])
-def test_object_returned_for_several_samples_fails_all_but_the_first(
-    make_runtime, prompts, write_plugin, engine, kind
-):
+def test_object_returned_for_several_samples_fails_all_but_the_first(make_runtime, prompts, write_plugin, engine, kind):
     """The other samples fail without changing the object; the next rollout cannot use it either."""
     file = write_plugin(CACHES, f"caches_{kind}").removesuffix(":f")
     path = f"{file}:{kind}"
@@ -415,9 +413,7 @@ def test_token_id_prompt_survives_a_failure(make_runtime, prompts, write_plugin,
     assert {tuple(request["input_ids"]) for request in engine.requests} == {(11, 12, 13)}
 
 
-def test_each_sample_gets_its_own_copy_of_sampling_params(
-    make_runtime, prompts, write_plugin, engine
-):
+def test_each_sample_gets_its_own_copy_of_sampling_params(make_runtime, prompts, write_plugin, engine):
     stopping = (
         "from slime.rollout.sglang_rollout import generate\n"
         "async def f(args, sample, sampling_params):\n"

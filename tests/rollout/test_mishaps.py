@@ -218,7 +218,7 @@ def reward_hang(args, sample):
 """
 
 
-def blocking(write_plugin, stage, kind):
+def blocking_flags(write_plugin, stage, kind):
     """Return the path of a function that blocks in one stage, and the flags of a rollout that uses it."""
     file = write_plugin(BLOCKING, f"blocking_{stage}_{kind}").removesuffix(":f")
     own = {"generate": f"{file}:generate_{kind}", "list": f"{file}:list_{kind}", "reward": f"{file}:reward_{kind}"}
@@ -233,7 +233,7 @@ def blocking(write_plugin, stage, kind):
 
 @pytest.mark.parametrize("stage", ["generate", "list", "hook", "reward"])
 def test_sync_functions_of_several_samples_run_concurrently(engine, make_runtime, prompts, write_plugin, stage):
-    _, flags = blocking(write_plugin, stage, "meet")
+    _, flags = blocking_flags(write_plugin, stage, "meet")
     runtime = make_runtime([engine.url], carried={"seconds": 120.0}, **flags)
     samples = list(leaves(generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2)).samples))
     assert [(sample.failure, sample.reward) for sample in samples] == [(None, 0.5)] * 4
@@ -245,7 +245,7 @@ def test_sync_functions_of_several_samples_run_concurrently(engine, make_runtime
 def test_sync_function_that_hangs_fails_its_sample_and_cannot_change_it(
     engine, make_runtime, prompts, write_plugin, stage
 ):
-    path, flags = blocking(write_plugin, stage, "hang")
+    path, flags = blocking_flags(write_plugin, stage, "hang")
     for seconds in (1.0, 10.0, 60.0):  # retry with a longer deadline if the others did not finish
         limits = {"rollout_sample_timeout": seconds, "reward_timeout": seconds}
         runtime = make_runtime([engine.url], **flags, **limits)

@@ -33,7 +33,7 @@ def part(ids, finish, version, **meta):
     }
 
 
-def packed(numbers):
+def pack(numbers):
     return base64.b64encode(np.asarray(numbers, dtype=np.int32).tobytes()).decode()
 
 
@@ -41,7 +41,7 @@ def test_joined_answers_merge_tokens_log_probs_and_versions():
     first = part(
         [65, 66, 67], "abort", "2", prompt_tokens=10, cached_tokens=8, e2e_latency=1.0, spec_verify_ct=2,
         weight_versions=[{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}],
-        top_p_token_ids=packed([1, 2, 3]), top_p_token_offsets=packed([0, 1, 1, 3]), input_token_logprobs=[[None, 5]],
+        top_p_token_ids=pack([1, 2, 3]), top_p_token_offsets=pack([0, 1, 1, 3]), input_token_logprobs=[[None, 5]],
     )  # fmt: skip
     rest = part(
         [68, 69], "stop", "3", prompt_tokens=13, cached_tokens=12, e2e_latency=0.5, spec_verify_ct=1,

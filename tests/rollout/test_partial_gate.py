@@ -82,27 +82,25 @@ def make_partial(engine, make_runtime, write_plugin):
     return make
 
 
-def first_cut(engine, n):
+def abort_second_turns_of_b(engine, n):
     """Abort the n second turns of b; the other requests finish once these are at the engine."""
 
     def reply(text):
         if text == "a7</s>?":
-            return then(engine, n)
+            return when_holding(engine, n)
         return {"a": "7</s>", "b": "1</s>", "b1</s>?": "23~"}[text]
 
     return reply
 
 
-def then(engine, n):
+def when_holding(engine, n):
     """Return an answer once n requests are held."""
     return engine.when(lambda: engine.holding == n, "7</s>")
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_aborted_second_turn_resumes_in_the_next_rollout(
-    engine, make_partial, prompts, say, asked, tokenizer, masked
-):
-    say(first_cut(engine, 2))
+def test_aborted_second_turn_resumes_in_the_next_rollout(engine, make_partial, prompts, say, asked, tokenizer, masked):
+    say(abort_second_turns_of_b(engine, 2))
     runtime = make_partial(mask_offpolicy_in_partial_rollout=masked)
     source = prompts(["a", "b"], n=2)
     output = generate_rollout(runtime.args, 3, source)
@@ -146,7 +144,7 @@ def test_aborted_second_turn_resumes_in_the_next_rollout(
 
 
 def test_without_partial_rollout_aborted_prompts_start_over(engine, make_partial, prompts, say):
-    say(first_cut(engine, 1))
+    say(abort_second_turns_of_b(engine, 1))
     runtime = make_partial(partial_rollout=False)
     source = prompts(["a", "b"], n=1)
     output = generate_rollout(runtime.args, 0, source)
@@ -155,10 +153,8 @@ def test_without_partial_rollout_aborted_prompts_start_over(engine, make_partial
     assert not runtime.state.held
 
 
-def test_held_groups_are_resumed_before_new_ones_and_filtered(
-    engine, make_partial, prompts, say, asked, write_plugin
-):
-    say(first_cut(engine, 2))
+def test_held_groups_are_resumed_before_new_ones_and_filtered(engine, make_partial, prompts, say, asked, write_plugin):
+    say(abort_second_turns_of_b(engine, 2))
     keeps = "def f(args, samples):\n    return samples[0].prompt != 'b'\n"
     runtime = make_partial(dynamic_sampling_filter_path=write_plugin(keeps, "filter"), over_sampling_batch_size=2)
     source = prompts(["a", "b", "c", "d"], n=2)
@@ -214,7 +210,7 @@ async def f(args, sample, sampling_params):
 
 
 def test_evaluation_runs_while_groups_are_held(engine, make_partial, prompts, say, asked):
-    say(first_cut(engine, 1))
+    say(abort_second_turns_of_b(engine, 1))
     runtime = make_partial(sglang_server_concurrency=2)
     source = prompts(["a", "b"], n=1)
     generate_rollout(runtime.args, 0, source)
@@ -238,7 +234,7 @@ def test_evaluation_runs_while_groups_are_held(engine, make_partial, prompts, sa
 
 
 def test_group_with_one_custom_sample_is_held_as_a_whole(engine, make_partial, prompts, say, write_plugin):
-    say(lambda text: "12~" if text == "b" else then(engine, 2))
+    say(lambda text: "12~" if text == "b" else when_holding(engine, 2))
     runtime = make_partial(custom_generate_function_path=None)
     source = prompts(["a", "b"], n=2)
     source.groups[1][0].generate_function_path = write_plugin(ONE_CALL, "one")
@@ -249,7 +245,7 @@ def test_group_with_one_custom_sample_is_held_as_a_whole(engine, make_partial, p
     assert [sample.response for sample in leaves(output.samples)] == ["123"] * 2
 
 
-class Noted:
+class JournalDouble:
     """Records the journal calls made during generation."""
 
     def __init__(self):
@@ -289,19 +285,19 @@ def test_journal_records_partial_progress_and_dropped_groups(
     runtime = make_partial(
         custom_generate_function_path=None, dynamic_sampling_filter_path=keeps, over_sampling_batch_size=3
     )
-    runtime.journal = Noted()
+    runtime.journal = JournalDouble()
     generate_rollout(runtime.args, 0, prompts(["c", "b", "a"], n=1))
     assert runtime.journal.progress == [("b", "12")]
     assert runtime.journal.drops == ["c"]
     say(lambda text: {"a": "7</s>", "b": "12~"}[text])
     custom = make_partial(ONE_CALL)
-    custom.journal = Noted()
+    custom.journal = JournalDouble()
     generate_rollout(custom.args, 0, prompts(["a", "b"], n=1))
     assert custom.journal.progress == []
 
 
 def test_closing_the_runtime_cancels_held_tasks_without_warnings(engine, make_partial, prompts, say, caplog, recwarn):
-    say(first_cut(engine, 2))
+    say(abort_second_turns_of_b(engine, 2))
     runtime = make_partial()
     generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
     [held] = runtime.state.held
@@ -330,21 +326,21 @@ def test_failed_rollout_cancels_the_held_groups(engine, make_partial, prompts, s
         generate_rollout(runtime.args, 1, source)
     assert held.task.cancelled()
     assert (runtime.state.held, runtime.state.pendings) == ([], set())
-    assert runtime.run(_others(), 120) == []
+    assert runtime.run(_generate_tasks(), 120) == []
 
 
-async def _others():
+async def _generate_tasks():
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and "generate" in repr(task)]
 
 
 def test_failing_sample_filter_cancels_newly_held_groups(engine, make_partial, prompts, say, write_plugin):
-    say(first_cut(engine, 2))
+    say(abort_second_turns_of_b(engine, 2))
     fails = write_plugin("def f(args, groups):\n    raise ValueError('bad filter')\n", "filter")
     runtime = make_partial(rollout_sample_filter_path=fails)
     with pytest.raises(ValueError, match="bad filter"):
         generate_rollout(runtime.args, 0, prompts(["a", "b"], n=2))
     assert (runtime.state.held, runtime.state.pendings) == ([], set())
-    assert runtime.run(_others(), 120) == []
+    assert runtime.run(_generate_tasks(), 120) == []
 
 
 def test_user_error_in_a_held_group_is_logged_and_ends_the_next_rollout(
@@ -394,9 +390,7 @@ def test_post_resumes_a_request_that_the_engine_aborted(engine, make_partial, pr
         runtime.close()
 
 
-def test_aborted_batched_request_is_resent_and_its_tokens_counted(
-    engine, make_partial, prompts, write_plugin
-):
+def test_aborted_batched_request_is_resent_and_its_tokens_counted(engine, make_partial, prompts, write_plugin):
     batched = """
 from slime.utils.http_utils import post
 async def f(args, sample, sampling_params):
@@ -417,7 +411,7 @@ async def f(args, sample, sampling_params):
             await engine.held("")
             return many("123", "abort")
         if not engine.aborts:
-            await then(engine, 1)
+            await when_holding(engine, 1)
         return many("7", "stop")
 
     engine.respond = respond
@@ -524,7 +518,7 @@ def test_late_aborted_sample_is_dispatched_again_in_the_next_rollout(
     engine, make_partial, prompts, say, asked, tokenizer, monkeypatch
 ):
     monkeypatch.setattr("slime.rollout.inflight.OWN_CLIENT_GRACE_S", 0.05)
-    say(lambda text: "12~" if text == "b" else then(engine, 1))
+    say(lambda text: "12~" if text == "b" else when_holding(engine, 1))
     tool = asyncio.Event()
     runtime = make_partial(LATE_OWN_CLIENT, carried={"b": tokenizer.encode("b"), "tool": tool})
     source = prompts(["a", "b"], n=1)

@@ -34,7 +34,7 @@ from slime.rollout.pipeline import RolloutMaker
 REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
 
 
-def slow_b(engine, tokenizer):
+def hold_requests_of_b(engine, tokenizer):
     """Hold requests for the prompt b until an abort, and answer them with a partial response."""
     b = tokenizer.encode("b", add_special_tokens=False)[0]
     engine.respond = lambda body: engine.held("xy") if body["input_ids"] == [b] else "7</s>"
@@ -55,7 +55,7 @@ async def one_finished_then_abort(args, groups, engine):
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_abort_returns_groups_in_flight(engine, make_runtime, write_plugin, prompts, tokenizer, partial):
-    slow_b(engine, tokenizer)
+    hold_requests_of_b(engine, tokenizer)
     runtime = make_runtime([engine.url], partial_rollout=partial, custom_rm_path=write_plugin(REWARD))
     source = prompts(["a", "b"], 2)
     finished, put_back = run(one_finished_then_abort(runtime.plugin_args, source.get_samples(2), engine))

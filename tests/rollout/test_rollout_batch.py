@@ -82,9 +82,7 @@ async def f(args, sample, sampling_params):
 """
 
 
-def test_equal_requests_get_distinct_and_reproducible_seeds(
-    engine, make_runtime, prompts, write_plugin
-):
+def test_equal_requests_get_distinct_and_reproducible_seeds(engine, make_runtime, prompts, write_plugin):
     seeds = []
     for _ in range(2):
         engine.requests.clear()

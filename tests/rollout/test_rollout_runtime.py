@@ -132,7 +132,7 @@ def test_state_has_no_processor_for_text_models_and_balances_dp_ranks(engine, ma
         assert again == 0
 
 
-def serve_and(handler, use):
+def with_server(handler, use):
     async def main():
         app = web.Application()
         app.router.add_route("*", "/x", handler)
@@ -155,7 +155,7 @@ def test_post_retries_only_transient_errors(monkeypatch):
         body = await request.json()
         return web.json_response({"got": body, "key": request.headers.get("K")}, status=statuses.pop(0))
 
-    assert serve_and(flaky, lambda url: post(url, {"a": 1}, headers={"K": "v"})) == {"got": {"a": 1}, "key": "v"}
+    assert with_server(flaky, lambda url: post(url, {"a": 1}, headers={"K": "v"})) == {"got": {"a": 1}, "key": "v"}
     calls = []
 
     async def refuse(request):
@@ -163,14 +163,14 @@ def test_post_retries_only_transient_errors(monkeypatch):
         return web.Response(status=400, text="bad")
 
     with pytest.raises(EngineRejected, match="status 400: bad"):
-        serve_and(refuse, lambda url: post(url, {}))
+        with_server(refuse, lambda url: post(url, {}))
     assert calls == [1]
 
     async def slow(request):
         await asyncio.sleep(60)
 
     with pytest.raises(EngineTimeout, match=r"0\.1 s"):
-        serve_and(slow, lambda url: post(url, {}, timeout_s=0.1))
+        with_server(slow, lambda url: post(url, {}, timeout_s=0.1))
     with pytest.raises(EngineUnreachable):
         asyncio.run(post("http://127.0.0.1:9/x", {}, max_retries=2))
 
@@ -179,7 +179,7 @@ def test_get_returns_text_for_a_non_json_body():
     async def plain(request):
         return web.Response(text="hello")
 
-    assert serve_and(plain, get) == "hello"
+    assert with_server(plain, get) == "hello"
 
 
 def test_model_urls_and_engine_count_come_from_args(engine, make_runtime):

@@ -11,7 +11,7 @@ from slime.errors import UserError
 from slime.rollout.sft import _warn_of_missing_stop, fill_supervised, generate_rollout
 
 
-def filled(tokenizer, prompt, label=None, **options):
+def fill(tokenizer, prompt, label=None, **options):
     sample = Sample(prompt=prompt, label=label, index=0)
     fill_supervised(sample, tokenizer, **options)
     split = len(sample.tokens) - sample.response_length
@@ -20,7 +20,7 @@ def filled(tokenizer, prompt, label=None, **options):
 
 @pytest.mark.parametrize("label", ["42", "42</s>", 42])
 def test_string_prompt_gets_its_label_and_one_eos_token(tokenizer, label):
-    sample, prompt, answer = filled(tokenizer, "6*7=", label)
+    sample, prompt, answer = fill(tokenizer, "6*7=", label)
     assert (prompt, answer) == ("6*7=", "42</s>")
     assert (sample.loss_mask, sample.response_length) == ([1, 1, 1], 3)
     assert (sample.reward, sample.rollout_log_probs, sample.status) == (None, None, Sample.Status.COMPLETED)
@@ -31,52 +31,52 @@ def turns(*pairs, **more):
 
 
 def test_label_becomes_the_assistant_turn_of_a_message_prompt(tokenizer):
-    sample, prompt, answer = filled(tokenizer, turns(("user", "hi")), "yo")
+    sample, prompt, answer = fill(tokenizer, turns(("user", "hi")), "yo")
     assert (prompt, answer, sample.response) == ("<user>hi</s>\n<assistant>", "yo</s>\n", "yo</s>\n")
     assert sample.loss_mask == [1, 1, 1, 0]  # the line break after the turn comes from the template
 
 
 def test_every_assistant_turn_is_trained_unless_step_loss_mask_is_0(tokenizer):
     pairs = [("system", "s"), ("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d")]
-    sample, prompt, answer = filled(tokenizer, turns(*pairs))
+    sample, prompt, answer = fill(tokenizer, turns(*pairs))
     assert (prompt, answer) == ("<system>s</s>\n<user>a</s>\n<assistant>", "bb</s>\n<user>c</s>\n<assistant>d</s>\n")
     assert sample.loss_mask == [1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0]
     assert sample.effective_response_length == 5
-    dropped, prompt, answer = filled(tokenizer, turns(*pairs, bb={"step_loss_mask": 0}))
+    dropped, prompt, answer = fill(tokenizer, turns(*pairs, bb={"step_loss_mask": 0}))
     assert (answer, dropped.loss_mask) == ("d</s>\n", [1, 1, 0])
     assert dropped.tokens == sample.tokens
 
 
 def test_conversation_ending_with_a_user_turn_trains_earlier_turns(tokenizer):
-    sample, prompt, answer = filled(tokenizer, turns(("user", "a"), ("assistant", "b"), ("user", "c")))
+    sample, prompt, answer = fill(tokenizer, turns(("user", "a"), ("assistant", "b"), ("user", "c")))
     assert (prompt, answer) == ("<user>a</s>\n<assistant>", "b</s>\n<user>c</s>\n")
     assert sample.loss_mask == [1, 1, 0, 0, 0, 0, 0]
 
 
 def test_turn_is_located_when_the_template_rewrites_the_prompt(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}{{ messages[-1].content }}")
-    _, prompt, answer = filled(tokenizer, turns(("user", "q")), "yes")
+    _, prompt, answer = fill(tokenizer, turns(("user", "q")), "yes")
     assert (prompt, answer) == ("2", "yes")
 
 
 def test_long_conversation_is_truncated_at_max_context(tokenizer):
     pairs = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    sample, _, answer = filled(tokenizer, turns(*pairs), max_context=8)
+    sample, _, answer = fill(tokenizer, turns(*pairs), max_context=8)
     assert (answer, sample.loss_mask, sample.status) == ("b</s>\n", [1, 1, 0], Sample.Status.TRUNCATED)
     with pytest.raises(UserError, match="leaves no room"):
-        filled(tokenizer, turns(*pairs), max_context=5)
+        fill(tokenizer, turns(*pairs), max_context=5)
 
 
 def test_long_answers_are_truncated_and_long_prompts_rejected(tokenizer):
-    sample, _, answer = filled(tokenizer, "ab", "cdefg", max_context=5)
+    sample, _, answer = fill(tokenizer, "ab", "cdefg", max_context=5)
     assert (answer, sample.status, sample.loss_mask) == ("cde", Sample.Status.TRUNCATED, [1, 1, 1])
     with pytest.raises(UserError, match="leaves no room"):
-        filled(tokenizer, "abcde", "f", max_context=5)
+        fill(tokenizer, "abcde", "f", max_context=5)
 
 
 def test_row_without_an_answer_raises_a_user_error(tokenizer):
     with pytest.raises(UserError, match="--label-key"):
-        filled(tokenizer, "ab")
+        fill(tokenizer, "ab")
 
 
 def test_sft_rollout_needs_no_engine(make_runtime, prompts):
@@ -97,7 +97,7 @@ def test_only_assistant_turns_of_a_message_completion_are_trained(tokenizer):
         {"role": "assistant", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]},
         *turns(("user", "f"), ("assistant", "g")),
     ]
-    sample, prompt, answer = filled(tokenizer, history, completion)
+    sample, prompt, answer = fill(tokenizer, history, completion)
     assert prompt == "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
     assert answer == "de</s>\n<user>f</s>\n<assistant>g</s>\n"
     trained = [
@@ -107,27 +107,27 @@ def test_only_assistant_turns_of_a_message_completion_are_trained(tokenizer):
 
 
 def test_text_prompt_accepts_one_message_as_its_answer(tokenizer):
-    _, prompt, answer = filled(tokenizer, "6*7=", turns(("assistant", "42")))
+    _, prompt, answer = fill(tokenizer, "6*7=", turns(("assistant", "42")))
     assert (prompt, answer) == ("6*7=", "42</s>")
     with pytest.raises(UserError, match="its answer is a conversation of 2 messages, but its prompt is a text"):
-        filled(tokenizer, "6*7=", turns(("assistant", "42"), ("assistant", "or so")))
+        fill(tokenizer, "6*7=", turns(("assistant", "42"), ("assistant", "or so")))
 
 
 @pytest.mark.parametrize(("label", "target"), [(True, "true</s>"), (1.5, "1.5</s>")])
 def test_boolean_and_number_labels_are_trained_as_json_text(tokenizer, label, target):
-    assert filled(tokenizer, "a", label)[2] == target
+    assert fill(tokenizer, "a", label)[2] == target
 
 
 @pytest.mark.parametrize("label", [{"answer": 42}, ["42"]])
 def test_label_of_an_unsupported_type_is_rejected(tokenizer, label):
     with pytest.raises(UserError, match="a label must be a text, a number or chat messages here"):
-        filled(tokenizer, "6*7=", label)
+        fill(tokenizer, "6*7=", label)
 
 
 def test_warns_when_no_answer_ends_with_a_stop_token(tokenizer, monkeypatch, caplog):
     def told(*prompts):
         caplog.clear()
-        samples = [filled(tokenizer, prompt, label)[0] for prompt, label in prompts]
+        samples = [fill(tokenizer, prompt, label)[0] for prompt, label in prompts]
         _warn_of_missing_stop(samples, tokenizer, "no folder")
         return ["no answer is trained on with a token that ends it" in text for text in caplog.messages]
 
@@ -146,7 +146,7 @@ def test_stop_tokens_include_generation_config_and_special_tokens(tokenizer, mon
 
     def is_told():
         caplog.clear()
-        _warn_of_missing_stop([filled(own, turns(("user", "a")), "b")[0]], own, str(tmp_path))
+        _warn_of_missing_stop([fill(own, turns(("user", "a")), "b")[0]], own, str(tmp_path))
         return len(caplog.messages) == 1
 
     assert is_told()  # plain text, not one token

@@ -50,7 +50,7 @@ def answer(engine, tokenizer):
     return script
 
 
-def names(groups):
+def task_names(groups):
     return [next(leaves(group)).task for group in groups]
 
 
@@ -62,7 +62,7 @@ def test_datasets_have_own_rewards_limits_and_metrics(engine, make_runtime, task
     )
     runtime = make_runtime([engine.url], **flags, custom_rm_path=write_plugin(SEVEN, "seven"))
     output = generate_rollout(runtime.args, 0, RolloutDataSourceWithBuffer(runtime.plugin_args))
-    assert names(output.samples) == ["a", "b", "a", "c"]
+    assert task_names(output.samples) == ["a", "b", "a", "c"]
     assert [[sample.reward for sample in group] for group in output.samples] == [
         [1.0] * 2,
         [3.0] * 2,
@@ -105,11 +105,11 @@ def test_returned_groups_are_generated_again_and_shares_hold(engine, make_runtim
     source = JournaledSource(RolloutDataSourceWithBuffer(runtime.plugin_args), journal)
     source.resume(0)
     first = generate_rollout(runtime.args, 0, source)
-    assert "b" not in names(first.samples)
+    assert "b" not in task_names(first.samples)
     assert first.metrics["rollout/a/share"] + first.metrics["rollout/c/share"] == 1.0
-    waiting = names(source.source.buffer)
+    waiting = task_names(source.source.buffer)
     assert waiting.count("b") == 2
-    assert Counter(names(first.samples) + waiting) == {"a": 4, "b": 2, "c": 2}
+    assert Counter(task_names(first.samples) + waiting) == {"a": 4, "b": 2, "c": 2}
 
     b = engine.encode("b")[0]
     asked = lambda: sum(request["input_ids"][0] == b for request in engine.requests)  # noqa: E731
@@ -125,7 +125,7 @@ def test_returned_groups_are_generated_again_and_shares_hold(engine, make_runtim
     assert limits == ({2: 6, 4: 4} if partial else {2: 6})  # two of the 6 allowed tokens exist
     everything = [*first.samples, *second.samples, *source.source.buffer]
     assert sorted(group[0].group_index for group in everything) == list(range(12))
-    assert Counter(names(everything)) == {"a": 6, "b": 3, "c": 3}
+    assert Counter(task_names(everything)) == {"a": 6, "b": 3, "c": 3}
 
 
 def test_dynamic_filter_does_not_change_the_dataset_mixture(engine, make_runtime, tasks, answer, write_plugin):
@@ -139,7 +139,7 @@ def test_dynamic_filter_does_not_change_the_dataset_mixture(engine, make_runtime
     )
     source = RolloutDataSourceWithBuffer(runtime.plugin_args)
     output = generate_rollout(runtime.args, 0, source)
-    assert names(output.samples) == ["a"] * 4  # all responses of `b` and `c` have the reward 1
+    assert task_names(output.samples) == ["a"] * 4  # all responses of `b` and `c` have the reward 1
     assert output.metrics["rollout/a/share"] == 1.0
     assert {name: one["given"] for name, one in source.state_dict()["mixture"].items()} == {"a": 4, "b": 2, "c": 2}
 
@@ -152,7 +152,7 @@ def test_sample_created_by_a_generate_function_keeps_its_dataset(engine, make_ru
     )
     runtime = make_runtime([engine.url], **tasks(b={"custom_generate_function_path": write_plugin(anew)}), rm_type="f1")
     output = generate_rollout(runtime.args, 0, RolloutDataSourceWithBuffer(runtime.plugin_args))
-    assert names(output.samples) == ["a", "b", "a", "c"]
+    assert task_names(output.samples) == ["a", "b", "a", "c"]
     assert [sample.tokens for sample in output.samples[1]] == [[5, 6]] * 2
 
 
@@ -162,7 +162,7 @@ def test_sft_rollout_mixes_datasets_by_weight(make_runtime, tasks):
     output = supervised_rollout(runtime.args, 0, RolloutDataSourceWithBuffer(runtime.plugin_args))
     assert [output.metrics[f"rollout/{name}/share"] for name in "abc"] == [0.5, 0.25, 0.25]
     assert "rollout/a/raw_reward" not in output.metrics
-    assert Counter(names(output.samples)) == {"a": 4, "b": 2, "c": 2}
+    assert Counter(task_names(output.samples)) == {"a": 4, "b": 2, "c": 2}
 
 
 def test_samples_without_a_dataset_are_excluded_from_dataset_metrics(make_runtime):

@@ -109,7 +109,7 @@ def test_teacher_skips_scored_samples_and_empty_responses(taught):
 RESPONSE = [7, 8, 9]
 
 
-def answered(sample_tokens):
+def teacher_answer(sample_tokens):
     entries = [[None, sample_tokens[-4]], *([-t / 10, t] for t in sample_tokens[-3:])]
     return {"meta_info": {"input_token_logprobs": entries}}
 
@@ -120,7 +120,7 @@ def test_opd_reward_func_answer_is_turned_into_teacher_log_probs(make_engine):
     args = Namespace(rm_url=f"{served.url}/generate", reward_key=None)
     sample = Sample(tokens=[5, 6, *RESPONSE], response_length=3, index=4)
     sample.reward = asyncio.run(on_policy_distillation.reward_func(args, sample))
-    assert sample.reward == answered(sample.tokens)
+    assert sample.reward == teacher_answer(sample.tokens)
     failed = Sample(tokens=[5], index=5, status=Sample.Status.FAILED)
     assert on_policy_distillation.post_process_rewards(args, [sample, failed]) == ([0.0, 0.0], [0.0, 0.0])
     assert sample.teacher_log_probs == [-0.7, -0.8, -0.9]
@@ -136,7 +136,7 @@ def test_opd_functions_require_rm_url_and_input_token_logprobs(make_engine):
     args = Namespace(rm_url=None, reward_key=None)
     with pytest.raises(UserError, match="served at --rm-url: name one"):
         asyncio.run(on_policy_distillation.reward_func(args, sample))
-    for reward in (1.0, {"meta_info": {}}, answered([5, 6, 7, 8, 8])):
+    for reward in (1.0, {"meta_info": {}}, teacher_answer([5, 6, 7, 8, 8])):
         sample.reward = reward
         with pytest.raises(UserError, match=r"sample 4: its reward has no meta_info\.input_token_logprobs for its 3"):
             on_policy_distillation.post_process_rewards(args, [sample])

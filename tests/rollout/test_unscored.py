@@ -77,12 +77,12 @@ def test_unscored_response_is_kept_and_later_scored_without_generation(
     assert all(sample.status is STATUS.COMPLETED and sample.reward is None for sample in samples)
     assert all("half" not in sample.metadata for sample in samples)
     assert len(engine.requests) == 3
-    runtime.run(_scored(runtime, write_plugin(SLOW.format(slow="no"), "quick"), kept))
+    runtime.run(_score_group(runtime, write_plugin(SLOW.format(slow="no"), "quick"), kept))
     assert [sample.reward for sample in samples] == ([1.0, 5.0] if fan_out else [1.0])
     assert len(engine.requests) == 3  # not generated again
 
 
-async def _scored(runtime: Any, path: str, group: Any) -> None:
+async def _score_group(runtime: Any, path: str, group: Any) -> None:
     for sample in leaves(group):
         sample.custom_rm_path = path
     for member in group:
@@ -155,7 +155,7 @@ def test_resumed_run_scores_journaled_responses_without_generation(
     quick = make_runtime([engine.url], custom_rm_path=write_plugin(SLOW.format(slow="no"), "quick"))
     quick.journal = again
     again.hand_out([found], None)
-    [scored] = quick.run(_dispatched(quick, found), 120)
+    [scored] = quick.run(_dispatch_group(quick, found), 120)
     assert [sample.reward for sample in scored] == [1.0, 1.0]
     assert len(engine.requests) == 2  # not generated again
     assert _statuses(again) == ["completed"] * 2
@@ -180,13 +180,13 @@ def test_when_recorded_callback_runs_after_the_journal_write(
 
     runtime.when_recorded.append(note)
     runtime.state.aborted = given_up
-    runtime.run(_dispatched(runtime, group), 120)
+    runtime.run(_dispatch_group(runtime, group), 120)
     assert {index for index, _ in told} == (set() if given_up else {sample.index for sample in group})
     assert all({"generated", "completed"} & set(statuses) for _, statuses in told)
     journal.close()
 
 
-async def _dispatched(runtime: Any, group: Any) -> list[Any]:
+async def _dispatch_group(runtime: Any, group: Any) -> list[Any]:
     return await asyncio.gather(*runtime.state.submit_generate_tasks([group]))
 
 

@@ -15,7 +15,7 @@ from tools import same_numbers
 (RUN,) = same_numbers.chosen_runs(["rloo"], [1], ["float32"])
 
 
-def side(folder: Path, numbers: dict[str, float], weight: torch.Tensor) -> Path:
+def write_results(folder: Path, numbers: dict[str, float], weight: torch.Tensor) -> Path:
     folder.mkdir()
     (folder / f"{RUN.file_name}.json").write_text(json.dumps(numbers))
     save_file({"w": weight}, folder / f"{RUN.file_name}.safetensors")
@@ -24,13 +24,13 @@ def side(folder: Path, numbers: dict[str, float], weight: torch.Tensor) -> Path:
 
 def test_reports_any_changed_bit_and_ignores_new_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, weight = {"train/loss": 0.1, "train/gap": math.nan, "train/kl": 0.0}, torch.tensor([0.0, 1.0])
-    old = side(tmp_path / "old", numbers, weight)
-    same = same_numbers.compare(RUN, old, side(tmp_path / "same", {**numbers, "train/new": 1.0}, weight))
+    old = write_results(tmp_path / "old", numbers, weight)
+    same = same_numbers.compare(RUN, old, write_results(tmp_path / "same", {**numbers, "train/new": 1.0}, weight))
     assert same.is_none
     assert same.new == ("train/new",)
     assert same_numbers.show([RUN], [same], "0123456789abcdef") == 0
     off = {"train/loss": math.nextafter(0.1, 1.0), "train/kl": -0.0}
-    found = same_numbers.compare(RUN, old, side(tmp_path / "off", off, torch.tensor([-0.0, 1.0])))
+    found = same_numbers.compare(RUN, old, write_results(tmp_path / "off", off, torch.tensor([-0.0, 1.0])))
     assert (found.numbers, found.tensors, found.size) == (3, 1, math.inf)  # one of the three is missing
     assert "train/loss: 0.1 -> 0.1000000000" in found.first
     assert same_numbers.show([RUN], [found], "0123456789abcdef") == 1
@@ -40,9 +40,9 @@ def test_reports_any_changed_bit_and_ignores_new_metrics(tmp_path: Path, capsys:
 
 
 def test_weights_with_another_shape_or_dtype_differ(tmp_path: Path) -> None:
-    old = side(tmp_path / "old", {}, torch.zeros(2))
+    old = write_results(tmp_path / "old", {}, torch.zeros(2))
     for name, weight in {"shape": torch.zeros(1, 2), "dtype": torch.zeros(2, dtype=torch.bfloat16)}.items():
-        assert same_numbers.compare(RUN, old, side(tmp_path / name, {}, weight)).tensors == 1
+        assert same_numbers.compare(RUN, old, write_results(tmp_path / name, {}, weight)).tensors == 1
 
 
 def test_rejects_invalid_command_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,9 @@ def test_convert_to_hf_tools_accept_upstream_flags(
         assert "drop the flag" in capsys.readouterr().err
 
 
-def test_torch_dist_conversion_round_trip(tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_dist_conversion_round_trip(
+    tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Uses the command lines of users, including model flags."""
     release, back = tmp_path / "torch_dist", tmp_path / "back"
     words = ["--hf-checkpoint", str(model), "--save", str(release), "--dtype", "float32", "--swiglu"]

@@ -47,16 +47,20 @@ def test_fanned_out_samples_share_rollout_id_and_mask_sum() -> None:
     assert batch.rollout_mask_sums == [3, 3, 2]
 
 
-def bare(reward: float, **ids) -> Sample:
+def completed_sample(reward: float, **ids) -> Sample:
     """Make a sample like a generate function does: without ids unless they are given."""
     return Sample(tokens=[1, 2, 3], response_length=1, reward=reward, status=Sample.Status.COMPLETED, **ids)
 
 
 def test_nesting_determines_missing_group_and_rollout_ids() -> None:
     nested = [
-        [[bare(1.0), bare(1.0), bare(1.0)], [bare(0.0)], bare(0.0)],
-        [[bare(2.0, group_index=9, index=4), bare(2.0)], [bare(1.0)]],
-        bare(5.0),
+        [
+            [completed_sample(1.0), completed_sample(1.0), completed_sample(1.0)],
+            [completed_sample(0.0)],
+            completed_sample(0.0),
+        ],
+        [[completed_sample(2.0, group_index=9, index=4), completed_sample(2.0)], [completed_sample(1.0)]],
+        completed_sample(5.0),
     ]
     batch = make_train_batch(config(advantage_estimator="rloo"), flatten_samples(nested))
     assert batch.rewards == [1.0, 1.0, 1.0, -0.5, -0.5, 1.0, 1.0, -1.0, 0.0]
@@ -68,7 +72,13 @@ def test_nesting_determines_missing_group_and_rollout_ids() -> None:
 
 
 def test_samples_without_ids_inherit_ids_of_their_siblings() -> None:
-    nested = [[[bare(1.0, group_index=3, rollout_id=8), bare(1.0)], bare(0.0, group_index=3)], [bare(0.0)]]
+    nested = [
+        [
+            [completed_sample(1.0, group_index=3, rollout_id=8), completed_sample(1.0)],
+            completed_sample(0.0, group_index=3),
+        ],
+        [completed_sample(0.0)],
+    ]
     flat = flatten_samples(nested)
     assert [(s.group_index, s.rollout_id) for s in flat[:2]] == [(3, 8)] * 2
     assert make_train_batch(config(advantage_estimator="rloo"), flat).rewards == [1.0, 1.0, -1.0, 0.0]
@@ -76,7 +86,7 @@ def test_samples_without_ids_inherit_ids_of_their_siblings() -> None:
 
 def test_same_rollout_id_in_two_groups_means_two_rollouts() -> None:
     """A generate function may number the rollouts of each prompt from 0."""
-    flat = [bare(float(r), group_index=g, rollout_id=r) for g in (0, 1) for r in (0, 0, 1)]
+    flat = [completed_sample(float(r), group_index=g, rollout_id=r) for g in (0, 1) for r in (0, 0, 1)]
     batch = make_train_batch(config(advantage_estimator="rloo"), flat)
     assert batch.rewards == [-1.0, -1.0, 1.0] * 2
     assert len(set(batch.rollout_ids)) == 4
@@ -85,7 +95,9 @@ def test_same_rollout_id_in_two_groups_means_two_rollouts() -> None:
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @pytest.mark.parametrize(("second", "population"), [(1.0, "rollouts"), (0.5, "samples")])
-def test_overlong_penalty_does_not_change_the_advantage_population(estimator: str, second: float, population: str) -> None:
+def test_overlong_penalty_does_not_change_the_advantage_population(
+    estimator: str, second: float, population: str
+) -> None:
     """Siblings with equal rewards count once, regardless of their length penalties."""
     long = {"tokens": list(range(10)), "response_length": 9}
     flat = [sample(rollout_id=0, **long), sample(rollout_id=0, reward=second), sample(reward=0.0), sample(reward=1.0)]
@@ -96,7 +108,7 @@ def test_overlong_penalty_does_not_change_the_advantage_population(estimator: st
 
 
 def test_fan_out_without_group_index_forms_one_group() -> None:
-    flat = [bare(1.0, rollout_id=3), bare(1.0, rollout_id=3), bare(1.0)]
+    flat = [completed_sample(1.0, rollout_id=3), completed_sample(1.0, rollout_id=3), completed_sample(1.0)]
     batch = make_train_batch(config(), flat)
     assert batch.group_indices[0] == batch.group_indices[1] != batch.group_indices[2]
 

@@ -20,13 +20,13 @@ KINDS = {
 }
 
 
-def states(n: int, heads: int, kv_heads: int, length: int, dtype=torch.float64) -> list[torch.Tensor]:
+def attention_inputs(n: int, heads: int, kv_heads: int, length: int, dtype=torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(0)
     shapes = [(n, heads, length, 8), (n, kv_heads, length, 8), (n, kv_heads, length, 6), (heads,)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def whole(query, key, value, sinks, rules: Rules) -> torch.Tensor:
+def dense_attention(query, key, value, sinks, rules: Rules) -> torch.Tensor:
     """Attention by its definition, with the full score matrix."""
     repeats = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(repeats, 1).transpose(2, 3) * rules.scale
@@ -46,10 +46,10 @@ def whole(query, key, value, sinks, rules: Rules) -> torch.Tensor:
 def test_chunked_attention_matches_dense_attention(kind, cells) -> None:
     window, softcap, has_sinks = KINDS[kind]
     rules = Rules(scale=0.7, window=window, softcap=softcap, cells=cells)
-    inputs = states(2, 4, 2, 13)
+    inputs = attention_inputs(2, 4, 2, 13)
     query, key, value, sinks = inputs
     arguments = (query, key, value, sinks if has_sinks else None, rules)
-    got, expected = chunked_attention(*arguments), whole(*arguments)
+    got, expected = chunked_attention(*arguments), dense_attention(*arguments)
     torch.testing.assert_close(got, expected)
     wanted = inputs if has_sinks else inputs[:3]
     upstream = torch.randn_like(got)
@@ -59,7 +59,7 @@ def test_chunked_attention_matches_dense_attention(kind, cells) -> None:
         torch.testing.assert_close(one, other)
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Records the element count of the largest tensor that an operation creates."""
 
     elements = 0
@@ -77,13 +77,13 @@ def test_no_tensor_is_quadratic_in_sequence_length(kind, monkeypatch) -> None:
     monkeypatch.setitem(MAX_CHUNK_SCORES, "cpu", 1 << 15)
     window, softcap, has_sinks = KINDS[kind]
     length, heads = 1024, 4
-    query, key, value, sinks = states(1, heads, 2, length, torch.float32)
+    query, key, value, sinks = attention_inputs(1, heads, 2, length, torch.float32)
     context = PackedContext()
     context.begin(PackedLayout((length,), torch.tensor([0, length]), length))
     module = torch.nn.Module()
     object.__setattr__(module, attention.CONTEXT_ATTRIBUTE, context)
     aux = sinks if has_sinks else None
-    with Largest() as largest:
+    with LargestTensor() as largest:
         out, _ = packed_attention(module, query, key, value, None, sliding_window=window, softcap=softcap, s_aux=aux)
         out.sum().backward()
     assert largest.elements <= max(1 << 15, length * heads * 8)

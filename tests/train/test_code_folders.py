@@ -11,7 +11,7 @@ from slime.config import Config
 from slime.train.node_paths import code_folders, config_for_node
 
 
-class Elsewhere(LocalNode):
+class RemoteNode(LocalNode):
     is_here = False
 
     def path(self, path: str) -> str:
@@ -34,7 +34,7 @@ def test_plugin_paths_are_mapped_to_the_remote_node(tmp_path: Path, monkeypatch:
         save="/saved",
     )
     assert sorted(code_folders(config)) == [str(tmp_path / "files"), str(tmp_path / "modules")]
-    there = config_for_node(Elsewhere(), config)
+    there = config_for_node(RemoteNode(), config)
     assert there.custom_rm_path == f"/there{rewards}:reward"
     assert there.custom_loss_function_path == "package.losses.loss"
     assert (there.hf_checkpoint, there.save) == ("/there/model", "/there/saved")

@@ -68,7 +68,7 @@ def summed_gradients(ranks: Ranks, module: nn.Module) -> dict[str, Tensor]:
     return {name: ranks.sum(p.grad.clone()) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def expect_same_gradients(ranks: Ranks, shared: nn.Module, alone: nn.Module) -> None:
+def assert_same_gradients(ranks: Ranks, shared: nn.Module, alone: nn.Module) -> None:
     got = summed_gradients(ranks, shared)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -88,7 +88,7 @@ def compare_policies(ranks: Ranks, recompute: bool) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=lambda m, k=kind: f"{k}: {m}")
         for log_probs, entropy in (got, expected):
             (log_probs * mix + entropy * mix.flip(0)).sum().backward()
-        expect_same_gradients(ranks, shared, alone)
+        assert_same_gradients(ranks, shared, alone)
 
 
 @pytest.mark.parametrize(("count", "recompute"), [(4, True), long(2, False)])
@@ -107,14 +107,14 @@ def compare_outputs(ranks: Ranks) -> None:
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
     for logits in (got, expected):
         (logits * weights).sum().backward()
-    expect_same_gradients(ranks, shared, alone)
+    assert_same_gradients(ranks, shared, alone)
     alone, shared = (critic(seed=1) for _ in range(2))
     shared.set_context_ranks(ranks)
     got, expected = shared(packed_row(ranks.size))[0], alone(packed_row(1))[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     for values in (got, expected):
         values.square().mean().backward()
-    expect_same_gradients(ranks, shared, alone)
+    assert_same_gradients(ranks, shared, alone)
 
 
 def critic(seed: int) -> ValueModel:
@@ -129,7 +129,7 @@ def test_context_parallel_logits_and_values_match_one_rank(tmp_path) -> None:
     together(2, compare_outputs, folder=tmp_path)
 
 
-def a_part_without_responses(ranks: Ranks) -> list[int]:
+def compare_part_without_responses(ranks: Ranks) -> list[int]:
     """The first half is prompt only: that rank has no targets and still computes its part of the gradient."""
     tokens = np.arange(40) % 100
     alone, shared = packed_policy("qwen3"), packed_policy("qwen3")
@@ -139,12 +139,12 @@ def a_part_without_responses(ranks: Ranks) -> list[int]:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     for log_probs in (got, expected):
         log_probs.sum().backward()
-    expect_same_gradients(ranks, shared, alone)
+    assert_same_gradients(ranks, shared, alone)
     return list(row.part(0, 2).counts)
 
 
 def test_part_with_only_prompt_tokens_matches_one_rank(tmp_path) -> None:
-    assert together(2, a_part_without_responses, folder=tmp_path) == [[0, 3]] * 2
+    assert together(2, compare_part_without_responses, folder=tmp_path) == [[0, 3]] * 2
 
 
 def attention_states(ranks: Ranks, heads: int, kv_heads: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -155,7 +155,7 @@ def attention_states(ranks: Ranks, heads: int, kv_heads: int) -> tuple[list[Tens
     return whole, [states.chunk(ranks.size, dim=2)[ranks.rank] for states in whole]
 
 
-def exchange_heads(ranks: Ranks) -> Any:
+def exchange_heads_and_tokens(ranks: Ranks) -> Any:
     """The round trip is the identity, and each query head gets the keys of its group for all head counts."""
     seen = []
     for heads, kv_heads in ((4, 4), (8, 2), (4, 1), (12, 6)):
@@ -177,7 +177,7 @@ def exchange_heads(ranks: Ranks) -> Any:
 
 
 def test_exchange_between_heads_and_tokens_round_trips(tmp_path) -> None:
-    for seen, refusal in together(4, exchange_heads, folder=tmp_path):
+    for seen, refusal in together(4, exchange_heads_and_tokens, folder=tmp_path):
         assert seen == [1, 1, 1, 3]
         assert (
             refusal

@@ -88,7 +88,7 @@ SMOOTH = {"lr": 0.1, "adam_eps": 1.0}
 """Makes updates proportional to the gradient; with the usual epsilon, Adam turns rounding errors into full updates."""
 
 
-def close_to_policy(groups: list[list[Sample]], folder: Path, noise: float = 0.05) -> list[list[Sample]]:
+def with_policy_log_probs(groups: list[list[Sample]], folder: Path, noise: float = 0.05) -> list[list[Sample]]:
     """Set rollout log-probs to those of the model plus noise, like those of an engine."""
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ def close_to_policy(groups: list[list[Sample]], folder: Path, noise: float = 0.0
 @pytest.mark.parametrize("estimator", some(["gspo", "reinforce_plus_plus_baseline", "ppo"], of=ESTIMATORS))
 def test_micro_batch_size_does_not_change_results(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
-    groups = close_to_policy(make_samples(3, 3), folder)
+    groups = with_policy_log_probs(make_samples(3, 3), folder)
     outcomes = []
     for size in (1, 4, 9):
         run = InProcess(
@@ -131,7 +131,7 @@ def test_micro_batch_size_does_not_change_results(estimator: str, model_folder: 
 @pytest.mark.parametrize("estimator", some(["ppo"], of=ESTIMATORS))
 def test_two_ranks_match_one_rank(estimator: str, model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("qwen3")
-    groups = close_to_policy(make_samples(3, 3), folder)
+    groups = with_policy_log_probs(make_samples(3, 3), folder)
     outcomes = []
     for ranks in (1, 2):
         flags = ESTIMATORS[estimator] | SMOOTH | {"actor_num_gpus_per_node": ranks, "global_batch_size": 3}
@@ -202,9 +202,7 @@ def test_critic_loss_falls_and_critic_resumes_with_policy(model_folder: Folder, 
     assert (tmp_path / "ckpt/critic/iter_0000003/meta.json").is_file()
 
 
-def test_ref_update_interval_copies_policy_and_survives_resume(
-    model_folder: Folder, tmp_path: Path
-) -> None:
+def test_ref_update_interval_copies_policy_and_survives_resume(model_folder: Folder, tmp_path: Path) -> None:
     flags: dict[str, Any] = {
         "use_kl_loss": True, "kl_loss_type": "k2", "ref_update_interval": 2, "save": str(tmp_path / "c"),
         "load": str(tmp_path / "c"), "lr": 1e-2,
@@ -244,9 +242,7 @@ def log_probs_of(weights: dict[str, torch.Tensor], kind: str, sample: Sample) ->
     return every.gather(1, tokens[0, 1:, None])[-sample.response_length :, 0]
 
 
-def test_one_step_async_uses_old_log_probs_of_sampling_version(
-    model_folder: Folder, tmp_path: Path
-) -> None:
+def test_one_step_async_uses_old_log_probs_of_sampling_version(model_folder: Folder, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"keep_old_actor": True, "async_mode": "one-step", "use_tis": False, "lr": 1e-2}
     dump = str(tmp_path / "{rollout_id}.jsonl")
     run = InProcess(config_for(model_folder("llama"), tmp_path, save_debug_train_data=dump, **flags))
@@ -313,7 +309,7 @@ def test_default_tis_is_skipped_when_log_probs_are_missing(
 def test_opsm_masks_sequences_with_one_update_per_rollout(model_folder: Folder, tmp_path: Path) -> None:
     """The engine's log-probs are higher than the trainer's: stale samples or numerical differences."""
     folder = model_folder("qwen3")
-    groups = close_to_policy(make_samples(3, 3), folder, noise=0.0)
+    groups = with_policy_log_probs(make_samples(3, 3), folder, noise=0.0)
     for sample in flatten_samples(groups):
         sample.rollout_log_probs = torch.tensor(sample.rollout_log_probs).bfloat16().tolist()  # fresh, from bf16 logits
     flags = {"use_opsm": True, "num_steps_per_rollout": 1}
@@ -331,7 +327,7 @@ def test_opsm_masks_sequences_with_one_update_per_rollout(model_folder: Folder, 
 
 def test_custom_loss_hooks_take_effect(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("llama")
-    groups = close_to_policy(make_samples(3, 3), folder)
+    groups = with_policy_log_probs(make_samples(3, 3), folder)
 
     def loss(**flags: Any) -> float:
         return train_once(folder, tmp_path, groups, num_steps_per_rollout=1, **flags)["metrics"][0]["train/pg_loss"]
@@ -389,9 +385,7 @@ def test_custom_loss_reads_train_metadata_and_scales_like_sft_loss(model_folder:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_non_finite_step_is_skipped_and_samples_are_dumped(
-    steps: int, model_folder: Folder, tmp_path: Path
-) -> None:
+def test_non_finite_step_is_skipped_and_samples_are_dumped(steps: int, model_folder: Folder, tmp_path: Path) -> None:
     """With several updates per rollout, the log-prob pass before them detects it and all updates are skipped."""
     run = InProcess(config_for(model_folder("llama"), tmp_path, num_steps_per_rollout=steps))
     groups, healthy = make_samples(3, 3), InProcess(config_for(model_folder("llama"), tmp_path / "healthy"))
@@ -458,7 +452,9 @@ def test_rollout_without_updates_counts_as_one_skipped_step(
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_non_finite_reward_error_names_and_dumps_the_sample(reward: float, model_folder: Folder, tmp_path: Path) -> None:
+def test_non_finite_reward_error_names_and_dumps_the_sample(
+    reward: float, model_folder: Folder, tmp_path: Path
+) -> None:
     groups = make_samples(3, 3)
     groups[1][2].reward = reward
     with pytest.raises(UserError, match=r"sample 5 has reward (nan|inf)"):
@@ -467,9 +463,7 @@ def test_non_finite_reward_error_names_and_dumps_the_sample(reward: float, model
     assert (kept["index"], kept["tokens"]) == (5, groups[1][2].tokens)
 
 
-def test_non_finite_rollout_log_prob_error_names_and_dumps_the_sample(
-    model_folder: Folder, tmp_path: Path
-) -> None:
+def test_non_finite_rollout_log_prob_error_names_and_dumps_the_sample(model_folder: Folder, tmp_path: Path) -> None:
     groups = make_samples(3, 3)
     assert groups[0][1].rollout_log_probs is not None
     groups[0][1].rollout_log_probs[0] = -math.inf
@@ -478,9 +472,7 @@ def test_non_finite_rollout_log_prob_error_names_and_dumps_the_sample(
     assert (tmp_path / "not_finite" / "sample_1.json").is_file()
 
 
-def test_custom_sample_conversion_and_debug_train_data_dump(
-    model_folder: Folder, tmp_path: Path
-) -> None:
+def test_custom_sample_conversion_and_debug_train_data_dump(model_folder: Folder, tmp_path: Path) -> None:
     flags: dict[str, Any] = {
         "custom_convert_samples_to_train_data_path": f"{HOOKS}.convert", "global_batch_size": 9,
         "save_debug_train_data": str(tmp_path / "train_{rollout_id}.jsonl"),

@@ -33,7 +33,7 @@ def flops(family: str, **changes: Any) -> FlopsModel:
     return FlopsModel.from_config(CONFIG_MAPPING[family](**{**SIZES, **changes}))
 
 
-def training(weights: int, scores: int) -> int:
+def training_flops(weights: int, scores: int) -> int:
     """FLOPs of forward and backward (twice forward): `weights` multiply-adds per token plus `scores` in total."""
     return 3 * 2 * (LENGTH * weights + scores)
 
@@ -42,7 +42,7 @@ def test_flops_of_dense_model_with_grouped_queries() -> None:
     attention = 16 * (32 + 16 + 16) + 32 * 16  # heads of 8: 4 for queries, 2 for keys, 2 for values
     mlp = 3 * 16 * 24
     scores = 4 * PAIRS * 4 * (8 + 8)  # layers x pairs x heads x (scores + values)
-    assert flops("qwen3", head_dim=8).sequence(LENGTH) == training(4 * (attention + mlp) + HEAD, scores)
+    assert flops("qwen3", head_dim=8).sequence(LENGTH) == training_flops(4 * (attention + mlp) + HEAD, scores)
 
 
 def test_flops_of_latent_attention_with_dense_and_sparse_layers() -> None:
@@ -55,7 +55,7 @@ def test_flops_of_latent_attention_with_dense_and_sparse_layers() -> None:
     attention = 16 * 6 + 6 * 4 * 12 + 16 * (5 + 4) + 5 * 4 * (8 + 10) + 4 * 10 * 16
     dense, sparse = 3 * 16 * 24, 3 * 16 * 7 * (3 + 2) + 16 * 8  # chosen and shared experts, router
     scores = 4 * PAIRS * 4 * (12 + 10)
-    assert model.sequence(LENGTH) == training(4 * attention + dense + 3 * sparse + HEAD, scores)
+    assert model.sequence(LENGTH) == training_flops(4 * attention + dense + 3 * sparse + HEAD, scores)
 
 
 def test_flops_of_experts_on_some_layers() -> None:
@@ -64,7 +64,7 @@ def test_flops_of_experts_on_some_layers() -> None:
     attention = 16 * (16 + 8 + 8) + 16 * 16
     dense, sparse = 3 * 16 * 24, 2 * 3 * 16 * 12 + 16 * 8
     scores = 4 * PAIRS * 4 * (4 + 4)
-    assert model.sequence(LENGTH) == training(4 * attention + 2 * dense + 2 * sparse + HEAD, scores)
+    assert model.sequence(LENGTH) == training_flops(4 * attention + 2 * dense + 2 * sparse + HEAD, scores)
     every_second = flops("qwen3_moe", head_dim=4, **experts, decoder_sparse_step=2)
     assert every_second.sequence(LENGTH) == model.sequence(LENGTH)
 
@@ -74,7 +74,7 @@ def test_flops_of_alternating_sliding_windows() -> None:
     model = flops("gemma2", head_dim=4, sliding_window=3, layer_types=kinds)
     attention, mlp = 16 * (16 + 8 + 8) + 16 * 16, 3 * 16 * 24
     pairs = 2 * PAIRS + 2 * (1 + 2 + 8 * 3)
-    assert model.sequence(LENGTH) == training(4 * (attention + mlp) + HEAD, pairs * 4 * (4 + 4))
+    assert model.sequence(LENGTH) == training_flops(4 * (attention + mlp) + HEAD, pairs * 4 * (4 + 4))
 
 
 def test_window_without_layer_types_applies_to_all_layers() -> None:
@@ -95,7 +95,7 @@ def test_linear_attention_is_linear_in_length() -> None:
     attention = 16 * (2 * 16 + 8 + 8) + 16 * 16  # queries and their gate
     sparse = 3 * 16 * (2 * 12 + 9) + 16 * 8
     scores = PAIRS * 4 * (4 + 4)
-    assert model.sequence(LENGTH) == training(3 * linear + attention + 4 * sparse + HEAD, scores)
+    assert model.sequence(LENGTH) == training_flops(3 * linear + attention + 4 * sparse + HEAD, scores)
     without = flops("qwen3_next", head_dim=4, layer_types=["linear_attention"] * 4, **delta, **experts)
     assert without.sequence(1000) == 1000 * without.sequence(1)
     lightning = flops("minimax", head_dim=4, layer_types=kinds, num_local_experts=8, num_experts_per_tok=2)

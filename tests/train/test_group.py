@@ -94,7 +94,9 @@ def test_two_ranks_with_dynamic_batches_match_one_process(one_process, tmp_path:
         {"advantage_estimator": "ppo", "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "balance_data": True},
     ],
 )
-def test_ranks_without_samples_do_not_change_results(model_folder: Folder, tmp_path: Path, changes: dict[str, object]) -> None:
+def test_ranks_without_samples_do_not_change_results(
+    model_folder: Folder, tmp_path: Path, changes: dict[str, object]
+) -> None:
     """Two processes of one tensor-parallel replica with one rollout per step: one process never has a sample."""
     model, each = model_folder("qwen3"), {"global_batch_size": 1, "num_steps_per_rollout": 9, "lr": 1e-4, **changes}
     expected = train(config(model, **each), tmp_path / "one", rollouts=range(1))

@@ -67,7 +67,9 @@ def test_copy_kernels_compile(compiled: list[str]) -> None:
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_logit_statistics_kernels_compile(softcap: float | None, with_entropy: bool, has_bias: bool, compiled: list[str]) -> None:
+def test_logit_statistics_kernels_compile(
+    softcap: float | None, with_entropy: bool, has_bias: bool, compiled: list[str]
+) -> None:
     raw, targets = torch.zeros(3, 100), torch.zeros(3, dtype=torch.int64)
     bias = raw[0] if has_bias else None
     transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)
@@ -92,7 +94,9 @@ def test_logit_statistics_kernels_compile(softcap: float | None, with_entropy: b
         ),
     ],
 )
-def test_projected_statistics_kernels_compile(softcap: float | None, with_entropy: bool, vocab: int, compiled: list[str]) -> None:
+def test_projected_statistics_kernels_compile(
+    softcap: float | None, with_entropy: bool, vocab: int, compiled: list[str]
+) -> None:
     hidden, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (5, vocab))
     bias = weight[:, 0].contiguous() if softcap else None
     transform = LogitTransform(scale=1.5, softcap=softcap, temperature=0.8)

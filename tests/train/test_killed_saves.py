@@ -93,13 +93,13 @@ def equal(one: Pair, other: Pair) -> bool:
     )
 
 
-def restored(source: Path, folder: Path) -> None:
+def restore_folder(source: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if source.exists():
         shutil.copytree(source, folder)
 
 
-def check_whole(config: Any, weights: list[Pair]) -> int | None:
+def check_complete_checkpoint(config: Any, weights: list[Pair]) -> int | None:
     """Return the rollout that the run would resume after, and check its checkpoints are complete."""
     check_weight_sources(config)
     start = find_initial_weights(config).checkpoint
@@ -136,11 +136,11 @@ def test_kill_at_any_step_of_a_save_leaves_a_complete_checkpoint_pair(
     number = 0
     while True:
         number += 1
-        restored(source if earlier else tmp_path / "nothing", folder)
+        restore_folder(source if earlier else tmp_path / "nothing", folder)
         if not run_and_kill(save, folder, number):
             break
-        found.append(check_whole(config, weights))
-    assert check_whole(config, weights) == 1
+        found.append(check_complete_checkpoint(config, weights))
+    assert check_complete_checkpoint(config, weights) == 1
     before = 0 if earlier else None
     assert number > 20, "folders, files, names and removals of a policy and its critic"
     switch = found.index(1)
@@ -155,7 +155,7 @@ def test_next_save_removes_leftovers_of_a_killed_save(
 ) -> None:
     run, source, weights = trained
     folder = tmp_path / "ckpt"
-    restored(source, folder)
+    restore_folder(source, folder)
     config = config_for(model_folder("qwen3"), tmp_path, **flags(folder))
     monkeypatch.setattr(run.trainer, "config", config)
     assert run_and_kill(lambda: run.trainer.save(1, in_background=False), folder, 8)

@@ -27,7 +27,7 @@ def lora_run(model: Path, out: Path, **changes: Any) -> InProcess:
     return InProcess(config_for(model, out, **{"lora_rank": 4, "lr": 1e-2, **changes}))
 
 
-def sent(run: InProcess) -> dict[str, torch.Tensor]:
+def exported_weights(run: InProcess) -> dict[str, torch.Tensor]:
     buckets = run.trainer.actor.backend.hf_buckets(torch.float32, 2**20)
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
 
@@ -44,11 +44,11 @@ def load(folder: Path) -> torch.nn.Module:
 def test_trains_only_adapters_and_exports_merged_weights(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder(kind), tmp_path)
     original = dict(open_weights(model_folder(kind)))
-    before = sent(run)
+    before = exported_weights(run)
     assert before.keys() == original.keys()
     assert all(torch.equal(before[name], original[name]) for name in original)
     run.train(0, make_samples(3, 3))
-    after = sent(run)
+    after = exported_weights(run)
     changed = {name for name in original if not torch.equal(after[name], original[name])}
     targets = {"q_proj", "k_proj", "v_proj", "o_proj"} | (
         {"gate_proj", "up_proj", "down_proj"} if kind == "qwen3" else set()
@@ -73,9 +73,7 @@ def test_trainer_log_probs_match_exported_weights(model_folder: Folder, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_saved_adapter_in_peft_matches_merged_folder_logits(
-    kind: str, model_folder: Folder, tmp_path: Path
-) -> None:
+def test_saved_adapter_in_peft_matches_merged_folder_logits(kind: str, model_folder: Folder, tmp_path: Path) -> None:
     run = lora_run(model_folder(kind), tmp_path / "run", save=str(tmp_path / "ckpt"))
     run.train(0, make_samples(3, 3))
     run.trainer.save_hf(str(tmp_path / "hf"))
@@ -174,8 +172,8 @@ def test_resumed_run_keeps_its_initial_base(model_folder: Folder, tmp_path: Path
     run.train(0, make_samples(3, 3))
     run.trainer.save(0)
     again = lora_run(model_folder("qwen3"), tmp_path / "again", load=str(tmp_path / "ckpt"))
-    expected = sent(run)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in sent(again).items())
+    expected = exported_weights(run)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported_weights(again).items())
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -76,7 +76,7 @@ def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
     return answers
 
 
-def export_changes(ranks: Ranks, model: str) -> list[tuple[int, dict[str, bool]]]:
+def export_three_rounds(ranks: Ranks, model: str) -> list[tuple[int, dict[str, bool]]]:
     """Export three times: all weights, some changed, none changed."""
     folder = Path(model)
     entries, _ = model_entries(folder, plain_sources(folder))
@@ -120,7 +120,7 @@ def counted_sends() -> Iterator[list[int]]:
 def test_delta_export_sends_only_changed_values(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", "qwen3_moe", **MODELS["qwen3_moe"])
     names = set(open_weights(model).names)
-    rounds = list(zip(*together(4, export_changes, str(model), folder=tmp_path), strict=True))
+    rounds = list(zip(*together(4, export_three_rounds, str(model), folder=tmp_path), strict=True))
     for answers in rounds:
         assert {name for _, found in answers for name in found} == names
         assert all(equal for _, found in answers for equal in found.values())

@@ -77,7 +77,7 @@ def test_positions_count_from_sequence_start(layout) -> None:
     assert everything == sorted(p for length in lengths for p in range(length))
 
 
-def put_together(found: list[Tensor], slices: RowSlices, order: Tensor | None) -> Tensor:
+def join_ranks(found: list[Tensor], slices: RowSlices, order: Tensor | None) -> Tensor:
     """Compute the result of the ranks' collective in one process."""
     return torch.cat(found) if order is None else torch.cat(found).index_select(0, order)
 
@@ -91,9 +91,9 @@ def test_gathered_values_are_in_row_order(layout) -> None:
         assert len(slices.predict_index) == slices.counts[rank]
     by_token = [slices.tokens[0] for slices in ranks]
     predicting = [slices.tokens[0][slices.predict_index] for slices in ranks]
-    assert torch.equal(put_together(by_token, ranks[0], ranks[0].places), row.tokens[0])
-    assert torch.equal(put_together(predicting, ranks[0], ranks[0].order), row.tokens[0][row.predict_index])
-    assert torch.equal(put_together([slices.targets for slices in ranks], ranks[0], ranks[0].order), row.targets)
+    assert torch.equal(join_ranks(by_token, ranks[0], ranks[0].places), row.tokens[0])
+    assert torch.equal(join_ranks(predicting, ranks[0], ranks[0].order), row.tokens[0][row.predict_index])
+    assert torch.equal(join_ranks([slices.targets for slices in ranks], ranks[0], ranks[0].order), row.targets)
 
 
 def test_row_that_fits_is_not_copied() -> None:

@@ -64,7 +64,9 @@ def samples() -> list[list[Sample]]:
         ({"model_type": "llama"}, {"loss_type": "sft_loss", "log_probs_chunk_size": 16}),
     ],
 )
-def test_memory_plan_matches_bytes_allocated_by_a_step(tmp_path: Path, model: dict[str, Any], flags: dict[str, Any]) -> None:
+def test_memory_plan_matches_bytes_allocated_by_a_step(
+    tmp_path: Path, model: dict[str, Any], flags: dict[str, Any]
+) -> None:
     folder = make_model_folder(tmp_path / "model", **(SHAPE | model))
     run = InProcess(
         config_for(

@@ -59,9 +59,7 @@ def test_ranks_of_a_node_share_cores_and_visible_devices(listener: Listener) -> 
     assert chosen["CUDA_VISIBLE_DEVICES"] == "9"
 
 
-def test_loopback_is_used_only_for_single_machine_runs(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loopback_is_used_only_for_single_machine_runs(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     here, there = Slot(LocalNode("192.0.2.7")), Slot(OtherNode("there", listener))

@@ -140,7 +140,7 @@ def test_gpu_attention_with_batched_tail_matches_causal_attention(monkeypatch: p
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-class Asked(TorchDispatchMode):
+class DeviceReads(TorchDispatchMode):
     """Counts scalar reads from the device and gradient copies made by indexing in the backward."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "mistral_window"])
 def test_pass_does_not_sync_with_device_or_copy_gradients(kind) -> None:
     policy, row = packed_policy(kind), pack(sequences(), [response for _, response in LENGTHS])
-    with Asked() as asked:
+    with DeviceReads() as asked:
         policy(row)[0].sum().backward()
     assert (asked.numbers, asked.filled) == (0, 0)
 

@@ -51,9 +51,7 @@ def test_gather_ahead_does_not_change_results(
     assert_equal(*found)
 
 
-def test_moving_average_reference_survives_resume(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_moving_average_reference_survives_resume(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Holds in bfloat16 too, where rounding would drop one hundredth of an update."""
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_update_decay": 0.99}
     config = config_for(

@@ -160,7 +160,7 @@ def test_policy_loss_and_gradient_match_float64_reference(case: str, seed: int, 
     log_probs = (columns["log_probs"] + draw(0.3)).requires_grad_()
     entropy = draw(1.0).abs()
     share = StepShare(num_rollouts=len(lengths))
-    sums = torch.cat([mask[slice_].sum().expand(n) for slice_, n in pieces(lengths)])
+    sums = torch.cat([mask[slice_].sum().expand(n) for slice_, n in sequence_slices(lengths)])
     weights = mask / sums.clamp_min(1) / len(lengths)
     micro = MicroBatch(empty_row(lengths), list(range(len(lengths))), mask, weights, weights, share.scale, columns)
     loss, metrics = PolicyObjective(config)(micro, log_probs, entropy)
@@ -168,8 +168,8 @@ def test_policy_loss_and_gradient_match_float64_reference(case: str, seed: int, 
 
     again = log_probs.detach().clone().requires_grad_()
     parts = (again, *(columns[n] for n in ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages")), entropy)
-    rows = [[part[slice_] for part in (*parts, mask)] for slice_, _ in pieces(lengths)]
-    wanted = reference(config, rows, [[weights[slice_]] for slice_, _ in pieces(lengths)])
+    rows = [[part[slice_] for part in (*parts, mask)] for slice_, _ in sequence_slices(lengths)]
+    wanted = reference(config, rows, [[weights[slice_]] for slice_, _ in sequence_slices(lengths)])
     torch.testing.assert_close(loss, wanted, atol=1e-9, rtol=1e-6)
     torch.testing.assert_close(metrics["loss"], wanted.detach(), atol=1e-9, rtol=1e-6)
     if wanted.requires_grad:
@@ -182,7 +182,7 @@ def test_policy_loss_and_gradient_match_float64_reference(case: str, seed: int, 
         )
 
 
-def pieces(lengths: list[int]) -> list[tuple[slice, int]]:
+def sequence_slices(lengths: list[int]) -> list[tuple[slice, int]]:
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return [(slice(end - n, end), n) for end, n in zip(ends, lengths, strict=True)]
 

@@ -60,7 +60,7 @@ class Clock:
         return self.now
 
 
-class PlayedRanks:
+class FakeRanks:
     """A trainer group whose rank ends of the channels the test controls; calls to the group run in a thread."""
 
     def __init__(self, tmp_path: Path, clock: Clock, count: int) -> None:
@@ -106,8 +106,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @contextmanager
-def played(tmp_path: Path, clock: Clock, count: int = 1) -> Iterator[PlayedRanks]:
-    ranks = PlayedRanks(tmp_path, clock, count)
+def fake_ranks(tmp_path: Path, clock: Clock, count: int = 1) -> Iterator[FakeRanks]:
+    ranks = FakeRanks(tmp_path, clock, count)
     try:
         yield ranks
     finally:
@@ -125,7 +125,7 @@ def until(condition: Any) -> None:
 
 
 def test_progress_report_renews_the_deadline(tmp_path: Path, clock: Clock) -> None:
-    with played(tmp_path, clock) as ranks:
+    with fake_ranks(tmp_path, clock) as ranks:
         answer = ranks.call("train")
         for done in range(1, 6):
             clock.now += 0.9 * DEADLINE_S
@@ -138,10 +138,8 @@ def test_progress_report_renews_the_deadline(tmp_path: Path, clock: Clock) -> No
     assert ranks.group.doing() is None
 
 
-def test_call_times_out_without_progress_reports(
-    tmp_path: Path, clock: Clock
-) -> None:
-    with played(tmp_path, clock) as ranks:
+def test_call_times_out_without_progress_reports(tmp_path: Path, clock: Clock) -> None:
+    with fake_ranks(tmp_path, clock) as ranks:
         answer = ranks.call("save")
         ranks.report(0, "writing a checkpoint: tensor 3", request=1)
         until(lambda: ranks.wait().renewed is not None)
@@ -152,7 +150,7 @@ def test_call_times_out_without_progress_reports(
 
 
 def test_only_pending_ranks_of_the_call_renew_the_deadline(tmp_path: Path, clock: Clock) -> None:
-    with played(tmp_path, clock, count=2) as ranks:
+    with fake_ranks(tmp_path, clock, count=2) as ranks:
         answer = ranks.call("train")
         ranks.answer(0, "done", request=1)
         until(lambda: ranks.wait().whom == "trainer-1")

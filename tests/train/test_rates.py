@@ -20,7 +20,7 @@ Folder = Callable[[str], Path]
 BATCH = 8
 
 
-def megatron(flags: dict[str, Any], updates: int) -> list[tuple[float, float]]:
+def megatron_rates(flags: dict[str, Any], updates: int) -> list[tuple[float, float]]:
     """Return (learning rate, weight decay) of each update; the rollout counter grows by the batch size after each."""
     num_rollouts = flags["num_rollout"]
     lr, floor, style = flags["lr"], flags.get("min_lr", 0.0), flags.get("lr_decay_style", "constant")
@@ -87,7 +87,7 @@ def test_rates_match_megatron_scheduler(flags: dict[str, Any]) -> None:
     flags = {"lr": 1e-3, "num_rollout": 20, **flags}
     rates = RateSchedule.from_config(Config(**flags, global_batch_size=BATCH, num_steps_per_rollout=1))
     ours = [(found.learning_rate, found.weight_decay) for found in map(rates.at, range(25))]
-    assert ours == [pytest.approx(expected, abs=1e-12) for expected in megatron(flags, 25)]
+    assert ours == [pytest.approx(expected, abs=1e-12) for expected in megatron_rates(flags, 25)]
 
 
 def test_warmup_and_decay_in_samples_match_iterations() -> None:

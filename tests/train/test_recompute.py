@@ -91,7 +91,7 @@ def test_recompute_runs_each_layer_once_more(model_folder: Folder, tmp_path: Pat
     assert not any(part.training for layer in body.layers for part in layer.modules() if part is not layer)
 
 
-class Living(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors created inside the context that are still alive."""
 
     def __init__(self) -> None:
@@ -118,9 +118,11 @@ def kept_per_token(folder: Path, out: Path, *, recompute: bool) -> float:
     backend.forward_backward([micro_batch(8)], likelihood)  # allocates one-time tensors
     found = []
     for length in (16, 48):
-        with Living() as living:
+        with LiveBytes() as living:
 
-            def objective(micro: MicroBatch, values: Tensor, entropy: Tensor, living: Living = living) -> LossOutcome:
+            def objective(
+                micro: MicroBatch, values: Tensor, entropy: Tensor, living: LiveBytes = living
+            ) -> LossOutcome:
                 found.append(living.bytes)
                 return likelihood(micro, values, entropy)
 

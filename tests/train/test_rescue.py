@@ -127,7 +127,9 @@ def test_failed_checkpoint_is_saved_with_the_rescued_weights(trainers: Trainers,
 
 
 @pytest.mark.parametrize("full", [("out",), ("out", "tmp"), ("out", "tmp", "shm")])
-def test_rescue_tries_the_next_folder_when_one_fails(trainers: Trainers, elsewhere: Path, full: tuple[str, ...]) -> None:
+def test_rescue_tries_the_next_folder_when_one_fails(
+    trainers: Trainers, elsewhere: Path, full: tuple[str, ...]
+) -> None:
     for name in full:
         if (elsewhere / name).exists():
             (elsewhere / name).rmdir()
@@ -199,7 +201,7 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
-class Alone:
+class FakeRanks:
     """A single rank whose `union` also returns the errors of other ranks."""
 
     def __init__(self, *others: str) -> None:
@@ -216,11 +218,11 @@ def test_rank_with_write_error_consumes_all_tensors() -> None:
 
     tensors = iter(range(5))
     with pytest.raises(NotWritten, match=r"^cannot write it: No space left on device \(/disk/part-00001\)$"):
-        write_together(Alone(), tensors, write, "it")
+        write_together(FakeRanks(), tensors, write, "it")
     assert list(tensors) == []
     tensors = iter(range(5))
     with pytest.raises(NotWritten, match=r"^cannot write it: full$"):  # the error of another rank
-        write_together(Alone("full"), tensors, None, "it")
+        write_together(FakeRanks("full"), tensors, None, "it")
     assert list(tensors) == []
     with pytest.raises(ValueError, match="a bug"):
-        write_together(Alone(), iter(()), lambda _: raise_(ValueError("a bug")), "it")
+        write_together(FakeRanks(), iter(()), lambda _: raise_(ValueError("a bug")), "it")

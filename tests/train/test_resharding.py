@@ -24,7 +24,7 @@ State = dict[str, dict[str, torch.Tensor]]
 KINDS = ("model", "optim", "ref", "critic/model", "critic/optim")
 
 
-def resumed_and_saved(ranks: Ranks, values: dict[str, Any]) -> torch.Tensor:
+def resume_and_save(ranks: Ranks, values: dict[str, Any]) -> torch.Tensor:
     """Load a checkpoint on these ranks and save it again; return the restored random state of this rank."""
     trainer = Trainer(Config.from_dict(values), "cpu")
     assert trainer.init(ranks)["begin"] == 2
@@ -76,7 +76,7 @@ def test_checkpoint_state_survives_layout_changes(saved: tuple[Config, Path], tm
         target = tmp_path / str(index)
         changes = {"load": str(source), "critic_load": str(source / "critic"), "save": str(target), **layout}
         values = config.replace(**changes, critic_save=str(target / "critic"), actor_num_gpus_per_node=count).to_dict()
-        states = together(count, resumed_and_saved, values, folder=tmp_path)
+        states = together(count, resume_and_save, values, folder=tmp_path)
         assert_same(state_of(target), expected)
         before = load_file(source / "iter_0000001" / "rng.safetensors")
         for rank in range(min(count, len(before))):

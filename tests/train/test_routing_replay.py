@@ -89,12 +89,12 @@ def random_experts(layers: int, seed: int = 0) -> list[np.ndarray]:
     ]
 
 
-def given(layers: int = 3, seed: int = 0, num_tokens: int = TOKENS) -> Routing:
+def random_routing(layers: int = 3, seed: int = 0, num_tokens: int = TOKENS) -> Routing:
     return Routing(given_experts(random_experts(layers, seed), [length for length, _ in LENGTHS], num_tokens))
 
 
 @contextmanager
-def told(monkeypatch: pytest.MonkeyPatch, model: Any, experts: np.ndarray) -> Iterator[None]:
+def forced_routing(monkeypatch: pytest.MonkeyPatch, model: Any, experts: np.ndarray) -> Iterator[None]:
     """Replace only the choice of experts in the model's own code; this is the reference."""
     original, layers = torch.topk, RouterDimensions.from_config(model.config.to_dict()).moe_layers
     calls = iter(layers)
@@ -116,12 +116,12 @@ def told(monkeypatch: pytest.MonkeyPatch, model: Any, experts: np.ndarray) -> It
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_given_routing_matches_model_with_forced_experts(family, monkeypatch) -> None:
     policy, experts = packed_policy(family), random_experts(3)
-    log_probs, _ = policy(pack(sequences(), RESPONSES), routing=given())
+    log_probs, _ = policy(pack(sequences(), RESPONSES), routing=random_routing())
     log_probs.sum().backward()
     single, expected = build(family), []
     for sequence, response, rows in zip(sequences(), RESPONSES, experts, strict=True):
         tokens = torch.from_numpy(sequence)[None]
-        with told(monkeypatch, single, rows):
+        with forced_routing(monkeypatch, single, rows):
             logits = single(input_ids=tokens).logits[0, -response - 1 : -1]
         found = torch.log_softmax(logits, -1).gather(1, tokens[0, -response:, None])[:, 0]
         found.sum().backward()
@@ -179,7 +179,7 @@ def test_rejects_router_with_unexpected_weights(monkeypatch) -> None:
     monkeypatch.setattr(policy.routers, "_scoring", SCORINGS["gpt_oss"])
     policy.model.model.layers[1].mlp.gate.norm_topk_prob = False
     with pytest.raises(UserError, match="Qwen3MoeTopKRouter of this version of transformers weighs its experts"):
-        policy(pack(sequences(), RESPONSES), routing=given())
+        policy(pack(sequences(), RESPONSES), routing=random_routing())
 
 
 def test_given_experts_are_unknown_for_last_tokens_and_padding() -> None:
@@ -196,7 +196,7 @@ def compare_shared(ranks: Ranks) -> None:
     alone, shared = packed_policy("qwen3_moe"), packed_policy("qwen3_moe")
     shared.set_context_ranks(ranks)
     row = shared_row(ranks.size)
-    for routing in (lambda: given(num_tokens=row.num_tokens), Routing):
+    for routing in (lambda: random_routing(num_tokens=row.num_tokens), Routing):
         first, second = routing(), routing()
         expected, got = alone(row, routing=first)[0], shared(row, routing=second)[0]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
@@ -239,7 +239,7 @@ def test_rollout_routing_replay_reproduces_engine_log_probs(moe_folder, tmp_path
     engine, groups = build("qwen3_moe"), routed_samples(random_rows)
     for sample in flatten_samples(groups):
         tokens = torch.tensor([sample.tokens])
-        with torch.no_grad(), told(monkeypatch, engine, sample.rollout_routed_experts):
+        with torch.no_grad(), forced_routing(monkeypatch, engine, sample.rollout_routed_experts):
             logits = engine(input_ids=tokens).logits[0, -sample.response_length - 1 : -1]
         log_p = torch.log_softmax(logits, -1).gather(1, tokens[0, -sample.response_length :, None])[:, 0]
         sample.rollout_log_probs = log_p.tolist()

@@ -126,7 +126,7 @@ def test_reads_more_files_than_the_open_file_limit(tmp_path: Path, monkeypatch: 
     assert len(saved._open) == 2
 
 
-def damaged(folder: Path) -> str:
+def damage_message(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
         for _ in SavedTensors(folder, "model"):
             pass
@@ -139,11 +139,11 @@ def test_missing_or_damaged_parts_raise_errors(tmp_path: Path) -> None:
     file = tmp_path / "model-r00001-00001.safetensors"
     content = file.read_bytes()
     file.unlink()
-    assert "has 20 of 40 numbers of model.layers.9.experts: it is damaged, choose another iteration" in damaged(
+    assert "has 20 of 40 numbers of model.layers.9.experts: it is damaged, choose another iteration" in damage_message(
         tmp_path
     )
     file.write_bytes(content[:-1])
-    assert "cannot be read (" in damaged(tmp_path)
+    assert "cannot be read (" in damage_message(tmp_path)
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"lacks model\.layers\.3: it is damaged"):
         SavedTensors(tmp_path, "model").read_into("model.layers.3", torch.empty(1))
@@ -169,7 +169,7 @@ def test_rejects_invalid_part_header(tmp_path: Path, note: str) -> None:
     save(tmp_path, {"model.norm.weight": torch.ones(5)}, (2, 1))
     file = tmp_path / "model-r00001-00001.safetensors"
     save_file(load_file(file), file, metadata={NOTES: note})
-    assert "has a header in model-r00001-00001.safetensors that cannot be read" in damaged(tmp_path)
+    assert "has a header in model-r00001-00001.safetensors that cannot be read" in damage_message(tmp_path)
 
 
 def test_part_header_is_plain_json(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def config(**changes: Any) -> Config:
     return Config(hf_checkpoint="unused", rollout_batch_size=1, **changes)
 
 
-def branched(index: int, branches: int, reward: float | None) -> list[Sample]:
+def branched_session(index: int, branches: int, reward: float | None) -> list[Sample]:
     """Make the samples of a session with one common turn followed by `branches` branches."""
     talk = Talk()
     talk.turn(assistant("one"))
@@ -36,7 +36,7 @@ def branched(index: int, branches: int, reward: float | None) -> list[Sample]:
 
 
 def test_session_counts_once_regardless_of_sample_count() -> None:
-    nested = [[branched(0, 3, 1.0), branched(1, 1, 0.0), branched(2, 2, 0.5)]]
+    nested = [[branched_session(0, 3, 1.0), branched_session(1, 1, 0.0), branched_session(2, 2, 0.5)]]
     samples = flatten_samples(nested)
     batch = make_train_batch(config(), samples)
     assert batch.rollout_ids == [0, 0, 0, 1, 2, 2]
@@ -51,7 +51,7 @@ def test_session_counts_once_regardless_of_sample_count() -> None:
         assert sampled == samples[own[0]].metadata["session"]["trained_tokens"]
 
 
-def rewarded(reward: float | None) -> tuple[Sample, list[int]]:
+def sample_with_turn_rewards(reward: float | None) -> tuple[Sample, list[int]]:
     """Make a sample of three turns, the first and last with rewards; return it with the last position of each turn."""
     talk = Talk()
     turns = [talk.turn(assistant(text), user("go on")) for text in ("one", "two", "three")]
@@ -64,10 +64,8 @@ def rewarded(reward: float | None) -> tuple[Sample, list[int]]:
 
 @pytest.mark.parametrize(("reward", "at_the_end"), [(None, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "ppo"])
-def test_turn_rewards_apply_at_the_end_of_their_turns(
-    estimator: str, reward: float | None, at_the_end: float
-) -> None:
-    sample, ends = rewarded(reward)
+def test_turn_rewards_apply_at_the_end_of_their_turns(estimator: str, reward: float | None, at_the_end: float) -> None:
+    sample, ends = sample_with_turn_rewards(reward)
     own = config(advantage_estimator=estimator, gamma=1.0, lambd=1.0)
     batch = TrainBatch.from_message(make_train_batch(own, [sample]).to_message())
     data = make_rollout_data(batch)
@@ -80,7 +78,7 @@ def test_turn_rewards_apply_at_the_end_of_their_turns(
 
 
 def test_estimators_with_one_reward_use_the_sum_of_turn_rewards() -> None:
-    sample, _ = rewarded(None)
+    sample, _ = sample_with_turn_rewards(None)
     batch = make_train_batch(config(advantage_estimator="dr_grpo", disable_rewards_normalization=True), [sample])
     assert (batch.rewards, batch.turn_rewards) == ([-1.5], None)
     assert (
@@ -90,7 +88,7 @@ def test_estimators_with_one_reward_use_the_sum_of_turn_rewards() -> None:
 
 def test_joined_batches_keep_turn_rewards() -> None:
     own = config(advantage_estimator="ppo")
-    sample, _ = rewarded(None)
+    sample, _ = sample_with_turn_rewards(None)
     plain = Sample(
         index=1, group_index=4, tokens=[1, 2, 3], response_length=2, reward=1.0, rollout_log_probs=[-1.0] * 2
     )

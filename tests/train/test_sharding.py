@@ -43,7 +43,7 @@ def make_micro_batches(world: Ranks, folder: str, out: str) -> list[MicroBatch]:
     return [make_micro_batch(batch, range(i, i + 3), share, 9, world.device) for i in (0, 3, 6)]
 
 
-def held_between(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> tuple[list[int], int]:
+def gradient_elements_held(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> tuple[list[int], int]:
     """Return the gradient elements on this rank before each backward and after the last, and the parameter count."""
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size, **flags)
     parameters = list(backend.module.parameters())
@@ -61,7 +61,7 @@ def held_between(world: Ranks, folder: str, out: str, flags: dict[str, Any]) -> 
 def test_gradients_stay_sharded_between_micro_batches(model_folder: Folder, tmp_path: Path) -> None:
     folder = str(model_folder("qwen3"))
     for dtype in ("float32", "bfloat16"):
-        ranks = together(2, held_between, folder, str(tmp_path), {"dtype": dtype}, folder=tmp_path)
+        ranks = together(2, gradient_elements_held, folder, str(tmp_path), {"dtype": dtype}, folder=tmp_path)
         for held, num_parameters in ranks:
             assert held == [0] + [num_parameters // 2] * 3
 
@@ -69,12 +69,14 @@ def test_gradients_stay_sharded_between_micro_batches(model_folder: Folder, tmp_
 def test_replicas_reduce_gradients_once_per_step(model_folder: Folder, tmp_path: Path) -> None:
     folder = str(model_folder("qwen3"))
     for sharing in (2, 1):
-        ranks = together(4, held_between, folder, str(tmp_path), {"fsdp_shard_size": sharing}, folder=tmp_path)
+        ranks = together(
+            4, gradient_elements_held, folder, str(tmp_path), {"fsdp_shard_size": sharing}, folder=tmp_path
+        )
         for held, num_parameters in ranks:
             assert held == [0, 0, 0, num_parameters // sharing]
 
 
-class Routed(nn.Module):
+class RoutedMlp(nn.Module):
     """An expert layer with one module per expert, as in models with custom code."""
 
     def __init__(self, mlp: nn.Module, choice: int) -> None:
@@ -91,7 +93,7 @@ def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
     register_packed_attention()
     packed = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME))
     for layer in packed.model.model.layers:
-        layer.mlp = Routed(layer.mlp, choice=world.rank)
+        layer.mlp = RoutedMlp(layer.mlp, choice=world.rank)
     own = f"experts.{world.rank}."
     micro, *_ = make_micro_batches(world, folder, out)
     (packed(micro.row)[0] * micro.weights).sum().backward()
@@ -112,7 +114,7 @@ def test_expert_used_by_one_rank_gets_its_gradients(model_folder: Folder, tmp_pa
     assert together(2, gradients_of_experts, folder, str(tmp_path), folder=tmp_path) == [True, True]
 
 
-def who_is_who(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:
+def rank_groups(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:
     found = build_sharded_topology(world, copy_size=copy_size, context_size=context_size)
     topology, own = found.topology, torch.tensor([float(world.rank)])
     groups = {"data": topology.data, "context": topology.context, "model": topology.model}
@@ -124,7 +126,7 @@ def who_is_who(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any
 
 
 def test_ranks_are_numbered_by_context_then_shard_then_copy(tmp_path: Path) -> None:
-    ranks = together(8, who_is_who, 4, 2, folder=tmp_path)
+    ranks = together(8, rank_groups, 4, 2, folder=tmp_path)
     assert [found["context"] for found in ranks] == [[r - r % 2, r - r % 2 + 1] for r in range(8)]
     assert [found["data"] for found in ranks] == [[r % 2, r % 2 + 2, r % 2 + 4, r % 2 + 6] for r in range(8)]
     assert [found["copy"] for found in ranks] == [list(range(4))] * 4 + [list(range(4, 8))] * 4
@@ -132,7 +134,7 @@ def test_ranks_are_numbered_by_context_then_shard_then_copy(tmp_path: Path) -> N
     assert {found["total"] for found in ranks} == {0b1111}  # ranks of one context count once
 
 
-def gathered_in_passes(world: Ranks, folder: str, out: str) -> dict[str, list[int]]:
+def gathered_parameter_counts(world: Ranks, folder: str, out: str) -> dict[str, list[int]]:
     """Return parameter counts of policy and reference: total, maximum gathered while a layer runs, gathered after the
     pass, and per layer."""
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size)
@@ -156,14 +158,14 @@ def _whole_in(parameters: Iterable[Tensor]) -> int:
 
 def test_forward_pass_leaves_no_gathered_weights(model_folder: Folder, tmp_path: Path) -> None:
     """Otherwise the full model, and each frozen one, stays in memory with its shards until the next pass."""
-    for found in together(2, gathered_in_passes, str(model_folder("qwen3")), str(tmp_path), folder=tmp_path):
+    for found in together(2, gathered_parameter_counts, str(model_folder("qwen3")), str(tmp_path), folder=tmp_path):
         for _, during, after, in_a_layer in found.values():
             assert 0 < during <= in_a_layer  # one layer at a time
             assert after == 0
 
 
 def test_frozen_weights_on_a_single_rank_stay_unsharded(model_folder: Folder, tmp_path: Path) -> None:
-    found = gathered_in_passes(one_rank(), str(model_folder("qwen3")), str(tmp_path))
+    found = gathered_parameter_counts(one_rank(), str(model_folder("qwen3")), str(tmp_path))
     assert found["policy"][2] == 0  # trained weights are gathered in the compute dtype and freed
     count, _, whole_after, _ = found["ref"]
     assert whole_after == count

@@ -93,13 +93,13 @@ def test_forked_conversation_shares_tokens_up_to_the_fork() -> None:
     assert shared.shared is not None
     assert len(shared.shared.first) == plain.num_tokens - 10
     policy = packed_policy("qwen3")
-    (wanted, gradients), (found, again) = (numbers(policy, row) for row in (plain, shared))
+    (wanted, gradients), (found, again) = (outputs_and_gradients(policy, row) for row in (plain, shared))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     for got, want in zip(again, gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
 
 
-def numbers(policy: Any, row: PackedRow, **keywords: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def outputs_and_gradients(policy: Any, row: PackedRow, **keywords: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     policy.zero_grad()
     log_probs, entropy = policy(row, **keywords)
     (log_probs * torch.linspace(-1, 1, len(log_probs)) + 0.1 * entropy).sum().backward()
@@ -112,7 +112,7 @@ def test_shared_prompts_match_whole_sequences(kind: str) -> None:
     policy = packed_policy(kind, temperature=0.8)
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out.shape[1]))
-    (plain, wanted), (shared, found) = (numbers(policy, make_row(share=share)) for share in (False, True))
+    (plain, wanted), (shared, found) = (outputs_and_gradients(policy, make_row(share=share)) for share in (False, True))
     assert seen == [65, 65 if kind in WHOLE_SEQUENCES else 33]
     torch.testing.assert_close(shared, plain, rtol=0, atol=1e-5)
     assert len(found) == len(wanted) > 0
@@ -123,9 +123,9 @@ def test_shared_prompts_match_whole_sequences(kind: str) -> None:
 def test_shared_prompts_with_recompute_are_bitwise_equal() -> None:
     policy = packed_policy("qwen3")
     row = make_row(share=True)
-    _, once = numbers(policy, row)
+    _, once = outputs_and_gradients(policy, row)
     recompute_layers(policy.model)
-    _, twice = numbers(policy, row)
+    _, twice = outputs_and_gradients(policy, row)
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
@@ -217,7 +217,9 @@ def test_trainer_steps_match_without_shared_prompts(
         )
 
 
-def test_prompt_sharing_is_on_by_default_unless_unsupported(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_prompt_sharing_is_on_by_default_unless_unsupported(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     config = config_for(model_folder("qwen3"), tmp_path)
     assert shares_prompts(config)
     assert not shares_prompts(config.replace(share_prompts=False))

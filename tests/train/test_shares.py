@@ -197,7 +197,7 @@ def test_driver_does_not_copy_the_batch(tmp_path: Path) -> None:
         with ShardTransfer(SharedArena(tmp_path)).given(shares, [True] * 4):
             pass
         for share in shares:
-            through = threading.Thread(target=_sent_to_nobody, args=(share,))
+            through = threading.Thread(target=_send_and_discard, args=(share,))
             through.start()
             through.join()
         assert tracemalloc.get_traced_memory()[1] < size / 4  # a scan uses one megabyte
@@ -205,7 +205,7 @@ def test_driver_does_not_copy_the_batch(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def _sent_to_nobody(share: Share) -> None:
+def _send_and_discard(share: Share) -> None:
     """Send the share over a channel whose other end discards the data."""
     here, theirs = channel_pair()
 

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def after(run: InProcess, *rollouts: int) -> dict[str, torch.Tensor]:
+def weights_after(run: InProcess, *rollouts: int) -> dict[str, torch.Tensor]:
     for rollout_id in rollouts:
         run.train(rollout_id, make_samples(3, 3, seed=rollout_id))
     return run.weights
@@ -34,33 +34,33 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def test_optimizer_cpu_offload_is_bitwise_equal(folder: Path, tmp_path: Path) -> None:
-    plain = after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
+    plain = weights_after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
     streamed = InProcess(config_for(folder, tmp_path, optimizer_cpu_offload=True))
-    assert same(after(streamed, 0, 1, 2), plain)
+    assert same(weights_after(streamed, 0, 1, 2), plain)
     assert isinstance(streamed.trainer.actor.backend.optimizer, StreamedAdam)
 
 
 def test_fsdp_cpu_offload_is_bitwise_equal_and_resumes(folder: Path, tmp_path: Path) -> None:
     flags = {"use_kl_loss": True, "save": str(tmp_path / "ckpt"), "micro_batch_size": 1}
     whole = InProcess(config_for(folder, tmp_path, **flags))
-    plain = after(whole, 0, 1, 2)
+    plain = weights_after(whole, 0, 1, 2)
     run = InProcess(config_for(folder, tmp_path, **flags, fsdp_cpu_offload=True))
-    after(run, 0, 1)
+    weights_after(run, 0, 1)
     run.trainer.save(1)
-    assert same(after(run, 2), plain)
+    assert same(weights_after(run, 2), plain)
     groups = [module for module in run.trainer.actor.backend.module.modules() if isinstance(module, FSDPModule)]
     assert all(group._get_fsdp_state()._fsdp_param_group.offload_policy.pin_memory is False for group in groups)
     resumed = InProcess(config_for(folder, tmp_path, **flags, fsdp_cpu_offload=True, load=str(tmp_path / "ckpt")))
-    assert same(after(resumed, 2), plain)
+    assert same(weights_after(resumed, 2), plain)
 
 
 def test_bfloat16_moments_stay_close_and_resume_exactly(folder: Path, tmp_path: Path) -> None:
-    plain = after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
+    plain = weights_after(InProcess(config_for(folder, tmp_path)), 0, 1, 2)
     flags = {**BF16, "save": str(tmp_path / "ckpt")}
     run = InProcess(config_for(folder, tmp_path, **flags))
-    after(run, 0, 1)
+    weights_after(run, 0, 1)
     run.trainer.save(1)
-    whole = after(run, 2)
+    whole = weights_after(run, 2)
     kept = [state[moment] for state in run.trainer.actor.backend.optimizer.state.values() for moment in MOMENTS]
     assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
     start = InProcess(config_for(folder, tmp_path)).weights
@@ -69,7 +69,7 @@ def test_bfloat16_moments_stay_close_and_resume_exactly(folder: Path, tmp_path: 
         assert apart < 0.05 * moved, name
     resumed = InProcess(config_for(folder, tmp_path, **flags, load=str(tmp_path / "ckpt")))
     assert resumed.start == 2
-    assert same(after(resumed, 2), whole)
+    assert same(weights_after(resumed, 2), whole)
 
 
 def adam(parameter: torch.nn.Parameter, **changes: Any) -> StreamedAdam:

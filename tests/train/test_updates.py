@@ -77,9 +77,7 @@ def test_recompute_loss_function_gives_equal_weights(
     assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
-def test_non_finite_critic_step_is_skipped_and_training_continues(
-    model_folder: Folder, tmp_path: Path
-) -> None:
+def test_non_finite_critic_step_is_skipped_and_training_continues(model_folder: Folder, tmp_path: Path) -> None:
     run = InProcess(config_for(model_folder("qwen3"), tmp_path, advantage_estimator="ppo"))
     groups = make_samples(3, 3)
     groups[1][0].reward = 1e30  # its square overflows float32

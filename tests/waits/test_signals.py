@@ -158,9 +158,7 @@ def test_second_sigquit_ends_a_hanging_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_sighup_interrupt_the_run(
-    number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sigterm_and_sighup_interrupt_the_run(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), signals_as_interrupts():
         os.kill(os.getpid(), number)

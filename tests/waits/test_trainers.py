@@ -44,9 +44,7 @@ def child(group: TrainerGroup, index: int) -> int:
     return pid
 
 
-def test_rank_killed_during_a_collective_is_named(
-    two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_killed_during_a_collective_is_named(two_ranks: TrainerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.train.processes.DEATH_PATIENCE_S", 120.0)
     victim, process = child(two_ranks, 1), two_ranks.processes.ranks[1].process
     ended = process.wait

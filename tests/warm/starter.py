@@ -52,7 +52,7 @@ def serve(sock: socket.socket) -> NoReturn:
         pid = fork_sibling()
         if pid == 0:
             os.close(sock.detach())
-            become(request, fds, is_child)
+            run_request(request, fds, is_child)
         for fd in (*fds, is_child):
             os.close(fd)
         os.read(done, 1)  # returns once the fork is set up, as `Popen` waits for `exec`
@@ -84,7 +84,7 @@ def _address_of_tid() -> int:
     return int(start) + 4 * next(index for index, word in enumerate(words) if word == own)
 
 
-def become(request: dict[str, Any], fds: list[int], is_child: int) -> NoReturn:
+def run_request(request: dict[str, Any], fds: list[int], is_child: int) -> NoReturn:
     """In the fork: sets descriptors, folder, environment and signals, then runs the program."""
     last = fcntl.fcntl(is_child, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
     take_over_fds(fds, request["fds"])
@@ -94,7 +94,7 @@ def become(request: dict[str, Any], fds: list[int], is_child: int) -> NoReturn:
     for name in list(os.environ):
         del os.environ[name]
     os.environ.update(request["env"])
-    show(request["argv"], request["env"])
+    set_proc_entries(request["argv"], request["env"])
     reset_signals()
     os.close(last)
     program = warm_program(request["argv"])
@@ -117,7 +117,7 @@ def run_guard(program: Program, argv: list[str]) -> NoReturn:
     def execvp(file: str, words: list[str]) -> NoReturn:
         close_on_exec()
         signal.set_wakeup_fd(-1)
-        show(words, dict(os.environ))
+        set_proc_entries(words, dict(os.environ))
         run_like_python(program)
 
     os.execvp = execvp  # type: ignore[assignment]
@@ -219,7 +219,7 @@ def open_standard_files() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def show(argv: list[str], env: dict[str, str]) -> None:
+def set_proc_entries(argv: list[str], env: dict[str, str]) -> None:
     """Makes /proc show this command line and environment, as for a process executed with them."""
     with open("/proc/self/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()

@@ -28,7 +28,7 @@ from tests.weights.real import checksums
 KEY = "sesame"
 
 
-class Asked(OtherNode):
+class PortCountingNode(OtherNode):
     """A node that counts the ports it hands out."""
 
     given = 0
@@ -38,7 +38,7 @@ class Asked(OtherNode):
         return super().free_ports(count)
 
 
-class Cluster(LocalCluster):
+class PartlySharedCluster(LocalCluster):
     """A cluster whose node n2 does not share the folder `hidden`."""
 
     hidden = ""
@@ -50,7 +50,7 @@ class Cluster(LocalCluster):
 @pytest.mark.parametrize("flags", [{"update_weight_transport": "disk"}, {"update_weight_mode": "delta"}])
 def test_disk_versions_need_a_folder_shared_by_all_nodes(tmp_path: Path, flags: dict[str, Any]) -> None:
     config = Config(hf_checkpoint="unused", rollout_num_gpus=1)
-    cluster = Cluster(config, device="cpu")
+    cluster = PartlySharedCluster(config, device="cpu")
     cluster.hidden = str(tmp_path / "weights")
     with pytest.raises(UserError, match=r"weights, which is not the same on the node n2: .*--update-weight-disk-dir"):
         check_weights_folder(config.replace(**flags), cluster, tmp_path)
@@ -77,7 +77,7 @@ def test_weights_are_broadcast_from_one_node_to_others(tmp_path: Path, run_async
     config = derive(Config(hf_checkpoint=str(folder), rollout_num_gpus=2, distributed_timeout_minutes=2, **batch))
     with listening() as listener:
         far = [FarNode("127.0.0.2"), FarNode("127.0.0.3")]
-        near = Asked("trainers", listener)
+        near = PortCountingNode("trainers", listener)
         placement = SlotPlacement((Slot(near),), tuple(Slot(node) for node in far))
         fleet = EngineFleet(config, device="cpu", run_dir=tmp_path, model_path=folder, slots=placement.rollout, key=KEY)
         with fleet, TrainerGroup(config, device="cpu", run_dir=tmp_path, placement=placement) as trainers:

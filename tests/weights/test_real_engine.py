@@ -177,7 +177,7 @@ def test_shared_memory_publisher_falls_back_to_the_next_path(
     run_async(client.aclose())
 
 
-class InParts(Trainer):
+class BucketTrainer(Trainer):
     """Shares every third tensor at a time, in a region of that size."""
 
     def share_bucket(self, number: int, version: int, region: str | None) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class InParts(Trainer):
 def test_weights_larger_than_the_region_are_sent_in_buckets(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any
 ) -> None:
-    trainer, client = InParts(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
+    trainer, client = BucketTrainer(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
     files = TensorPublisher(trainer, [client], run_async, root=tmp_path)
     publisher = SharedMemoryPublisher(
         trainer, [client], run_async, through_files=lambda: files, largest_bytes=1, ways=[HOST]

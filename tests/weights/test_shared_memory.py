@@ -26,18 +26,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "qwen3")
 
 
-def model_of(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def announced(answer: dict[str, Any]) -> AnnouncedBucket:
+def parse_announced(answer: dict[str, Any]) -> AnnouncedBucket:
     (bucket,) = answer["buckets"]
     dtypes = [getattr(torch, one["dtype"]) for one in bucket]
     shapes = [tuple(one["shape"]) for one in bucket]
     return AnnouncedBucket("", [one["name"] for one in bucket], dtypes, shapes, 1, 1)
 
 
-def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
+def share_weights(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
     """Share weights in bfloat16, gathered in several parts, and return the answer of the trainer rank."""
     weights = SharedWeights(dtype=torch.bfloat16, buffer_size=2**16)
     backend: Any = OneRank(model)
@@ -46,13 +46,13 @@ def shared(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
 
 
 def test_shared_bucket_is_loaded_in_the_dtype_of_the_model(tmp_path: Path, folder: Path) -> None:
-    trained, served, engine = model_of(folder), model_of(folder), SharedMemory()
+    trained, served, engine = load_model(folder), load_model(folder), SharedMemory()
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.37)
-    _, answer = shared(trained, tmp_path / "region")
+    _, answer = share_weights(trained, tmp_path / "region")
     views = FolderViews(served)
-    opened = engine.open(HostMemory(answer["memory"]["region"]), announced(answer), views, CPU)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer), views, CPU)
     assert opened.load(views) == sum(parameter.numel() * 2 for parameter in trained.parameters())
     for name, parameter in served.named_parameters():
         assert torch.equal(parameter, trained.state_dict()[name].to(torch.bfloat16).float()), name
@@ -60,11 +60,11 @@ def test_shared_bucket_is_loaded_in_the_dtype_of_the_model(tmp_path: Path, folde
 
 
 def test_closed_bucket_cannot_be_loaded(tmp_path: Path, folder: Path) -> None:
-    served, engine = model_of(folder), SharedMemory()
+    served, engine = load_model(folder), SharedMemory()
     before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
-    _, answer = shared(model_of(folder), tmp_path / "region")
+    _, answer = share_weights(load_model(folder), tmp_path / "region")
     views = FolderViews(served)
-    opened = engine.open(HostMemory(answer["memory"]["region"]), announced(answer), views, CPU)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer), views, CPU)
     opened.close()
     with pytest.raises(BadRequest, match="did not wait"):
         opened.load(views)
@@ -72,19 +72,19 @@ def test_closed_bucket_cannot_be_loaded(tmp_path: Path, folder: Path) -> None:
 
 
 def test_region_that_is_too_small_is_rejected(tmp_path: Path, folder: Path) -> None:
-    served, engine = model_of(folder), SharedMemory()
-    _, answer = shared(served, tmp_path / "region")
+    served, engine = load_model(folder), SharedMemory()
+    _, answer = share_weights(served, tmp_path / "region")
     small = HostRegion.create(tmp_path / "small", 512)
     with pytest.raises(BadRequest, match="bytes and the shared memory has 512"):
-        engine.open(HostMemory(str(small.path)), announced(answer), FolderViews(served), CPU)
+        engine.open(HostMemory(str(small.path)), parse_announced(answer), FolderViews(served), CPU)
 
 
 def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, folder: Path) -> None:
     """A restarted trainer creates another file under the same name."""
-    served, engine = model_of(folder), SharedMemory()
+    served, engine = load_model(folder), SharedMemory()
     views, path = FolderViews(served), tmp_path / "region"
     for factor in (2.0, 3.0):
-        trained = model_of(folder)
+        trained = load_model(folder)
         weights, backend = SharedWeights(dtype=torch.float32, buffer_size=2**16), OneRank(trained)
         for _ in range(2):
             with torch.no_grad():
@@ -93,7 +93,7 @@ def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, f
             inode = path.stat().st_ino if path.exists() else None
             answer = weights.share(backend, 1, str(path))  # type: ignore[arg-type]
             weights.stop()
-            opened = engine.open(HostMemory(str(path)), announced(answer), views, CPU)
+            opened = engine.open(HostMemory(str(path)), parse_announced(answer), views, CPU)
             opened.load(views)
             opened.close()
             for name, tensor in served.state_dict().items():

@@ -28,7 +28,7 @@ def test_every_tensor_of_a_folder_is_a_view(kind: str) -> None:
 def test_shapes_are_computed_without_reading_weights(kind: str) -> None:
     """The weights may be released; on CUDA their addresses are then unmapped."""
     model = build_model(kind)
-    with Elements() as elements:
+    with ElementCounter() as elements:
         shapes = FolderViews(model).shapes()
     assert elements.looked_at == 0
     assert shapes == {name: list(tensor.shape) for name, tensor in FolderViews(model).readable().items()}
@@ -50,7 +50,7 @@ def test_irregular_part_of_a_tensor_is_rejected() -> None:
         _find_part("w", shuffled, "source", torch.arange(6))
 
 
-class Elements(TorchDispatchMode):
+class ElementCounter(TorchDispatchMode):
     """Counts the elements that operations read; tensors on the meta device count as zero."""
 
     looked_at = 0
@@ -71,7 +71,7 @@ def test_expert_layout_cost_is_linear_in_the_number_of_experts() -> None:
                 **{**SIZES, "num_hidden_layers": 1}, head_dim=16, num_experts=experts, moe_intermediate_size=32
             )
         )
-        with Elements() as elements:
+        with ElementCounter() as elements:
             layout = folder_layout(model)
         assert sum("experts." in name for name in layout) == 3 * experts
         costs.append(elements.looked_at)

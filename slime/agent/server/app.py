@@ -18,8 +18,8 @@ import orjson
 from aiohttp import web
 
 from slime.agent.server.dialects import (
-    Asked,
     DIALECTS,
+    Asked,
     Dialect,
     FinishedTurn,
     Kind,

@@ -154,7 +154,7 @@ def world(tmp_path_factory):
         runtime.close()
 
 
-def attempted(world, monkeypatch, repository, texts, command=AGENT, **environment):
+def run_attempt(world, monkeypatch, repository, texts, command=AGENT, **environment):
     """Run an attempt in which the model answers with these texts; return (sample or samples, turns)."""
     engine, tokenizer, runtime = world
     monkeypatch.setenv("SWE_AGENT", "command")
@@ -182,7 +182,7 @@ def test_reward_is_the_test_result_and_samples_have_sampled_tokens(world, monkey
     wrong = next(choice for choice in bug.choices() if choice not in (bug.right, bug.written))
     line, text = repository.bug_line(bug.right if is_right else wrong)
     texts = [call("read", path=repository.path), call("edit", path=repository.path, line=line, text=text), "Done."]
-    samples, turns = attempted(world, monkeypatch, repository, texts)
+    samples, turns = run_attempt(world, monkeypatch, repository, texts)
     [sample] = samples if isinstance(samples, list) else [samples]
     assert sample.status is Sample.Status.COMPLETED, sample.failure
     assert sample.reward == float(is_right)
@@ -200,7 +200,7 @@ def test_tests_edited_by_the_agent_do_not_count(world, monkeypatch):
     repository = make_repository(3)
     path = f"test_{repository.module}.py"
     texts = [call("edit", path=path, line=1, text="raise SystemExit(0)"), "Done."]
-    samples, _ = attempted(world, monkeypatch, repository, texts)
+    samples, _ = run_attempt(world, monkeypatch, repository, texts)
     [sample] = samples if isinstance(samples, list) else [samples]
     assert "+raise SystemExit(0)" in sample.metadata["harness"]["diff"]
     assert sample.reward == 0.0
@@ -219,7 +219,7 @@ def test_tests_edited_by_the_agent_do_not_count(world, monkeypatch):
 def test_broken_agent_fails_its_sample_with_the_cause(world, monkeypatch, command, environment, cause):
     from repositories import make_repository
 
-    sample, _ = attempted(world, monkeypatch, make_repository(3), ["Done."], command=command, **environment)
+    sample, _ = run_attempt(world, monkeypatch, make_repository(3), ["Done."], command=command, **environment)
     assert sample.status is Sample.Status.FAILED
     assert sample.reward is None
     assert cause in sample.failure
@@ -235,7 +235,7 @@ def test_failed_sandbox_start_fails_the_sample(world, monkeypatch):
         raise SandboxError("sandbox x did not start: no space left on device")
 
     monkeypatch.setattr(LocalSandbox, "__aenter__", refuse)
-    sample, _ = attempted(world, monkeypatch, make_repository(3), ["Done."])
+    sample, _ = run_attempt(world, monkeypatch, make_repository(3), ["Done."])
     assert sample.status is Sample.Status.FAILED
     assert "SandboxError: sandbox x did not start: no space left on device" in sample.failure
 
@@ -245,7 +245,7 @@ def test_missing_agent_program_raises_a_user_error(world, monkeypatch):
 
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with pytest.raises(UserError, match=r"^Codex is not installed: npm install -g @openai/codex, or name the program"):
-        attempted(world, monkeypatch, make_repository(3), ["Done."], SWE_AGENT="codex")
+        run_attempt(world, monkeypatch, make_repository(3), ["Done."], SWE_AGENT="codex")
 
 
 def test_example_runs_end_to_end(tmp_path):

@@ -54,17 +54,17 @@ VALUES = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def value_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path to every value of a body."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for name, entry in inner for place in places(entry, (*path, name)))]
+    return [path, *(place for name, entry in inner for place in value_paths(entry, (*path, name)))]
 
 
-def replaced(body: Any, place: tuple[Any, ...], value: Any) -> Any:
+def with_value(body: Any, place: tuple[Any, ...], value: Any) -> Any:
     if not place:
         return value
     body = copy.copy(body)
-    body[place[0]] = replaced(body[place[0]], place[1:], value)
+    body[place[0]] = with_value(body[place[0]], place[1:], value)
     return body
 
 
@@ -89,9 +89,11 @@ def check(dialect: Dialect, body: Any) -> None:
 @pytest.mark.parametrize(("dialect", "body"), BODIES, ids=["opencode", "qwen", "mini", "codex", "claude"])
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_body_with_random_values_is_parsed_or_rejected(dialect: Dialect, body: dict[str, Any], data: st.DataObject) -> None:
+def test_body_with_random_values_is_parsed_or_rejected(
+    dialect: Dialect, body: dict[str, Any], data: st.DataObject
+) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
-        body = replaced(body, data.draw(st.sampled_from(places(body))), data.draw(VALUES))
+        body = with_value(body, data.draw(st.sampled_from(value_paths(body))), data.draw(VALUES))
         if not isinstance(body, dict):
             break
     check(dialect, body)

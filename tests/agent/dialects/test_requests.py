@@ -164,7 +164,9 @@ def test_sampling_parameters_are_renamed_for_the_engine() -> None:
         (MESSAGES, CLAUDE_CODE, {"type": "tool", "name": "Bash"}, "Bash"),
     ],
 )
-def test_tool_choice_is_parsed_and_noted_as_not_forced(dialect: Dialect, body: dict[str, Any], choice: Any, expected: str) -> None:
+def test_tool_choice_is_parsed_and_noted_as_not_forced(
+    dialect: Dialect, body: dict[str, Any], choice: Any, expected: str
+) -> None:
     whole = asked(dialect, {**body, "tool_choice": choice})
     assert whole.request.tool_choice == expected
     assert whole.request.parallel_tool_calls == ("disable_parallel_tool_use" not in choice)

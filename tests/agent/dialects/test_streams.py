@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.server.dialects import (
-    Asked,
     DIALECTS,
+    Asked,
     Dialect,
     FinishedTurn,
     Kind,
@@ -42,7 +42,7 @@ USAGE = Usage(prompt=120, cached=100, completion=33, reasoning=5)
 ASK = [{"role": "user", "content": "Write it."}]
 
 
-class Wire:
+class DialectTransport:
     """Connects the SDKs to one dialect by a mock transport that encodes the given events, without a server."""
 
     def __init__(self, dialect: Dialect) -> None:
@@ -77,7 +77,7 @@ class Wire:
         yield writer.end(finished) if self.problem is None else writer.problem(self.problem)
 
 
-WIRES = {dialect.name: Wire(dialect) for dialect in DIALECTS}
+WIRES = {dialect.name: DialectTransport(dialect) for dialect in DIALECTS}
 FUNCTION = {"name": "bash", "description": "Run", "parameters": SHELL}
 
 
@@ -128,7 +128,7 @@ def message(events: list[Event], stream: bool, finish: str = "stop") -> tuple[An
     return answer, [block.model_dump(exclude_none=True) for block in answer.content]
 
 
-def echoed(name: str, history: list[Any]) -> Message:
+def parse_back(name: str, history: list[Any]) -> Message:
     """Parse the turn from a request that sends it back."""
     dialect = WIRES[name].dialect
     body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [*ASK, *history, *ASK]}
@@ -165,7 +165,7 @@ def test_chat_keeps_parallel_calls_reasoning_and_text(stream: bool) -> None:
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (120, 33, 153)
     assert (usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details.reasoning_tokens) == (100, 5)
-    back = echoed("chat", [said])
+    back = parse_back("chat", [said])
     assert (back.tool_calls, back.reasoning) == (CALLS, "I think \u2028 é")
 
 
@@ -177,7 +177,7 @@ def test_messages_keep_parallel_calls_reasoning_and_text(stream: bool) -> None:
     assert blocks[2]["input"] == {"command": "ls é"}
     usage = answer.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (20, 100, 33)
-    back = echoed("messages", [{"role": "assistant", "content": blocks}])
+    back = parse_back("messages", [{"role": "assistant", "content": blocks}])
     assert back.reference == answer.id.removeprefix("msg_") == blocks[0]["signature"]
     assert (back.tool_calls, back.reasoning) == (CALLS, "I think \u2028 é")
 
@@ -189,7 +189,7 @@ def test_responses_keep_parallel_calls_reasoning_and_text(stream: bool) -> None:
     assert (answer.status, answer.output_text.rstrip()) == ("completed", "\n\nSo be it.")
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (120, 33, 153)
     assert answer.usage.input_tokens_details.cached_tokens == 100
-    back = echoed("responses", items)
+    back = parse_back("responses", items)
     assert back.reference == answer.id.removeprefix("resp_") == items[0]["encrypted_content"]
     assert (back.tool_calls, back.reasoning) == (CALLS, "I think \u2028 é")
 
@@ -212,7 +212,7 @@ def test_namespaced_and_custom_tools_are_called_as_declared(stream: bool) -> Non
         "apply_patch",
         "*** Begin\né",
     )
-    back = echoed("responses", items)
+    back = parse_back("responses", items)
     assert [call.name for call in back.tool_calls] == ["mcp__docs__find", "apply_patch"]
 
 
@@ -312,7 +312,7 @@ def test_streamed_and_whole_answers_are_equal(events: list[Event]) -> None:
         history: Any = {"chat": [whole], "responses": whole, "messages": [{"role": "assistant", "content": whole}]}
         if not whole or not (output.text.strip() or output.calls or (output.reasoning or "").strip()):
             continue
-        back = echoed(name, history[name])
+        back = parse_back(name, history[name])
         assert back.content == (output.text if output.text.strip() else "")
         assert back.reasoning == (output.reasoning if (output.reasoning or "").strip() else None)
         assert [call.id for call in back.tool_calls] == [call.id for call in output.calls]

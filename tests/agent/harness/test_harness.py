@@ -217,7 +217,7 @@ def fake_claude(tmp_path):
     return path
 
 
-async def read_told(sb):
+async def read_report(sb):
     return await sb.read_file("told.txt")
 
 
@@ -228,7 +228,7 @@ def test_host_program_is_mounted_or_copied_into_the_sandbox(tmp_path, monkeypatc
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ENVS", '{"MORE": "a b", "CLAUDE_CODE_MAX_RETRIES": 7}')
     harness = ClaudeCodeHarness(context_tokens=32768, max_output_tokens=4096)
     visible = harness.host_program().folders if shown else ()
-    result, told = work(harness, tmp_path, visible=visible, then=read_told)
+    result, told = work(harness, tmp_path, visible=visible, then=read_report)
     assert (result.version, result.outcome, result.reason) == ("2.1.325", "finished", "completed")
     assert told.splitlines()[0].endswith("--tools Bash,Edit,Read,Write --effort very low")
     environment = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
@@ -252,7 +252,7 @@ def test_a_tarball_with_the_native_program_needs_no_npm(tmp_path, monkeypatch, f
     with tarfile.open(tarball, "w:gz") as tar:
         tar.add(fake_claude, arcname="package/claude")
     monkeypatch.setenv("SLIME_AGENT_CC_TARBALL", str(tarball))
-    result, told = work(ClaudeCodeHarness(), tmp_path, then=read_told)
+    result, told = work(ClaudeCodeHarness(), tmp_path, then=read_report)
     assert (result.version, result.outcome) == ("2.1.325", "finished")
     assert told.endswith(PROMPT)
 

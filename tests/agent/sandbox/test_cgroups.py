@@ -33,7 +33,7 @@ def test_v1_creates_one_group_per_controller_below_its_own_group(tmp_path: Path)
     assert (memory / "cgroup.procs").read_text() == str(os.getpid())
 
 
-def second_version(folder: Path, controllers: str, handed_down: str) -> Path:
+def make_v2_group(folder: Path, controllers: str, handed_down: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cgroup.controllers").write_text(controllers)
     (folder / "cgroup.subtree_control").write_text(handed_down)
@@ -41,8 +41,8 @@ def second_version(folder: Path, controllers: str, handed_down: str) -> Path:
 
 
 def test_v2_uses_the_nearest_group_that_delegates_its_controllers(tmp_path: Path, monkeypatch) -> None:
-    second_version(tmp_path, "cpu memory pids", "cpu memory pids")
-    second_version(tmp_path / "user.slice", "cpu memory pids", "")
+    make_v2_group(tmp_path, "cpu memory pids", "cpu memory pids")
+    make_v2_group(tmp_path / "user.slice", "cpu memory pids", "")
     (tmp_path / "user.slice/cgroup.subtree_control").chmod(0o400)
     written: list[str] = []
     real = cgroups._write

@@ -23,13 +23,13 @@ from tests.agent.sandbox.boxes import ALL, LOCAL, alive, box, inside, wait_until
 QUICK = SandboxLimits(grace_seconds=0.1)
 
 
-def marked() -> str:
+def new_mark() -> str:
     return f"sandbox-mark-{os.urandom(8).hex()}"
 
 
 @pytest.mark.parametrize("way", LOCAL)
 def test_fork_bomb_hits_the_process_limit_and_leaves_no_process(way: str) -> None:
-    mark = marked()
+    mark = new_mark()
 
     async def use(sandbox: MachineSandbox) -> None:
         until_one_complains = "for round in $(seq 100); do test -s complaints && break; sleep 0.1 || break; done"
@@ -45,7 +45,7 @@ def test_fork_bomb_hits_the_process_limit_and_leaves_no_process(way: str) -> Non
 
 @pytest.mark.parametrize("way", LOCAL)
 def test_sandbox_survives_a_fork_bomb_that_times_out(way: str) -> None:
-    mark = marked()
+    mark = new_mark()
 
     async def use(sandbox: MachineSandbox) -> None:
         line = "b() { b | b & }; while :; do b; done"
@@ -134,7 +134,7 @@ def test_cpu_time_limit_ends_a_busy_loop(way: str) -> None:
     ids=["daemons", "double fork", "stopped", "stopped child", "ignores SIGTERM"],
 )
 def test_timeout_ends_every_process_of_a_command(way: str, line: str) -> None:
-    mark = marked()
+    mark = new_mark()
 
     async def use(sandbox: MachineSandbox) -> None:
         late = await sandbox.exec(line, env={"MARK": mark}, timeout=0.3)
@@ -146,7 +146,7 @@ def test_timeout_ends_every_process_of_a_command(way: str, line: str) -> None:
 
 @pytest.mark.parametrize("way", ALL)
 def test_command_ends_even_if_it_kills_or_stops_its_watcher(way: str) -> None:
-    mark = marked()
+    mark = new_mark()
 
     async def use(sandbox: MachineSandbox) -> None:
         sandbox.overdue_s = 0.5
@@ -238,7 +238,7 @@ def test_command_has_no_capabilities_and_cannot_gain_privileges(way: str) -> Non
 
 @pytest.mark.parametrize("way", LOCAL)
 def test_sandbox_has_only_a_loopback_network(way: str) -> None:
-    name = f"\0{marked()}"
+    name = f"\0{new_mark()}"
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
         abstract.listen()
@@ -284,11 +284,9 @@ def test_two_sandboxes_do_not_see_each_other(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL)
-def test_killing_the_monitor_ends_the_sandbox_and_its_processes(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killing_the_monitor_ends_the_sandbox_and_its_processes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.agent.sandbox.inside.cgroups._REMOVAL_S", 60.0)
-    mark = marked()
+    mark = new_mark()
 
     async def use(sandbox: MachineSandbox) -> None:
         await sandbox.exec("(setsid sleep 600 & setsid sh -c 'kill -STOP $$' &); sleep 0.05", env={"MARK": mark})

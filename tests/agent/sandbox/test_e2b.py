@@ -29,7 +29,7 @@ class NotFoundException(Exception):
     pass
 
 
-class Server:
+class FakeE2BSandbox:
     """Fake of the package's sandbox that records calls; each call first raises the next of `failures`, if any."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Server:
         if self.failures:
             raise self.failures.pop(0)
 
-    async def create(self, **options: Any) -> Server:
+    async def create(self, **options: Any) -> FakeE2BSandbox:
         self.happened("create", options)
         return self
 
@@ -72,9 +72,9 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeE2BSandbox:
     package = ModuleType("e2b")
-    server = Server()
+    server = FakeE2BSandbox()
     package.AsyncSandbox = SimpleNamespace(create=server.create)  # type: ignore[attr-defined]
     for kind in (CommandExitException, TimeoutException, NotFoundException):
         setattr(package, kind.__name__, kind)
@@ -82,7 +82,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
-def test_sandbox_methods_map_to_e2b_calls(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_methods_map_to_e2b_calls(
+    server: FakeE2BSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "docker_image")
     monkeypatch.setenv("SWE_SANDBOX_LIFETIME_SEC", "900")
     monkeypatch.setenv("SLIME_AGENT_E2B_SANDBOX_SIZE", "large")
@@ -118,7 +120,7 @@ def test_sandbox_methods_map_to_e2b_calls(server: Server, tmp_path: Path, monkey
     assert server.calls[-1] == ("kill", None)
 
 
-def test_idempotent_calls_are_retried_six_times_and_others_never(server: Server) -> None:
+def test_idempotent_calls_are_retried_six_times_and_others_never(server: FakeE2BSandbox) -> None:
     async def run() -> None:
         async with E2BSandbox() as sandbox:
             waited: list[int] = []

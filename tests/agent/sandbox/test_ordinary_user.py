@@ -31,10 +31,10 @@ WEAK_ROOT = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admi
 def said(request: pytest.FixtureRequest) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # other users cannot read pytest's folders
         os.chmod(folder, 0o755)
-        return answer_of(Path(folder), is_weak_root=request.param != "a user")
+        return run_ordinary_user(Path(folder), is_weak_root=request.param != "a user")
 
 
-def answer_of(task: Path, *, is_weak_root: bool) -> dict[str, Any] | None:
+def run_ordinary_user(task: Path, *, is_weak_root: bool) -> dict[str, Any] | None:
     if unavailable_reason("unshare") is not None:
         assert box("unshare") is None
         return None

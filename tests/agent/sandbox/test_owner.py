@@ -19,15 +19,15 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize("way", ALL)
 def test_killed_owner_leaves_no_process_or_folder(way: str, how: signal.Signals) -> None:
-    end_the_owner(way, how)
+    kill_owner_and_check_cleanup(way, how)
 
 
 @pytest.mark.parametrize("way", ["unshare", "subprocess"])
 def test_forked_copy_does_not_keep_the_sandbox_of_a_dead_owner(way: str) -> None:
-    end_the_owner(way, signal.SIGKILL, "fork")
+    kill_owner_and_check_cleanup(way, signal.SIGKILL, "fork")
 
 
-def end_the_owner(way: str, how: signal.Signals, *more: str) -> None:
+def kill_owner_and_check_cleanup(way: str, how: signal.Signals, *more: str) -> None:
     if way != "subprocess" and unavailable_reason(way) is not None:
         assert box(way) is None
         return

@@ -17,7 +17,7 @@ from slime.agent.sandbox.host_sandbox import MachineSandbox
 from tests.agent.sandbox.boxes import ALL, alive, inside, wait_until
 
 
-class Upstream:
+class UpstreamSandbox:
     """Sandbox that implements only upstream's protocol and delegates to a real one."""
 
     def __init__(self, below: MachineSandbox) -> None:
@@ -57,7 +57,7 @@ def test_exec_and_wait_returns_the_exit_code_or_a_timeout(way: str) -> None:
     inside(way, use)
 
 
-def runs(mark: str) -> bool:
+def has_started(mark: str) -> bool:
     """Return true if the environment of a process has the mark; a shell's command line may contain it earlier."""
     for pid in alive(mark):
         with contextlib.suppress(OSError):
@@ -69,12 +69,12 @@ def runs(mark: str) -> bool:
 def test_upstream_sandbox_is_polled_until_exit_or_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"sandbox-detached-{os.urandom(8).hex()}"
     reads = itertools.count()  # the first read sets the deadline, even if the command has begun
-    clock = SimpleNamespace(monotonic=lambda: 1000.0 if next(reads) and runs(mark) else 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 if next(reads) and has_started(mark) else 0.0)
 
     async def run() -> None:
         tag = f"test-{os.urandom(6).hex()}"
         try:
-            async with Upstream(make_sandbox("auto")) as sandbox:
+            async with UpstreamSandbox(make_sandbox("auto")) as sandbox:
                 run_one = {"time_budget_sec": 60, "poll_interval_sec": 0.01}
                 line = "echo 'it''s' \"$WHAT\"; exit 7"
                 assert await exec_and_wait(sandbox, cmd=line, tag=tag, env={"WHAT": "here"}, **run_one) == 7

@@ -44,12 +44,12 @@ def run(*pieces: str, **options: Any) -> list[ToolResult]:
     return in_box(work, **options)
 
 
-def shown(*pieces: str, **options: Any) -> list[tuple[str, str]]:
+def outcomes(*pieces: str, **options: Any) -> list[tuple[str, str]]:
     return [(result.outcome.value, result.text) for result in run(*pieces, **options)]
 
 
 def test_variables_persist_and_the_last_value_is_shown() -> None:
-    assert shown("x = 6 * 7", "x", "print(x)\nx + 1", "_ * 2", "def f(n):\n  return n * x\nf(2)", "None") == [
+    assert outcomes("x = 6 * 7", "x", "print(x)\nx + 1", "_ * 2", "def f(n):\n  return n * x\nf(2)", "None") == [
         ("ok", ""),
         ("ok", "42"),
         ("ok", "42\n43"),
@@ -60,7 +60,7 @@ def test_variables_persist_and_the_last_value_is_shown() -> None:
 
 
 def test_errors_have_tracebacks_and_keep_the_variables() -> None:
-    results = shown("x = 1", "def f():\n    return x / 0\nprint('so far')\nf()", "1 +", "import nothing_here", "x")
+    results = outcomes("x = 1", "def f():\n    return x / 0\nprint('so far')\nf()", "1 +", "import nothing_here", "x")
     assert results[1] == (
         "error",
         "Error: so far\nline 4, in <module>\nline 2, in f\nZeroDivisionError: division by zero",
@@ -88,13 +88,13 @@ def test_errors_have_tracebacks_and_keep_the_variables() -> None:
     ],
 )
 def test_result_has_the_output_or_error_of_the_code(code: str, outcome: str, text: str) -> None:
-    [first, second] = shown(code, "'still here'")
+    [first, second] = outcomes(code, "'still here'")
     assert first[0] == outcome
     assert first[1].endswith(text)
     assert second == ("ok", "'still here'")
 
 
-async def said(box: ToolBox, code: str, timeout_s: float = PATIENCE_S) -> tuple[str, str]:
+async def run_call(box: ToolBox, code: str, timeout_s: float = PATIENCE_S) -> tuple[str, str]:
     """Run one call with its own timeout; return its outcome and text."""
     attempt: Any = box._tools["python"]
     attempt._timeout_s = timeout_s
@@ -106,14 +106,14 @@ def test_timed_out_code_is_interrupted_and_variables_persist(monkeypatch: pytest
     monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
 
     async def work(box: ToolBox) -> None:
-        assert await said(box, "x = 5") == ("ok", "")
+        assert await run_call(box, "x = 5") == ("ok", "")
         for timeout_s in (0.5, 5, 50):  # retry with more time if the code had not begun
-            outcome, text = await said(box, "print('began')\nwhile True: pass", timeout_s)
+            outcome, text = await run_call(box, "print('began')\nwhile True: pass", timeout_s)
             if "began" in text:
                 break
         assert outcome == "timeout"
         assert text == f"Error: began\nthe code took longer than {timeout_s} s and was interrupted"
-        assert await said(box, "x") == ("ok", "5")
+        assert await run_call(box, "x") == ("ok", "5")
 
     in_box(work)
 
@@ -124,26 +124,26 @@ def test_uninterruptible_code_is_killed_and_the_restart_is_reported(monkeypatch:
     async def work(box: ToolBox) -> None:
         for timeout_s in (0.3, 3, 30):  # retry with more time if the code was interrupted before it ignored SIGALRM
             monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
-            assert (await said(box, "x = 5"))[0] == "ok"
+            assert (await run_call(box, "x = 5"))[0] == "ok"
             monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", 0.2)
-            outcome, text = await said(box, deaf, timeout_s)
+            outcome, text = await run_call(box, deaf, timeout_s)
             if not text.endswith("and was interrupted"):
                 break
         monkeypatch.setattr("slime.agent.tools.interpreter.GRACE_S", PATIENCE_S)
         assert outcome == "timeout"
         assert text == f"Error: the code took longer than {timeout_s} s and the interpreter was killed"
-        assert await said(box, "x") == (
+        assert await run_call(box, "x") == (
             "error",
             "Error: (the interpreter was restarted: variables are lost)\nline 1, in <module>\n"
             "NameError: name 'x' is not defined",
         )
-        assert await said(box, "1") == ("ok", "1")
+        assert await run_call(box, "1") == ("ok", "1")
 
     in_box(work)
 
 
 def test_interpreter_death_fails_only_its_call() -> None:
-    assert shown("import os; os._exit(7)", "1 + 1") == [
+    assert outcomes("import os; os._exit(7)", "1 + 1") == [
         ("crashed", "Error: the interpreter died during the call (exit code 7)"),
         ("ok", "(the interpreter was restarted: variables are lost)\n2"),
     ]
@@ -151,25 +151,25 @@ def test_interpreter_death_fails_only_its_call() -> None:
 
 def test_writing_to_the_protocol_pipe_fails_only_its_call() -> None:
     code = "import os\nfor fd in range(3, 20):\n  try: os.write(fd, b'[1]\\n')\n  except OSError: pass\n"
-    [first, second] = shown(code, "2 + 2")
+    [first, second] = outcomes(code, "2 + 2")
     assert first[0] == "crashed"
     assert second == ("ok", "(the interpreter was restarted: variables are lost)\n4")
 
 
 def test_output_is_bounded_while_it_is_printed() -> None:
-    [result, after] = shown("while True: print('spam')", "1", max_output_chars=1000, max_result_chars=100)
+    [result, after] = outcomes("while True: print('spam')", "1", max_output_chars=1000, max_result_chars=100)
     assert result[0] == "too_much_output"
     assert result[1].endswith("the code printed more than 1000 characters")
     assert result[1].startswith("Error: spam\nspam\n")
     assert "characters left out" in result[1]
     assert len(result[1]) < 200
     assert after == ("ok", "1")
-    [child] = shown("import os; _ = os.system('yes | head -c 100000')", max_output_chars=1000)
+    [child] = outcomes("import os; _ = os.system('yes | head -c 100000')", max_output_chars=1000)
     assert child[0] == "too_much_output"
 
 
 def test_memory_is_bounded() -> None:
-    [first, second] = shown("x = bytearray(1 << 30)", "1", memory_mb=256)
+    [first, second] = outcomes("x = bytearray(1 << 30)", "1", memory_mb=256)
     assert first == ("error", "Error: MemoryError: the memory of the interpreter is used up")
     assert second == ("ok", "1")
 
@@ -290,9 +290,7 @@ def test_dead_fork_server_crashes_only_the_attempts_it_served() -> None:
     asyncio.run(main())
 
 
-def test_pool_closed_right_after_an_attempt_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_closed_right_after_an_attempt_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[Path] = []
 
@@ -339,7 +337,9 @@ def test_sandboxed_code_cannot_reach_host_files_or_network(tmp_path: Path) -> No
     secret = tmp_path / "secret"
     secret.write_text("x")
     reach = "import socket; socket.create_connection(('127.0.0.1', 22))"
-    results = shown("x = 6 * 7", "x", f"open({str(secret)!r})", reach, "import os; os._exit(3)", "1", sandbox="local")
+    results = outcomes(
+        "x = 6 * 7", "x", f"open({str(secret)!r})", reach, "import os; os._exit(3)", "1", sandbox="local"
+    )
     assert results[:2] == [("ok", ""), ("ok", "42")]
     assert results[2][0] == results[3][0] == "error"
     assert "FileNotFoundError" in results[2][1] or "PermissionError" in results[2][1]
@@ -351,19 +351,19 @@ def test_sandboxed_code_cannot_reach_host_files_or_network(tmp_path: Path) -> No
 def test_packages_are_importable_on_request() -> None:
     for sandbox in ("subprocess", "local") if unavailable_reason("unshare") is None else ("subprocess",):
         options: dict[str, Any] = {"sandbox": sandbox, "memory_mb": 2048}
-        assert shown("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
+        assert outcomes("import numpy; int(numpy.arange(4).sum())", packages=True, **options) == [("ok", "6")]
 
 
 def test_failed_interpreter_start_is_a_crashed_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("slime.agent.sandbox.monitor_client.sys.executable", "/nowhere/python")
-    [(outcome, text)] = shown("1")
+    [(outcome, text)] = outcomes("1")
     assert outcome == ToolOutcome.CRASHED
     assert text.startswith("Error: no interpreter could be started: [Errno 2] No such file or directory")
     monkeypatch.undo()
     ends_at_once = tmp_path / "program.py"
     ends_at_once.write_text("if __name__ == '__main__': raise SystemExit(5)")
     start = SandboxStarter(ends_at_once, "subprocess", memory_mb=256, packages=False)
-    assert shown("1", start=start) == [("crashed", "Error: no interpreter could be started (exit code 5)")]
+    assert outcomes("1", start=start) == [("crashed", "Error: no interpreter could be started (exit code 5)")]
 
 
 def test_rejects_arguments_other_than_code() -> None:

@@ -46,7 +46,7 @@ def http_server(port: int) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def opened(server: McpServer) -> AsyncIterator[ToolBox]:
+async def open_box(server: McpServer) -> AsyncIterator[ToolBox]:
     environment = ToolEnvironment([server])
     try:
         async with environment.open() as box:
@@ -57,33 +57,33 @@ async def opened(server: McpServer) -> AsyncIterator[ToolBox]:
 
 def in_box(server: Callable[[], McpServer], work: Callable[[ToolBox], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with opened(server()) as box:
+        async with open_box(server()) as box:
             await work(box)
 
     asyncio.run(main())
 
 
-def give(box: ToolBox, name: str, timeout_s: float) -> None:
+def set_timeout(box: ToolBox, name: str, timeout_s: float) -> None:
     """Set the timeout of one tool of the server."""
     tool: Any = box._tools[name]
     tool.limits = dataclasses.replace(tool.limits, timeout_s=timeout_s)
 
 
-async def said(box: ToolBox, name: str, **arguments: Any) -> tuple[str, str]:
+async def call_tool(box: ToolBox, name: str, **arguments: Any) -> tuple[str, str]:
     result = await box.call(name, arguments)
     return result.outcome.value, result.text
 
 
-async def both_ways(box: ToolBox) -> None:
+async def check_tools(box: ToolBox) -> None:
     schemas = {schema["function"]["name"]: schema["function"] for schema in box.schemas}
     assert list(schemas) == ["add", "keep", "fail", "die", "hang", "doze"]
     assert schemas["add"]["description"] == "Adds two numbers."
     assert schemas["add"]["parameters"]["required"] == ["a", "b"]
-    assert await said(box, "add", a=2, b=3) == ("ok", "5")
-    outcome, text = await said(box, "add", a="x", b=3)
+    assert await call_tool(box, "add", a=2, b=3) == ("ok", "5")
+    outcome, text = await call_tool(box, "add", a="x", b=3)
     assert outcome == "error"
     assert "valid integer" in text
-    outcome, text = await said(box, "fail")
+    outcome, text = await call_tool(box, "fail")
     assert outcome == "error"
     assert "no such thing" in text
     many = [ToolCall(str(i), "add", f'{{"a": {i}, "b": 1}}') for i in range(20)]
@@ -92,13 +92,13 @@ async def both_ways(box: ToolBox) -> None:
 
 def test_stdio_tools_work_and_a_dead_server_is_restarted() -> None:
     async def work(box: ToolBox) -> None:
-        await both_ways(box)
-        assert await said(box, "keep", value="a") == ("ok", "a")
+        await check_tools(box)
+        assert await call_tool(box, "keep", value="a") == ("ok", "a")
         # The server dies: this call fails, and the next one uses a restarted server.
-        outcome, text = await said(box, "die")
+        outcome, text = await call_tool(box, "die")
         assert outcome == "crashed"
         assert "MCP server" in text
-        assert await said(box, "keep", value="b") == ("ok", "b")
+        assert await call_tool(box, "keep", value="b") == ("ok", "b")
 
     in_box(lambda: McpServer.stdio(COMMAND), work)
 
@@ -111,12 +111,12 @@ def test_http_tools_work_and_a_server_may_go_and_return() -> None:
             server = McpServer.http(url, timeout_s=PATIENCE_S)
             environment = ToolEnvironment([server])
             async with environment.open() as box:
-                await both_ways(box)
+                await check_tools(box)
         async with environment.open() as box:  # the server is gone, but attempts can start
-            outcome, _ = await said(box, "add", a=1, b=1)
+            outcome, _ = await call_tool(box, "add", a=1, b=1)
             assert outcome == "crashed"
             with http_server(port):
-                assert await said(box, "add", a=1, b=1) == ("ok", "2")
+                assert await call_tool(box, "add", a=1, b=1) == ("ok", "2")
             await environment.aclose()
 
     asyncio.run(main())
@@ -126,12 +126,12 @@ def test_call_timeout_does_not_affect_other_calls(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("slime.agent.tools.mcp.PROBE_TIMEOUT_S", PATIENCE_S)
 
     async def work(box: ToolBox) -> None:
-        give(box, "doze", 0.5)
-        assert await said(box, "keep", value="a") == ("ok", "a")
+        set_timeout(box, "doze", 0.5)
+        assert await call_tool(box, "keep", value="a") == ("ok", "a")
         late, quick = await box.run([ToolCall("0", "doze", "{}"), ToolCall("1", "keep", '{"value": "b"}')])
         assert (late.outcome.value, late.text) == ("timeout", "Error: doze did not answer within 0.5 s")
         assert (quick.outcome.value, quick.text) == ("ok", "a,b")
-        assert await said(box, "keep", value="c") == ("ok", "a,b,c")  # still the same server
+        assert await call_tool(box, "keep", value="c") == ("ok", "a,b,c")  # still the same server
 
     in_box(lambda: McpServer.stdio(COMMAND, timeout_s=PATIENCE_S), work)
 
@@ -141,12 +141,12 @@ def test_hung_server_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     never, hangs = tmp_path / "never", tmp_path / "never.waited_for"
 
     async def work(box: ToolBox) -> None:
-        assert await said(box, "keep", value="a") == ("ok", "a")
+        assert await call_tool(box, "keep", value="a") == ("ok", "a")
         timeout_s = 0.25
         while not hangs.exists():  # the call may time out before the server reads it
-            give(box, "hang", timeout_s := 2 * timeout_s)
-            assert (await said(box, "hang", file=str(never)))[0] in ("timeout", "crashed")
-        while (answer := await said(box, "keep", value="b"))[0] != "ok":
+            set_timeout(box, "hang", timeout_s := 2 * timeout_s)
+            assert (await call_tool(box, "hang", file=str(never)))[0] in ("timeout", "crashed")
+        while (answer := await call_tool(box, "keep", value="b"))[0] != "ok":
             assert answer[0] == "crashed"
         assert answer[1] == "b"  # a new process, which has no stored values
 
@@ -161,7 +161,7 @@ def test_per_attempt_server_offers_only_the_chosen_tools() -> None:
         async def attempt(value: str) -> str:
             async with environment.open() as box:
                 assert [schema["function"]["name"] for schema in box.schemas] == ["my_keep"]
-                return (await said(box, "my_keep", value=value))[1]
+                return (await call_tool(box, "my_keep", value=value))[1]
 
         assert await asyncio.gather(attempt("a"), attempt("b")) == ["a", "b"]
 
@@ -170,15 +170,15 @@ def test_per_attempt_server_offers_only_the_chosen_tools() -> None:
 
 def test_rejects_a_tool_that_the_server_lacks() -> None:
     with pytest.raises(UserError, match=r"has no tool fly; it has: add, keep"):
-        in_box(lambda: McpServer.stdio(COMMAND, tools=["fly"]), lambda box: said(box, "fly"))
+        in_box(lambda: McpServer.stdio(COMMAND, tools=["fly"]), lambda box: call_tool(box, "fly"))
 
 
 def test_failed_start_error_includes_the_output_of_the_server() -> None:
     command = [sys.executable, "-c", "raise SystemExit('the licence is missing')"]
     with pytest.raises(ToolFailure, match=r"cannot be used.*its last words: the licence is missing"):
-        in_box(lambda: McpServer.stdio(command), lambda box: said(box, "add"))
+        in_box(lambda: McpServer.stdio(command), lambda box: call_tool(box, "add"))
     with pytest.raises(ToolFailure, match=r"its last words: error: cannot start /nowhere/server: No such file"):
-        in_box(lambda: McpServer.stdio(["/nowhere/server"]), lambda box: said(box, "add"))
+        in_box(lambda: McpServer.stdio(["/nowhere/server"]), lambda box: call_tool(box, "add"))
 
 
 def test_missing_mcp_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,9 @@ def reap() -> None:
             pass
 
 
-def _fork_worker(control: socket.socket, built: namespaces.SandboxRoot, spec: JsonMapping, descriptors: list[int]) -> None:
+def _fork_worker(
+    control: socket.socket, built: namespaces.SandboxRoot, spec: JsonMapping, descriptors: list[int]
+) -> None:
     """Fork a worker that serves one request and responds on the first of the descriptors."""
     result = socket.socket(fileno=descriptors[0])
     rest = descriptors[1:]
