@@ -30,7 +30,7 @@ from slime.config.initial_weights import (
 )
 from slime.config.lora import uses_lora
 from slime.data.counters import VersionRuns
-from slime.train.backends.protocol import POLICY, Builder, LossOutcome, TrainBackend
+from slime.train.backend import POLICY, Builder, LossOutcome, TrainBackend
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import CustomObjective, supervised_loss

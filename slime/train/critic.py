@@ -11,7 +11,7 @@ from slime.config import Config
 from slime.config.critic import critic_flags
 from slime.config.initial_weights import adapter_base_weights, find_critic_weights
 from slime.config.lora import uses_lora
-from slime.train.backends.protocol import Builder, LossOutcome
+from slime.train.backend import Builder, LossOutcome
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import value_loss

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from slime.cluster.memory.regions import pinned_bytes
-from slime.train.backends.protocol import OPTIMIZER_STATE, ResidentTensors, TrainBackend
+from slime.train.backend import OPTIMIZER_STATE, ResidentTensors, TrainBackend
 
 SMALLEST = 1 << 16  # bytes; smaller storages stay on the device
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.train.backends.protocol import Objective, ObjectiveInput, TrainBackend
+from slime.train.backend import Objective, ObjectiveInput, TrainBackend
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 

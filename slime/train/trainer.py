@@ -29,8 +29,8 @@ from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
 from slime.storage.json_types import JsonObject
 from slime.train.actor import Actor
+from slime.train.backend import Builder
 from slime.train.backends.attention import prepare_attention
-from slime.train.backends.protocol import Builder
 from slime.train.checkpoints.writer import BackgroundSave, begin, commit
 from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages

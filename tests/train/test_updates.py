@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
-from slime.train.backends.protocol import StepTotals
+from slime.train.backend import StepTotals
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares

@@ -20,7 +20,7 @@ from slime.models.lora import is_adapter
 from slime.models.peft_adapter import Adapter, AdapterConfig, merge_lora, peft_name
 from slime.models.safetensors_io import open_weights, plain_tensors
 from slime.storage.json_types import JsonMapping
-from slime.train.backends.protocol import NamedTensor
+from slime.train.backend import NamedTensor
 from slime.train.checkpoints.reader import SavedTensors
 
 

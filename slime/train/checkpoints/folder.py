@@ -29,7 +29,7 @@ from slime.errors import UserError
 from slime.models.loading import persistent_buffers
 from slime.models.tensor_sources import Source
 from slime.storage.json_types import JsonObject
-from slime.train.backends.protocol import TrainBackend
+from slime.train.backend import TrainBackend
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.checkpoints.writer import CheckpointDraft

@@ -24,7 +24,7 @@ from slime.cluster.memory.regions import align_up, pinned_bytes
 from slime.models.delta.apply import bytes_of, tensor_checksums
 from slime.models.delta.blob import Blob, ByteArray, TensorDiff, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
-from slime.train.backends.protocol import TrainBackend
+from slime.train.backend import TrainBackend
 from slime.train.weight_export.files import export_error
 
 _MAX_THREADS = 32

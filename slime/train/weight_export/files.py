@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slime.errors import RunFailed
 from slime.models.saving import MAX_SHARD_BYTES, AddFiles, FolderDraft, ShardWriter
+from slime.train.backend import TrainBackend
 from slime.train.backends.hf_buckets import HfBucket, PreviousExport
-from slime.train.backends.protocol import TrainBackend
 from slime.train.checkpoints.errors import write_together
 
 KeepTensors = Callable[[Mapping[str, Tensor]], None]

@@ -17,8 +17,8 @@ import torch
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaDriverError
 from slime.cluster.memory.regions import ALIGNMENT, HostRegion, align_up
 from slime.storage.json_types import JsonObject
+from slime.train.backend import TrainBackend
 from slime.train.backends.hf_buckets import HfBucket, HfTensor
-from slime.train.backends.protocol import TrainBackend
 
 SENDER_RANKS = (0,)
 """The ranks that serve the engines: rank 0 has all buckets."""

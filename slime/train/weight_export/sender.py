@@ -22,8 +22,8 @@ from slime.config import Config
 from slime.models.delta.folder import delta_checksum
 from slime.models.peft_adapter import write_adapter
 from slime.storage.json_types import JsonObject
+from slime.train.backend import NamedTensor, TrainBackend, TrainedAdapter
 from slime.train.backends.hf_buckets import plan_bucket_ranges
-from slime.train.backends.protocol import NamedTensor, TrainBackend, TrainedAdapter
 from slime.train.checkpoints.errors import write_together
 from slime.train.weight_export.files import export_weights
 from slime.train.weight_export.ipc import SENDER_RANKS, SharedWeights, tensor_layouts

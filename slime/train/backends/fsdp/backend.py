@@ -28,6 +28,17 @@ from slime.config.initial_weights import InitialWeights, adapter_base_path
 from slime.errors import UserError
 from slime.models.loading import persistent_buffers, split_fused_weights
 from slime.models.lora import is_adapter
+from slime.train.backend import (
+    OPTIMIZER_STATE,
+    POLICY,
+    NamedTensor,
+    Objective,
+    ObjectiveInput,
+    ResidentTensors,
+    StepTotals,
+    TokenScores,
+    TrainedAdapter,
+)
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.lora import LoraLayers
@@ -55,17 +66,6 @@ from slime.train.backends.fsdp.state import (
     with_local_parts,
 )
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
-from slime.train.backends.protocol import (
-    OPTIMIZER_STATE,
-    POLICY,
-    NamedTensor,
-    Objective,
-    ObjectiveInput,
-    ResidentTensors,
-    StepTotals,
-    TokenScores,
-    TrainedAdapter,
-)
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from slime.models.lora import LORA_A, LORA_B, is_adapter, peft_targets
 from slime.models.peft_adapter import AdapterConfig, merge_lora, peft_name
+from slime.train.backend import NamedTensor, TrainedAdapter
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.backends.fsdp.sharding import (
@@ -29,7 +30,6 @@ from slime.train.backends.fsdp.sharding import (
     reshard,
 )
 from slime.train.backends.fsdp.state import LocalPart
-from slime.train.backends.protocol import NamedTensor, TrainedAdapter
 
 AdapterParts = Mapping[str, Tensor]
 """This rank's parts of the matrices, by name."""

@@ -17,13 +17,13 @@ from slime.algorithms.logprobs import KEPT_BYTES, linear_log_probs
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
 from slime.models.tensor_sources import Source, ZeroSource
+from slime.train.backend import ObjectiveInput
 from slime.train.backends.fsdp.attention import PerSequenceRope, attach_context
 from slime.train.backends.fsdp.fused.layer import is_plain
 from slime.train.backends.fsdp.gated_delta_net import PackedDeltaNet
 from slime.train.backends.fsdp.packed_context import PackedIndexer
 from slime.train.backends.fsdp.routing_replay import RouterReplayHooks
 from slime.train.backends.fsdp.shared_prompt_ops import expand_to_row
-from slime.train.backends.protocol import ObjectiveInput
 from slime.train.samples.micro_batch import Routing
 from slime.train.samples.packing import PackedRow, RowPart
 from slime.train.topology import Ranks, gather_parts

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
+from slime.train.backend import NamedTensor, ResidentTensors
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.optimizer import MOMENTS, StreamedAdam
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, reshard, shard
-from slime.train.backends.protocol import NamedTensor, ResidentTensors
 from slime.train.checkpoints.rank_files import SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.timers import RankProgress

@@ -17,6 +17,17 @@ from slime.config import Config
 from slime.config.initial_weights import InitialWeights
 from slime.models.families.tp_sharding import Replicated
 from slime.models.families.weight_map import ParameterEntry
+from slime.train.backend import (
+    OPTIMIZER_STATE,
+    POLICY,
+    NamedTensor,
+    Objective,
+    ObjectiveInput,
+    ResidentTensors,
+    StepTotals,
+    TokenScores,
+    TrainedAdapter,
+)
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT, ValueHead
@@ -35,17 +46,6 @@ from slime.train.backends.megatron.state import (
     weight_parts,
 )
 from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names
-from slime.train.backends.protocol import (
-    OPTIMIZER_STATE,
-    POLICY,
-    NamedTensor,
-    Objective,
-    ObjectiveInput,
-    ResidentTensors,
-    StepTotals,
-    TokenScores,
-    TrainedAdapter,
-)
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
 from slime.models.heads import OutputHead
+from slime.train.backend import ObjectiveInput
 from slime.train.backends.megatron.cp_rows import RowSlices
 from slime.train.backends.megatron.process_groups import MegatronGroups
-from slime.train.backends.protocol import ObjectiveInput
 from slime.train.topology import Ranks
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from slime.train.backend import Objective, ObjectiveInput, StepTotals, TokenScores
 from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
 from slime.train.backends.megatron.embedding_and_head import Head
 from slime.train.backends.megatron.process_groups import MegatronGroups
 from slime.train.backends.megatron.routing_replay import MegatronRoutingReplay
 from slime.train.backends.megatron.spec.attention import PackedRowParams
-from slime.train.backends.protocol import Objective, ObjectiveInput, StepTotals, TokenScores
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.timers import RankProgress

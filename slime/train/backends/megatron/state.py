@@ -22,11 +22,11 @@ from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
 from slime.models.families.weight_map import ParameterEntry
 from slime.models.safetensors_io import region_shape
+from slime.train.backend import NamedTensor, ResidentTensors
 from slime.train.backends.megatron.fp32_params import MOMENTS, MasterParam
 from slime.train.backends.megatron.pipeline import StagedModel
 from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.backends.megatron.weights import global_buffers, global_names
-from slime.train.backends.protocol import NamedTensor, ResidentTensors
 from slime.train.checkpoints.rank_files import OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 
