@@ -415,9 +415,14 @@ def mixture_contradictions(config: Config) -> Iterator[str]:
     if config.prompt_config is None:
         return
     if config.prompt_data is not None:
-        yield f"--prompt-data and {PROMPT_CONFIG_FLAG} both name prompts: list the prompt file in {PROMPT_CONFIG_FLAG}, and drop --prompt-data"
+        yield (
+            f"--prompt-data and {PROMPT_CONFIG_FLAG} both name prompts: list the prompt file in "
+            f"{PROMPT_CONFIG_FLAG}, and drop --prompt-data"
+        )
     if config.disable_rollout_global_dataset:
-        yield f"--disable-rollout-global-dataset reads no prompts, but {PROMPT_CONFIG_FLAG} names some: drop one of them"
+        yield (
+            f"--disable-rollout-global-dataset reads no prompts, but {PROMPT_CONFIG_FLAG} names some: drop one of them"
+        )
     if config.live_judge_path is not None:
         yield f"{PROMPT_CONFIG_FLAG} is not read by a live service, whose prompts come from clients: drop it"
     most = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN

@@ -211,7 +211,8 @@ def initial_weight_notes(config: Config) -> Iterator[str]:
         )
     if config.ref_load is not None and not reads_reference(config):
         yield (
-            f"--ref-load {config.ref_load} is not read: the actor starts from {describe_initial_weights(config)}, and without "
+            f"--ref-load {config.ref_load} is not read: the actor starts from {describe_initial_weights(config)}, and "
+            "without "
             "--use-kl-loss there is no reference"
         )
 

@@ -76,12 +76,14 @@ def layout_contradictions(config: Config) -> Iterator[str]:
     trainers, sharing = num_trainers(config), model_replica_size(config)
     if trainers % sharing:
         yield (
-            f"--fsdp-shard-size {sharing} does not divide {_trainers_text(config)}: each copy of the model needs the same "
+            f"--fsdp-shard-size {sharing} does not divide {_trainers_text(config)}: each copy of the model needs the "
+            "same "
             "number of processes"
         )
     if trainers % config.context_parallel_size:
         yield (
-            f"--context-parallel-size {config.context_parallel_size} does not divide {_trainers_text(config)}: that many "
+            f"--context-parallel-size {config.context_parallel_size} does not divide {_trainers_text(config)}: that "
+            "many "
             "processes share each sequence"
         )
 
@@ -99,7 +101,8 @@ def _processes(config: Config) -> Iterator[str]:
     if trainers % (tensor * pipeline * context):
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
-            f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide {_trainers_text(config)}: "
+            f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide "
+            f"{_trainers_text(config)}: "
             "every copy of the model needs that many"
         )
     expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)

@@ -180,7 +180,8 @@ class PrototypeBuilder:
             return replace(self, input_key=USUAL_PROMPT_KEY)
         if len(found) > 1:
             raise UserError(
-                f"{first.where}: no key {USUAL_PROMPT_KEY!r}, and the prompt may be any of {', '.join(found)}: name it with "
+                f"{first.where}: no key {USUAL_PROMPT_KEY!r}, and the prompt may be any of {', '.join(found)}: name "
+                "it with "
                 "--input-key"
             )
         return replace(self, input_key=found[0])

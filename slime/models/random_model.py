@@ -36,7 +36,8 @@ def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloa
     """Write a model of the shape in `config`, a config.json; a folder that slime did not write is never replaced."""
     if config.get("vocab_size", 0) < TOKENIZER_SIZE:
         raise UserError(
-            f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has {TOKENIZER_SIZE} tokens, "
+            f"vocab_size {config.get('vocab_size')} is too small: the tokenizer of a random model has "
+            f"{TOKENIZER_SIZE} tokens, "
             "one for each byte and a few special tokens"
         )
     ids = {"bos_token_id": None, "eos_token_id": _SPECIAL.index(_END), "pad_token_id": _SPECIAL.index(_PAD)}

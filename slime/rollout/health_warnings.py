@@ -1,7 +1,7 @@
 """Detects probable problems of a run in one rollout, and describes each with a remedy and an example response.
 
-The checks are pure functions of samples and metrics. `HealthWarnings` counts the warnings: each is given when it first occurs
-and, while it persists, after 2, 4, 8, ... occurrences.
+The checks are pure functions of samples and metrics. `HealthWarnings` counts the warnings: each is given when it first
+occurs and, while it persists, after 2, 4, 8, ... occurrences.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def find_problems(
     if len(cut) >= MOST_TRUNCATED * len(usable):
         limit = config.rollout_max_response_len or DEFAULT_RESPONSE_LEN
         found[TRUNCATED] = (
-            f"{len(cut)} of {len(usable)} responses were cut off at the length limit; {quote_response(cut[0], end=True)}; "
+            f"{len(cut)} of {len(usable)} responses were cut off at the length limit; "
+            f"{quote_response(cut[0], end=True)}; "
             f"raise --rollout-max-response-len (now {limit}), or if the response already had its answer, use "
             "--rollout-stop or a chat template (--apply-chat-template) that makes the model stop"
         )

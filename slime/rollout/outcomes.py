@@ -7,8 +7,8 @@ A failed sample is an outcome with a cause, not a reward of 0, and it does not e
 Invariant: the identity of a sample (group, index, rollout, session, row of the journal) comes from the dispatched
 sample and is never read from the result. A new `Sample`, or a list of them, replaces the dispatched one. All samples
 from one dispatched sample share a rollout id and are different objects, and no object belongs to two dispatched samples
-(`SampleOwners`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so a
-restart does not read it.
+(`SampleOwners`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so
+a restart does not read it.
 Invariant: a sample marked as failed here has status FAILED, a cause, no reward and `remove_sample`, so training leaves
 it out of group statistics and gradients. The run stops (`RolloutFailed`) only if every sample of a rollout failed.
 """

@@ -407,7 +407,8 @@ def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: b
             )
         if not math.isfinite(float(value)):
             raise UserError(
-                f"sample {sample.index}: {_reward_source(args, sample)} gave the reward {float(value)}, which would corrupt "
+                f"sample {sample.index}: {_reward_source(args, sample)} gave the reward {float(value)}, which would "
+                "corrupt "
                 "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
                 f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
             )

@@ -133,7 +133,8 @@ def choose_transport(
             if nodes and config.update_weight_local_checkpoint_dir is None:
                 raise UserError(
                     "--update-weight-mode delta: SGLang's servers load the folder that deltas are applied to, and "
-                    f"{_first_names(nodes)} does not have the driver's: use --update-weight-mode full, or name a folder that "
+                    f"{_first_names(nodes)} does not have the driver's: use --update-weight-mode full, or name a "
+                    "folder that "
                     "all nodes share with --update-weight-local-checkpoint-dir"
                 )
             where = "they are applied to a model folder next to the engines, which load it"
@@ -146,7 +147,8 @@ def choose_transport(
         raise UserError(f"{POST_WRITE} is called for versions on disk: add --update-weight-transport disk")
     if asked == "tensor" and nodes:
         raise UserError(
-            f"--update-weight-transport tensor passes weights through the memory of one machine, and {_first_names(nodes)} is "
+            "--update-weight-transport tensor passes weights through the memory of one machine, and "
+            f"{_first_names(nodes)} is "
             "another one: use nccl, or disk with --update-weight-disk-dir on a file system that all nodes share"
         )
     if asked != "auto":

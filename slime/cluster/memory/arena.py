@@ -134,7 +134,8 @@ class SharedArena:
     def publish_arrays(self, arrays: Sequence[np.ndarray]) -> Iterator[Places]:
         """Make arrays readable by other processes while the body runs; yield their places.
 
-        Arrays that are not kept here are written first, by one thread per core. After a `SharedMemoryFull` no file is left.
+        Arrays that are not kept here are written first, by one thread per core. After a `SharedMemoryFull` no file is
+        left.
         """
         bases = [array.base for array in arrays]
         places = np.array([base.place if type(base) is _KeptBase else -1 for base in bases], np.int64)

@@ -2,8 +2,8 @@
 
 Also reads the used memory of GPUs through NVML, which counts all processes.
 
-Invariant: a call that the driver rejects raises `CudaDriverError` with the driver's error name. Addresses and handles are
-plain integers. The calling thread must have used the device through torch before.
+Invariant: a call that the driver rejects raises `CudaDriverError` with the driver's error name. Addresses and handles
+are plain integers. The calling thread must have used the device through torch before.
 """
 
 from __future__ import annotations

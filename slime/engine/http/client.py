@@ -26,7 +26,8 @@ from slime.engine.http.protocol import GenerateResult, PauseMode, quote
 from slime.engine.http.transport import EngineTransport
 from slime.storage.json_types import JsonObject
 
-_PER_TOKEN_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "output_token_sampling_mask",
+_PER_TOKEN_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+                     "output_token_sampling_mask",
             "output_token_sampling_logprobs")  # fmt: skip
 """Fields of `meta_info` that have an entry for each token."""
 

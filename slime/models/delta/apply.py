@@ -1,9 +1,9 @@
 """Applies a delta to the weights that it was made for: tensors in memory, or the files of a model folder.
 
 Invariant: afterwards all tensors have exactly the sender's bytes, verified by checksum; on any failure the tensors in
-memory have their old bytes, and so has the failed tensor of a file. `PartiallyApplied` is raised if the old bytes cannot be
-restored. For tensors on a GPU only the changed bytes are copied there; the tensors are copied to the host only for
-checksums that a GPU cannot compute.
+memory have their old bytes, and so has the failed tensor of a file. `PartiallyApplied` is raised if the old bytes
+cannot be restored. For tensors on a GPU only the changed bytes are copied there; the tensors are copied to the host
+only for checksums that a GPU cannot compute.
 """
 
 from __future__ import annotations

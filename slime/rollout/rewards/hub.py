@@ -202,7 +202,8 @@ class RewardHub:
         rewards = await self._call(path, function, args, samples)
         if isinstance(rewards, (str, dict)) or not hasattr(rewards, "__len__") or len(rewards) != len(samples):
             raise UserError(
-                f"{self._function_name(path)} got {len(samples)} samples and must return a list of as many rewards, but it "
+                f"{self._function_name(path)} got {len(samples)} samples and must return a list of as many rewards, "
+                "but it "
                 f"returned {rewards!r:.80} ({type(rewards).__name__}): correct it"
             )
         source = self._function_name(path)

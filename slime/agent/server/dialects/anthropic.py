@@ -280,7 +280,8 @@ def _tools(value: object) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
         kind = tool.get("type") or "custom"
         if isinstance(kind, str) and kind.startswith(HOSTED):
             notes.append(
-                f"the tool {request_fields.replace_surrogates(kind)!r} is run by Anthropic's service and is ignored here"
+                f"the tool {request_fields.replace_surrogates(kind)!r} is run by Anthropic's service and is ignored "
+                "here"
             )
             continue
         if kind != "custom":

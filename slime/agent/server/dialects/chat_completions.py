@@ -240,7 +240,8 @@ def check_response_format(value: object, where: str) -> None:
     if kind != "text":
         raise bad_field(
             where,
-            f"answers are sampled freely here, {request_fields.replace_surrogates(str(kind))!r} is not offered: leave it out",
+            f"answers are sampled freely here, {request_fields.replace_surrogates(str(kind))!r} is not offered: leave "
+            "it out",
         )
 
 

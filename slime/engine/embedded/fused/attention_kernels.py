@@ -266,7 +266,8 @@ def decode(
         cos, sin, scratch.parts, scratch.stats, scratch.counts,
         shape.eps, shape.scale * math.log2(math.e), window, keys.stride(0), keys.stride(1), table.stride(0),
         HEADS=shape.heads, KV=shape.kv_heads, GP=group,
-        D=shape.dim, DP=max(16, next_power_of_two(shape.dim)), N=tuning.keys, LEAST=least, MOST=MAX_CONTEXT_PARTS if parts > 1 else 1,
+        D=shape.dim, DP=max(16, next_power_of_two(shape.dim)), N=tuning.keys,
+        LEAST=least, MOST=MAX_CONTEXT_PARTS if parts > 1 else 1,
         NORMED=q_norm is not None, HAS_WINDOW=window > 0, PRECISION="ieee" if full else "tf32",
         num_warps=tuning.warps, num_stages=tuning.stages, **pdl_arguments(pdl),
     )  # fmt: skip

@@ -113,7 +113,8 @@ def route(logits: torch.Tensor, counts: torch.Tensor, topk: int, *, normalised: 
     ranks = room(pairs)
     launch(
         _route_kernel, (tokens,), logits, routed.index, routed.weights, ranks, counts,
-        E=experts, EP=next_power_of_two(experts), TOPK=topk, KP=next_power_of_two(topk), NORMALISED=normalised, num_warps=1,
+        E=experts, EP=next_power_of_two(experts), TOPK=topk, KP=next_power_of_two(topk),
+        NORMALISED=normalised, num_warps=1,
     )  # fmt: skip
     launch(
         _lay_out_kernel, (triton.cdiv(max(pairs, tiles), _BLOCK),),
@@ -139,5 +140,6 @@ def combine(
     tokens, n = stream.shape
     launch(
         _combine_kernel, (tokens,), products, weights, stream, norm, out, counts, eps,
-        E=len(counts), EP=next_power_of_two(len(counts)), TOPK=weights.shape[1], N=n, NP=next_power_of_two(n), num_warps=4,
+        E=len(counts), EP=next_power_of_two(len(counts)), TOPK=weights.shape[1],
+        N=n, NP=next_power_of_two(n), num_warps=4,
     )  # fmt: skip

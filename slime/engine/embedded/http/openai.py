@@ -51,7 +51,8 @@ if TYPE_CHECKING:  # importing transformers takes longer than a start without it
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
              "no_stop_trim", "n", "spaces_between_special_tokens", "custom_params")  # fmt: skip
-_KNOWN_FIELDS = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template", "chat_template_kwargs",
+_KNOWN_FIELDS = {*_SAMPLING, "model", "messages", "prompt", "tools", "tool_choice", "chat_template",
+                 "chat_template_kwargs",
          "seed", "min_tokens", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "rid", "stream",
          "stream_options", "separate_reasoning"}  # fmt: skip
 _NEUTRAL = {"response_format": {"type": "text"}, "best_of": 1, "length_penalty": 1.0}

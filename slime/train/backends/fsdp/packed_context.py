@@ -20,9 +20,9 @@ from slime.train.topology import Ranks
 class PackedContext:
     """Layout of the row in the forward, with the number of layers that mix tokens and have read it.
 
-    With several `ranks` each has a part of the row's tokens (`exchange_tokens_for_heads`). `is_indexed`: indexers pick the tokens
-    that attention reads. With `shared` prompts, layers compute each of their tokens once, and attention gets all copies
-    (`shared_prompt_ops.py`).
+    With several `ranks` each has a part of the row's tokens (`exchange_tokens_for_heads`). `is_indexed`: indexers pick
+    the tokens that attention reads. With `shared` prompts, layers compute each of their tokens once, and attention gets
+    all copies (`shared_prompt_ops.py`).
     """
 
     def __init__(self, gdn_backend: str | None = None) -> None:

@@ -2,8 +2,8 @@
 
 Invariant: every rank computes the same plan without communication. Only the owner of a tensor ever has all of it, and
 the owner holds a part of it wherever possible. The other ranks send their parts in the export dtype, as one message for
-each bucket. With an `PreviousExport` they send only the numbers that changed since the last export. At most one bucket is
-whole in memory at a time.
+each bucket. With a `PreviousExport` they send only the numbers that changed since the last export. At most one bucket
+is whole in memory at a time.
 
 Invariant: the owner restores each part from its message bit for bit. A message of changes is never longer than one of
 all numbers: it has the changed numbers with their indices, or all numbers where that is shorter.
