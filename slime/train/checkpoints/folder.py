@@ -109,8 +109,8 @@ class CheckpointFolder:
                         torch.set_rng_state(file.get_tensor(key))
             except (SafetensorError, OSError) as cause:
                 raise UserError(f"checkpoint {self.path} is damaged ({cause}): choose an older iteration") from cause
-        updates: int = meta.get("updates", meta["step"])  # earlier versions also counted critic-only steps
-        return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=updates)
+        counters = {"updates": meta["step"], **meta}  # earlier versions also counted critic-only steps
+        return TrainState(step=meta["step"], next_rollout_id=meta["next_rollout_id"], updates=counters["updates"])
 
     def provide_weights(self, model: PreTrainedModel, sources: dict[str, Source], config: Config) -> None:
         """Make this checkpoint the source of a model's unread weights; raise UserError if it is of another model."""
