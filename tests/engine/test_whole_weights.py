@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from slime.engine.embedded.engine import PAUSE_MODES, EngineCore
-from slime.engine.embedded.errors import BadRequest
+from slime.engine.embedded.errors import BadRequest, PartialWrite
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.weights.process_groups import AnnouncedBucket
+from slime.models.delta import apply as apply_module
+from slime.models.delta.apply import bytes_of, tensor_checksums
+from slime.models.delta.blob import TensorDiff, encode
+from slime.models.delta.folder import DeltaPart, join_parts, write_part
 from tests.tiny_models import make_model_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -78,6 +83,33 @@ def test_partial_files_leave_weights_stale(qwen3_folder: Path, tmp_path: Path) -
     assert core.stale is not None
     core.update_from_files([str(qwen3_folder / "model.safetensors")], "2", flush=True)
     assert core.stale is None
+
+
+def test_weights_are_stale_after_a_delta_was_applied_in_part(
+    qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = load_core(qwen3_folder)
+    core.update_from_files([str(qwen3_folder / "model.safetensors")], "0", flush=True)
+    before = {name: weights(core)[name] for name in ("lm_head.weight", "model.norm.weight")}
+    trained = {name: tensor + 1 for name, tensor in before.items()}
+    blobs = {n: encode(TensorDiff.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in before}
+    write_part(tmp_path / "rank", blobs, tensor_checksums(trained.items()))
+    part = DeltaPart(path=str(tmp_path / "rank"), names=list(blobs))
+    join_parts(tmp_path, [part], version=1, base_version=0, encoding="xor", checksum="xxh3-128")
+    written, put_bytes = [], apply_module.put_bytes
+
+    def put_the_first_only(target: torch.Tensor, data: Any) -> None:
+        if written:
+            raise torch.OutOfMemoryError("on purpose")
+        written.append(data)
+        put_bytes(target, data)
+
+    monkeypatch.setattr(apply_module, "put_bytes", put_the_first_only)
+    with pytest.raises(PartialWrite, match="the delta was applied in part: on purpose"):
+        core.update_from_folder(str(tmp_path), "1", flush=True)
+    assert core.weight_version == "0"
+    assert core.stale is not None
+    assert "in part" in core.stale
 
 
 def test_unversioned_updates_do_not_add_up_but_buckets_do(qwen3_folder: Path, tmp_path: Path) -> None:
