@@ -482,7 +482,7 @@ def test_rejects_a_newer_format(written: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\1" * 5000], ids=len)
 def test_rejects_a_file_that_is_not_a_database(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.sqlite").write_bytes(content)
-    assert_rejected(tmp_path, "journal.sqlite: not a readable journal")
+    assert_rejected(tmp_path, "not a (readable )?journal")
 
 
 def test_rejects_a_foreign_sqlite_database(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_pickles_in_a_checkpoint_cannot_call_functions(tmp_path: Path) -> None:
     block = pickle.dumps(MaliciousPickle())
     (tmp_path / "__0_0.distcp").write_bytes(block)
     write_index(tmp_path, length=len(block))
-    with pytest.raises(UserError, match=r"w in .*__0_0.distcp is no tensor"):
+    with pytest.raises(UserError, match=r"w in .*__0_0.distcp is not a tensor"):
         read_whole(TorchDist(tmp_path).source("w"))
     assert CALLED == []
 

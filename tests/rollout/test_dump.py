@@ -161,6 +161,6 @@ def test_train_dump_overwrites_only_a_dump(tmp_path):
     for _ in range(2):
         path = write_train_dump(template, 3, [[{"sample_indices": 0}]])
     path.write_text("mine")
-    with pytest.raises(UserError, match=r"would overwrite .*3\.jsonl, which no run wrote"):
+    with pytest.raises(UserError, match=r"3\.jsonl exists and was not written by a run"):
         write_train_dump(template, 3, [[{"sample_indices": 0}]])
     assert path.read_text() == "mine"
