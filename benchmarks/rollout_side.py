@@ -123,8 +123,6 @@ def read(process: subprocess.Popen[str]) -> Any:
 
 def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profile: bool) -> None:
     """Make rollouts, one for each line of the standard input, as a run does; says when each part ended."""
-    from slime.rollout.sglang_rollout import generate_rollout
-
     from slime.cluster.memory.arena import SharedArena
     from slime.config import Config, derive
     from slime.config.plugins.view import plugin_args
@@ -133,6 +131,7 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
     from slime.rollout.pipeline import RolloutMaker
     from slime.rollout.runtime import RolloutRuntime
     from slime.rollout.sample_pipeline import generate_and_rm_group
+    from slime.rollout.sglang_rollout import generate_rollout
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         rng = random.Random(1)

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from environments import ENVIRONMENTS
+
 from slime.utils.tracking_utils import log
 from slime.utils.types import Sample
 

@@ -15,7 +15,6 @@ from typing import Any
 from judge import Judge, Judgement
 from languages import LANGUAGES
 from problems import problem_of
-from slime.utils.tracking_utils import log
 
 from slime.agent.conversation import converse
 from slime.agent.messages import Message
@@ -24,6 +23,7 @@ from slime.agent.tools import opening_messages
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.runtime import runtime_for
+from slime.utils.tracking_utils import log
 
 LATER = 0.85
 """What a kernel of the second turn is worth, compared with the same one at once; of the third its square."""

@@ -15,6 +15,8 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+
+from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.agent.adapters.common import (
     TurnRecord,
     call_sglang_generate,
@@ -24,8 +26,6 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
-
-from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.data.sample import Sample
 from slime.engine.http.codec import parse_json
 from slime.errors import UserError

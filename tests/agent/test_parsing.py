@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from slime.agent.parsing import ParsedModelOutput, parse_model_output
 
+from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.errors import UserError
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from slime.agent.trajectory import TrajectoryManager, TurnRecord
 
+from slime.agent.trajectory import TrajectoryManager, TurnRecord
 from slime.data.sample import Sample
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
 from slime.config import Config, derive
 from slime.config.plugins.view import plugin_args
@@ -16,6 +14,8 @@ from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.driver.inputs import open_data_source, read_eval_prompts
 from slime.errors import UserError
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import RolloutDataSourceWithBuffer as PluginSource
 
 ROWS = [{"input": f"question {number}", "answer": number, "metadata": {"n": [number]}} for number in range(7)]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
 
 from slime.data.buffer import JournaledSource
 from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from tests.data.journal_samples import finish, open_journal
 
 

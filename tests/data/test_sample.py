@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from slime.utils.types import Sample as PluginSample
 
 from slime.data.json_samples import sample_from_json, sample_to_json
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.utils.types import Sample as PluginSample
 
 
 def wire(values: list[int] | np.ndarray) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.utils.data import Dataset, filter_long_prompt, read_file
 
 from slime.config.config import FLAG_SPECS
 from slime.data.buffer import Journal, JournaledSource
 from slime.data.sample import Sample
 from slime.data.source_args import DEFAULTS
 from slime.errors import UserError
+from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.utils.data import Dataset, filter_long_prompt, read_file
 from tests.migration.plugins.curriculum import EasyFirst, Walker
 
 ROWS = [{"input": f"question {number}", "label": str((number * 5) % 7)} for number in range(7)]

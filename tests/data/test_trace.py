@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from slime.config import Config
+from slime.data.buffer.rows import RowCodec
+from slime.data.sample import Sample
+from slime.data.trace import TracingErrors
+from slime.rollout.debug_data import read_dump, write_dump
 from slime.utils.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -19,12 +25,6 @@ from slime.utils.trace_utils import (
     trace_next_attempt,
     trace_span,
 )
-
-from slime.config import Config
-from slime.data.buffer.rows import RowCodec
-from slime.data.sample import Sample
-from slime.data.trace import TracingErrors
-from slime.rollout.debug_data import read_dump, write_dump
 
 
 @pytest.fixture

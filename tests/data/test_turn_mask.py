@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.data.turn_mask import mask_turns
 from slime.errors import UserError
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

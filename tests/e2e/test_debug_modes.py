@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from slime.rollout.base_types import leaves
 from transformers import AutoModelForCausalLM
 
 from slime.config import load_config
+from slime.rollout.base_types import leaves
 from slime.rollout.debug_data import read_dump, write_dump
 from tests.e2e.conftest import eval_flags, grpo_flags
 from tests.e2e.runs import TRAIN, records, run

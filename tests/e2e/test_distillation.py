@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from slime.rollout.base_types import leaves
 
+from slime.rollout.base_types import leaves
 from slime.rollout.debug_data import read_dump
 from tests.e2e.conftest import grpo_flags
 from tests.e2e.runs import TRAIN, records, run

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from slime.utils.http_utils import post
 
 from slime.config import Config, derive
 from slime.engine.embedded.__main__ import control_key, with_environment_keys
@@ -29,6 +28,7 @@ from slime.engine.http.pool import EnginePool
 from slime.errors import UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import generate_and_rm_group
+from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
 
 KEY = "open-sesame"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from slime.utils.http_utils import get_model_url
 
 from slime.cluster.node import Slot
 from slime.config import Config
@@ -28,6 +27,7 @@ from slime.engine.sglang.router import RoutedPool, RouterDied
 from slime.errors import RunFailed, UserError
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import generate_and_rm_group
+from slime.utils.http_utils import get_model_url
 from tests.cluster.nodes import FarNode
 from tests.engine.fake_packages import write_packages
 from tests.tiny_models import make_tokenizer

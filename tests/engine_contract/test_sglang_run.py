@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.sglang_rollout import get_model_url
 
 import slime
 from slime.data.sample import Sample
+from slime.rollout.sglang_rollout import get_model_url
 from tests.engine_contract.conftest import CONTEXT
 from tests.engine_contract.engines import ROUTER_PYTHON, TRANSPORTS, Engine, engine_flags
 from tests.tiny_models import make_model_folder

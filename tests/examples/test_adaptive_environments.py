@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.utils.types import Sample
 
 from slime.config.plugins import load_plugin
+from slime.utils.types import Sample
 from tests.examples.conftest import EXAMPLES, Ran
 
 FOLDER = EXAMPLES / "adaptive_environments"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from slime.utils.types import Sample
 
 from slime.config import Config, derive
 from slime.config.datasets import eval_datasets, train_datasets
 from slime.config.plugins import load_plugin
+from slime.utils.types import Sample
 from tests.examples.conftest import EXAMPLES, Ran, modules_of
 
 FOLDER = EXAMPLES / "multi_task"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from slime.utils.types import Sample
 
 from slime.config.plugins import load_plugin
 from slime.driver.stages import read_stages
+from slime.utils.types import Sample
 from tests.examples.conftest import EXAMPLES, Ran
 from tests.tiny_models import make_model_folder
 

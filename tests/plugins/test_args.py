@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 from slime.config import Config, derive
 from slime.config.plugins.view import plugin_args, set_plugin_args, upstream_view, with_own_overlay
 from slime.data.sample import Sample
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 
 FLAGS = tomllib.loads((Path(__file__).parents[1] / "migration" / "flags.toml").read_text(encoding="utf-8"))["flag"]
 
@@ -150,9 +150,8 @@ def test_state_written_by_generate_is_read_by_reward_and_filter(
         "    args.filtered = True\n"
         "    return args.turns == 1\n"
     )
-    from slime.rollout.sglang_rollout import generate_and_rm_group
-
     from slime.rollout.filters import GroupFilter
+    from slime.rollout.sglang_rollout import generate_and_rm_group
 
     file = tmp_path / "stateful_plugin.py"
     runtime = make_runtime(

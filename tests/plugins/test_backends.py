@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from slime.algorithms import context_parallel as layout
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_with_cp,
     get_logits_and_tokens_offset_with_cp,
@@ -26,8 +28,6 @@ from slime.backends.megatron_utils.loss import (
     value_loss_function,
     vanilla_tis_function,
 )
-
-from slime.algorithms import context_parallel as layout
 from slime.errors import UserError
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import build_model, make_samples

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import slime.utils.external_utils.command_utils as U
 
+import slime.utils.external_utils.command_utils as U
 from slime.cluster.command_line import parsed_env, shown, words_of
 from slime.errors import UserError
 

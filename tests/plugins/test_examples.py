@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from slime.rollout.base_types import call_rollout_fn, leaves
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.async_utils import run
 
 from slime.config import Config
 from slime.config.config import FLAG_SPECS
@@ -20,7 +16,11 @@ from slime.config.plugins import CONTRACTS, contract_of, load_plugin
 from slime.config.plugins.view import check_plugins
 from slime.data.custom_source import make_data_source
 from slime.data.sample import Sample
+from slime.rollout.base_types import call_rollout_fn, leaves
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.async_utils import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 FLAG_OF = {

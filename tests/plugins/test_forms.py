@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
 
 from slime.config import Config
 from slime.config.parser import parse_flags
@@ -14,7 +12,9 @@ from slime.config.plugins.view import check_plugins
 from slime.data.custom_source import make_data_source
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.base_types import leaves
 from slime.rollout.rewards.hub import RewardHub
+from slime.rollout.sglang_rollout import generate_and_rm_group, generate_rollout
 
 LIST_GENERATE = '''
 async def generate_single(conversation):

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 
 import pytest
+
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves
 from slime.rollout.sglang_rollout import eval_rollout, generate_rollout_async
 from slime.utils.processing_utils import build_processor_kwargs, load_processor, load_tokenizer

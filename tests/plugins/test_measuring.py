@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from slime.config.plugins import tracking
+from slime.config.plugins.tracking import forward_metrics_to
+from slime.errors import UserError
 from slime.utils.logging_utils import configure_logger
 from slime.utils.metric_utils import (
     compression_ratio,
@@ -23,10 +27,6 @@ from slime.utils.metric_utils import (
 )
 from slime.utils.timer import Timer, inverse_timer, timer
 from slime.utils.tracking_utils import finish_tracking, init_tracking, log
-
-from slime.config.plugins import tracking
-from slime.config.plugins.tracking import forward_metrics_to
-from slime.errors import UserError
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
-
-from slime.rollout import sglang_rollout
-from slime.rollout.rm_hub import async_rm, batched_async_rm
 
 PLUGIN = """
     from slime.utils.types import Sample

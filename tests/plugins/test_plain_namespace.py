@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.sglang_rollout import GenerateState, generate, get_model_url
-from slime.utils.arguments import parse_args, slime_validate_args
-from slime.utils.http_utils import get_rollout_num_engines, init_http_client
-from slime.utils.processing_utils import load_tokenizer
 
 from slime.config import Config
 from slime.config.plugins.view import as_config, plugin_args
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sglang_rollout import GenerateState, generate, get_model_url
+from slime.utils.arguments import parse_args, slime_validate_args
+from slime.utils.http_utils import get_rollout_num_engines, init_http_client
+from slime.utils.processing_utils import load_tokenizer
 from tests.model_files import add_weights
 
 

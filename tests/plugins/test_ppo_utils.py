@@ -7,6 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
+
+from slime.errors import UserError
 from slime.utils.ppo_utils import (
     calculate_log_probs_and_entropy,
     chunked_gae,
@@ -25,8 +27,6 @@ from slime.utils.ppo_utils import (
     vanilla_gae,
 )
 from slime.utils.seqlen_balancing import ceildiv, get_reverse_idx, get_seqlen_balanced_partitions, karmarkar_karp
-
-from slime.errors import UserError
 
 NEW, OLD = [-1.0, -0.3, -2.0, -0.7], [-1.2, -0.9, -1.1, -0.7]
 ADVANTAGES = [1.0, -2.0, -1.5, 0.5]

@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
-from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
-from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
 
 from slime.rollout.rewards.math import dapo_reward
 from slime.rollout.rewards.simple import f1_reward, gpqa_reward, random_reward
+from slime.rollout.rm_hub.f1 import f1_score, normalize_answer
+from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
@@ -16,6 +15,7 @@ from slime.engine.http.protocol import GenerateResult
 from slime.rollout.gate import as_evaluation
 from slime.rollout.generate import generate
 from slime.rollout.outcomes import leaves
+from slime.rollout.sglang_rollout import generate_rollout
 from tests.data.journal_samples import open_journal
 
 LAYERS, TOPK, NUM_EXPERTS = 3, 2, 8

@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from slime.rollout.base_types import leaves
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.base_types import leaves
 from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.pipeline import RolloutMaker, make_feed
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
 from tests.e2e.runs import wait_until
 

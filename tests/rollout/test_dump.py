@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from slime.rollout.base_types import leaves
 
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.base_types import leaves
 from slime.rollout.debug_data import (
     DumpedRollouts,
     dump_path,

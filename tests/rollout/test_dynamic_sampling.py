@@ -6,19 +6,19 @@ import weakref
 from contextlib import nullcontext
 
 import pytest
+
+from slime.data.buffer import JournaledSource
+from slime.data.sample import Sample
+from slime.errors import UserError
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.sglang_rollout import generate_rollout
-
-from slime.data.buffer import JournaledSource
-from slime.data.sample import Sample
-from slime.errors import UserError
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.pipeline import RolloutMaker
+from slime.rollout.sglang_rollout import generate_rollout
 from tests.data.journal_samples import open_journal
 
 STATUS = Sample.Status

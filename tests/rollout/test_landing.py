@@ -3,13 +3,13 @@
 from contextlib import nullcontext
 
 import pytest
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.outcomes import RolloutFailed, leaves
 from slime.rollout.pipeline import RolloutMaker
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from tests.data.journal_samples import open_journal, statements
 

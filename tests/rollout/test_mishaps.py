@@ -5,7 +5,6 @@ import gc
 import threading
 
 import pytest
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.config import Config
 from slime.data.sample import Sample
@@ -15,6 +14,7 @@ from slime.rollout.gate import Gate, SampleClock, SampleTimeout
 from slime.rollout.outcomes import leaves
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.worker_pool import RewardError
+from slime.rollout.sglang_rollout import generate_rollout
 from tests.rollout.clocks import ClockAhead
 
 STATUS = Sample.Status

@@ -4,7 +4,6 @@ import base64
 
 import numpy as np
 import pytest
-from slime.utils.http_utils import post
 
 from slime.data.sample import Sample
 from slime.engine.http.protocol import (
@@ -16,6 +15,7 @@ from slime.engine.http.protocol import (
     sampling_seed,
     was_aborted,
 )
+from slime.utils.http_utils import post
 
 
 def part(ids, finish, version, **meta):

@@ -5,13 +5,13 @@ import gc
 import logging
 
 import pytest
-from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 from slime.data.sample import Sample
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
+from slime.rollout.base_types import leaves
 from slime.rollout.gate import Gate, SampleClock, SampleTimeout, as_evaluation
+from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 from tests.rollout.clocks import ClockAhead
 
 STATUS = Sample.Status

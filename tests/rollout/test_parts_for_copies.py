@@ -5,13 +5,19 @@ import json
 from contextlib import nullcontext
 
 import pytest
+
+from slime.data.buffer import Journal, JournaledSource
+from slime.data.sample import Sample
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.evaluate import complete_evaluation
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.pipeline import RolloutMaker
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import (
     GenerateState,
@@ -24,12 +30,6 @@ from slime.rollout.sglang_rollout import (
 from slime.utils.async_utils import run
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.http_utils import post
-
-from slime.data.buffer import Journal, JournaledSource
-from slime.data.sample import Sample
-from slime.rollout.evaluate import complete_evaluation
-from slime.rollout.outcomes import RolloutFailed
-from slime.rollout.pipeline import RolloutMaker
 
 REWARD = "def f(args, sample):\n    return float(sample.response_length)\n"
 

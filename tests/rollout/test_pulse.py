@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from slime.rollout.sglang_rollout import generate_rollout
-
 from slime.rollout.progress import ProgressSnapshot, SampleProgress
+from slime.rollout.sglang_rollout import generate_rollout
 
 
 def test_pulse_counts_running_and_finished_samples() -> None:

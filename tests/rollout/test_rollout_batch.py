@@ -7,13 +7,13 @@ import logging
 
 import pytest
 from aiohttp import web
-from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, leaves
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_rollout
 
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.rollout.metrics import tail_seconds
 from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_rollout
 
 REWARD_BY_LENGTH = "async def f(args, sample):\n    return float(len(sample.response))\n"
 

@@ -4,14 +4,14 @@ import itertools
 import json
 
 import pytest
-from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.sample import Sample
 from slime.errors import UserError
+from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.evaluate import read_eval_datasets
 from slime.rollout.metrics import RepetitionCache, eval_metrics, has_repetition, pass_at_k, sample_metrics
 from slime.rollout.outcomes import RolloutFailed
+from slime.rollout.sglang_rollout import generate_rollout
 
 
 def write_jsonl(path, rows):

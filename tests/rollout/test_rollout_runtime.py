@@ -7,14 +7,14 @@ import threading
 
 import pytest
 from aiohttp import web
-from slime.utils import http_utils
-from slime.utils.async_utils import AsyncLoopThread, get_async_loop, run
-from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, post
-from slime.utils.misc import SingletonMeta, load_function
 
 from slime.engine.http.errors import EngineRejected, EngineTimeout, EngineUnreachable
 from slime.rollout.event_loop import LoopThread
 from slime.rollout.runtime import newest_runtime, runtime_for
+from slime.utils import http_utils
+from slime.utils.async_utils import AsyncLoopThread, get_async_loop, run
+from slime.utils.http_utils import get, get_model_url, get_rollout_num_engines, post
+from slime.utils.misc import SingletonMeta, load_function
 
 
 async def value(x):
@@ -208,6 +208,7 @@ def test_load_function_and_singleton_meta(write_plugin):
 
 def test_images_become_data_urls():
     from PIL import Image  # a dependency of matplotlib
+
     from slime.utils.processing_utils import encode_image_for_rollout_engine
 
     url = encode_image_for_rollout_engine(Image.new("L", (2, 2)))

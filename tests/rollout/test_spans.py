@@ -1,10 +1,10 @@
 """Sample traces that the default rollout records when dumps are enabled."""
 
 import pytest
-from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 from slime.data.sample import Sample
+from slime.rollout.base_types import leaves
+from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 
 GROUP_REWARD = "async def f(args, samples):\n    return [1.0] * len(samples)\n"
 ONE, GROUP = "reward_model", "group_reward_model"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.sample import Sample
+from slime.rollout.base_types import leaves
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import group_version, prompts_of, staleness_metrics
 
 STATUS = Sample.Status

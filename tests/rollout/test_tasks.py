@@ -4,14 +4,14 @@ import json
 from collections import Counter
 
 import pytest
-from slime.rollout.sft_rollout import generate_rollout as supervised_rollout
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import leaves
+from slime.rollout.sft_rollout import generate_rollout as supervised_rollout
+from slime.rollout.sglang_rollout import generate_rollout
 from tests.data.journal_samples import open_journal
 
 LENGTH = "def f(args, sample):\n    return float(sample.response_length)\n"

@@ -5,14 +5,14 @@ from argparse import Namespace
 
 import pytest
 from aiohttp import web
-from slime.rollout.base_types import leaves
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout import on_policy_distillation
+from slime.rollout.base_types import leaves
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.rewards.remote import Teacher
+from slime.rollout.sglang_rollout import generate_rollout
 
 
 def scores(body, shift=0):

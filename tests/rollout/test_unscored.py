@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime.rollout.sglang_rollout import generate_rollout
 
 from slime.data.buffer import Journal
 from slime.data.sample import Sample
 from slime.rollout.outcomes import leaves
 from slime.rollout.sample_pipeline import generate_and_rm_group
+from slime.rollout.sglang_rollout import generate_rollout
 
 STATUS = Sample.Status
 

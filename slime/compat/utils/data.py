@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.utils.processing_utils import build_processor_kwargs
-
 from slime.data.prompts import PromptDataset, short_enough
 from slime.data.readers import Row, open_rows
 from slime.data.sample import Sample
+from slime.utils.processing_utils import build_processor_kwargs
 
 __all__ = ["Dataset", "filter_long_prompt", "read_file"]
 

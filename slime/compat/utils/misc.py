@@ -6,10 +6,9 @@ import subprocess
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from slime.rollout.sglang_rollout import load_function
-
 from slime.cluster.ports import free_range
 from slime.cluster.ports import host_address as get_current_node_ip
+from slime.rollout.sglang_rollout import load_function
 
 __all__ = [
     "SingletonMeta",

@@ -7,8 +7,11 @@ import logging
 import uuid
 from contextlib import contextmanager
 
+from tqdm import tqdm
+
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.async_utils import run
 from slime.utils.data import Dataset
@@ -17,9 +20,6 @@ from slime.utils.http_utils import get, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
-from tqdm import tqdm
-
-from slime.rollout.rm_hub import async_rm, batched_async_rm
 
 logger = logging.getLogger(__name__)
 

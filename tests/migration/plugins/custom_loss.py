@@ -4,6 +4,7 @@
 """
 
 import torch
+
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_with_cp,
     get_sum_of_sample_mean,

@@ -5,6 +5,7 @@
 """
 
 import torch
+
 from slime.utils import tracking_utils
 from slime.utils.metric_utils import compute_rollout_step, compute_statistics, dict_add_prefix
 from slime.utils.timer import Timer, timer

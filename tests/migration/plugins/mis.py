@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 
 SAFETY_BOUND = 20.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
+
 from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import DEFAULT_SID, sid_from_bearer
-
 from slime.agent.server.dialects.anthropic import AnthropicMessages
 from slime.agent.server.dialects.dialect import Dialect
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
-from slime.agent.adapters.common import DEFAULT_SID, Session
 
+from slime.agent.adapters.common import DEFAULT_SID, Session
 from slime.agent.server.app import answer_stream, answer_whole, json_response
 from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
 from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-from slime.agent.trajectory import TurnRecord
 
 from slime.agent.server.dialects.request_fields import parsed_arguments
+from slime.agent.trajectory import TurnRecord
 from slime.engine.http.client import EngineClient
 from slime.engine.http.errors import EngineError
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
+
 from slime.agent.adapters.base import BaseAdapter
 from slime.agent.adapters.common import DEFAULT_SID, sid_from_bearer, sid_from_body
-
 from slime.agent.server.dialects.chat_completions import ChatCompletions
 from slime.agent.server.dialects.dialect import Dialect
 from slime.agent.server.dialects.responses import OpenAIResponses

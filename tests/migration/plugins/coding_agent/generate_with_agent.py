@@ -7,11 +7,10 @@ import tempfile
 import uuid
 from pathlib import Path
 
+from slime.agent.adapters import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
-
-from slime.agent.adapters import OpenAIAdapter
 
 TIME_BUDGET_SEC = 120
 AGENT = Path(__file__).with_name("agent.py")

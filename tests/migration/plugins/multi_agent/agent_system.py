@@ -4,10 +4,9 @@ import asyncio
 import re
 from copy import deepcopy
 
+from slime.rollout.rm_hub import batched_async_rm
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
-
-from slime.rollout.rm_hub import batched_async_rm
 
 SOLVER_PROMPT = "{problem}"
 REWRITER_PROMPT = "{problem}\nHere are earlier solutions:\n{solutions}\nWrite a better one:\n"

@@ -3,11 +3,12 @@
 import json
 import re
 
+from tool_sandbox import TOOL_CONFIGS, tool_registry
+
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as math_dapo_compute_score
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
-from tool_sandbox import TOOL_CONFIGS, tool_registry
 
 TOOL_TEMPLATE = """\
 <|im_start|>system

@@ -6,6 +6,7 @@ import re
 
 import aiohttp
 from qa_em import compute_score_em
+
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample

@@ -3,10 +3,10 @@
 import json
 
 from agent_framework import Agent, EventLoopException, MaxTokensReachedException, OpenAIModel, tool
-from slime.rollout.sglang_rollout import GenerateState
-from slime.utils.types import Sample
 
 from slime.rollout.rm_hub import grade_answer_verl
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.types import Sample
 
 SYSTEM_PROMPT = "You are a careful mathematician. Put the answer into \\boxed{}."
 

@@ -1,6 +1,7 @@
-from slime.utils.types import Sample
 from tau_env import Env
 from trainable_agents import InteractionResult, Status, TrainableToolCallingAgent
+
+from slime.utils.types import Sample
 
 TAU_CONFIGS = {"max_num_steps": 4}
 

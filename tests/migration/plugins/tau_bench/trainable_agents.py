@@ -3,9 +3,10 @@ import enum
 import json
 import re
 
+from tau_env import RESPOND_ACTION_NAME, Action
+
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
-from tau_env import RESPOND_ACTION_NAME, Action
 
 
 class Status(enum.Enum):
