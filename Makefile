@@ -38,7 +38,7 @@ test-migration: $(VENV)/.installed-dev   ## plugins, scripts and commands that w
 	$(RUN) -m pytest $(PARALLEL) -m 'migration and not long' tests/migration
 
 test-recovery: $(VENV)/.installed-dev   ## processes that are killed, stopped, resumed or attacked: nothing is lost, and the cause is named
-	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent tests/data tests/train tests/waits
+	$(RUN) -m pytest $(PARALLEL) -m 'recovery and not long' tests/e2e tests/engine tests/agent tests/data tests/train tests/watchdog
 
 test-kernels: $(VENV)/.installed-dev   ## Triton's kernels in its interpreter against torch, and through its compiler
 	$(RUN) -m pytest $(PARALLEL) -m 'kernels and not examples and not long' tests/algorithms tests/engine tests/train tests/examples
@@ -60,7 +60,7 @@ test-crash: $(VENV)/.installed-dev   ## twenty processes of one run are killed a
 
 test-fuzz: $(VENV)/.installed-dev   ## 100,000 malformed and half-sent requests to an engine and to the agent server, and 10,000 sequences of control calls (SLIME_FUZZ_SEED=2 for others)
 	SLIME_FUZZ_REQUESTS=100000 SLIME_FUZZ_SEQUENCES=10000 SLIME_FUZZ_LATENCY_S=0.1 $(RUN) -m pytest -s --timeout 6000 \
-	tests/engine/test_fuzz.py tests/engine/test_orders.py tests/agent/test_fuzz.py
+	tests/engine/test_fuzz.py tests/engine/test_control_sequences.py tests/agent/test_fuzz.py
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed $(ROUTER_VENV)/.installed   ## the engine contract with real SGLang servers and sglang-router, on a CPU
 	SLIME_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python SLIME_ROUTER_PYTHON=$(abspath $(ROUTER_VENV))/bin/python \

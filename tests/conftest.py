@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two w
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 LONGEST_FIRST = (
-    "learning/test_tool_use.py", "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "waits",
+    "learning/test_tool_use.py", "e2e", "migration", "train", "plugins", "weights", "engine_contract", "engine", "watchdog",
     "megatron/test_layouts.py", "megatron/test_whole_runs.py", "megatron/test_gradients.py",
 )  # fmt: skip
 """Slow folders and files. They run first, so that the workers finish at about the same time."""
@@ -30,10 +30,10 @@ PROCESSES = (
     "algorithms/test_vocab_parallel.py",
     "engine/test_elastic.py",
     "engine/test_fuzz.py", "engine/test_http.py", "engine/test_isolation.py", "engine/test_key.py",
-    "engine/test_openai.py", "engine/test_orders.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
-    "rollout/test_partial_engine.py", "train/test_carry.py", "train/test_context_parallel.py",
-    "train/test_estimators.py", "train/test_group.py", "train/test_layouts.py", "train/test_sharding.py",
-    "waits/test_trainers.py", "weights/test_every_transport.py", "weights/test_failures.py",
+    "engine/test_openai.py", "engine/test_control_sequences.py", "engine/test_supervisor.py", "plugins/test_examples_in_a_run.py",
+    "rollout/test_partial_engine.py", "train/test_carryover.py", "train/test_context_parallel.py",
+    "train/test_estimators.py", "train/test_trainer_group.py", "train/test_layouts.py", "train/test_sharding.py",
+    "watchdog/test_trainers.py", "weights/test_every_transport.py", "weights/test_failures.py",
     "weights/test_real_engine.py",
 )  # fmt: skip
 """Folders and files that start runs, engines or trainers. `make test-fast` skips them."""
@@ -42,8 +42,8 @@ RECOVERY = (
     "e2e/test_crashes.py", "e2e/test_elastic_run.py", "e2e/test_endings.py", "e2e/test_fault_tolerance.py",
     "e2e/test_hangs.py", "e2e/test_journal_of_a_run.py", "e2e/test_live.py", "e2e/test_resume.py", "e2e/test_stages.py",
     "e2e/test_tasks.py", "engine/test_elastic.py", "engine/test_fuzz.py", "engine/test_isolation.py",
-    "engine/test_orders.py", "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py",
-    "waits/test_trainers.py",
+    "engine/test_control_sequences.py", "engine/test_supervisor.py", "train/test_killed_saves.py", "train/test_nodes.py",
+    "watchdog/test_trainers.py",
 )  # fmt: skip
 """Files that kill, stop, resume or attack processes (`make test-recovery`)."""
 TABLE_WALKS = ("test_names.py", "test_flags.py", "test_page.py")

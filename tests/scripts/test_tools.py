@@ -64,7 +64,7 @@ def test_fp8_conversion_round_trip(tool: Run, model: Path, tmp_path: Path) -> No
 def test_convert_to_hf_tools_accept_upstream_flags(
     tool: Run, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The input is a model folder. tests/train/test_to_folder.py covers checkpoints."""
+    """The input is a model folder. tests/train/test_export_hf.py covers checkpoints."""
     shape = ["--num-layers", "2", "--swiglu"]
     assert tool("convert_to_hf", "--load", str(model), "--output-dir", str(tmp_path / "a"), *shape) == 0
     assert "flags without effect here, config.json says the same: --num-layers, --swiglu" in capsys.readouterr().err

@@ -72,6 +72,6 @@ def test_rejects_a_model_provider_that_returns_none(
 ) -> None:
     (sentence,) = ranks(1).run(run_with_bad_provider, model_folder("qwen3"), tmp_path)
     assert sentence == (
-        "--custom-model-provider-path tests.megatron.test_hooks.returns_nothing returned a NoneType: a GPTModel of "
+        "--custom-model-provider-path tests.megatron.test_plugin_hooks.returns_nothing returned a NoneType: a GPTModel of "
         "megatron.core is needed"
     )

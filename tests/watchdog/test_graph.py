@@ -83,7 +83,7 @@ def test_graph_shows_thread_stacks() -> None:
     with in_thread("somebody", "something", "to happen", timeout_s=1.0):
         text = describe()
     stack = text.split("thread thread-of-somebody:\n")[1]
-    assert re.match(r"(  .*\n)*?  tests/waits/test_graph\.py:\d+ in stand\n  .*threading\.py:\d+ in wait", stack)
+    assert re.match(r"(  .*\n)*?  tests/watchdog/test_graph\.py:\d+ in stand\n  .*threading\.py:\d+ in wait", stack)
     assert "thread MainThread:" in text
     assert "wait-report" not in text  # nor the thread that makes the report
 
@@ -112,7 +112,7 @@ def test_waits_that_differ_only_in_numbers_are_folded() -> None:
         "    rollout 7 waits for the judge to answer: N s, no deadline of its own",
     ]
     stack = text.split("task of sample 0, waiting for engine http://x:\n")[1]
-    assert re.match(r"  tests/waits/test_graph\.py:\d+ in sample\n  .*tasks\.py:\d+ in sleep\n", stack)
+    assert re.match(r"  tests/watchdog/test_graph\.py:\d+ in sample\n  .*tasks\.py:\d+ in sleep\n", stack)
     assert wait_registry.waits() == []
 
 
