@@ -25,6 +25,7 @@ from slime.config import Config
 from slime.config.algorithm import uses_optional_importance_weights
 from slime.config.batch import tokens_per_row
 from slime.config.parallelism import shares_prompts
+from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
@@ -115,9 +116,7 @@ class TrainerGroup:
         """
         begin = time.perf_counter()
         with gc_paused():
-            is_custom = self.config.custom_convert_samples_to_train_data_path is not None
-            make_batch = make_custom_batch if is_custom else make_train_batch
-            fresh = make_batch(self.config, flatten_samples(samples_by_group))
+            fresh = self._make_batch(flatten_samples(samples_by_group))
             batch = prepend_carried(self._carried, fresh)
             if not any(fresh.response_lengths):
                 logger.warning(
@@ -371,6 +370,10 @@ class TrainerGroup:
     @property
     def _num_carried(self) -> int:
         return 0 if self._carried is None else len(set(self._carried.rollout_ids))
+
+    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
+        is_custom = self.config.custom_convert_samples_to_train_data_path is not None
+        return make_custom_batch(self.config, samples) if is_custom else make_train_batch(self.config, samples)
 
     def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
         """Plan the optimizer steps of a batch."""

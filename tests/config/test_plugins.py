@@ -89,3 +89,12 @@ def test_import_error_message_includes_the_cause(tmp_path: Path, monkeypatch: py
     syntax = tmp_path / "syntax_plugin.py"
     syntax.write_text("def f(:\n")
     assert "SyntaxError" in rejection(f"{syntax}:f")
+
+
+def test_paths_of_earlier_versions_load_the_moved_functions() -> None:
+    for path, name in (
+        ("slime.agent.live.service.generate", "generate"),
+        ("slime.agent.live.baseline.traffic_baseline", "traffic_baseline"),
+    ):
+        found = load_function(path, what="--custom-generate-function-path")
+        assert (found.__module__, found.__name__) == ("slime.agent.online", name)

@@ -27,6 +27,11 @@ _NOT_NEEDED = {
     "import, or pip install 'slime[ray]'",
 }
 """Packages that plugins written for upstream slime may import, and what to do if they are not installed."""
+_MOVED = {
+    "slime.agent.live.service.generate": "slime.agent.online.generate",
+    "slime.agent.live.baseline.traffic_baseline": "slime.agent.online.traffic_baseline",
+}
+"""Functions that the config file of an earlier version may name, and their present paths."""
 _OWN_PACKAGE = __name__.partition(".")[0]
 _OWN_ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -38,7 +43,7 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
     only class with the methods that the flag requires, else the only public one. `what` names the flag or field for
     error messages; `params` are the positional arguments of the call.
     """
-    module_name, attribute = _split(path, what)
+    module_name, attribute = _split(_MOVED.get(path, path), what)
     if module_name.endswith(".py"):
         module = _load_file(Path(module_name), what)
     else:

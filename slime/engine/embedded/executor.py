@@ -1,7 +1,7 @@
 """Runs the model's steps over the sequences of a scheduler and appends the tokens they sample.
 
 Invariant: a step that raises is repeated for each of its sequences alone; a sequence that raises again fails alone. An
-error that belongs to no sequence fails all of them (`start_over`) and leaves an empty engine that can continue.
+error that belongs to no sequence fails all of them (`fail_all`) and leaves an empty engine that can continue.
 """
 
 from __future__ import annotations

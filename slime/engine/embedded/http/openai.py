@@ -26,7 +26,7 @@ from jinja2.exceptions import TemplateError
 
 from slime.data.chat_template import is_conversation, normalize_messages
 from slime.engine.embedded.errors import BadRequest, is_neutral, shown
-from slime.engine.embedded.http.async_engine import EngineBridge, FinishedSequence
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.http_io import Fields, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.responses import OutputPiece, whole
@@ -345,13 +345,6 @@ class OpenAIRoutes:
             return json_answer({**head, "object": kind, "choices": choices, **rest})
 
         return await self._engine.make_answer(done, make)
-
-    def _choice(self, finished: FinishedSequence, text: str, reading: AnswerFormat | None) -> JsonObject:
-        piece = whole(finished.sequence, text)
-        reply = ChatChoice(None) if reading is None else reading.reply()
-        content = {"text": text} if reading is None else {"message": reply.message(text)}
-        logprobs = self._logprobs(piece, finished.request, is_chat=reading is not None)
-        return {**content, "finish_reason": _openai_finish_reason(piece, reply), "logprobs": logprobs}
 
     def _logprobs(
         self, piece: OutputPiece, request: GenerateRequest, *, is_chat: bool, offset: int = 0
