@@ -51,7 +51,7 @@ _MOST_CONNECTIONS = 4096
 _LINGERING_S = 2.0
 """How long the rest of a refused body is read, so that its client gets the answer and not a connection reset."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("slime.agent.server")  # this module also runs as `__main__`
 
 
 async def serve(
