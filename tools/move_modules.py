@@ -304,11 +304,11 @@ def rewrite_python(path: str, text: str, moves: Moves, known: set[str]) -> str:
                 package, _, last = new.rpartition(".")
                 if node.level and package == ".".join(target.split(".")[:-1]):
                     package = "." * node.level + (node.module or "")
+                changed |= new != inner
                 if new == inner and node.level:
                     lines["." * node.level + (node.module or "")].append(shown(alias.name, alias.asname))
-                    continue
-                changed |= new != inner
-                if alias.asname or last == alias.name:
+                    old_use = alias.asname or alias.name
+                elif alias.asname or last == alias.name:
                     lines[package].append(shown(last, alias.asname if alias.asname != last else None))
                     old_use = alias.asname or alias.name
                 else:

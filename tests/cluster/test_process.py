@@ -219,7 +219,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody inherits the children of the dead")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has child subreapers")
 @pytest.mark.parametrize("victim", ["guard", "deputy"])
 def test_daemons_of_a_child_end_if_guard_or_deputy_is_killed(log_path: Path, victim: str) -> None:
     process = python("daemons", DAEMON, log_path).start()

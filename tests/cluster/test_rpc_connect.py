@@ -208,7 +208,7 @@ def test_close_drops_waiting_connections_and_rejects_new_ones(listener: Listener
         connect("127.0.0.1", listener.port, name="trainer-0", token="right")
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone can be told")
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has TCP_USER_TIMEOUT")
 def test_both_sides_set_tcp_keepalive_and_user_timeout(listener: Listener) -> None:
     listener.connect_arguments("trainer-0")
     with connect("127.0.0.1", listener.port, name="trainer-0", token="right") as theirs:

@@ -27,18 +27,22 @@ FILES = {
 }
 
 
-def test_merges_two_modules_and_renames_a_function(tmp_path: Path) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "moves.tsv").write_text("slime/new/sums.py\tslime/old/first.py, slime/old/second.py\n")
-    (tmp_path / "names.tsv").write_text("slime/old/second.py:twice\tdoubled\n")
+def move(folder: Path, files: dict[str, str], moves: str, names: str) -> str:
+    for name, text in {**files, "moves.tsv": moves, "names.tsv": names}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     for words in (["git", "init", "-q"], ["git", "add", "-A"]):
-        subprocess.run(words, cwd=tmp_path, check=True)
+        subprocess.run(words, cwd=folder, check=True)
     command = [sys.executable, str(TOOL), "moves.tsv", "--names", "names.tsv"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "_ONE -> _ONE_second" in done.stdout
+    return done.stdout
+
+
+def test_merges_two_modules_and_renames_a_function(tmp_path: Path) -> None:
+    moves = "slime/new/sums.py\tslime/old/first.py, slime/old/second.py\n"
+    notes = move(tmp_path, FILES, moves, "slime/old/second.py:twice\tdoubled\n")
+    assert "_ONE -> _ONE_second" in notes
     (tmp_path / "slime/new/__init__.py").touch()
     user = (tmp_path / "slime/user.py").read_text()
     assert 'NAME = "slime.new.sums.total"' in user
@@ -46,3 +50,13 @@ def test_merges_two_modules_and_renames_a_function(tmp_path: Path) -> None:
     program = "from slime.user import run; print(run(4))"
     found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert found.stdout == "2 9\n", found.stderr + user
+
+
+def test_renames_follow_modules_that_are_imported_relatively(tmp_path: Path) -> None:
+    files = {
+        "slime/__init__.py": "",
+        "slime/sums.py": "def twice(value: int) -> int:\n    return value * 2\n",
+        "slime/user.py": "from . import sums\n\nprint(sums.twice(3))\n",
+    }
+    move(tmp_path, files, "", "slime/sums.py:twice\tdoubled\n")
+    assert (tmp_path / "slime/user.py").read_text() == "from . import sums\n\nprint(sums.doubled(3))\n"
