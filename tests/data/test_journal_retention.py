@@ -227,6 +227,18 @@ def test_evaluation_reward_uses_eval_reward_key(tmp_path: Path) -> None:
     assert rows(journal, "SELECT reward FROM evaluated") == [(1.0,)]
 
 
+def test_journal_of_an_earlier_version_may_name_a_moved_function(tmp_path: Path) -> None:
+    path, before = tmp_path / "journal.sqlite", {"generate function": "slime.agent.live.service.generate"}
+    journal = Journal.open(path, before, keep=True)
+    finished(journal, 0)
+    journal.close()
+    with pytest.raises(UserError, match="is the journal of another run"):
+        Journal.open(path, {"generate function": "mine.generate"}, keep=True)
+    again = Journal.open(path, {"generate function": "slime.agent.online.generate"}, keep=True)
+    assert not again.recover(0).fresh
+    again.close()
+
+
 def test_inspection_samples_of_another_run_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = open_journal(tmp_path, keep_bytes=EVERYTHING)
     train(journal, 0)

@@ -12,7 +12,7 @@ from slime.config.plugins.contracts import (
     takes_nothing,
     takes_samples,
 )
-from slime.config.plugins.loading import load_function, load_plugin
+from slime.config.plugins.loading import load_function, load_plugin, present_path
 
 __all__ = [
     "CONTRACTS",
@@ -25,6 +25,7 @@ __all__ = [
     "is_async",
     "load_function",
     "load_plugin",
+    "present_path",
     "takes_nothing",
     "takes_samples",
 ]

@@ -31,7 +31,7 @@ _MOVED = {
     "slime.agent.live.service.generate": "slime.agent.online.generate",
     "slime.agent.live.baseline.traffic_baseline": "slime.agent.online.traffic_baseline",
 }
-"""Functions that the config file of an earlier version may name, and their present paths."""
+"""Functions that config files and journals of earlier versions may name, and their present paths."""
 _OWN_PACKAGE = __name__.partition(".")[0]
 _OWN_ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -43,7 +43,7 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
     only class with the methods that the flag requires, else the only public one. `what` names the flag or field for
     error messages; `params` are the positional arguments of the call.
     """
-    module_name, attribute = _split(_MOVED.get(path, path), what)
+    module_name, attribute = _split(present_path(path), what)
     if module_name.endswith(".py"):
         module = _load_file(Path(module_name), what)
     else:
@@ -54,6 +54,11 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
     if params is not None:
         check_call(found, params, f"{what} {path}")
     return found
+
+
+def present_path(path: str) -> str:
+    """Return the path under which a function of an earlier version is loaded now."""
+    return _MOVED.get(path, path)
 
 
 def load_plugin(path: str, flag: str) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from slime.config.plugins import present_path
 from slime.data.buffer.retention import JournalContents, classify_contents
 from slime.data.buffer.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
 from slime.data.source_state import fsync_file
@@ -161,7 +162,7 @@ class Database:
         """True if the file belongs to this run; False if it may be replaced; else a `UserError`."""
         remedy = "choose another --output-dir, or move the file away to start a new one"
         with open_read_only(self.path) as connection:
-            found = dict(connection.execute("SELECT name, value FROM identity"))
+            found = {n: present_path(value) for n, value in connection.execute("SELECT name, value FROM identity")}
             content = classify_contents(connection)
         differing = [
             f"{name} ({found.get(name, 'none')} there, {self._identity.get(name, 'none')} here)"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.plugins import present_path
 from slime.data.buffer.rows import COLUMNS, UNUSABLE, GroupLeaf, RowCodec, rebuild_groups
 from slime.data.buffer.schema import NOT_CONSUMED, OPEN
 from slime.data.readers import file_bytes, split_slice
@@ -182,7 +183,7 @@ def run_identity(config: Config, prompt_files: Sequence[str] | None = None) -> R
         else "; ".join(map(_file, prompt_files)) or "none",
         "data source": str(config.data_source_path),
         "rollout function": str(config.rollout_function_path),
-        "generate function": str(config.custom_generate_function_path or "default"),
+        "generate function": present_path(config.custom_generate_function_path or "default"),
         "samples per prompt": str(config.n_samples_per_prompt),
         "rollout seed": str(config.rollout_seed),
     }
