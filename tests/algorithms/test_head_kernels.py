@@ -1,10 +1,8 @@
 """Output layer kernels, run by Triton's interpreter, against float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.triton_interpreter import run_interpreted
 
 pytestmark = pytest.mark.kernels
 
@@ -107,7 +105,4 @@ print("right")
 
 
 def test_kernels_match_float64_in_the_triton_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "right\n"
+    assert run_interpreted(PROGRAM) == "right\n"

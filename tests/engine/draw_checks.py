@@ -1,4 +1,4 @@
-"""Checks of the sampling kernels in Triton's interpreter: `python -m tests.engine.draw_checks` prints failures."""
+"""Checks of the sampling kernels in Triton's interpreter; `main` prints the failures of each."""
 
 from __future__ import annotations
 
@@ -330,6 +330,7 @@ CHECKS = (
     whole_engine,
 )
 
-if __name__ == "__main__":
+
+def main() -> None:
     for check in CHECKS:
         print(json.dumps({check.__name__: list(check())}), flush=True)

@@ -5,10 +5,6 @@ Prints the worst error of each case named on the command line.
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import sys
 from typing import Any, NamedTuple
 
@@ -132,7 +128,7 @@ def compiled_only() -> set[str]:
     return asked
 
 
-if __name__ == "__main__":
+def main() -> None:
     print("compiled", ",".join(sorted(compiled_only())), flush=True)
     for name in sys.argv[1:]:
         print(name, worst_error(name), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -21,6 +20,7 @@ from slime.engine.embedded.model.self_test import PlainForward
 from slime.engine.embedded.weights.parameter_views import FolderViews
 from tests.rows import long
 from tests.tiny_models import SMALL
+from tests.triton_interpreter import run_interpreted
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
@@ -135,15 +135,8 @@ def test_fused_weights_are_a_view_that_updates_reach() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("cases", [("qwen2", "qwen3_moe"), long(("qwen3", "llama", "mistral", "long"))])
 def test_fused_kernels_match_transformers(cases: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.fused_program", *cases],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = dict(line.split() for line in done.stdout.splitlines())
+    lines = run_interpreted("from tests.engine import fused_program; fused_program.main()", *cases).splitlines()
+    found = dict(line.split() for line in lines)
     kernels = {"_begin_kernel", "_gemv_kernel", "_decode_kernel", "_add_norm_kernel", "_swiglu_kernel", "_keep_kernel"}
     assert set(found.pop("compiled").split(",")) == kernels | {"_extend_kernel"}
     assert found.keys() == set(cases)
@@ -171,10 +164,7 @@ print("combine", stream[1:].unique().item(), out.unique().item())
 
 @pytest.mark.kernels
 def test_residual_stream_keeps_small_additions() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", ADDS], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["norm", "2049.0", "1.0", "gemv", "2049.25", "combine", "2049.25", "1.0"]
+    assert run_interpreted(ADDS).split() == ["norm", "2049.0", "1.0", "gemv", "2049.25", "combine", "2049.25", "1.0"]
 
 
 COMPILES = """\

@@ -1,18 +1,14 @@
 """The CUDA kernels in Triton's interpreter against plain reference implementations."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.rows import long
+from tests.triton_interpreter import run_interpreted
 
 pytestmark = pytest.mark.kernels
 
 PROGRAM = r"""
-import os, sys
-os.environ["TRITON_INTERPRET"] = "1"
+import sys
 import numpy as np, torch
 from slime.engine.embedded.model import decode_kernels
 from slime.engine.embedded.model.prefill_kernels import ExtendTiles, ExtendTuning, extend_attention
@@ -81,7 +77,8 @@ assert worst < 1e-4, worst
 def test_attention_kernels_match_the_reference(
     dim: int, value_dim: int, window: int, softcap: float, sinks: str, heads: int
 ) -> None:
-    run(PROGRAM, *(str(x) for x in (1, dim, value_dim, window, softcap, sinks, heads)))
+    arguments = (str(x) for x in (1, dim, value_dim, window, softcap, sinks, heads))
+    assert run_interpreted(PROGRAM, *arguments).startswith("worst")
 
 
 EXPERTS = r"""
@@ -134,16 +131,4 @@ assert worst < 1e-4, worst
 
 
 def test_expert_and_delta_net_kernels_match_the_reference() -> None:
-    run(EXPERTS)
-
-
-def run(program: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("worst")
+    assert run_interpreted(EXPERTS).startswith("worst")

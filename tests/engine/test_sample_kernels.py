@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.triton_interpreter import run_interpreted
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels
@@ -33,17 +31,8 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
     """Failures of each check of `draw_checks`; one process runs all checks because its imports take longest."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.draw_checks"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=480,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+    for line in run_interpreted("from tests.engine import draw_checks; draw_checks.main()").splitlines():
         if line.startswith("{"):
             results |= json.loads(line)
     assert list(results) == CHECKS

@@ -3,10 +3,6 @@
 Kernels run in Triton's interpreter; the scaled product, which needs a GPU, is replaced by plain torch code.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,6 +11,7 @@ from slime.config.checks import check_contradictions
 from slime.errors import UserError
 from slime.train.backends.fsdp.fused.layer import check_float8
 from tests.train.tiny_training import build_model
+from tests.triton_interpreter import run_interpreted
 
 PROGRAM = r"""
 import copy
@@ -89,10 +86,7 @@ for kind in ("qwen3", "qwen2"):
 
 @pytest.mark.kernels
 def test_fp8_layers_use_quantized_products_and_exact_gradients() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == ["rows right", "qwen3 right", "qwen2 right"]
+    assert run_interpreted(PROGRAM).splitlines() == ["rows right", "qwen3 right", "qwen2 right"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Tests fused decoder layers, with kernels in Triton's interpreter, against transformers' layers."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.rows import long
+from tests.triton_interpreter import run_interpreted
 
 pytestmark = pytest.mark.kernels
 
@@ -119,12 +116,7 @@ for kind in sys.argv[1:]:
 
 
 def run(kinds: list[str]) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *kinds], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{kind.split(':')[0]} right" for kind in kinds]
+    assert run_interpreted(PROGRAM, *kinds).splitlines() == [f"{kind.split(':')[0]} right" for kind in kinds]
 
 
 @pytest.mark.parametrize("kinds", [["qwen3"], long(["qwen2", "mistral_window"])])

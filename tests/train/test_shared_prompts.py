@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -27,6 +24,7 @@ from slime.train.samples.packing import PackedRow, common_beginnings, pack
 from tests.train.in_process import InProcess, config_for
 from tests.train.test_packed import packed_policy
 from tests.train.tiny_training import CONFIGS, SPARSE_CONFIGS, make_samples
+from tests.triton_interpreter import run_interpreted
 
 RESPONSES = (4, 3, 5, 6, 2, 1)
 WHOLE_SEQUENCES = {"qwen3_next", "qwen3_5", "llama_dynamic", "phi3_longrope", "glm_moe_dsa"}
@@ -184,9 +182,7 @@ print("right")
 
 @pytest.mark.kernels
 def test_copy_kernels_match_cpu_implementation() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.stdout == "right\n", done.stderr[-3000:]
+    assert run_interpreted(KERNEL) == "right\n"
 
 
 def groups_of_one_prompt(rollout_id: int) -> list[list[Sample]]:
