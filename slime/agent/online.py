@@ -52,9 +52,9 @@ async def generate(
     args: Any, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Sample | list[Sample]:
     """The generate function of a live run: fills `sample` with an exchange; evaluation prompts are sampled as usual."""
-    if evaluation:
-        return await generate_answer(args, sample, sampling_params)
     runtime = runtime_for(args)
+    if evaluation:
+        return await generate_answer(runtime, sample, sampling_params)
     service = runtime.owned("live service", lambda: LiveService(runtime), LiveService.aclose)
     return await service.fill(sample)
 

@@ -1,18 +1,23 @@
-"""Sends one request to the engines of a pool, with retries after transient errors.
+"""Requests to the engines: retries after transient errors, and continuation of answers that were cut off.
 
-Invariant: the result is an answer of the dialect, complete or marked as aborted with the tokens sampled so far, or an
-`EngineError`. The callers decide which requests may be sent, and how an aborted answer is continued.
+Invariant: the result of one request is an answer of the dialect, complete or marked as aborted with the tokens sampled
+so far, or an `EngineError`. `complete` is the only loop that continues an aborted answer; the generate function, the
+requests of plugins and the turns of agents call it with what differs: how the rest is asked for, and where tokens go.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from typing import TypeVar
 
 from slime.engine.http.client import EngineError, GenerateResult
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import sampling_seed
+from slime.rollout.gate import Ticket
 from slime.storage.json_types import JsonMapping, JsonObject
+
+T = TypeVar("T")
 
 TRANSIENT_RETRIES = 3
 FIRST_BACKOFF_S = 0.5
@@ -27,11 +32,6 @@ With elastic engines a long answer is cut off often, but makes progress in betwe
 
 class AbortedTooOften(Exception):
     """Engines repeatedly aborted a request that the run still needs."""
-
-    @classmethod
-    def by_engine(cls) -> AbortedTooOften:
-        """Return the error for a request that engines aborted without a new token."""
-        return cls(f"the engine aborted this request {MAX_RESUMES} times in a row without a new token")
 
 
 class RequestSeeds:
@@ -51,22 +51,6 @@ class RequestSeeds:
 
 
 async def request_completion(
-    pool: EnginePool, payload: JsonObject, affinity_key: Hashable | None, *, fault_tolerant: bool
-) -> GenerateResult:
-    """Send a request and return what an engine sampled; in a fault-tolerant run a broken answer counts as aborted."""
-    if fault_tolerant:
-        return await stream_completion(pool, payload, affinity_key, fault_tolerant=True)
-    for attempt in range(TRANSIENT_RETRIES):
-        try:
-            return await pool.generate_result(payload, affinity_key)
-        except EngineError as error:
-            if not error.transient:
-                raise
-        await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-    return await pool.generate_result(payload, affinity_key)
-
-
-async def stream_completion(
     pool: EnginePool,
     payload: JsonObject,
     affinity_key: Hashable | None,
@@ -74,17 +58,23 @@ async def stream_completion(
     fault_tolerant: bool,
     on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
 ) -> GenerateResult:
-    """Send a request and stream its answer; `on_ids` is called with the new token ids as they arrive.
+    """Send a request and return what an engine sampled.
 
-    An answer whose stream breaks counts as aborted and can be continued elsewhere. If it has no tokens, the request is
-    sent again.
+    In a fault-tolerant run, or with `on_ids`, which is called with the new token ids as they arrive, the answer is
+    streamed: if the stream breaks, the answer counts as aborted and can be continued elsewhere. If it has no tokens,
+    the request is sent again.
     """
+    streams = fault_tolerant or on_ids is not None
     error: EngineError | None = None
     for attempt in range(FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1):
         if attempt:
             await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - (not fault_tolerant)), MAX_BACKOFF_S))
+        result: GenerateResult | None
         try:
-            result, error = await pool.generate_resumable(payload, affinity_key, on_ids=on_ids)
+            if streams:
+                result, error = await pool.generate_resumable(payload, affinity_key, on_ids=on_ids)
+            else:
+                result, error = await pool.generate_result(payload, affinity_key), None
         except EngineError as raised:
             if not raised.transient:
                 raise
@@ -93,3 +83,39 @@ async def stream_completion(
             return result
     assert error is not None
     raise error
+
+
+async def complete(
+    rest: Callable[[], JsonObject | None],
+    send: Callable[[JsonObject], Awaitable[T]],
+    take: Callable[[T, bool], Awaitable[int | None]],
+    *,
+    ticket: Ticket | None,
+    given_up: Callable[[], bool],
+) -> None:
+    """Sample one answer with as many requests as it takes: one that was cut off is continued from its tokens.
+
+    `rest()` returns the request for the missing tokens, None if the answer may have no more. `send` sends it. `take`
+    keeps what was sampled, and returns the number of new tokens if the answer was cut off, None if it is complete; its
+    second argument is True if the tokens before it are not trained on, because the gate held the request of a ticket
+    with `masks`. An answer that was cut off stays partial if `given_up()`.
+
+    Each request of a ticket waits at its gate. An abort counts as one of the `MAX_RESUMES` only if the gate is open:
+    a gate that closes cuts requests off itself.
+    """
+    aborts = 0
+    while aborts < MAX_RESUMES:
+        request = rest()
+        if request is None:
+            return
+        if ticket is None:
+            sampled = await take(await send(request), False)
+        else:
+            async with ticket.engine_request() as was_held:
+                part = await send(request)
+            sampled = await take(part, was_held and ticket.masks)
+        if sampled is None or given_up():
+            return
+        if ticket is None or ticket.gate.is_open:
+            aborts = 0 if sampled else aborts + 1
+    raise AbortedTooOften(f"the engine aborted this request {MAX_RESUMES} times in a row without a new token")

@@ -215,7 +215,7 @@ async def _call_until_complete(
             for attempt in range(MAX_RESUMES):
                 result: object
                 if path is None:
-                    result = await generate(runtime.plugin_args, sample, sampling_params)
+                    result = await generate(runtime, sample, sampling_params)
                 else:
                     custom = runtime.function(
                         path, flag="--custom-generate-function-path", params=("args", "sample", "sampling_params")

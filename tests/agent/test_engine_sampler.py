@@ -71,10 +71,10 @@ def test_answer_has_the_sampled_tokens_and_their_text(tokenizer, prompt, play, s
     turn = Turn.of(tokenizer, SAID, seed=3)
     engine, url = play(turn, chunk=1)
     answer, heard = run_sampler(url, tokenizer, prompt, streams=streams)
-    assert answer.ids.tolist() == list(turn.ids)
-    assert answer.ids[-1] == tokenizer.eos_token_id
-    np.testing.assert_array_equal(answer.log_probs, np.float32([log_prob(t) for t in turn.ids]))
-    assert (answer.text, answer.finish_reason) == (SAID, "stop")
+    assert answer.token_ids == list(turn.ids)
+    assert answer.id_array[-1] == tokenizer.eos_token_id
+    np.testing.assert_array_equal(answer.log_prob_array, np.float32([log_prob(t) for t in turn.ids]))
+    assert (answer.text, answer.finish_type) == (SAID, "stop")
     assert "output_token_logprobs" not in answer.meta_info
     [asked] = engine.requests
     assert asked.streamed is streams
@@ -102,9 +102,9 @@ def test_answer_cut_off_at_the_gate_resumes_with_new_weights(tokenizer, prompt, 
         gate.open()
 
     answer, heard = run_sampler(url, tokenizer, prompt, streams=streams, act=held_for_a_while, ticket=ticket)
-    assert answer.ids.tolist() == list(turn.ids)
+    assert answer.token_ids == list(turn.ids)
     assert answer.text == SAID
-    assert answer.finish_reason == "stop"
+    assert answer.finish_type == "stop"
     assert answer.meta_info["masked_until"] == 9
     assert answer.meta_info["weight_versions"] == [
         {"version": "1", "start": 0, "end": 9},
@@ -127,8 +127,8 @@ def test_given_up_answer_is_aborted(tokenizer, prompt, play):
         await sampler.leave_engines()
 
     answer, _ = run_sampler(url, tokenizer, prompt, act=give_up, given_up=lambda: True)
-    assert answer.finish_reason == "abort"
-    assert answer.ids.tolist() == list(turn.ids[:3])
+    assert answer.finish_type == "abort"
+    assert answer.token_ids == list(turn.ids[:3])
 
 
 def test_answer_that_makes_progress_has_no_abort_limit(tokenizer, prompt, play):
@@ -137,7 +137,7 @@ def test_answer_that_makes_progress_has_no_abort_limit(tokenizer, prompt, play):
     assert len(pieces) > 16
     _, url = play(*pieces, Turn(ids[-1:]))
     answer, _ = run_sampler(url, tokenizer, prompt)
-    assert (answer.ids.tolist(), answer.finish_reason) == (list(ids), "stop")
+    assert (answer.token_ids, answer.finish_type) == (list(ids), "stop")
 
 
 def test_repeated_aborts_without_progress_raise(tokenizer, prompt, play):

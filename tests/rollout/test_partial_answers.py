@@ -7,6 +7,7 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.engine.http.protocol import (
+    GenerateResult,
     continued_params,
     continued_payload,
     extract_token_ids,
@@ -77,6 +78,28 @@ def test_joined_answers_accept_parts_without_tokens_or_versions():
     assert (one["text"], one["output_ids"]) == ("A", [65])
     nameless = join_responses(part([65], "abort", None), part([66], "stop", None))
     assert nameless["meta_info"]["weight_versions"] == []
+
+
+def test_results_with_columns_join_over_three_requests():
+    def columns(ids):
+        log_probs = np.asarray([-i / 128 for i in ids], dtype=np.float32)
+        return {"ids": pack(ids), "logprobs": base64.b64encode(log_probs.tobytes()).decode()}
+
+    def result(ids, finish, version):
+        answer = part(ids, finish, version, prompt_tokens=10, output_token_logprobs=columns(ids))
+        return GenerateResult.from_json({**answer, "output_ids": None}, url="http://engine")
+
+    parts = [result([65, 66], "abort", "1"), result([67], "abort", "2"), result([68, 69], "stop", "3")]
+    one = GenerateResult.joined(parts, "ABCDE")
+    assert (one.text, one.token_ids, one.finish_type) == ("ABCDE", [65, 66, 67, 68, 69], "stop")
+    assert one.log_probs == [-i / 128 for i in one.token_ids]
+    assert (one.prompt_tokens, one.completion_tokens) == (10, 5)
+    assert "output_token_logprobs" not in one.meta_info
+    assert one.meta_info["weight_versions"] == [
+        {"version": "1", "start": 0, "end": 2},
+        {"version": "2", "start": 2, "end": 3},
+        {"version": "3", "start": 3, "end": 5},
+    ]
 
 
 def test_continued_payload_requests_the_remaining_tokens():

@@ -57,7 +57,7 @@ def test_routed_experts_are_requested_once_per_token(engine, make_runtime, moe_f
 
     engine.respond = respond
     runtime = make_runtime([engine.url], hf_checkpoint=moe_folder, use_rollout_routing_replay=True)
-    sample = runtime.run(generate(runtime.args, Sample(prompt="xy"), runtime.state.sampling_params), 20)
+    sample = runtime.run(generate(runtime, Sample(prompt="xy"), runtime.state.sampling_params), 20)
     assert [request["return_routed_experts"] for request in engine.requests] == [True] * 3
     assert [request.get("routed_experts_start_len") for request in engine.requests] == [None, 3, 3]
     assert sample.response == "abc"
@@ -65,7 +65,7 @@ def test_routed_experts_are_requested_once_per_token(engine, make_runtime, moe_f
     np.testing.assert_array_equal(sample.rollout_routed_experts, expert_rows(sample.tokens))
     texts.append(("z</s>", "stop"))
     with as_evaluation():
-        evaluated = runtime.run(generate(runtime.args, Sample(prompt="xy"), runtime.state.sampling_params), 20)
+        evaluated = runtime.run(generate(runtime, Sample(prompt="xy"), runtime.state.sampling_params), 20)
     assert evaluated.rollout_routed_experts is None
     assert "return_routed_experts" not in engine.requests[-1]
 

@@ -16,7 +16,7 @@ from slime.rollout.sample_pipeline import generate_and_rm_group
 
 def run_generate(runtime, sample, **params):
     sampling_params = {**runtime.state.sampling_params, **params}
-    return runtime.run(generate(runtime.args, sample, sampling_params), 120)
+    return runtime.run(generate(runtime, sample, sampling_params), 120)
 
 
 def test_tokens_log_probs_and_status_come_from_the_engine(engine, make_runtime, tokenizer):

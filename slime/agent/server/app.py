@@ -161,7 +161,7 @@ async def _recorded_turn(held: OpenSession, task: asyncio.Task[RecordedTurn]) ->
 def finished_turn(taken: RecordedTurn, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> FinishedTurn:
     """The parts of a recorded turn that a dialect needs for its answer."""
     answer, output = taken.answer, taken.output
-    completion = len(answer.ids)
+    completion = len(answer.id_array)
     thought = len(output.reasoning or "")
     usage = Usage(
         prompt=len(taken.prompt.ids),
@@ -171,9 +171,9 @@ def finished_turn(taken: RecordedTurn, asked: Asked, tokenizer: PreTrainedTokeni
     )
     log_probs = None
     if asked.want_log_probs:
-        ids = answer.ids.tolist()
+        ids = answer.id_array.tolist()
         texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-        each = zip(texts, token_bytes(tokenizer, ids), answer.log_probs.tolist(), strict=True)
+        each = zip(texts, token_bytes(tokenizer, ids), answer.log_probs, strict=True)
         log_probs = [TokenLogProb(*entry) for entry in each]
     return FinishedTurn(taken.turn.id, output, taken.finish_reason, usage, log_probs)
 

@@ -12,7 +12,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,13 +22,11 @@ from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import (
     GenerateResult,
     continued_params,
-    join_responses,
-    record_first_routed,
-    record_first_version,
+    record_origin,
     routed_experts_fields,
 )
 from slime.rollout.gate import Ticket
-from slime.rollout.retry import MAX_RESUMES, AbortedTooOften, request_completion, stream_completion
+from slime.rollout.retry import complete, request_completion
 from slime.storage.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -107,22 +105,6 @@ OnText = Callable[[str, list[int]], Awaitable[None]]
 """Called for each piece of a growing answer, with its final text and its ids."""
 
 
-@dataclass(frozen=True)
-class SampledAnswer:
-    """The answer of the engines to a prompt: ids and log-probs of equal length, and their text.
-
-    `text` lacks the token that ended the turn. `finish_reason` is "stop", "length" or, if the rollout was given up,
-    "abort". `meta_info` is the engine's metadata over all requests of the answer, in the form that
-    `Sample.append_response_tokens` takes.
-    """
-
-    ids: np.ndarray
-    log_probs: np.ndarray
-    text: str
-    finish_reason: str
-    meta_info: JsonMapping
-
-
 class Sampler(Protocol):
     """Samples an answer to token ids. It resumes requests that were cut off and returns one answer."""
 
@@ -134,10 +116,13 @@ class Sampler(Protocol):
         affinity: str,
         on_text: OnText | None = None,
         known: int = 0,
-    ) -> SampledAnswer:
+    ) -> GenerateResult:
         """Sample an answer to `ids` with SGLang's sampling parameters; equal `affinity` selects the same engine.
 
-        The expert routing of the first `known` ids is known already, if routing is recorded.
+        The expert routing of the first `known` ids is known already, if routing is recorded. The text of the answer
+        lacks the token that ended the turn. Its `finish_type` is "stop", "length" or, if the rollout was given up,
+        "abort". Its `meta_info` is the engine's metadata over all requests of the answer, in the form that
+        `Sample.append_response_tokens` takes.
         """
         ...
 
@@ -145,8 +130,6 @@ class Sampler(Protocol):
 EACH_TOKEN = 1
 ABORT_AGAIN_S = 0.05
 ABORT_TIMEOUT_S = 30.0
-_PER_TOKEN = ("output_token_logprobs", "input_token_logprobs")
-"""Metadata that `SampledAnswer` has as arrays."""
 
 
 class EngineSampler:
@@ -190,29 +173,70 @@ class EngineSampler:
         affinity: str,
         on_text: OnText | None = None,
         known: int = 0,
-    ) -> SampledAnswer:
+    ) -> GenerateResult:
         params = {**self._draws(params), "skip_special_tokens": False, "no_stop_trim": True}
         if on_text is not None:
             params["stream_interval"] = EACH_TOKEN
-        more = routed_experts_fields(known) if self._routing else {}
-        answer = _GrowingAnswer(ids, params, Detokenizer(self._tokenizer, self._stop_ids), on_text, more)
-        aborts = 0
-        while not answer.is_full:
-            masks = False
-            if self._ticket is None:
-                part = await self._asked(answer, affinity)
-            else:
-                async with self._ticket.engine_request() as was_held:
-                    part = await self._asked(answer, affinity)
-                    masks = was_held and self._ticket.masks
-            answer.add(part, masks)
-            if not answer.is_cut or self._given_up():
-                break
-            if self._ticket is None or self._ticket.gate.is_open:
-                aborts = 0 if len(part.id_array) else aborts + 1
-                if aborts == MAX_RESUMES:
-                    raise AbortedTooOften.by_engine()
-        return await answer.whole()
+        routing = routed_experts_fields(known) if self._routing else {}
+        parts: list[GenerateResult] = []
+        sampled = masked_until = 0
+        detokenizer, pieces = Detokenizer(self._tokenizer, self._stop_ids), []
+
+        def is_full() -> bool:
+            is_cut = not parts or parts[-1].finish_type == "abort"
+            return is_cut and bool(sampled) and sampled >= params["max_new_tokens"]
+
+        def rest() -> JsonObject | None:
+            if is_full():
+                return None
+            input_ids = np.concatenate([ids, *(part.id_array for part in parts)]) if parts else ids
+            left = continued_params(params, sampled)
+            return {"input_ids": input_ids, "sampling_params": left, "return_logprob": True, **routing}
+
+        async def on_ids(new: list[int]) -> None:
+            assert on_text is not None
+            pieces.append(detokenizer.feed(new))
+            await on_text(pieces[-1], new)
+
+        async def send(request: JsonObject) -> GenerateResult:
+            version, rid = self._version(), uuid.uuid4().hex
+            request["rid"] = rid
+            self._at_engines.add(rid)
+            try:
+                part = await request_completion(
+                    self._pool,
+                    request,
+                    affinity,
+                    fault_tolerant=self._fault_tolerant,
+                    on_ids=None if on_text is None else on_ids,
+                )
+            finally:
+                self._at_engines.discard(rid)
+            record_origin(part.meta_info, request, version)
+            return part
+
+        async def take(part: GenerateResult, is_masked: bool) -> int | None:
+            nonlocal sampled, masked_until
+            if is_masked:
+                masked_until = sampled
+            parts.append(part)
+            sampled += len(part.id_array)
+            if on_text is None:
+                pieces.append(detokenizer.feed(part.token_ids))
+            return len(part.id_array) if part.finish_type == "abort" else None
+
+        await complete(rest, send, take, ticket=self._ticket, given_up=self._given_up)
+        if held_back := detokenizer.end():
+            pieces.append(held_back)
+            if on_text is not None:
+                await on_text(held_back, [])
+        answer = GenerateResult.joined(parts, "".join(pieces))
+        if is_full():
+            answer = replace(answer, finish_type="length")
+            answer.meta_info["finish_reason"] = {"type": "length", "length": sampled}
+        if masked_until:
+            answer.meta_info["masked_until"] = masked_until
+        return answer
 
     async def leave_engines(self) -> None:
         """Abort the requests that are at an engine; they keep their tokens and then wait at the ticket's gate.
@@ -226,89 +250,3 @@ class EngineSampler:
                     raise error
             if self._at_engines:
                 await asyncio.sleep(ABORT_AGAIN_S)  # a request may not have reached its engine yet
-
-    async def _asked(self, answer: _GrowingAnswer, affinity: str) -> GenerateResult:
-        version, rid = self._version(), uuid.uuid4().hex
-        payload = {**answer.rest(), "rid": rid}
-        self._at_engines.add(rid)
-        try:
-            if answer.on_text is None:
-                result = await request_completion(self._pool, payload, affinity, fault_tolerant=self._fault_tolerant)
-            else:
-                result = await stream_completion(
-                    self._pool, payload, affinity, fault_tolerant=self._fault_tolerant, on_ids=answer.on_tokens
-                )
-        finally:
-            self._at_engines.discard(rid)
-        record_first_version(result.meta_info, version)
-        record_first_routed(result.meta_info, payload)
-        return result
-
-
-class _GrowingAnswer:
-    """One growing answer, collected over all requests that it takes."""
-
-    def __init__(
-        self,
-        prompt: np.ndarray,
-        params: JsonMapping,
-        text: Detokenizer,
-        on_text: OnText | None,
-        more: JsonMapping,
-    ) -> None:
-        self.on_text = on_text
-        self._more = more
-        self._prompt, self._params, self._text = prompt, params, text
-        self._pieces: list[str] = []
-        self._parts: list[GenerateResult] = []
-        self._sampled = 0
-        self._masked_until = 0
-
-    @property
-    def is_cut(self) -> bool:
-        return not self._parts or self._parts[-1].finish_type == "abort"
-
-    @property
-    def is_full(self) -> bool:
-        """True if the answer was cut off at its limit of tokens."""
-        return self.is_cut and bool(self._sampled) and self._sampled >= self._params["max_new_tokens"]
-
-    def rest(self) -> JsonObject:
-        """Return the request for the rest of the answer."""
-        ids = np.concatenate([self._prompt, *(part.id_array for part in self._parts)]) if self._parts else self._prompt
-        params = continued_params(self._params, self._sampled)
-        return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **self._more}
-
-    async def on_tokens(self, ids: list[int]) -> None:
-        """Handle sampled ids and report their text."""
-        assert self.on_text is not None
-        piece = self._text.feed(ids)
-        self._pieces.append(piece)
-        await self.on_text(piece, ids)
-
-    def add(self, part: GenerateResult, masks: bool) -> None:
-        """Add the result of one request; with `masks` all tokens before it are not trained on."""
-        if masks:
-            self._masked_until = self._sampled
-        self._parts.append(part)
-        self._sampled += len(part.id_array)
-        if self.on_text is None:
-            self._pieces.append(self._text.feed(part.token_ids))
-
-    async def whole(self) -> SampledAnswer:
-        """Report the rest of the text and return the whole answer."""
-        if rest := self._text.end():
-            self._pieces.append(rest)
-            if self.on_text is not None:
-                await self.on_text(rest, [])
-        finish = "length" if self.is_full else self._parts[-1].finish_type
-        joined: JsonObject = {"meta_info": self._parts[0].meta_info}
-        for part in self._parts[1:]:
-            joined = join_responses(joined, {"meta_info": part.meta_info})
-        meta_info = {name: value for name, value in joined["meta_info"].items() if name not in _PER_TOKEN}
-        if meta_info["finish_reason"]["type"] != finish:
-            meta_info["finish_reason"] = {"type": finish, "length": self._sampled}
-        if self._masked_until:
-            meta_info["masked_until"] = self._masked_until
-        ids, log_probs = [part.id_array for part in self._parts], [part.log_prob_array for part in self._parts]
-        return SampledAnswer(np.concatenate(ids), np.concatenate(log_probs), "".join(self._pieces), finish, meta_info)

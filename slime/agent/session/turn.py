@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.session.sampler import SampledAnswer, Sampler
+from slime.agent.session.sampler import Sampler
 from slime.agent.session.session import Prompt, SampledTurn, Session
 from slime.agent.session.tree import Turn
+from slime.engine.http.protocol import GenerateResult
 from slime.models.parsers.events import Event, OutputParser, ParsedOutput, gathered
 from slime.rollout.outcomes import GivenUp
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -37,7 +38,7 @@ class RecordedTurn:
     turn: Turn
     prompt: Prompt
     output: ParsedOutput
-    answer: SampledAnswer
+    answer: GenerateResult
     finish_reason: str
 
 
@@ -79,7 +80,7 @@ async def take_prepared_turn(
         if on_event is None:
             reading.take(answer.text)
         await reading.end()
-        if answer.finish_reason == "abort":
+        if answer.finish_type == "abort":
             raise GivenUp("the rollout was given up while this turn was sampled")
         turn = reading.turn(answer, prompt.turn_id)
         return RecordedTurn(session.record(prompt, turn), prompt, reading.output, answer, turn.finish_reason)
@@ -153,14 +154,14 @@ class _AnswerReader:
         self._events += self._parser.end()
         await self._tell()
 
-    def turn(self, answer: SampledAnswer, reference: str) -> SampledTurn:
+    def turn(self, answer: GenerateResult, reference: str) -> SampledTurn:
         """Return the whole answer in the form that is recorded."""
         output = self.output
-        finish = "tool_calls" if output.calls and answer.finish_reason == "stop" else answer.finish_reason
+        finish = "tool_calls" if output.calls and answer.finish_type == "stop" else answer.finish_type
         message = message_from_output(output, reference)
         text, ill_formed = "".join(self._texts), output.ill_formed
         return SampledTurn(
-            answer.ids, answer.log_probs, finish, answer.meta_info, message, text=text, ill_formed=ill_formed
+            answer.id_array, answer.log_prob_array, finish, answer.meta_info, message, text=text, ill_formed=ill_formed
         )
 
     def unfinished(self, reference: str) -> SampledTurn | None:

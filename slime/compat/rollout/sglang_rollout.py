@@ -118,7 +118,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if runtime is None:
         runtime = _runtime_of_its_own(args)
         setattr(args, _ALONE, True)
-    return await runtime.on_own_loop(requests.generate(args, sample, sampling_params))
+    return await runtime.on_own_loop(requests.generate(runtime, sample, sampling_params))
 
 
 async def generate_and_rm(

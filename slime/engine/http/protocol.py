@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypedDict
 
 import numpy as np
@@ -167,6 +167,25 @@ class GenerateResult:
             meta_info=meta_info,
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[GenerateResult], text: str) -> GenerateResult:
+        """Join the results of the requests that one answer took; its `meta_info` lacks the lists of log-probs."""
+        metas = [{k: v for k, v in part.meta_info.items() if k not in _AS_ARRAYS} for part in parts]
+        meta_info, sampled = metas[0], len(parts[0].id_array)
+        for part, rest in zip(parts[1:], metas[1:], strict=True):
+            meta_info = _join_meta_info(meta_info, rest, (sampled, len(part.id_array)))
+            sampled += len(part.id_array)
+        return replace(
+            parts[-1],
+            text=text,
+            id_array=np.concatenate([part.id_array for part in parts]),
+            log_prob_array=np.concatenate([part.log_prob_array for part in parts]),
+            prompt_tokens=_count(meta_info, "prompt_tokens"),
+            completion_tokens=_count(meta_info, "completion_tokens"),
+            cached_tokens=_count(meta_info, "cached_tokens"),
+            meta_info=meta_info,
+        )
+
 
 def quote(answer: object) -> str:
     """A response as shown in error messages: JSON where possible, truncated to a readable length."""
@@ -193,20 +212,18 @@ def error_message(body: str) -> str:
 
 _SUMMED = ("completion_tokens", "e2e_latency", "spec_verify_ct", "spec_accept_token_num", "spec_draft_token_num")
 _JOINED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+_AS_ARRAYS = ("output_token_logprobs", "input_token_logprobs")
+"""Metadata that a joined `GenerateResult` has as arrays, or not at all."""
 _TOP_P = (("top_p_token_ids", "top_p_token_offsets"), ("top_p_kept_token_ids", "top_p_kept_token_offsets"))
 
 
-def record_first_version(meta_info: JsonObject, sent_with: str | None) -> None:
-    """Record the weight version an engine had when the request was sent, if the response names only a later one."""
-    if sent_with is None or meta_info.get("weight_versions"):
-        return
-    if meta_info.get("weight_version") not in (None, sent_with):
+def record_origin(meta_info: JsonObject, request: JsonMapping, sent_with: str | None) -> None:
+    """Record what a response leaves out: the weight version that the engine had when the request was sent
+    (`sent_with`), if the response names only a later one; and the first token that has routed experts."""
+    names_all = sent_with is None or meta_info.get("weight_versions")
+    if not names_all and meta_info.get("weight_version") not in (None, sent_with):
         meta_info["first_weight_version"] = sent_with
-
-
-def record_first_routed(meta_info: JsonObject, request: object) -> None:
-    """Record the first token of the routed experts from the request, if the response does not name it."""
-    start = request.get("routed_experts_start_len") if isinstance(request, Mapping) else None
+    start = request.get("routed_experts_start_len")
     if start and meta_info.get("routed_experts") is not None:
         meta_info.setdefault("routed_experts_start_len", start)
 
@@ -265,8 +282,16 @@ def continued_payload(payload: JsonMapping, prompt_ids: Sequence[int], sampled: 
 
 def join_responses(first: JsonMapping, rest: JsonMapping) -> JsonObject:
     """Join two parts of one response into the response of an uninterrupted request."""
-    one, two = first["meta_info"], rest["meta_info"]
     counts = len(extract_token_ids(first) or ()), len(extract_token_ids(rest) or ())
+    meta_info = _join_meta_info(first["meta_info"], rest["meta_info"], counts)
+    joined = {**first, **rest, "text": first.get("text", "") + rest.get("text", ""), "meta_info": meta_info}
+    if "output_ids" in first or "output_ids" in rest:
+        joined["output_ids"] = [*(first.get("output_ids") or ()), *(rest.get("output_ids") or ())]
+    return joined
+
+
+def _join_meta_info(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> JsonObject:
+    """Join the metadata of two parts that have `counts` tokens."""
     meta_info = {**one, **two}
     for name in ("id", "prompt_tokens", "input_token_logprobs", "input_top_logprobs", "first_weight_version"):
         if name in one:
@@ -282,15 +307,11 @@ def join_responses(first: JsonMapping, rest: JsonMapping) -> JsonObject:
     for ids, offsets in _TOP_P:
         if offsets in one and offsets in two:
             first_ids, first_offsets = _int32_list(one[ids]), _int32_list(one[offsets])
-            shift = len(first_ids)
-            rest_offsets = [offset + shift for offset in _int32_list(two[offsets])[1:]]
+            rest_offsets = [offset + len(first_ids) for offset in _int32_list(two[offsets])[1:]]
             meta_info[ids] = first_ids + _int32_list(two[ids])
             meta_info[offsets] = first_offsets + rest_offsets
     meta_info["weight_versions"] = _join_weight_versions(one, two, counts)
-    joined = {**first, **rest, "text": first.get("text", "") + rest.get("text", ""), "meta_info": meta_info}
-    if "output_ids" in first or "output_ids" in rest:
-        joined["output_ids"] = [*(first.get("output_ids") or ()), *(rest.get("output_ids") or ())]
-    return joined
+    return meta_info
 
 
 def _join_weight_versions(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> list[JsonObject]:
