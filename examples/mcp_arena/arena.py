@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from task import INVALID, JUDGE, JUDGE_PROMPT, cost_of
+from tournament import Judge, ServedJudge, Tournament
+from tournament.rewards import asked_for, said_in_the_end
 
 from slime.data.sample import Sample
-from slime.rollout.rewards.tournament import Judge, ServedJudge, Tournament
-from slime.rollout.rewards.tournament.rewards import asked_for, said_in_the_end
 
 
 def bill(sample: Sample) -> str:

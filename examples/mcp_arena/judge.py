@@ -17,12 +17,12 @@ from queue import SimpleQueue
 from typing import IO
 
 from task import BILLS
+from tournament import Match, ServedJudge
+from tournament.rewards import Calls
 
 from slime.cluster.process import guarded
 from slime.data.sample import Sample
 from slime.errors import RunFailed
-from slime.rollout.rewards.tournament import Match, ServedJudge
-from slime.rollout.rewards.tournament.rewards import Calls
 
 READY = re.compile(r"ready on (http://[^\s:]+:\d+)")
 

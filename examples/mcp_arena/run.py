@@ -18,8 +18,7 @@ import arena  # noqa: E402
 import judge  # noqa: E402
 import task  # noqa: E402
 import tiny_run  # noqa: E402
-
-from slime.rollout.rewards.tournament import TOPOLOGIES, expected_matches  # noqa: E402
+from tournament import TOPOLOGIES, expected_matches  # noqa: E402
 
 LEARNED = 0.6
 GROUP = 8

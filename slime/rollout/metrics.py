@@ -274,7 +274,7 @@ def _summed_counters(samples: Sequence[Sample], key: str) -> Counter[str]:
 
 
 def _tournament_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return the cost of pairwise judging, which `slime.rollout.rewards.tournament` stores once per group."""
+    """Return the cost of pairwise judging, which `examples/mcp_arena/tournament` stores once per group."""
     totals = _summed_counters(samples, "tournament")
     return {f"rollout/tournament_{name}": float(value) for name, value in totals.items()}
 

@@ -1,1 +1,1 @@
-"""Rewards: the built-in verifiers, tournaments, and the hub that selects a verifier for each sample."""
+"""Rewards: the built-in verifiers, and the hub that selects a verifier for each sample."""

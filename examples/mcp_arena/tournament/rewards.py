@@ -26,8 +26,9 @@ from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import UserError
 from slime.rollout.event_loop import DaemonThreads
 from slime.rollout.outcomes import FailureLog, call_contained
-from slime.rollout.rewards.tournament.topologies import TOPOLOGIES, Pair, Score, play, rank_rewards
 from slime.rollout.rewards.worker_pool import RewardError
+
+from .topologies import TOPOLOGIES, Pair, Score, play, rank_rewards
 
 
 class JudgeFailed(RewardError):

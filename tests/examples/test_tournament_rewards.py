@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from examples.mcp_arena.tournament import TOPOLOGIES, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
+from examples.mcp_arena.tournament.rewards import Calls
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.metrics import _tournament_metrics
-from slime.rollout.rewards.tournament import TOPOLOGIES, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
-from slime.rollout.rewards.tournament.rewards import Calls
 from slime.rollout.rewards.worker_pool import RewardError
 
 ARGS = Namespace()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.rollout.rewards.tournament import TOPOLOGIES, Played, expected_matches, play, rank_rewards
-from slime.rollout.rewards.tournament.topologies import Pair, Score
+from examples.mcp_arena.tournament import TOPOLOGIES, Played, expected_matches, play, rank_rewards
+from examples.mcp_arena.tournament.topologies import Pair, Score
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 31, 33]
 ALL = sorted(TOPOLOGIES)

@@ -1,6 +1,6 @@
 """Rewards by rank: the answers to one prompt are compared in pairs, and the resulting order gives their rewards.
 
-from slime.rollout.rewards.tournament import ServedJudge, Tournament
+from tournament import ServedJudge, Tournament
 
 tournament = Tournament(ServedJudge(prompt=PROMPT), topology="swiss")
 
@@ -8,8 +8,8 @@ async def reward(args, samples):  # --custom-rm-path this_file.py:reward --group
     return await tournament.rewards(args, samples)
 """
 
-from slime.rollout.rewards.tournament.rewards import Judge, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
-from slime.rollout.rewards.tournament.topologies import (
+from .rewards import Judge, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
+from .topologies import (
     TOPOLOGIES,
     Played,
     Topology,
