@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -253,7 +254,8 @@ class DyingTrainers(TrainerGroup):
     def _call(self, method: str, params: Any) -> list[Any]:
         if method == self.fatal:
             for pid in self.processes.ranks[0].process.pids():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # a process ends those below it when it is killed
+                    os.kill(pid, signal.SIGKILL)
         return super()._call(method, params)
 
 
