@@ -100,7 +100,7 @@ class Conversion:
             )
         if not (self.source / "config.json").is_file():
             raise UserError(f"{self.source} is neither a checkpoint (meta.json) nor a model folder (config.json)")
-        from slime.models.safetensors_io import plain_tensors
+        from slime.models.dequantized import plain_tensors
 
         return self.source, plain_tensors(self.source)
 

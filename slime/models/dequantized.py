@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slime.errors import UserError
-from slime.models.families.tp_sharding import Region, region_shape
+from slime.models.families.tp_sharding import Region, region_shape, relative_region
 from slime.models.folder import block_size, quantization, read_config_json
-from slime.models.safetensors_io import FP8, SCALE_SUFFIX, StoredTensor, stored_tensors
-from slime.models.tensor_sources import Fp8BlockSource, Source
+from slime.models.safetensors_io import (
+    FP8,
+    SCALE_SUFFIX,
+    StoredTensor,
+    dequantize_block,
+    natural_order,
+    stored_tensors,
+    weight_files,
+)
+from slime.models.tensor_sources import DerivedSource, Source, read_whole
 
 INDEX_FILE_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -41,7 +49,22 @@ def plain_sources(folder: Path) -> dict[str, Source]:
     return dict(stored)
 
 
-def _from_fp8(folder: Path, stored: dict[str, StoredTensor], block: tuple[int, int]) -> Iterator[tuple[str, Source]]:
+def plain_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in any file of a model folder as plain numbers, in the order of the layers."""
+    config = read_config_json(folder)
+    block, quantized = block_size(config), quantization(config)
+    if block is None and quantized:
+        method = quantized.get("quant_method")
+        raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats can be converted")
+    stored = stored_tensors(weight_files(folder))
+    sources = dict(_from_fp8(folder, stored, block))
+    for name in sorted(sources, key=natural_order):
+        yield name, read_whole(sources[name])
+
+
+def _from_fp8(
+    folder: Path, stored: dict[str, StoredTensor], block: tuple[int, int] | None
+) -> Iterator[tuple[str, Source]]:
     for name, tensor in stored.items():
         scale = stored.get(f"{name}{SCALE_SUFFIX}")
         if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in stored:
@@ -49,13 +72,29 @@ def _from_fp8(folder: Path, stored: dict[str, StoredTensor], block: tuple[int, i
         if tensor.dtype != FP8:
             yield name, tensor
         elif (
-            scale is None
+            block is None
+            or scale is None
             or len(tensor.shape) != 2
             or scale.shape != tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
         ):
             raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
         else:
-            yield name, Fp8BlockSource(tensor, scale, block)
+            yield name, DerivedSource(tensor.shape, torch.float32, partial(_read_fp8, tensor, scale, block))
+
+
+def _read_fp8(stored: StoredTensor, scale: StoredTensor, block: tuple[int, int], region: Region) -> Tensor:
+    """Read a region of a matrix in blocks of 8-bit floats, dequantised to float32."""
+    if 0 in region_shape(region):
+        return torch.empty(region_shape(region))
+    covered = [  # the blocks that the region touches
+        slice(part.start // size, -(-part.stop // size)) for part, size in zip(region, block, strict=True)
+    ]
+    around = tuple(
+        slice(part.start * size, min(part.stop * size, side))
+        for part, size, side in zip(covered, block, stored.shape, strict=True)
+    )
+    numbers = dequantize_block(stored.read(around), scale.read(tuple(covered)), block)
+    return numbers[relative_region(region, around)]
 
 
 def _from_mxfp4(folder: Path, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Source]]:
@@ -69,35 +108,25 @@ def _from_mxfp4(folder: Path, stored: dict[str, StoredTensor]) -> Iterator[tuple
         scales = stored.get(plain + _SCALES)
         if scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]:
             raise UserError(f"{plain} in {folder} is in 4-bit floats without a scale for each block: it cannot be read")
-        yield plain, Mxfp4Source(tensor, scales)
+        experts, outputs, groups, half = tensor.shape
+        shape = (experts, groups * half * 2, outputs)
+        yield plain, DerivedSource(shape, torch.bfloat16, partial(_read_mxfp4, tensor, scales))
 
 
-@dataclass(frozen=True)
-class Mxfp4Source:
-    """Matrices of experts in 4-bit floats (mxfp4): outputs before inputs in the file, transposed when read."""
-
-    blocks: StoredTensor
-    scales: StoredTensor
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, outputs, groups, half = self.blocks.shape
-        return (experts, groups * half * 2, outputs)
-
-    def read(self, region: Region) -> Tensor:
-        if 0 in region_shape(region):
-            return torch.empty(region_shape(region), dtype=self.dtype)
-        experts, inputs, outputs = region
-        half = self.blocks.shape[-1]
-        groups = slice(inputs.start // (2 * half), -(-inputs.stop // (2 * half)))
-        packed = self.blocks.read((experts, outputs, groups, slice(0, half)))
-        exponents = self.scales.read((experts, outputs, groups)).to(torch.int32) - 127
-        table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=self.dtype)
-        pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-        numbers = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1)).to(self.dtype).flatten(-2)
-        first = groups.start * 2 * half
-        return numbers[..., inputs.start - first : inputs.stop - first].transpose(1, 2).contiguous()
+def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, region: Region) -> Tensor:
+    """Read experts in 4-bit floats (mxfp4) as bfloat16: outputs before inputs in the file, transposed here."""
+    if 0 in region_shape(region):
+        return torch.empty(region_shape(region), dtype=torch.bfloat16)
+    experts, inputs, outputs = region
+    half = blocks.shape[-1]
+    groups = slice(inputs.start // (2 * half), -(-inputs.stop // (2 * half)))
+    packed = blocks.read((experts, outputs, groups, slice(0, half)))
+    exponents = scales.read((experts, outputs, groups)).to(torch.int32) - 127
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
+    pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    numbers = torch.ldexp(table[pairs.int()], exponents.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
+    first = groups.start * 2 * half
+    return numbers[..., inputs.start - first : inputs.stop - first].transpose(1, 2).contiguous()
 
 
 def _weight_files(folder: Path, named: str | None) -> list[Path]:

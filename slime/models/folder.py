@@ -28,6 +28,25 @@ def read_config_json(folder: str | Path) -> JsonObject:
     return facts
 
 
+LONGEST_HEADER = 100_000_000
+
+
+def read_safetensors_header(path: Path) -> tuple[JsonObject, JsonObject, int]:
+    """The tensor entries and the metadata of a safetensors file, and the position of its first tensor byte.
+
+    Raises OSError, or ValueError for another file; the entries themselves are not checked.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(path.stat().st_size - 8, LONGEST_HEADER):
+            raise ValueError(f"its header would have {length} bytes")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    return header, header.pop("__metadata__", None) or {}, 8 + length
+
+
 def block_size(config: JsonObject) -> tuple[int, int] | None:
     """The block size of 8-bit floats in a config.json; None for plain weights and other quantisations."""
     facts = quantization(config)

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from slime.models.tensor_sources import (
-    CastSource,
-    ComputedSource,
-    ConcatenatedSource,
-    NarrowedSource,
     Source,
-    StackedSource,
-    TransposedSource,
+    cast_source,
+    computed_source,
+    concatenated_source,
+    narrowed_source,
     read_whole,
     sources_equal,
+    stacked_source,
+    transposed_source,
 )
 
 
@@ -35,7 +36,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def of(cls, source: Source) -> LazyTensor:
-        made: LazyTensor = torch.empty(source.shape, dtype=source.dtype, device="meta").as_subclass(cls)
+        made: LazyTensor = _meta_tensor(source).as_subclass(cls)
         made.source = source
         return made
 
@@ -55,19 +56,19 @@ class LazyTensor(Tensor):
 def _record_call(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call a function on shapes alone; its result is computed from whole inputs when it is read."""
     with torch._C.DisableTorchFunctionSubclass():
-        result = function(*_replace_lazy(args, _meta_tensor), **_replace_lazy(kwargs, _meta_tensor))
-    inputs = _replace_lazy(
-        (args, kwargs), lambda unread: unread.source
-    )  # the present sources: in-place functions set new
+        shapes = tree_map_only(LazyTensor, lambda lazy: _meta_tensor(lazy.source), (args, kwargs))
+        result = function(*shapes[0], **shapes[1])
+    # copies with the present sources: functions that work in place give the tensors new ones
+    inputs = tree_map_only(LazyTensor, lambda lazy: LazyTensor.of(lazy.source), (args, kwargs))
 
     def compute(index: int | None) -> Tensor:
-        inner_args, inner_kwargs = _read_inputs(inputs)
+        inner_args, inner_kwargs = tree_map_only(LazyTensor, lambda lazy: read_whole(lazy.source), inputs)
         with torch.no_grad():
             made = function(*inner_args, **inner_kwargs)
         return made if index is None else made[index]
 
     if isinstance(result, Tensor):
-        made = ComputedSource(partial(compute, None), tuple(result.shape), result.dtype)
+        made = computed_source(partial(compute, None), tuple(result.shape), result.dtype)
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], LazyTensor):
             args[0].source = made
@@ -75,38 +76,14 @@ def _record_call(function: Callable[..., Any], args: tuple[object, ...], kwargs:
         return LazyTensor.of(made)
     if isinstance(result, (tuple, list)) and any(isinstance(part, Tensor) for part in result):
         parts = (
-            ComputedSource(partial(compute, index), tuple(part.shape), part.dtype) for index, part in enumerate(result)
+            computed_source(partial(compute, index), tuple(part.shape), part.dtype) for index, part in enumerate(result)
         )
         return type(result)(map(LazyTensor.of, parts))
     return result
 
 
-def _meta_tensor(unread: LazyTensor) -> Tensor:
-    return torch.empty(tuple(unread.source.shape), dtype=unread.source.dtype, device="meta")
-
-
-def _replace_lazy(value: Any, replace: Callable[[LazyTensor], object]) -> Any:
-    """Replace the lazy tensors in nested arguments."""
-    match value:
-        case LazyTensor():
-            return replace(value)
-        case list() | tuple():
-            return type(value)([_replace_lazy(part, replace) for part in value])
-        case dict():
-            return {key: _replace_lazy(part, replace) for key, part in value.items()}
-    return value
-
-
-def _read_inputs(value: Any) -> Any:
-    """Read the sources in nested arguments."""
-    match value:
-        case list() | tuple():
-            return type(value)([_read_inputs(part) for part in value])
-        case dict():
-            return {key: _read_inputs(part) for key, part in value.items()}
-        case Tensor() | str() | int() | float() | None:
-            return value
-    return read_whole(value) if hasattr(value, "read") else value
+def _meta_tensor(source: Source) -> Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, device="meta")
 
 
 def _same_source(tensor: LazyTensor, *_args: object, **_kwargs: object) -> LazyTensor:
@@ -131,14 +108,14 @@ def _to(tensor: LazyTensor, *args: object, **kwargs: object) -> LazyTensor:
     kinds += [other.dtype for other in others]
     if not kinds or kinds[0] == tensor.source.dtype:
         return _same_source(tensor)
-    return LazyTensor.of(CastSource(tensor.source, kinds[0]))
+    return LazyTensor.of(cast_source(tensor.source, kinds[0]))
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
     sources = _sources(tensors)
     if kwargs or sources is None or len({(source.shape, source.dtype) for source in sources}) > 1:
         return NotImplemented
-    return LazyTensor.of(StackedSource(sources, dim % (len(sources[0].shape) + 1)))
+    return LazyTensor.of(stacked_source(sources, dim % (len(sources[0].shape) + 1)))
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
@@ -148,7 +125,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
     dim %= len(sources[0].shape)
     if len({source.shape[:dim] + source.shape[dim + 1 :] for source in sources}) > 1:
         return NotImplemented
-    return LazyTensor.of(ConcatenatedSource(sources, dim))
+    return LazyTensor.of(concatenated_source(sources, dim))
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[Source] | None:
@@ -159,7 +136,7 @@ def _sources(tensors: Sequence[Tensor]) -> list[Source] | None:
 
 def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     count = len(tensor.source.shape)
-    return LazyTensor.of(TransposedSource(tensor.source, dim0 % count, dim1 % count))
+    return LazyTensor.of(transposed_source(tensor.source, dim0 % count, dim1 % count))
 
 
 def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> object:
@@ -178,7 +155,7 @@ def _split(tensor: LazyTensor, split_size: int | Sequence[int], dim: int = 0) ->
     if sum(split_size) != size:
         return NotImplemented
     for length in split_size:
-        parts.append(LazyTensor.of(NarrowedSource(tensor.source, dim, begin, length)))
+        parts.append(LazyTensor.of(narrowed_source(tensor.source, dim, begin, length)))
         begin += length
     return tuple(parts)
 

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.errors import UserError
+from slime.models.dequantized import plain_tensors
 from slime.models.folder import (
     SAME_CODE,
     block_size,
@@ -29,7 +30,6 @@ from slime.models.folder import (
     first_line,
     read_config_json,
 )
-from slime.models.safetensors_io import plain_tensors
 from slime.models.saving import save_hf_folder
 
 REPORT_OPTIONS = {"output_loading_info": True, "ignore_mismatched_sizes": True}

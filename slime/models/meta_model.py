@@ -21,7 +21,7 @@ from slime.models.folder import block_size, quantization, read_config_json
 from slime.models.heads import output_projection, put_value_head
 from slime.models.lazy_tensor import LazyTensor
 from slime.models.loading import check_complete, errors_of, load_causal_lm, load_tensors, load_weights_config
-from slime.models.tensor_sources import MemorySource, Source, ZeroSource, read_whole
+from slime.models.tensor_sources import Source, memory_source, read_whole, zero_source
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MetaModel:
         head = output_projection(self.model).weight
         for name, parameter in self.model.named_parameters():
             if parameter is head:
-                self.sources[name] = ZeroSource(tuple(head.shape), head.dtype)
+                self.sources[name] = zero_source(tuple(head.shape), head.dtype)
 
 
 def load_meta_model(
@@ -76,7 +76,7 @@ def _to_meta_model(model: PreTrainedModel) -> MetaModel:
     sources: dict[str, Source] = {}
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        sources[name] = parameter.source if isinstance(parameter, LazyTensor) else MemorySource(parameter.detach())
+        sources[name] = parameter.source if isinstance(parameter, LazyTensor) else memory_source(parameter.detach())
         outline = torch.empty(sources[name].shape, dtype=sources[name].dtype, device="meta")
         empty[parameter] = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     for module in model.modules():

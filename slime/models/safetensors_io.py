@@ -13,21 +13,17 @@ Invariant: representable values are restored exactly; a block of zeros stays zer
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from slime.errors import UserError
-from slime.models.families.tp_sharding import Region, region_shape
-from slime.models.folder import block_size, quantization, read_config_json
+from slime.models.families.tp_sharding import Region, region_shape, whole_region
+from slime.models.folder import read_safetensors_header
 from slime.storage.json_types import JsonObject
 
 DTYPES = {
@@ -37,14 +33,17 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -94,33 +93,28 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 def _read_header(path: Path) -> list[StoredTensor]:
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
-            header: JsonObject = json.loads(file.read(length) if length <= _LONGEST_HEADER else "")
-        size = path.stat().st_size
-        found = [
-            _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
-        ]
+        header, _, data_begin = read_safetensors_header(path)
+        size, found = path.stat().st_size, []
+        for name, entry in header.items():
+            kind = DTYPES.get(entry["dtype"])
+            if kind is None:
+                raise UserError(
+                    f"{name} in {path} is of type {entry['dtype']}, which cannot be read: convert the folder first"
+                )
+            shape = tuple(int(size) for size in entry["shape"])
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            stored = StoredTensor(path, name, shape, kind, data_begin + begin)
+            if min((begin, *shape), default=0) < 0 or end - begin != stored.num_bytes:
+                raise ValueError(f"{name} has {end - begin} bytes, which do not match its shape and type")
+            found.append(stored)
     except OSError as cause:
         raise UserError(f"{path} cannot be loaded: {cause.strerror}") from cause
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise UserError(f"{path} cannot be loaded: its header is not that of a safetensors file") from cause
+        raise UserError(f"{path} cannot be loaded: it is not a safetensors file, or is truncated ({cause})") from cause
     for stored in found:
         if stored.begin + stored.num_bytes > size:
             raise UserError(f"{path} cannot be loaded: it ends before {stored.name} does, copy or download it again")
     return found
-
-
-def _stored_tensor(path: Path, name: str, entry: JsonObject, data_begin: int) -> StoredTensor:
-    kind = DTYPES.get(entry["dtype"])
-    if kind is None:
-        raise UserError(f"{name} in {path} is of type {entry['dtype']}, which cannot be read: convert the folder first")
-    shape = tuple(int(size) for size in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    if min((begin, *shape), default=0) < 0 or end - begin != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{name} has {end - begin} bytes, which do not match its shape and type")
-    return StoredTensor(path, name, shape, kind, data_begin + begin)
 
 
 FP8 = torch.float8_e4m3fn
@@ -202,65 +196,35 @@ def is_linear(name: str, tensor: torch.Tensor) -> bool:
 
 
 class WeightReader:
-    """Reads the tensors of several safetensors files by name, one at a time, through memory mappings.
-
-    `names` are in the order of the layers.
-    """
+    """Reads the tensors of several safetensors files by name, one at a time. `names` are in the order of the layers."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._file_of: dict[str, Any] = {}
-        for path in sorted(files):
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as cause:
-                raise UserError(f"{path} is not a safetensors file, or a truncated one: {cause}") from cause
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-        self.names = sorted(self._file_of, key=natural_order)
+        self._stored = stored_tensors(files)
+        self.names = sorted(self._stored, key=natural_order)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._file_of[name].get_tensor(name)
+        return self._stored[name].read(whole_region(self._stored[name].shape))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self[name]) for name in self.names)
 
 
-def plain_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of a model folder as plain numbers: blocks of 8-bit floats are dequantised to float32."""
-    config = read_config_json(folder)
-    block, quantized = block_size(config), quantization(config)
-    if block is None and quantized:
-        method = quantized.get("quant_method")
-        raise UserError(f"{folder} is quantised ({method}): only blocks of 8-bit floats can be converted")
-    weights = open_weights(folder)
-    for name in weights.names:
-        scale = f"{name}{SCALE_SUFFIX}"
-        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in weights:
-            continue
-        tensor = weights[name]
-        if tensor.dtype != FP8:
-            yield name, tensor
-        elif (
-            block is None
-            or scale not in weights
-            or tensor.dim() != 2
-            or weights.shape(scale) != tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True))
-        ):
-            raise UserError(f"{name} in {folder} is in 8-bit floats without a scale for each block: it cannot be read")
-        else:
-            yield name, dequantize_block(tensor, weights[scale], block)
-
-
 def open_weights(folder: Path) -> WeightReader:
+    return WeightReader(weight_files(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """All weight files of a model folder; UserError if there are none."""
     files = list(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"model folder {folder} has no *.safetensors weights: download them, or convert the folder")
-    return WeightReader(files)
+    return files
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import struct
 from pathlib import Path
 
 from slime.errors import UserError
+from slime.models.folder import read_safetensors_header
 from slime.storage.json_types import JsonObject
 
 GATED_DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
@@ -357,14 +357,10 @@ def count_parameters(folder: str | Path) -> int | None:
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
     """The shapes of a safetensors file's tensors, by its header; empty if the header is not readable."""
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > 100 * 2**20:
-                return {}
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error):
+        header, _, _ = read_safetensors_header(file)
+    except (OSError, ValueError):
         return {}
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__" and "shape" in entry}
+    return {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
 
 
 _FLOAT32_BYTES = 4  # bytes of float32, in which normalisations and, on a CPU, attention compute

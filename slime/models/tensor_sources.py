@@ -1,7 +1,7 @@
 """Tensor sources: read any region of a tensor from files, through casts, slices and joins, without the rest.
 
 Invariant: the region that a source reads is, bit for bit, the same region of the whole tensor. Only the bytes that the
-region needs are read from files, except through functions that are not implemented here (`ComputedSource`).
+region needs are read from files, except through functions that are not implemented here (`computed_source`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,32 @@ import torch
 from torch import Tensor
 
 from slime.models.families.tp_sharding import Region, region_shape, whole_region
-from slime.models.safetensors_io import StoredTensor, dequantize_block
 
 _T = TypeVar("_T")
+Shape = tuple[int, ...]
 
 
 class Source(Protocol):
     """A tensor whose regions are read on demand."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> Shape: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read(self, region: Region) -> Tensor:
+    def read(self, region: Region, /) -> Tensor:
         """Read a region to the host; the caller may modify the result."""
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedSource:
+    """A source with a function that reads its regions; `cast_from` is the source that it only casts to its dtype."""
+
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[Region], Tensor]
+    cast_from: Source | None = None
 
 
 def read_whole(source: Source) -> Tensor:
@@ -39,8 +49,8 @@ def read_whole(source: Source) -> Tensor:
 
 def read_to_device(source: Source, region: Region, device: torch.device) -> Tensor:
     """Read a region to a device; a cast is done on the device, after the copy of the stored numbers."""
-    if isinstance(source, CastSource):
-        return source.of.read(region).to(device).to(source.dtype)
+    if isinstance(source, DerivedSource) and source.cast_from is not None:
+        return source.cast_from.read(region).to(device).to(source.dtype)
     return source.read(region).to(device)
 
 
@@ -60,191 +70,87 @@ def sources_equal(left: Source, right: Source) -> bool:
     return all(torch.equal(left.read(part), right.read(part)) for part in parts)
 
 
-@dataclass(frozen=True)
-class ZeroSource:
+def zero_source(shape: Shape, dtype: torch.dtype) -> Source:
     """A tensor of zeros."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, region: Region) -> Tensor:
-        return torch.zeros(region_shape(region), dtype=self.dtype)
+    return DerivedSource(shape, dtype, lambda region: torch.zeros(region_shape(region), dtype=dtype))
 
 
-@dataclass(frozen=True)
-class MemorySource:
+def memory_source(tensor: Tensor) -> Source:
     """A tensor in memory."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, region: Region) -> Tensor:
-        return self.tensor[region].clone()
+    return DerivedSource(tuple(tensor.shape), tensor.dtype, lambda region: tensor[region].clone())
 
 
-@dataclass(frozen=True)
-class Fp8BlockSource:
-    """A matrix in blocks of 8-bit floats, dequantised to float32."""
-
-    stored: StoredTensor
-    scale: StoredTensor
-    block: tuple[int, int]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    def read(self, region: Region) -> Tensor:
-        if 0 in region_shape(region):
-            return torch.empty(region_shape(region))
-        covered = [  # the blocks that the region touches
-            slice(part.start // size, -(-part.stop // size)) for part, size in zip(region, self.block, strict=True)
-        ]
-        around = tuple(
-            slice(part.start * size, min(part.stop * size, side))
-            for part, size, side in zip(covered, self.block, self.shape, strict=True)
-        )
-        numbers = dequantize_block(self.stored.read(around), self.scale.read(tuple(covered)), self.block)
-        inner = tuple(
-            slice(part.start - edge.start, part.stop - edge.start) for part, edge in zip(region, around, strict=True)
-        )
-        return numbers[inner]
-
-
-@dataclass(frozen=True)
-class CastSource:
+def cast_source(of: Source, dtype: torch.dtype) -> Source:
     """Another source, converted to another dtype."""
-
-    of: Source
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape
-
-    def read(self, region: Region) -> Tensor:
-        return self.of.read(region).to(self.dtype)
+    return DerivedSource(of.shape, dtype, lambda region: of.read(region).to(dtype), cast_from=of)
 
 
-@dataclass(frozen=True)
-class StackedSource:
+def row_source(of: Source, row: Shape) -> Source:
+    """One row of a source (along its first dimensions), as a source of fewer dimensions."""
+    before = tuple(slice(number, number + 1) for number in row)
+    return DerivedSource(
+        of.shape[len(row) :], of.dtype, lambda region: of.read((*before, *region)).reshape(region_shape(region))
+    )
+
+
+def stacked_source(members: Sequence[Source], dim: int) -> Source:
     """Members of one shape, stacked along a new dimension, such as the experts of a layer."""
+    inner, dtype = members[0].shape, members[0].dtype
 
-    members: Sequence[Source]
-    dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        inner = self.members[0].shape
-        return (*inner[: self.dim], len(self.members), *inner[self.dim :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
-
-    def read(self, region: Region) -> Tensor:
-        inner = (*region[: self.dim], *region[self.dim + 1 :])
-        result = torch.empty(region_shape(region), dtype=self.dtype)
-        for index, member in enumerate(self.members[region[self.dim]]):
-            result.select(self.dim, index).copy_(member.read(inner))
+    def read(region: Region) -> Tensor:
+        result = torch.empty(region_shape(region), dtype=dtype)
+        for index, member in enumerate(members[region[dim]]):
+            result.select(dim, index).copy_(member.read((*region[:dim], *region[dim + 1 :])))
         return result
 
+    return DerivedSource((*inner[:dim], len(members), *inner[dim:]), dtype, read)
 
-@dataclass(frozen=True)
-class ConcatenatedSource:
+
+def concatenated_source(members: Sequence[Source], dim: int) -> Source:
     """Members, concatenated along one of their dimensions."""
+    inner, dtype = members[0].shape, members[0].dtype
 
-    members: Sequence[Source]
-    dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.members[0].shape)
-        shape[self.dim] = sum(member.shape[self.dim] for member in self.members)
-        return tuple(shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
-
-    def read(self, region: Region) -> Tensor:
-        result, filled = torch.empty(region_shape(region), dtype=self.dtype), 0
-        wanted, begin = region[self.dim], 0
-        for member in self.members:
-            size = member.shape[self.dim]
+    def read(region: Region) -> Tensor:
+        result, filled = torch.empty(region_shape(region), dtype=dtype), 0
+        wanted, begin = region[dim], 0
+        for member in members:
+            size = member.shape[dim]
             part = slice(max(wanted.start - begin, 0), min(wanted.stop - begin, size))
-            if part.start < part.stop:
-                inner = (*region[: self.dim], part, *region[self.dim + 1 :])
-                length = part.stop - part.start
-                result.narrow(self.dim, filled, length).copy_(member.read(inner))
+            length = part.stop - part.start
+            if length > 0:
+                found = member.read((*region[:dim], part, *region[dim + 1 :]))
+                result.narrow(dim, filled, length).copy_(found)
                 filled += length
             begin += size
         return result
 
+    total = sum(member.shape[dim] for member in members)
+    return DerivedSource((*inner[:dim], total, *inner[dim + 1 :]), dtype, read)
 
-@dataclass(frozen=True)
-class TransposedSource:
+
+def transposed_source(of: Source, first: int, second: int) -> Source:
     """Another source with two dimensions transposed."""
 
-    of: Source
-    first: int
-    second: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._swap(self.of.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, region: Region) -> Tensor:
-        return self.of.read(self._swap(region)).transpose(self.first, self.second).contiguous()
-
-    def _swap(self, parts: tuple[_T, ...]) -> tuple[_T, ...]:
+    def swap(parts: tuple[_T, ...]) -> tuple[_T, ...]:
         swapped = list(parts)
-        swapped[self.first], swapped[self.second] = parts[self.second], parts[self.first]
+        swapped[first], swapped[second] = parts[second], parts[first]
         return tuple(swapped)
 
+    return DerivedSource(
+        swap(of.shape), of.dtype, lambda region: of.read(swap(region)).transpose(first, second).contiguous()
+    )
 
-@dataclass(frozen=True)
-class NarrowedSource:
+
+def narrowed_source(of: Source, dim: int, begin: int, length: int) -> Source:
     """A range of another source along one dimension."""
 
-    of: Source
-    dim: int
-    begin: int
-    length: int
+    def read(region: Region) -> Tensor:
+        moved = slice(region[dim].start + begin, region[dim].stop + begin)
+        return of.read((*region[:dim], moved, *region[dim + 1 :]))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.of.shape[: self.dim], self.length, *self.of.shape[self.dim + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, region: Region) -> Tensor:
-        part = region[self.dim]
-        moved = slice(part.start + self.begin, part.stop + self.begin)
-        return self.of.read((*region[: self.dim], moved, *region[self.dim + 1 :]))
+    return DerivedSource((*of.shape[:dim], length, *of.shape[dim + 1 :]), of.dtype, read)
 
 
-@dataclass(frozen=True)
-class ComputedSource:
+def computed_source(compute: Callable[[], Tensor], shape: Shape, dtype: torch.dtype) -> Source:
     """The result of a function of whole tensors, for functions that no other source implements."""
-
-    compute: Callable[[], Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, region: Region) -> Tensor:
-        return self.compute()[region].clone()
+    return DerivedSource(shape, dtype, lambda region: compute()[region].clone())

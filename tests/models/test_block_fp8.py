@@ -148,7 +148,7 @@ def test_rejects_unreadable_weights(quantized: Path, tmp_path: Path, capsys: pyt
     gptq = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert "is quantised (gptq): only blocks of 8-bit floats can be converted" in sentence(gptq)
     (other / "model.safetensors").write_bytes(b"not a tensor")
-    assert "is not a safetensors file" in sentence(config)
+    assert "it is not a safetensors file" in sentence(config)
 
 
 def test_convert_replaces_only_its_own_output_and_only_with_force(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.models.families.tp_sharding import whole_region
+from slime.models.families.tp_sharding import Region, whole_region
 from slime.models.lazy_tensor import LazyTensor
-from slime.models.tensor_sources import ComputedSource, MemorySource, Source, read_whole
+from slime.models.tensor_sources import DerivedSource, Source, memory_source, read_whole
 
 ONE, TWO = torch.arange(24.0).reshape(4, 6), torch.arange(24.0, 48.0).reshape(4, 6)
 
@@ -41,8 +41,17 @@ AS_A_WHOLE: dict[str, Operation] = {
 }
 
 
-def unread(tensor: Tensor) -> LazyTensor:
-    return LazyTensor.of(MemorySource(tensor))
+def unread(tensor: Tensor, counts: list[int] | None = None) -> LazyTensor:
+    """Make a lazy tensor; `counts` gets the number of elements of each read."""
+    plain = memory_source(tensor)
+
+    def read(region: Region) -> Tensor:
+        found = plain.read(region)
+        if counts is not None:
+            counts.append(found.numel())
+        return found
+
+    return LazyTensor.of(DerivedSource(plain.shape, plain.dtype, read))
 
 
 def assert_reads(source: Source, expected: Tensor) -> None:
@@ -59,10 +68,13 @@ def assert_reads(source: Source, expected: Tensor) -> None:
 def test_every_region_of_a_lazy_result_matches_eager_torch(name: str) -> None:
     operation = (IN_PARTS | AS_A_WHOLE)[name]
     before = ONE.clone()
-    result = operation(unread(ONE), unread(TWO))
+    counts: list[int] = []
+    result = operation(unread(ONE, counts), unread(TWO, counts))
     expected = operation(ONE, TWO)
+    one_element = result.source.read(tuple(slice(0, 1) for _ in expected.shape))
+    assert sum(counts) == (1 if name in IN_PARTS else max(sum(counts), ONE.numel()))
+    assert one_element.flatten().tolist() == [expected.flatten()[0].item()]
     assert (type(result), result.shape, result.device) == (LazyTensor, expected.shape, torch.device("cpu"))
-    assert isinstance(result.source, ComputedSource) == (name in AS_A_WHOLE)
     assert_reads(result.source, expected)
     assert torch.equal(ONE, before)
 

@@ -10,7 +10,6 @@ field, and its files are in the folder.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from slime.models.folder import read_safetensors_header
 from slime.storage.files import fsync_path
 from slime.storage.json_types import JsonObject
 
 INDEX_NAME = "model.safetensors.index.json"
 COMPRESSION = "zstd"
 ENCODINGS = ("xor", "overwrite", "sparse")
-_METADATA = "__metadata__"
 
 
 class BadDelta(ValueError):
@@ -171,15 +170,9 @@ def delta_entries(folder: Path, index: DeltaIndex) -> Iterator[SafetensorsEntry]
 def safetensors_entries(path: Path) -> list[SafetensorsEntry]:
     """Locate each tensor of a safetensors file by its header, without reading any tensor."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ValueError(f"a header of {length} bytes")
-            header: JsonObject = json.loads(file.read(length))
-    except (ValueError, struct.error) as cause:
+        header, checksums, start = read_safetensors_header(path)
+    except ValueError as cause:
         raise BadDelta(f"{path} is not a safetensors file: {cause}") from cause
-    start = 8 + length
-    checksums = header.pop(_METADATA, {})
     return [
         SafetensorsEntry(
             name,

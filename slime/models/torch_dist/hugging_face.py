@@ -6,8 +6,8 @@ vocabulary is dropped. At most one parameter is in memory between two reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,54 +27,8 @@ from slime.models.families.tp_sharding import (
 )
 from slime.models.families.weight_map import ParameterEntry, entries_by_name, rules_for_folder
 from slime.models.folder import read_text_config
-from slime.models.tensor_sources import NarrowedSource, Source, read_whole
+from slime.models.tensor_sources import DerivedSource, Source, narrowed_source, read_whole
 from slime.models.torch_dist.index import TorchDist, find_parameter
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of the tensors of a model folder, by name."""
-
-
-@dataclass
-class _SplitCache:
-    """Cache with the parts of the parameter that was read last, since neighbours in the folder often share one."""
-
-    name: str | None = None
-    parts: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class _CheckpointParameter:
-    """A parameter of the checkpoint, split into tensors of the folder when it is read."""
-
-    name: str
-    source: Source
-    shard: Shard
-    last: _SplitCache
-
-    def parts(self) -> tuple[Tensor, ...]:
-        if self.last.name != self.name:
-            self.last.name, self.last.parts = None, ()
-            self.last.parts = self.shard.split(read_whole(self.source))
-            self.last.name = self.name
-        return self.last.parts
-
-
-@dataclass(frozen=True)
-class AssembledTensor:
-    """A tensor of a folder, assembled from parts of parameters; a tensor source."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: list[tuple[Region, _CheckpointParameter, int]] = field(default_factory=list)
-
-    def read(self, region: Region) -> Tensor:
-        result = torch.empty(region_shape(region), dtype=self.dtype)
-        for held, parameter, number in self.pieces:
-            common = region_overlap(held, region)
-            if common is not None:
-                result[relative_region(common, region)] = parameter.parts()[number][relative_region(common, held)]
-        return result
 
 
 def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[ParameterEntry], bool]:
@@ -87,34 +41,45 @@ def model_entries(model_folder: Path, names: Collection[str]) -> tuple[list[Para
 
 
 def checkpoint_sources(model_folder: Path, checkpoint: Path) -> dict[str, Source]:
-    """The tensors of a checkpoint, under the names of its model folder."""
+    """The tensors of a checkpoint, under the names of its model folder.
+
+    `UserError` if the checkpoint lacks a parameter or is of another model.
+    """
     shapes = {name: source.shape for name, source in plain_sources(model_folder).items()}
     entries, _ = model_entries(model_folder, shapes)
-    return dict(assemble_folder_tensors(checkpoint, entries, shapes))
+    opened = TorchDist(checkpoint)
+    parameters = [(entry, *_open_parameter(opened, entry, shapes)) for entry in entries if not entry.is_copy]
+    pieces: dict[str, list[tuple[Region, int, int]]] = {}  # regions of a tensor: parameter, number of its part
+    for index, (entry, _, shard) in enumerate(parameters):
+        for number, share in enumerate(shard.shares):
+            if 0 not in region_shape(share.region):
+                pieces.setdefault(entry.hf[share.source], []).append((share.region, index, number))
+    last: dict[int, tuple[Tensor, ...]] = {}  # the parts of one parameter, since neighbours in the folder share it
 
-
-def assemble_folder_tensors(
-    folder: Path, entries: Iterable[ParameterEntry], shapes: Shapes
-) -> dict[str, AssembledTensor]:
-    """A source for every tensor of the folder; `UserError` if the checkpoint lacks one or is of another model."""
-    checkpoint, last = TorchDist(folder), _SplitCache()
-    found: dict[str, AssembledTensor] = {}
-    for entry in entries:
-        if entry.is_copy:
-            continue
-        parameter = _open_parameter(checkpoint, entry, shapes, last)
-        for number, share in enumerate(parameter.shard.shares):
-            if 0 in region_shape(share.region):
+    def read(name: str, region: Region) -> Tensor:
+        result = torch.empty(region_shape(region), dtype=sources[name].dtype)
+        for held, index, number in pieces[name]:
+            common = region_overlap(held, region)
+            if common is None:
                 continue
-            name = entry.hf[share.source]
-            made = found.setdefault(name, AssembledTensor(name, shapes[name], parameter.source.dtype))
-            made.pieces.append((share.region, parameter, number))
-    return found
+            if index not in last:
+                last.clear()
+                _, source, shard = parameters[index]
+                last[index] = shard.split(read_whole(source))
+            result[relative_region(common, region)] = last[index][number][relative_region(common, held)]
+        return result
+
+    sources: dict[str, Source] = {
+        name: DerivedSource(shapes[name], parameters[first][1].dtype, partial(read, name))
+        for name, ((_, first, _), *_) in pieces.items()
+    }
+    return sources
 
 
 def _open_parameter(
-    checkpoint: TorchDist, entry: ParameterEntry, shapes: Shapes, last: _SplitCache
-) -> _CheckpointParameter:
+    checkpoint: TorchDist, entry: ParameterEntry, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Source, Shard]:
+    """A parameter of the checkpoint, and how it splits into tensors of the folder."""
     absent = next((name for name in entry.hf if name not in shapes), None)
     if absent is not None:
         raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: use the complete folder")
@@ -126,10 +91,10 @@ def _open_parameter(
         rows = shapes[entry.hf[0]][0]
         if source.shape[0] >= rows:
             shard = ColumnParallel().shard([shapes[entry.hf[0]]], 0, 1)
-            source = NarrowedSource(source, 0, 0, rows)
+            source = narrowed_source(source, 0, 0, rows)
     if source.shape != shard.shape:
         raise UserError(
             f"{entry.megatron} is {source.shape} in {checkpoint.folder}, but {shard.shape} by the model folder: it is "
             "a checkpoint of another model"
         )
-    return _CheckpointParameter(entry.megatron, source, shard, last)
+    return source, shard

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, region_overlap, region_shape, relative_region
-from slime.models.tensor_sources import ConcatenatedSource, Source
+from slime.models.tensor_sources import DerivedSource, Source, concatenated_source, row_source
 
 INDEX = ".metadata"
 LARGEST_INDEX = 2**32
@@ -193,54 +193,42 @@ class TorchDist:
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
 
-    def source(self, key: str) -> BlockedSource:
-        """A source for one of its tensors."""
-        return BlockedSource(key, self._tensors[key])
+    def source(self, key: str) -> Source:
+        """A source for one of its tensors, which is stored in blocks."""
+        indexed = self._tensors[key]
+
+        def read(region: Region) -> Tensor:
+            result, filled = torch.empty(region_shape(region), dtype=indexed.dtype), 0
+            for block in indexed.blocks:
+                held = tuple(slice(begin, begin + size) for begin, size in zip(block.offset, block.size, strict=True))
+                common = region_overlap(held, region)
+                if common is not None:
+                    loaded = _load_block(key, block, indexed.dtype)
+                    result[relative_region(common, region)] = loaded[relative_region(common, held)]
+                    filled += math.prod(region_shape(common))
+            if filled != result.numel():
+                raise UserError(f"the checkpoint has {filled} of {result.numel()} numbers of {key}: choose another")
+            return result
+
+        return DerivedSource(indexed.shape, indexed.dtype, read)
 
 
-@dataclass(frozen=True)
-class BlockedSource:
-    """A tensor that is stored in blocks; a tensor source."""
-
-    key: str
-    indexed: IndexedTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.indexed.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.indexed.dtype
-
-    def read(self, region: Region) -> Tensor:
-        result, filled = torch.empty(region_shape(region), dtype=self.dtype), 0
-        for block in self.indexed.blocks:
-            held = tuple(slice(begin, begin + size) for begin, size in zip(block.offset, block.size, strict=True))
-            common = region_overlap(held, region)
-            if common is not None:
-                result[relative_region(common, region)] = self._load(block)[relative_region(common, held)]
-                filled += math.prod(region_shape(common))
-        if filled != result.numel():
-            raise UserError(f"the checkpoint has {filled} of {result.numel()} numbers of {self.key}: choose another")
-        return result
-
-    def _load(self, block: CheckpointBlock) -> Tensor:
-        try:
-            with block.path.open("rb") as file:
-                file.seek(block.begin)
-                raw = file.read(block.length)
-        except OSError as cause:
-            raise UserError(f"{block.path} cannot be read: {cause.strerror}") from cause
-        if len(raw) < block.length:
-            raise UserError(f"{block.path} ends before {self.key} does: copy the checkpoint again")
-        try:
-            found = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as cause:
-            raise UserError(f"{self.key} in {block.path} is not a tensor: the checkpoint is damaged") from cause
-        if not isinstance(found, Tensor) or tuple(found.shape) != block.size or found.dtype != self.dtype:
-            raise UserError(f"{self.key} in {block.path} is not what the index says: the checkpoint is damaged")
-        return found
+def _load_block(key: str, block: CheckpointBlock, dtype: torch.dtype) -> Tensor:
+    try:
+        with block.path.open("rb") as file:
+            file.seek(block.begin)
+            raw = file.read(block.length)
+    except OSError as cause:
+        raise UserError(f"{block.path} cannot be read: {cause.strerror}") from cause
+    if len(raw) < block.length:
+        raise UserError(f"{block.path} ends before {key} does: copy the checkpoint again")
+    try:
+        found = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as cause:
+        raise UserError(f"{key} in {block.path} is not a tensor: the checkpoint is damaged") from cause
+    if not isinstance(found, Tensor) or tuple(found.shape) != block.size or found.dtype != dtype:
+        raise UserError(f"{key} in {block.path} is not what the index says: the checkpoint is damaged")
+    return found
 
 
 _LAYER = re.compile(r"^(.*?layers\.)(\d+)\.(.+)$")
@@ -262,26 +250,6 @@ class CheckpointPlace:
     """Number of rows along each of these dimensions; set only for writing."""
 
 
-@dataclass(frozen=True)
-class RowSource:
-    """One row of a source, as a source of fewer dimensions."""
-
-    of: Source
-    row: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.of.shape[len(self.row) :]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, region: Region) -> Tensor:
-        inner = self.of.read((*(slice(number, number + 1) for number in self.row), *region))
-        return inner.reshape(inner.shape[len(self.row) :])
-
-
 def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
     """The source of a parameter; None if the checkpoint does not have it."""
     for place in _candidate_places(name):
@@ -292,8 +260,8 @@ def find_parameter(checkpoint: TorchDist, name: str) -> Source | None:
                     continue
                 if any(number >= size for one in found for number, size in zip(place.row, one.shape, strict=False)):
                     continue
-                rows: list[Source] = [RowSource(one, place.row) if place.row else one for one in found]
-                return rows[0] if len(rows) == 1 else ConcatenatedSource(rows, 0)
+                rows = [row_source(one, place.row) if place.row else one for one in found]
+                return rows[0] if len(rows) == 1 else concatenated_source(rows, 0)
     return None
 
 

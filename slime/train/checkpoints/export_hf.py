@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.config.initial_weights import LATEST, iteration, read_checkpoint_adapter
 from slime.errors import UserError
+from slime.models.dequantized import plain_tensors
 from slime.models.hf_tensor_plan import group_by_layer
 from slime.models.loading import load_config, split_fused_weights
 from slime.models.lora import is_adapter
 from slime.models.peft_adapter import Adapter, AdapterConfig, merge_lora, peft_name
-from slime.models.safetensors_io import open_weights, plain_tensors
+from slime.models.safetensors_io import open_weights
 from slime.storage.json_types import JsonMapping
 from slime.train.backend import NamedTensor
 from slime.train.checkpoints.reader import SavedTensors

@@ -31,7 +31,7 @@ from slime.errors import UserError
 from slime.models.folder import first_line
 from slime.models.meta_model import MetaModel, load_meta_model
 from slime.models.small import plain_logits, sample_tokens, small_model
-from slime.models.tensor_sources import MemorySource
+from slime.models.tensor_sources import memory_source
 from slime.models.torch_dist.hugging_face import checkpoint_sources
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.backend import FSDPBackend
@@ -215,7 +215,7 @@ class FSDPBuilder:
             patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
             layers = put_adapter(module.model, lora, **patterns)
             values = layers.start_values(config.seed, config.lora_load)
-            module.sources |= {name: MemorySource(value) for name, value in values}
+            module.sources |= {name: memory_source(value) for name, value in values}
         elif start.resumes:  # the checkpoint has all weights
             module.use_zero_sources()
         if layers is not None and isinstance(module, ValueModel):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from slime.algorithms.logprobs import KEPT_BYTES, linear_log_probs
 from slime.errors import UserError
 from slime.models.heads import OutputHead, output_projection
-from slime.models.tensor_sources import Source, ZeroSource
+from slime.models.tensor_sources import Source, zero_source
 from slime.train.backend import ObjectiveInput
 from slime.train.backends.fsdp.attention import PerSequenceRope, attach_context
 from slime.train.backends.fsdp.fused.layer import is_plain
@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
 
     def use_zero_sources(self) -> None:
         """Replace the sources by zeros, for a model whose weights will all be overwritten."""
-        self.sources = {name: ZeroSource(source.shape, source.dtype) for name, source in self.sources.items()}
+        self.sources = {name: zero_source(source.shape, source.dtype) for name, source in self.sources.items()}
 
     def set_context_ranks(self, ranks: Ranks) -> None:
         """Make each of these ranks compute a part of every row; all of them pass the same rows."""
