@@ -6,14 +6,14 @@ between the check and the server's bind.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import ipaddress
 import os
 import random
 import socket
-import sys
 from urllib.parse import urlsplit
+
+import psutil
 
 from slime.errors import UserError
 
@@ -115,37 +115,13 @@ def sockets_at(address: str) -> dict[str, str]:
 
 def interface_with(address: str) -> str | None:
     """Return the name of this machine's network interface with the address, or None."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    wanted = socket.inet_pton(family, address)
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Interface)()
-    if libc.getifaddrs(ctypes.byref(first)) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    try:
-        one = first
-        while one:
-            if sockaddr := one.contents.address:
-                head = ctypes.string_at(sockaddr, 2)  # has the family: in both bytes, on macOS in the second one
-                found = head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
-                offset = 8 if family == socket.AF_INET6 else 4
-                if found == family and ctypes.string_at(sockaddr + offset, len(wanted)) == wanted:
-                    return os.fsdecode(one.contents.name)
-            one = one.contents.next
-    finally:
-        libc.freeifaddrs(first)
+    wanted = ipaddress.ip_address(address)
+    for name, found in psutil.net_if_addrs().items():
+        for one in found:
+            is_ip = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and ipaddress.ip_address(one.address.partition("%")[0]) == wanted:
+                return str(name)
     return None
-
-
-class _Interface(ctypes.Structure):
-    """The first fields of `struct ifaddrs`, which are the same on Linux and macOS."""
-
-
-_Interface._fields_ = [
-    ("next", ctypes.POINTER(_Interface)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
 
 
 def listening_socket(address: str, port: int) -> socket.socket:

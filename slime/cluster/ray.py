@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REQUIRED_PACKAGES = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp")
+REQUIRED_PACKAGES = ("torch", "transformers", "safetensors", "msgpack", "numpy", "aiohttp", "psutil")
 """Packages that a node must have in addition to slime itself, which the run copies there."""
 ANSWER_S = 120.0
 PLACEMENT_TIMEOUT_S = 600.0

@@ -9,6 +9,7 @@ during the phase, with one at its start and one at its end. `memory.jsonl` has a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,10 +19,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self, TextIO
 
-from slime.cluster.memory.cuda_driver import GpuMemory, NvmlError
+import psutil
 
 INTERVAL_S = 0.05
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WORTH_A_ROW = 64 * 2**20
 
 _MEMINFO = Path("/proc/meminfo")
@@ -33,7 +33,16 @@ logger = logging.getLogger(__name__)
 
 def memory_bytes(pids: Iterable[int]) -> int:
     """Return the memory that these processes use now; a process that has ended uses none."""
-    return sum(_process_bytes(pid) for pid in pids)
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            try:
+                memory = process.memory_full_info()
+            except psutil.AccessDenied:
+                memory = process.memory_info()
+            total += getattr(memory, "pss", memory.rss)
+    return total
 
 
 class MemorySampler:
@@ -76,21 +85,6 @@ class MemorySampler:
 
     def _sample(self) -> None:
         self._peak = max(self._peak, memory_bytes(self._pids()))
-
-
-def _process_bytes(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    except PermissionError:
-        pass
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 class PhaseMemory:
@@ -163,10 +157,31 @@ def memory_sources(device: str) -> dict[str, MeasureBytes]:
     used: dict[str, MeasureBytes] = {"host": host_used_bytes} if _MEMINFO.is_file() else {}
     if device == "cuda":
         try:
-            used["device"] = GpuMemory().used_bytes
-        except NvmlError as reason:
+            used["device"] = _gpu_used_bytes()
+        except (ImportError, RuntimeError) as reason:
             logger.warning("peaks of the GPUs' memory are not recorded: %s", reason)
     return used
+
+
+def _gpu_used_bytes() -> MeasureBytes:
+    """Return a function that measures the visible GPU with the most memory in use, by all processes.
+
+    NVML allocates no GPU memory itself.
+    """
+    import pynvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        pynvml.nvmlInit()
+        names = visible.split(",") if visible is not None else map(str, range(pynvml.nvmlDeviceGetCount()))
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in map(str.strip, names)
+            if name
+        ]
+    except pynvml.NVMLError as cause:
+        raise RuntimeError(str(cause)) from cause
+    return lambda: max((int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles), default=0)
 
 
 def host_used_bytes() -> int:

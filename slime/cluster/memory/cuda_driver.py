@@ -1,6 +1,7 @@
 """Device memory through the CUDA driver (libcuda via ctypes), for calls that torch's allocator lacks.
 
-Also reads the used memory of GPUs through NVML, which counts all processes.
+ctypes and not cuda-python: its wheels are for one major version of CUDA and have to match torch's, while these calls
+are the same in all drivers.
 
 Invariant: a call that the driver rejects raises `CudaDriverError` with the driver's error name. Addresses and handles
 are plain integers. The calling thread must have used the device through torch before.
@@ -9,8 +10,7 @@ are plain integers. The calling thread must have used the device through torch b
 from __future__ import annotations
 
 import ctypes
-import os
-from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_ushort, c_void_p
+from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 
 IPC_HANDLE_BYTES = 64
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE_, CU_MEM_ALLOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_PROT_
@@ -138,54 +138,3 @@ class DeviceBytes:
             "strides": None,
             "version": 2,
         }
-
-
-class NvmlError(RuntimeError):
-    """Raised when NVML is missing or rejects a call."""
-
-
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
-
-
-class GpuMemory:
-    """Memory use of the GPUs visible to this process, read through NVML, which allocates no GPU memory itself."""
-
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as cause:
-            raise NvmlError(str(cause)) from cause
-        self._call("nvmlInit_v2")
-        self._handles = [self._handle(name) for name in self._names()]
-
-    def used_bytes(self) -> int:
-        """Return the used bytes of the GPU with the most memory in use, by all processes."""
-        found = _NvmlMemory()
-        most = 0
-        for handle in self._handles:
-            self._call("nvmlDeviceGetMemoryInfo", handle, byref(found))
-            most = max(most, int(found.used))
-        return most
-
-    def _names(self) -> list[str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return [name.strip() for name in visible.split(",") if name.strip()]
-        count = c_uint()
-        self._call("nvmlDeviceGetCount_v2", byref(count))
-        return [str(number) for number in range(count.value)]
-
-    def _handle(self, name: str) -> c_void_p:
-        handle = c_void_p()
-        if name.isdecimal():
-            self._call("nvmlDeviceGetHandleByIndex_v2", c_uint(int(name)), byref(handle))
-        else:
-            self._call("nvmlDeviceGetHandleByUUID", name.encode(), byref(handle))
-        return handle
-
-    def _call(self, name: str, *arguments: object) -> None:
-        function = getattr(self._library, name, None)
-        status = -1 if function is None else function(*arguments)
-        if status:
-            raise NvmlError(f"{name} gave {status}")
