@@ -24,12 +24,12 @@ from typing import Self, TypeVar
 from slime.cluster import reaper
 from slime.cluster.child_env import without_secrets
 from slime.cluster.node import NodeProcess
-from slime.cluster.watchdog import KnownProcess, forget_process, know_process, waiting
+from slime.cluster.watchdog import waiting
+from slime.cluster.watchdog.stacks import log_tail, pid_state, process_registry, send_sigquit
 
 _POLL_S = 0.02
 _KILL_WAIT_S = 3.0
 _LAST_WAIT_S = 30.0
-_TAIL_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
 Kept = TypeVar("Kept", bound=NodeProcess)
@@ -63,8 +63,7 @@ class ChildProcess:
         self._pass_env = tuple(pass_env)
         self._pass_fds = tuple(pass_fds)
         self._dumps_stacks = dumps_stacks
-        self._also = tuple(also)
-        self._known: KnownProcess | None = None
+        self.also = tuple(also)
         self._said: tuple[str, float] | None = None
         self._child_pid: int | None = None
         self._popen: subprocess.Popen[bytes] | None = None
@@ -97,16 +96,7 @@ class ChildProcess:
             raise
         finally:
             os.close(read_fd)
-        self._known = know_process(
-            self.name,
-            self.child_pid,
-            self.log_path,
-            also=self._also,
-            dumps_stacks=self._dumps_stacks,
-            last_word=lambda: (
-                None if (said := self._said) is None else f"{time.monotonic() - said[1]:.3g} s ago at {said[0]}"
-            ),
-        )
+        process_registry.know(self)
         return self
 
     @property
@@ -124,7 +114,15 @@ class ChildProcess:
 
     def state(self) -> str:
         """Return one line: name, pid, state (running, sleeping, stopped, gone), the last progress it reported."""
-        return f"{self.name} was not started" if self._known is None else self._known.state()
+        if self._popen is None:
+            return f"{self.name} was not started"
+        said = "" if self._said is None else f", {time.monotonic() - self._said[1]:.3g} s ago at {self._said[0]}"
+        return pid_state(self.name, self.child_pid(), said)
+
+    def ask_for_stacks(self) -> bool:
+        """Send SIGQUIT if the child answers it with its stacks and catches it now; return True if it was sent."""
+        pid = self.child_pid() if self._dumps_stacks else None
+        return pid is not None and send_sigquit(pid)
 
     def said(self, text: str | None) -> None:
         """Record the progress that the child reported just now, for `state`."""
@@ -181,8 +179,7 @@ class ChildProcess:
                 logger.error("%s (pids %s) did not end within %g s of SIGKILL", self.name, self.pids(), _LAST_WAIT_S)
             return code
         finally:
-            if self._known is not None:
-                forget_process(self._known)
+            process_registry.forget(self)
 
     def _ended_within(self, patience_s: float) -> int | None:
         with waiting(self.name, "to end", timeout_s=patience_s) as wait:
@@ -261,18 +258,6 @@ class ProcessSet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def log_tail(path: Path, n: int) -> str:
-    """Return the last n lines of a log, without trailing blanks; empty if the file does not exist."""
-    try:
-        with path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _TAIL_BYTES))
-            text = log.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    return "\n".join(text.rstrip().splitlines()[-n:])
 
 
 def process_tree(root_pid: int) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -114,19 +113,7 @@ class NodeAgent:
         return self._processes[number].state()
 
     def ask_for_stacks(self, number: int) -> bool:
-        """Send SIGQUIT if the process catches it now; return True if it was sent."""
-        pid = self._processes[number].child_pid()
-        if pid is None:
-            return False
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-            caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-            if not int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1:
-                return False
-            os.kill(pid, signal.SIGQUIT)
-        except (OSError, StopIteration):
-            return False
-        return True
+        return self._processes[number].ask_for_stacks()
 
     def arrive(self, name: str, message: JsonObject) -> tuple[str, bool]:
         """Prepare to receive a folder of this inventory; return its path and True if it is there already."""

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.cluster.node import NodeLost, ProcessCommand
-from slime.cluster.process import log_tail
 from slime.cluster.rpc.channel import Channel, ChannelTimeout
 from slime.cluster.rpc.connect import Listener
-from slime.cluster.watchdog import forget_process, know_process
+from slime.cluster.watchdog.stacks import log_tail, process_registry
 from slime.errors import RunFailed
 
 LOG_POLL_S = 0.5
@@ -180,14 +179,9 @@ class RemoteProcess:
         self._code: int | None = None
         self._ended = threading.Event()
         self._said: tuple[str, float] | None = None
-        self._known = know_process(
-            self.name,
-            lambda: None,
-            log_path,
-            also=command.also,
-            dumps_stacks=command.dumps_stacks,
-            elsewhere=self,
-        )
+        self.also = command.also
+        self._dumps_stacks = command.dumps_stacks
+        process_registry.know(self)
 
     @property
     def pid(self) -> int:
@@ -208,7 +202,7 @@ class RemoteProcess:
         self._unless_ended(lambda: self._node.call("stop", self._number, grace_s, timeout_s=grace_s + STOP_S))
         self._node.poll_soon()
         self.wait(LAST_LOG_WAIT_S)
-        forget_process(self._known)
+        process_registry.forget(self)
         return self._code
 
     def tail(self, n: int = 20) -> str:
@@ -226,8 +220,10 @@ class RemoteProcess:
 
     def ask_for_stacks(self) -> bool:
         """Ask the process to write its stacks to its log; return True if it was asked."""
+        if not self._dumps_stacks or self._code is not None:
+            return False
         try:
-            return self._code is None and bool(self._node.call("ask_for_stacks", self._number, timeout_s=STATE_S))
+            return bool(self._node.call("ask_for_stacks", self._number, timeout_s=STATE_S))
         except NodeLost:
             return False
 

@@ -7,13 +7,7 @@ signal, the graph is printed with the stacks of all threads, tasks and processes
 from slime.cluster.watchdog.background import Background, BackgroundDied, background, raise_failures
 from slime.cluster.watchdog.graph import describe
 from slime.cluster.watchdog.registry import Limit, Wait, acting_as, name_of, named, waiting
-from slime.cluster.watchdog.stacks import (
-    KnownProcess,
-    ProcessRegistry,
-    forget_process,
-    know_process,
-    state_of,
-)
+from slime.cluster.watchdog.stacks import state_of
 from slime.cluster.watchdog.timeouts import (
     WaitsShown,
     WaitTimeout,
@@ -27,9 +21,7 @@ from slime.cluster.watchdog.timeouts import (
 __all__ = [
     "Background",
     "BackgroundDied",
-    "KnownProcess",
     "Limit",
-    "ProcessRegistry",
     "Wait",
     "WaitTimeout",
     "WaitsShown",
@@ -38,8 +30,6 @@ __all__ = [
     "describe",
     "ending_signals",
     "expired",
-    "forget_process",
-    "know_process",
     "log_graph",
     "name_of",
     "named",

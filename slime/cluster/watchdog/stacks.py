@@ -20,8 +20,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -89,7 +88,7 @@ _SETTLED_S = 0.15
 _POLL_S = 0.02
 _STACK_LINES = 40
 _TAIL_LINES = 5
-_TAIL_BYTES = 16 * 1024
+_TAIL_BYTES = 64 * 1024
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -104,49 +103,18 @@ _STOPPED = ("T", "t", "Z", "X", "D")
 _THREAD_HEADER = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
 
 
-class RemoteProcessReporter(Protocol):
-    """A process on another machine, which its node is asked about."""
-
-    def state(self) -> str: ...
-
-    def ask_for_stacks(self) -> bool:
-        """Ask it to write its stacks to its log; return True if it was asked."""
-
-
-@dataclass(frozen=True, eq=False)
-class KnownProcess:
-    """One registered child process.
-
-    `pid_of` returns its pid while it runs; `also` are other names, such as the address it listens on. A process on
-    another machine has no pid here; `elsewhere` reports its state.
-    """
+class KnownProcess(Protocol):
+    """A child process that waits may name; `also` are other names, such as the address it listens on."""
 
     name: str
-    pid_of: Callable[[], int | None]
-    log_path: Path | None
-    also: tuple[str, ...] = ()
-    dumps_stacks: bool = False
-    last_word: Callable[[], str | None] = lambda: None
-    elsewhere: RemoteProcessReporter | None = None
+    also: tuple[str, ...]
+    log_path: Path
 
     def state(self) -> str:
-        """Return one line: name, pid, state, the kernel call it sleeps in, and the last progress it reported."""
-        if self.elsewhere is not None:
-            return self.elsewhere.state()
-        pid = self.pid_of()
-        if pid is None:
-            return f"{self.name} is gone"
-        letter = _status(pid).get("State", "")[:1]
-        if not letter:
-            return f"{self.name} (pid {pid}) is gone"
-        where = f" in {call}" if letter in "SD" and (call := _wchan(pid)) else ""
-        said = f", {word}" if (word := self.last_word()) else ""
-        return f"{self.name} (pid {pid}) is {_STATES.get(letter, letter)}{where}{said}"
+        """Return one line: name, pid, state, the last progress it reported."""
 
-    def log_tail(self) -> str:
-        """Return the last lines of its log."""
-        text = _read_from(self.log_path, -_TAIL_BYTES)
-        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+    def ask_for_stacks(self) -> bool:
+        """Ask it to write its stacks to its log, if it can; return True if it was asked."""
 
 
 class ProcessRegistry:
@@ -159,6 +127,7 @@ class ProcessRegistry:
         self._known[id(process)] = process
 
     def forget(self, process: KnownProcess) -> None:
+        """Remove a child that was stopped on purpose. Idempotent."""
         self._known.pop(id(process), None)
 
     def named_in(self, whom: str) -> list[KnownProcess]:
@@ -170,61 +139,29 @@ class ProcessRegistry:
 process_registry = ProcessRegistry()
 
 
-def know_process(
-    name: str,
-    pid_of: Callable[[], int | None],
-    log_path: Path | None,
-    *,
-    also: Sequence[str] = (),
-    dumps_stacks: bool = False,
-    last_word: Callable[[], str | None] = lambda: None,
-    elsewhere: RemoteProcessReporter | None = None,
-) -> KnownProcess:
-    """Register a child process.
-
-    `dumps_stacks` says that it writes its stacks to its log on SIGQUIT; `last_word` returns the last progress it
-    reported.
-    """
-    process = KnownProcess(name, pid_of, log_path, tuple(also), dumps_stacks, last_word, elsewhere)
-    process_registry.know(process)
-    return process
-
-
-def forget_process(process: KnownProcess) -> None:
-    """Remove a child that was stopped on purpose. Idempotent."""
-    process_registry.forget(process)
-
-
 def state_of(name: str) -> str | None:
     """Return the state of the process with this name or address in one line, or None if it is unknown."""
     found = process_registry.named_in(name)
     return found[-1].state() if found else None
 
 
-def stacks_of(processes: Sequence[KnownProcess]) -> dict[str, str]:
-    """Return the stacks of each process, or its state and the end of its log if it does not answer."""
-    sizes = {one: _log_size(one.log_path) for one in processes}
-    asked = {one: sizes[one] for one in processes if _request_stacks(one)}
-    answers = _await_answers(asked)
-    found: dict[str, str] = {}
-    for one in processes:
-        text = answers.get(one)
-        if not text:
-            lines = [one.state() + (f" and did not show its stacks within {ANSWER_S:g} s" if one in asked else "")]
-            if tail := one.log_tail():
-                lines += [f"the end of {one.log_path}:", tail]
-            text = "\n".join(lines)
-        found[one.name] = text
-    return found
+def pid_state(name: str, pid: int | None, said: str = "") -> str:
+    """Return one line about a process of this machine: name, pid, state, the kernel call that it sleeps in, `said`."""
+    if pid is None:
+        return f"{name} is gone"
+    letter = _status(pid).get("State", "")[:1]
+    if not letter:
+        return f"{name} (pid {pid}) is gone"
+    call = ""
+    if letter in "SD":
+        with contextlib.suppress(OSError):  # not all systems report it
+            call = Path(f"/proc/{pid}/wchan").read_text().strip()
+    where = f" in {call}" if call not in ("", "0") else ""
+    return f"{name} (pid {pid}) is {_STATES.get(letter, letter)}{where}{said}"
 
 
-def _request_stacks(process: KnownProcess) -> bool:
-    """Send SIGQUIT to a process that answers it; return True if it was sent."""
-    if process.elsewhere is not None:
-        return process.dumps_stacks and process.elsewhere.ask_for_stacks()
-    pid = process.pid_of()
-    if not process.dumps_stacks or process.log_path is None or pid is None:
-        return False
+def send_sigquit(pid: int) -> bool:
+    """Send SIGQUIT to a process that runs and has a handler for it; return True if it was sent."""
     status = _status(pid)
     if status.get("State", "X")[:1] in _STOPPED:
         return False
@@ -236,11 +173,15 @@ def _request_stacks(process: KnownProcess) -> bool:
     return False
 
 
-def _await_answers(asked: dict[KnownProcess, int]) -> dict[KnownProcess, str]:
-    """Return the stacks that were appended to the logs since the given sizes, once a log has stopped growing."""
+def stacks_of(processes: Sequence[KnownProcess]) -> dict[str, str]:
+    """Return the stacks of each process, or its state and the end of its log if it does not answer.
+
+    An answer is what was appended to a log since it was asked for, once the log has stopped growing.
+    """
+    begins = {one: _log_size(one.log_path) for one in processes}
+    asked = [one for one in processes if one.ask_for_stacks()]
+    sizes, grown = dict(begins), dict.fromkeys(asked, 0.0)
     answers: dict[KnownProcess, str] = {}
-    grown = dict.fromkeys(asked, 0.0)
-    sizes = dict(asked)
     deadline = time.monotonic() + ANSWER_S
     while len(answers) < len(asked) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -250,23 +191,20 @@ def _await_answers(asked: dict[KnownProcess, int]) -> dict[KnownProcess, str]:
             if size != sizes[process]:
                 sizes[process], grown[process] = size, now
             elif grown[process] and now - grown[process] > _SETTLED_S:
-                stacks = _stacks_in(_read_from(process.log_path, asked[process]))
-                if stacks:
-                    answers[process] = stacks
-    return answers
-
-
-def _stacks_in(text: str) -> str:
-    """Extract the stack dump from a piece of log; the main thread is last, so the last lines are kept."""
-    found = _THREAD_HEADER.search(text)
-    if found is None:
-        return ""
-    lines = text[found.start() :].rstrip().splitlines()
-    return "\n".join(lines[-_STACK_LINES:])
+                text = _read_log(process.log_path, begins[process])
+                if (found := _THREAD_HEADER.search(text)) is not None:  # the main thread is last: keep the last lines
+                    answers[process] = "\n".join(text[found.start() :].rstrip().splitlines()[-_STACK_LINES:])
+    for one in processes:
+        if one not in answers:
+            lines = [one.state() + (f" and did not show its stacks within {ANSWER_S:g} s" if one in asked else "")]
+            if tail := log_tail(one.log_path, _TAIL_LINES):
+                lines += [f"the end of {one.log_path}:", tail]
+            answers[one] = "\n".join(lines)
+    return {one.name: answers[one] for one in processes}
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Read /proc/PID/status as a dict; empty for a process that is gone."""
+    """Read /proc/PID/status as a dict; empty for a process that is gone. (psutil does not tell caught signals.)"""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -274,26 +212,20 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
 
-def _wchan(pid: int) -> str:
-    """Return the kernel function that a process sleeps in, if the system reports it."""
+def _log_size(path: Path) -> int:
     try:
-        call = Path(f"/proc/{pid}/wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if call == "0" else call
-
-
-def _log_size(path: Path | None) -> int:
-    try:
-        return 0 if path is None else path.stat().st_size
+        return path.stat().st_size
     except OSError:
         return 0
 
 
-def _read_from(path: Path | None, position: int) -> str:
+def log_tail(path: Path, n: int) -> str:
+    """Return the last n lines of a log, without trailing blanks; empty if there is no log yet."""
+    return "\n".join(_read_log(path, -_TAIL_BYTES).rstrip().splitlines()[-n:])
+
+
+def _read_log(path: Path, position: int) -> str:
     """Read a log from a byte on; a negative position counts from the end."""
-    if path is None:
-        return ""
     try:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)

@@ -1,23 +1,3 @@
 """Traces of samples: the names of `slime.utils.trace_utils`."""
 
-from slime.utils.trace_utils import (
-    bind_trace,
-    build_sglang_meta_trace_attrs,
-    export_trace,
-    import_trace,
-    trace_event,
-    trace_function,
-    trace_next_attempt,
-    trace_span,
-)
-
-__all__ = [
-    "bind_trace",
-    "build_sglang_meta_trace_attrs",
-    "export_trace",
-    "import_trace",
-    "trace_event",
-    "trace_function",
-    "trace_next_attempt",
-    "trace_span",
-]
+from slime.utils.trace_utils import *  # noqa: F403
