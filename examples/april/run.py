@@ -19,7 +19,6 @@ import tiny_run  # noqa: E402
 from tiny_chat import make_model  # noqa: E402
 
 import slime  # noqa: E402
-from slime.observability.plots import draw_comparison  # noqa: E402
 
 LEARNED = 0.3
 DEMONSTRATIONS = 32
@@ -41,7 +40,8 @@ def main(words: list[str] | None = None) -> int:
         runs[mode] = side_by_side.figures_of(out / mode, tiny_run.PROMPTS * tiny_run.SAMPLES)
     print(side_by_side.table(runs))
     files_of = {mode: out / mode / "metrics.jsonl" for mode in runs}
-    print(f"reward against time: {draw_comparison(files_of, out / 'modes.png', 'Countdowns: reward by mode')}")
+    picture = side_by_side.draw_comparison(files_of, out / "modes.png", "Countdowns: reward by mode")
+    print(f"reward against time: {picture}")
     return verdict(runs)
 
 

@@ -17,8 +17,6 @@ import side_by_side  # noqa: E402
 import task  # noqa: E402
 import tiny_run  # noqa: E402
 
-from slime.observability.plots import draw_comparison  # noqa: E402
-
 LEARNED = 0.5
 
 
@@ -48,7 +46,8 @@ def main(words: list[str] | None = None) -> int:
     runs = {mode: trained(work, mode, args) for mode in args.modes}
     print(side_by_side.table(runs))
     files_of = {mode: out / mode / "metrics.jsonl" for mode in runs}
-    print(f"reward against time: {draw_comparison(files_of, out / 'modes.png', 'Slow notes: reward by mode')}")
+    picture = side_by_side.draw_comparison(files_of, out / "modes.png", "Slow notes: reward by mode")
+    print(f"reward against time: {picture}")
     return verdict(runs, args.max_weight_staleness)
 
 

@@ -23,23 +23,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.cluster.child_env import without_secrets
-from slime.observability.metric_format import STEP_TIME
 from slime.observability.metrics import read_metrics
 from slime.storage.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-REWARD = "rollout/raw_reward"
-LOSS = "train/loss"
-_TASK_REWARD = re.compile(r"rollout/(.+)/raw_reward")
-_EVAL_DETAIL = re.compile(r"eval/(.*/.*|.*-truncated_ratio|.*-pass@\d+|step)")
+REWARDS = re.compile(r"rollout/(raw_reward)")
+LOSSES = re.compile(r"train/(loss)")
+TASK_REWARDS = re.compile(r"rollout/(.+)/raw_reward")
+EVAL_SCORES = re.compile(r"eval/((?!step$|.*-truncated_ratio$|.*-pass@\d+$)[^/]+)")
+"""Metrics by name; the group is the name of the curve."""
 _INK = "#334155"
-_TRAIN = "#2563eb"
+TRAIN_COLOR = "#2563eb"
 _PHASE_COLORS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
 _MEMORY_S = 600.0  # the last seconds of a long run that the memory plot shows
-_EVALS = ("#ea580c", "#059669", "#9333ea", "#be123c")
+EVAL_COLORS = ("#ea580c", "#059669", "#9333ea", "#be123c")
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 INTERVAL_S = 60.0
 """Seconds between two drawings of a run."""
@@ -51,28 +50,13 @@ Points = list[tuple[int, float]]
 logger = logging.getLogger(__name__)
 
 
-def reward_points(records: Sequence[JsonMapping]) -> Points:
-    """Return (rollout, mean reward) of the training rollouts."""
-    return sorted((record["rollout_id"], record[REWARD]) for record in records if record.get(REWARD) is not None)
-
-
-def eval_points(records: Sequence[JsonMapping]) -> dict[str, Points]:
-    """Return (step, score) per evaluation dataset."""
+def metric_points(records: Sequence[JsonMapping], metric: re.Pattern[str], step: str) -> dict[str, Points]:
+    """Return (step, value) of the metrics with such names, by the pattern's group; `step` is the field of the step."""
     points: dict[str, Points] = defaultdict(list)
     for record in records:
         for name, value in record.items():
-            if name.startswith("eval/") and value is not None and not _EVAL_DETAIL.fullmatch(name):
-                points[name.removeprefix("eval/")].append((record["step"], value))
-    return {name: sorted(values) for name, values in points.items()}
-
-
-def task_points(records: Sequence[JsonMapping]) -> dict[str, Points]:
-    """Return (rollout, mean reward) per dataset of `--prompt-config`."""
-    points: dict[str, Points] = defaultdict(list)
-    for record in records:
-        for name, value in record.items():
-            if value is not None and (found := _TASK_REWARD.fullmatch(name)):
-                points[found[1]].append((record["rollout_id"], value))
+            if value is not None and (found := metric.fullmatch(name)):
+                points[found[1]].append((record[step], value))
     return {name: sorted(values) for name, values in points.items()}
 
 
@@ -88,27 +72,24 @@ def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
     return smoothed
 
 
-def loss_points(records: Sequence[JsonMapping]) -> Points:
-    """Return (optimizer step, loss)."""
-    return sorted((record["step"], record[LOSS]) for record in records if record.get(LOSS) is not None)
-
-
 def draw_curves(
     metrics_jsonl: str | os.PathLike[str], folder: str | os.PathLike[str], title: str = "Reward"
 ) -> dict[str, Path]:
     """Draw the plots that the records allow; return their files by name ("reward curve", "loss curve", "memory")."""
     records = read_metrics(metrics_jsonl) if Path(metrics_jsonl).exists() else []
-    train, evals, losses = reward_points(records), eval_points(records), loss_points(records)
+    train, losses = metric_points(records, REWARDS, "rollout_id"), metric_points(records, LOSSES, "step")
+    evals, tasks = metric_points(records, EVAL_SCORES, "step"), metric_points(records, TASK_REWARDS, "rollout_id")
     drawn: dict[str, Path] = {}
     if train or evals:
-        own = ("training reward", train)
-        scales = ("step", "mean reward")
-        drawn["reward curve"] = _draw(Path(folder, "reward.png"), title, own, scales, evals, task_points(records))
+        drawn["reward curve"] = _draw_training(
+            Path(folder, "reward.png"), title, ("step", "mean reward"), train.get("raw_reward", []), evals, tasks
+        )
     if losses and not train:
-        own = ("training loss", losses)
-        drawn["loss curve"] = _draw(Path(folder, "loss.png"), title, own, ("optimizer step", "loss"), {}, {})
+        drawn["loss curve"] = _draw_training(
+            Path(folder, "loss.png"), title, ("optimizer step", "loss"), losses["loss"], {}, {}
+        )
     if (memory := memory_points(Path(folder, "memory.jsonl"))) is not None:
-        drawn["memory"] = draw_memory(memory, Path(folder, "memory.png"), title)
+        drawn["memory"] = _draw_memory(memory, Path(folder, "memory.png"), title)
     return drawn
 
 
@@ -121,19 +102,17 @@ def memory_points(file: Path, last_s: float = _MEMORY_S) -> list[JsonObject] | N
     return rows if len(rows) > 1 else None
 
 
-def draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
+def _draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
     """Plot the used memory of devices and host over time, with the phases as background colours."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    axes = new_axes(10, 4.5)
     phases = dict.fromkeys(row["phase"] for row in rows)
     grounds = {phase: _PHASE_COLORS[index % len(_PHASE_COLORS)] for index, phase in enumerate(phases)}
     times = [row["t"] for row in rows]
     for row, following in pairwise(rows):
         axes.axvspan(row["t"], following["t"], color=grounds[row["phase"]], linewidth=0)
-    for name, color in (("device", _TRAIN), ("host", _EVALS[0])):
+    for name, color in (("device", TRAIN_COLOR), ("host", EVAL_COLORS[0])):
         if name in rows[0]:
             axes.plot(
                 times, [row[name] for row in rows], color=color, linewidth=1.6, drawstyle="steps-post", label=name
@@ -141,42 +120,31 @@ def draw_memory(rows: Sequence[JsonMapping], out: Path, title: str) -> Path:
     lines = axes.get_legend_handles_labels()[0]
     grounds_shown = [Patch(color=color, label=phase) for phase, color in grounds.items()]
     axes.legend(handles=[*lines, *grounds_shown], frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
-    axes.set_title(f"{title}: memory used on the machine", loc="left", color=_INK, fontweight="bold")
-    axes.set_xlabel("seconds", color=_INK)
-    axes.set_ylabel("GiB", color=_INK)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    return _save_figure(figure, out)
+    return save_axes(axes, out, f"{title}: memory used on the machine", ("seconds", "GiB"))
 
 
-def _draw(
+def _draw_training(
     out: Path,
     title: str,
-    own: tuple[str, Points],
     scales: tuple[str, str],
+    train: Points,
     evals: Mapping[str, Points],
     tasks: Mapping[str, Points],
 ) -> Path:
-    """Plot a curve, raw and smoothed, the scores of the evaluations, and dashed curves of the training datasets.
-
-    An evaluation and a training dataset of the same name have the same colour.
-    """
-    from matplotlib.figure import Figure
+    """Plot a training curve, raw and smoothed, the scores of the evaluations, and dashed curves of the training
+    datasets. An evaluation and a training dataset of the same name have the same colour."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    name, values = own
-    if values:
-        steps, heights = zip(*values, strict=True)
-        axes.plot(steps, heights, color=_TRAIN, alpha=0.25, linewidth=1, label=name)
-        curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
-        axes.plot(steps, curve, color=_TRAIN, linewidth=2, label=f"{name}, smoothed")
-    colors = dict(zip(dict.fromkeys((*evals, *tasks)), cycle(_EVALS)))
+    axes = new_axes(8, 4.5)
+    if train:
+        name = "training loss" if scales[1] == "loss" else "training reward"
+        axes.plot(*zip(*train, strict=True), color=TRAIN_COLOR, alpha=0.25, linewidth=1, label=name)
+        plot_smoothed(axes, train, color=TRAIN_COLOR, linewidth=2, label=f"{name}, smoothed")
+    colors = dict(zip(dict.fromkeys((*evals, *tasks)), cycle(EVAL_COLORS)))
     for task, points in tasks.items():
-        steps, heights = zip(*points, strict=True)
-        curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
-        axes.plot(steps, curve, color=colors[task], linewidth=1.2, linestyle="--", label=f"training: {task}, smoothed")
+        label = f"training: {task}, smoothed"
+        plot_smoothed(axes, points, color=colors[task], linewidth=1.2, linestyle="--", label=label)
     for dataset, points in evals.items():
         steps, scores = zip(*points, strict=True)
         color = colors[dataset]
@@ -185,56 +153,35 @@ def _draw(
             f"{scores[-1]:.3g}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(6, 4), color=color
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _label_axes(axes, title, scales)
-    return _save_figure(figure, out)
+    axes.grid(axis="y", color="#e2e8f0")
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    return save_axes(axes, out, title, scales)
 
 
-def reward_by_seconds(records: Sequence[JsonMapping]) -> list[tuple[float, float]]:
-    """Return (seconds of all steps up to it, mean reward) of each rollout.
-
-    Evaluations and the time between a crash and the next start are left out, so that runs can be compared.
-    """
-    spent, points = 0.0, []
-    for record in sorted((one for one in records if STEP_TIME in one), key=lambda one: one["rollout_id"]):
-        spent += record[STEP_TIME]
-        if record.get(REWARD) is not None:
-            points.append((spent, record[REWARD]))
-    return points
-
-
-def draw_comparison(runs: Mapping[str, str | os.PathLike[str]], out: Path, title: str) -> Path:
-    """Plot the rewards of several runs over the seconds of their steps; `runs` are metrics files by name."""
+def new_axes(width: float, height: float) -> Axes:
+    """Make the axes of a new plot of this size in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.8), layout="constrained")
-    axes = figure.add_subplot()
-    for (name, file), color in zip(runs.items(), cycle((_TRAIN, *_EVALS))):
-        points = reward_by_seconds(read_metrics(file))
-        if not points:
-            continue
-        seconds, rewards = zip(*points, strict=True)
-        axes.plot(seconds, rewards, color=color, alpha=0.2, linewidth=1)
-        curve = smooth(rewards, half_life=max(1.0, math.sqrt(len(rewards)) / 2))
-        axes.plot(seconds, curve, color=color, linewidth=2, label=name)
-        axes.plot(seconds[-1:], curve[-1:], color=color, marker="o", markersize=5)
-    _label_axes(axes, title, ("seconds of training", "mean reward"))
-    return _save_figure(figure, out, dpi=80)
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def _label_axes(axes: Axes, title: str, scales: tuple[str, str]) -> None:
+def plot_smoothed(axes: Axes, points: Sequence[tuple[float, float]], **style: object) -> tuple[float, float]:
+    """Plot a smoothed curve of these points; return its last point."""
+    steps, heights = zip(*points, strict=True)
+    curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
+    axes.plot(steps, curve, **style)
+    return steps[-1], curve[-1]
+
+
+def save_axes(axes: Axes, out: Path, title: str, scales: tuple[str, str], dpi: int = 150) -> Path:
+    """Label the axes, write their plot to a temporary file and move it to `out`."""
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.set_xlabel(scales[0], color=_INK)
     axes.set_ylabel(scales[1], color=_INK)
-    axes.grid(axis="y", color="#e2e8f0")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best", fontsize=9)
-
-
-def _save_figure(figure: Figure, out: Path, dpi: int = 150) -> Path:
-    """Write the figure to a temporary file and move it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    figure.savefig(unfinished, dpi=dpi, format="png")
+    axes.figure.savefig(unfinished, dpi=dpi, format="png")
     unfinished.replace(out)
     return out
 

@@ -1,4 +1,4 @@
-"""examples/side_by_side.py: figures and table of the compared modes."""
+"""examples/side_by_side.py: figures, table and plot of the compared modes."""
 
 from __future__ import annotations
 
@@ -46,3 +46,25 @@ def test_figures_and_table_leave_out_the_first_three_steps(tmp_path: Path) -> No
     assert sync.split()[:3] == ["sync", "32.0", "1.00x"]
     assert partial.split()[:3] == ["partial", "48.0", "1.50x"]
     assert partial.endswith("25.0% -> 75.0%")
+
+
+def timed(rollout_id: int, seconds: float, reward: float | None) -> dict[str, Any]:
+    return {"rollout_id": rollout_id, "perf/step_time": seconds, "rollout/raw_reward": reward}
+
+
+def test_reward_by_seconds_sums_step_times() -> None:
+    records = [timed(1, 3.0, 0.5), {"rollout_id": 1, "train/loss": 0.1}, timed(0, 2.0, 0.25), timed(2, 1.0, None)]
+    reward_by_seconds = load("side_by_side.py", "reward_by_seconds")
+    assert reward_by_seconds([*records, timed(3, 4.0, 0.75)]) == [(2.0, 0.25), (5.0, 0.5), (10.0, 0.75)]
+    assert reward_by_seconds([{"rollout_id": 0, "rollout/raw_reward": 0.2}]) == [], "nobody knows how long these took"
+
+
+def test_comparison_draws_several_runs_into_one_plot(tmp_path: Path) -> None:
+    for name in ("fast", "slow"):
+        (tmp_path / name).write_text("".join(json.dumps(timed(i, 1.0, i / 9)) + "\n" for i in range(9)))
+    (tmp_path / "none").write_text("")
+    runs = {name: tmp_path / name for name in ("fast", "slow", "none")}
+    picture = load("side_by_side.py", "draw_comparison")(runs, tmp_path / "pictures/modes.png", "both")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 60_000
+    assert [file.name for file in picture.parent.iterdir()] == ["modes.png"]

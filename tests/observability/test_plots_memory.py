@@ -13,15 +13,14 @@ import pytest
 
 from slime.observability.memory import MemorySampler, memory_bytes
 from slime.observability.plots import (
+    EVAL_SCORES,
+    LOSSES,
+    REWARDS,
+    TASK_REWARDS,
     RunPlots,
-    draw_comparison,
     draw_curves,
-    eval_points,
-    loss_points,
-    reward_by_seconds,
-    reward_points,
+    metric_points,
     smooth,
-    task_points,
 )
 
 RECORDS = [
@@ -34,33 +33,15 @@ RECORDS = [
 ]  # fmt: skip
 
 
-def timed(rollout_id: int, seconds: float, reward: float | None) -> dict[str, Any]:
-    return {"rollout_id": rollout_id, "perf/step_time": seconds, "rollout/raw_reward": reward}
-
-
-def test_reward_by_seconds_sums_step_times() -> None:
-    records = [timed(1, 3.0, 0.5), {"rollout_id": 1, "train/loss": 0.1}, timed(0, 2.0, 0.25), timed(2, 1.0, None)]
-    assert reward_by_seconds([*records, timed(3, 4.0, 0.75)]) == [(2.0, 0.25), (5.0, 0.5), (10.0, 0.75)]
-    assert reward_by_seconds(RECORDS) == [], "nobody knows how long these took"
-
-
-def test_comparison_draws_several_runs_into_one_plot(tmp_path: Path) -> None:
-    for name in ("fast", "slow"):
-        (tmp_path / name).write_text("".join(json.dumps(timed(i, 1.0, i / 9)) + "\n" for i in range(9)))
-    (tmp_path / "none").write_text("")
-    runs = {name: tmp_path / name for name in ("fast", "slow", "none")}
-    picture = draw_comparison(runs, tmp_path / "pictures/modes.png", "both")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size < 60_000
-    assert [file.name for file in picture.parent.iterdir()] == ["modes.png"]
-
-
 def test_reward_eval_and_task_points_are_sorted_by_step() -> None:
-    assert reward_points(RECORDS) == [(0, 0.2), (1, 0.4)]
-    assert eval_points(RECORDS) == {"held-out": [(0, 0.1), (2, 0.6)], "code": [(2, 0.5)]}
+    assert metric_points(RECORDS, REWARDS, "rollout_id") == {"raw_reward": [(0, 0.2), (1, 0.4)]}
+    assert metric_points(RECORDS, EVAL_SCORES, "step") == {"held-out": [(0, 0.1), (2, 0.6)], "code": [(2, 0.5)]}
     of_tasks = [{"rollout_id": i, "rollout/code/raw_reward": i / 4, "rollout/a/b/raw_reward": None} for i in (1, 0)]
     of_tasks.append({"rollout_id": 2, "rollout/a/b/raw_reward": 1.0, "rollout/code/share": 0.5})
-    assert task_points([*RECORDS, *of_tasks]) == {"code": [(0, 0.0), (1, 0.25)], "a/b": [(2, 1.0)]}
+    assert metric_points([*RECORDS, *of_tasks], TASK_REWARDS, "rollout_id") == {
+        "code": [(0, 0.0), (1, 0.25)],
+        "a/b": [(2, 1.0)],
+    }
 
 
 def test_smoothing_is_a_weighted_mean() -> None:
@@ -69,7 +50,7 @@ def test_smoothing_is_a_weighted_mean() -> None:
     assert smooth([], half_life=1) == []
 
 
-LOSSES = [{"kind": "train", "step": step, "rollout_id": step, "train/loss": 2.0 - step} for step in (1, 0)]
+LOSS_RECORDS = [{"kind": "train", "step": step, "rollout_id": step, "train/loss": 2.0 - step} for step in (1, 0)]
 
 
 def write(folder: Path, records: list[dict[str, Any]]) -> Path:
@@ -79,7 +60,7 @@ def write(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_reward_curve_is_drawn(tmp_path: Path) -> None:
-    drawn = draw_curves(write(tmp_path, RECORDS + LOSSES), tmp_path / "plots", "a run")
+    drawn = draw_curves(write(tmp_path, RECORDS + LOSS_RECORDS), tmp_path / "plots", "a run")
     assert drawn == {"reward curve": tmp_path / "plots" / "reward.png"}
     assert os.listdir(tmp_path / "plots") == ["reward.png"]
     data = drawn["reward curve"].read_bytes()
@@ -88,9 +69,9 @@ def test_reward_curve_is_drawn(tmp_path: Path) -> None:
 
 
 def test_run_without_rewards_gets_loss_and_evaluation_curves(tmp_path: Path) -> None:
-    assert loss_points(LOSSES) == [(0, 2.0), (1, 1.0)]
+    assert metric_points(LOSS_RECORDS, LOSSES, "step") == {"loss": [(0, 2.0), (1, 1.0)]}
     evaluation = {"kind": "eval", "step": 2, "rollout_id": 1, "eval/math": 0.5}
-    drawn = draw_curves(write(tmp_path, [*LOSSES, evaluation]), tmp_path)
+    drawn = draw_curves(write(tmp_path, [*LOSS_RECORDS, evaluation]), tmp_path)
     assert drawn == {"reward curve": tmp_path / "reward.png", "loss curve": tmp_path / "loss.png"}
     assert all(path.is_file() for path in drawn.values())
 
@@ -114,7 +95,7 @@ def test_plots_are_redrawn_periodically_and_at_the_end(tmp_path: Path) -> None:
     now[0] = 80.0
     assert curves.redraw()
     drawing = curves._drawing
-    write(tmp_path, LOSSES)
+    write(tmp_path, LOSS_RECORDS)
     assert curves.finish() == {"loss curve": tmp_path / "loss.png"}
     assert drawing.poll() is not None, "the drawing outlived the run"
     (tmp_path / "loss.png").unlink()
