@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -53,64 +53,41 @@ Source = Callable[[], tuple[str, bool] | None]
 drawn, so it must return at once."""
 
 
-class Progress(Protocol):
-    """Receives the events of a run. Log messages are printed to `console`, which does not disturb the display."""
+class Progress:
+    """Receives the events of a run and writes them to the log; shows nothing, and is the base of the displays.
 
-    console: Console
-
-    def status(self, part: str, text: str, *, busy: bool = True) -> None:
-        """Report the activity of a part (rollout, trainer, weights, ...), or its result."""
-
-    def watch(self, part: str, source: Source) -> None:
-        """Register the function that returns the present activity of a part."""
-
-    def step(self, step: int, metrics: JsonMapping) -> None:
-        """Report a rollout that has been generated and trained on."""
-
-    def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Report the score of each evaluation dataset, with the weights after `step` steps (0: before training)."""
-
-    def message(self, text: str) -> None:
-        """Print an informational line."""
-
-    def warn(self, text: str) -> None:
-        """Print a warning for the user; every display shows it."""
-
-    def close(self) -> None:
-        """End the display. Safe to call again."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
-class NoProgress:
-    """Shows nothing and writes all events to the log; the base of the other displays."""
+    Log messages are printed to `console`, which does not disturb a display.
+    """
 
     def __init__(self, console: Console, total: int = 0) -> None:
         self.console = console
         self._total = total
 
     def status(self, part: str, text: str, *, busy: bool = True) -> None:
+        """Report the activity of a part (rollout, trainer, weights, ...), or its result."""
         logger.debug("%s: %s", part, text)
 
     def watch(self, part: str, source: Source) -> None:
-        pass
+        """Register the function that returns the present activity of a part."""
 
     def step(self, step: int, metrics: JsonMapping) -> None:
+        """Report a rollout that has been generated and trained on."""
         logger.info("%s", step_line(step, self._total, metrics))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Report the score of each evaluation dataset, with the weights after `step` steps (0: before training)."""
         logger.info("eval %s: %s", format_when(step), format_scores(scores))
 
     def message(self, text: str) -> None:
+        """Print an informational line."""
         logger.info("%s", text)
 
     def warn(self, text: str) -> None:
+        """Print a warning for the user; every display shows it."""
         logger.warning("%s", text)
 
     def close(self) -> None:
-        pass
+        """End the display. Safe to call again."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +110,7 @@ class ProgressRow:
         return Activity(self.text, self.busy and self.text not in _IDLE_TEXTS) if found is None else Activity(*found)
 
 
-class TrackedProgress(NoProgress):
+class TrackedProgress(Progress):
     """Base of the displays of lines and of a table: the rows of the parts, and the clock of the steps."""
 
     def __init__(self, total: int, *, start: int, console: Console, now: Callable[[], float] = time.monotonic) -> None:

@@ -24,7 +24,7 @@ from slime.observability.metric_format import (
     format_when,
     known,
 )
-from slime.observability.progress import NoProgress, PlainProgress, Progress, TrackedProgress
+from slime.observability.progress import PlainProgress, Progress, TrackedProgress
 from slime.storage.json_types import JsonMapping
 
 _SHOWN_STEPS = 8
@@ -124,7 +124,7 @@ def make_progress(config: Config, total: int, *, start: int = 0, title: str = "s
     if kind == "auto":
         kind = "rich" if console.is_terminal else "plain"
     if kind == "none":
-        return NoProgress(console, total)
+        return Progress(console, total)
     if kind == "rich":
         return RichProgress(total, start=start, title=title, console=console)
     return PlainProgress(total, start=start, console=console)

@@ -18,7 +18,7 @@ from slime.cluster.process import process_tree
 from slime.cluster.watchdog.timeouts import GraphReports
 from slime.data.sample import Sample
 from slime.errors import RunFailed
-from slime.observability.progress import NoProgress, Source
+from slime.observability.progress import Progress, Source
 from slime.train.processes import RankProcesses
 from slime.train.trainer_group import TrainerGroup
 from tests.e2e.test_fault_tolerance import engine_pids
@@ -223,7 +223,7 @@ def test_stopped_rank_is_named_with_state_and_flag(
 
     monkeypatch.setattr(TrainerGroup, "train", impatient)
     monkeypatch.setattr(RankProcesses, "_timeout", shown_then)
-    monkeypatch.setattr(NoProgress, "watch", lambda _, part, source: watched.update({part: source}))
+    monkeypatch.setattr(Progress, "watch", lambda _, part, source: watched.update({part: source}))
     with pytest.raises(RunFailed) as caught:
         train(folder, tmp_path, stopping, actor_num_gpus_per_node=2)
     assert shown == [("preparing the samples", True)]  # the state that a progress display shows during the wait

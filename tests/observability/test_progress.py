@@ -11,8 +11,8 @@ from slime.config import Config
 from slime.observability.metric_format import figures_of, format_seconds, step_line
 from slime.observability.progress import (
     QUIET_S,
-    NoProgress,
     PlainProgress,
+    Progress,
     StepClock,
     notify_if_slow,
     print_summary,
@@ -259,7 +259,7 @@ def test_format_seconds(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize(("kind", "made"), [("auto", PlainProgress), ("plain", PlainProgress), ("none", NoProgress)])
+@pytest.mark.parametrize(("kind", "made"), [("auto", PlainProgress), ("plain", PlainProgress), ("none", Progress)])
 def test_progress_flag_selects_the_display(kind: str, made: type) -> None:
     with make_progress(Config(hf_checkpoint="x", progress=kind), 3) as progress:
         assert type(progress) is made

@@ -22,7 +22,7 @@ from rich.console import Console
 from slime.errors import UserError
 from slime.observability import run_dir
 from slime.observability.logs import configure_logging, repeated_warnings
-from slime.observability.progress import NoProgress, PlainProgress
+from slime.observability.progress import PlainProgress, Progress
 from slime.observability.run_dir import RunDir
 
 
@@ -222,7 +222,7 @@ def test_warning_shown_by_the_display_is_logged_only_to_the_file(
     screen = Console(file=io.StringIO(), width=100)
     with PlainProgress(1, start=0, console=screen) as progress:
         progress.warn("all rewards are equal")
-    NoProgress(screen).warn("nobody shows this")
+    Progress(screen).warn("nobody shows this")
     assert isinstance(screen.file, io.StringIO)
     assert re.fullmatch(r"\[\d+:\d\d\] warning: all rewards are equal\n", screen.file.getvalue())
     assert capsys.readouterr().err == "WARNING: nobody shows this\n"
