@@ -34,166 +34,6 @@ _COUNTED_FAMILIES = frozenset(
 )
 
 
-class ConfigNumbers:
-    """Sizes of a config.json, under any of the names that families use; of the text config for a multimodal model."""
-
-    def __init__(self, config: JsonObject) -> None:
-        text = config.get("text_config")
-        self.config: JsonObject = {**config, **text} if isinstance(text, dict) else config
-        self.family = str(self.config.get("model_type", "unknown"))
-        tied = self.config.get("tie_word_embeddings")
-        self.tied = tied if isinstance(tied, bool) else self.family in _TIED_BY_DEFAULT
-
-    def number(self, *names: str) -> int | None:
-        for name in names:
-            value = self.config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        return None
-
-    def size(self, *names: str) -> int:
-        """The value of the first of these fields that is an integer; 0 if there is none."""
-        return self.number(*names) or 0
-
-    @property
-    def layers(self) -> int | None:
-        return self.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-
-    @property
-    def hidden(self) -> int | None:
-        return self.number("hidden_size", "n_embd", "d_model")
-
-    @property
-    def heads(self) -> int | None:
-        return self.number("num_attention_heads", "n_head", "n_heads")
-
-    @property
-    def kv_heads(self) -> int | None:
-        return self.number("num_key_value_heads", "num_kv_heads") or self.heads
-
-    @property
-    def head_dim(self) -> int | None:
-        explicit = self.number("head_dim")
-        if explicit is None and self.hidden is not None and self.heads:
-            return self.hidden // self.heads
-        return explicit
-
-    @property
-    def ffn(self) -> int | None:
-        return self.number("intermediate_size", "ffn_dim", "n_inner")
-
-    @property
-    def experts(self) -> int | None:
-        return self.number("num_experts", "n_routed_experts", "num_local_experts")
-
-    @property
-    def expert_ffn(self) -> int | None:
-        return self.number("moe_intermediate_size") or (self.number("intermediate_size") if self.experts else None)
-
-    @property
-    def shared_expert_ffn(self) -> int:
-        explicit = self.number("shared_expert_intermediate_size")
-        return explicit if explicit is not None else self.size("n_shared_experts") * (self.expert_ffn or 0)
-
-    @property
-    def moe_layers(self) -> int:
-        if not self.experts:
-            return 0
-        kinds = self.config.get("mlp_layer_types")
-        if isinstance(kinds, list):
-            return kinds.count("sparse")
-        dense_only = self.config.get("mlp_only_layers") or []
-        step, first = self.number("decoder_sparse_step") or 1, self.size("first_k_dense_replace")
-        return sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(self.layers or 0))
-
-    @property
-    def attention_layers(self) -> int | None:
-        """Layers that keep a KV cache."""
-        kinds, every = self.config.get("layer_types"), self.number("full_attention_interval")
-        if isinstance(kinds, list) and kinds:
-            return sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
-        if every and self.family in GATED_DELTA_FAMILIES and self.layers is not None:
-            return self.layers // every
-        return self.layers
-
-    @property
-    def attention_weights(self) -> int | None:
-        """Number of elements in the matrices of one attention layer."""
-        hidden, heads, kv_heads, head_dim = self.hidden, self.heads, self.kv_heads, self.head_dim
-        if hidden is None or heads is None or kv_heads is None or head_dim is None:
-            return None
-        latent = self.number("kv_lora_rank")
-        if latent is None:
-            queries = 3 if self.family in GATED_DELTA_FAMILIES else 2
-            return hidden * head_dim * (queries * heads + 2 * kv_heads)
-        rope, nope, value = self.size("qk_rope_head_dim"), self.size("qk_nope_head_dim"), self.size("v_head_dim")
-        rank, query_out = self.number("q_lora_rank"), heads * (nope + rope)
-        query = hidden * query_out if rank is None else rank * (hidden + query_out)
-        latents = hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        index_heads, index_width = self.size("index_n_heads"), self.size("index_head_dim")
-        indexer = (rank or 0) * index_heads * index_width + hidden * (index_width + index_heads)
-        return query + latents + indexer
-
-
-def count_shape_parameters(numbers: ConfigNumbers) -> int | None:
-    """The number of all parameters, tied ones once; None for unknown families."""
-    layers, hidden, vocab = numbers.layers, numbers.hidden, numbers.number("vocab_size")
-    attention = numbers.attention_weights
-    if numbers.family not in _COUNTED_FAMILIES or layers is None or hidden is None or vocab is None:
-        return None
-    ffn = numbers.ffn if numbers.moe_layers < layers else numbers.ffn or 0
-    if ffn is None or attention is None:
-        return None
-    full = numbers.attention_layers or 0
-    linear = layers - full if numbers.family in GATED_DELTA_FAMILIES else 0
-    mixing = (layers - linear) * (attention + _attention_extra_parameters(numbers)) + linear * _delta_net_parameters(
-        numbers
-    )
-    norms = layers * hidden * (4 if numbers.family in FOUR_NORM_FAMILIES else 2)
-    dense = 3 * hidden * ffn + (2 * ffn + hidden if numbers.config.get("mlp_bias") is True else 0)
-    feed_forward = (layers - numbers.moe_layers) * dense + numbers.moe_layers * _expert_parameters(numbers)
-    return mixing + norms + feed_forward + vocab * hidden * (1 if numbers.tied else 2) + hidden
-
-
-def _attention_extra_parameters(numbers: ConfigNumbers) -> int:
-    """Biases, norms and sinks of one attention layer."""
-    hidden, head_dim, heads = numbers.hidden or 0, numbers.head_dim or 0, numbers.heads or 0
-    latent = numbers.number("kv_lora_rank")
-    if latent is not None:
-        return latent + numbers.size("q_lora_rank") + 2 * numbers.size("index_head_dim")
-    query, key = heads * head_dim, (numbers.kv_heads or 0) * head_dim
-    family, extra = numbers.family, 0
-    if family in _QKV_BIAS_FAMILIES:
-        extra += query + 2 * key
-    elif numbers.config.get("attention_bias") is True or family in _ALWAYS_BIASED:
-        extra += query + 2 * key + (0 if family in _FLAGGED_QKV_BIAS_FAMILIES else hidden)
-    if family in HEAD_NORM_FAMILIES or (family == "glm4_moe" and numbers.config.get("use_qk_norm") is True):
-        extra += 2 * head_dim
-    if family in WIDE_NORM_FAMILIES:
-        extra += query + key
-    return extra + (heads if family == "gpt_oss" else 0)
-
-
-def _delta_net_parameters(numbers: ConfigNumbers) -> int:
-    """Parameters of a gated delta net: projections, convolution, decay and step biases, norm of the output."""
-    hidden, value_heads = numbers.hidden or 0, numbers.size("linear_num_value_heads")
-    value_dim = numbers.size("linear_value_head_dim")
-    keys = numbers.size("linear_num_key_heads") * numbers.size("linear_key_head_dim")
-    values = value_heads * value_dim
-    projections = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
-    return projections + (2 * keys + values) * numbers.size("linear_conv_kernel_dim") + 2 * value_heads + value_dim
-
-
-def _expert_parameters(numbers: ConfigNumbers) -> int:
-    """Parameters of experts, router and shared experts of one layer."""
-    hidden, count, width = numbers.hidden or 0, numbers.experts or 0, numbers.expert_ffn or 0
-    each = 3 * hidden * width + hidden
-    if numbers.family == "gpt_oss":
-        each += 2 * width + hidden + 1
-    gate = hidden if numbers.family in _GATED_SHARED_EXPERT else 0
-    return count * each + 3 * hidden * numbers.shared_expert_ffn + gate
-
-
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -248,35 +88,50 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: JsonObject) -> ModelShape:
-        """The shape that a config.json describes; of the text config for a multimodal model."""
-        numbers = ConfigNumbers(config)
-        family = numbers.family
+        """The shape that a config.json describes, under any of the names that families use for a size; of the text
+        config for a multimodal model."""
+        text = config.get("text_config")
+        config = {**config, **text} if isinstance(text, dict) else config
+        family, tied = str(config.get("model_type", "unknown")), config.get("tie_word_embeddings")
+        hidden = _number(config, "hidden_size", "n_embd", "d_model")
+        heads = _number(config, "num_attention_heads", "n_head", "n_heads")
+        head_dim = _number(config, "head_dim")
+        experts = _number(config, "num_experts", "n_routed_experts", "num_local_experts")
+        expert_ffn = _number(config, "moe_intermediate_size") or (
+            _number(config, "intermediate_size") if experts else None
+        )
+        shared_ffn = _number(config, "shared_expert_intermediate_size")
         shape = ModelShape(
             model_type=family,
-            num_layers=numbers.layers,
-            hidden_size=numbers.hidden,
-            num_heads=numbers.heads,
-            num_kv_heads=numbers.kv_heads,
-            head_dim=numbers.head_dim,
-            ffn_size=numbers.ffn,
-            vocab_size=numbers.number("vocab_size"),
-            tied_embeddings=numbers.tied,
-            max_context=numbers.number("max_position_embeddings", "n_positions"),
-            num_experts=numbers.experts,
-            experts_per_token=numbers.number("num_experts_per_tok", "top_k_experts") if numbers.experts else None,
-            expert_ffn_size=numbers.expert_ffn,
-            shared_expert_ffn_size=numbers.shared_expert_ffn,
-            num_moe_layers=numbers.moe_layers,
-            num_attention_layers=numbers.attention_layers,
+            num_layers=_number(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=_number(config, "num_key_value_heads", "num_kv_heads") or heads,
+            head_dim=hidden // heads if head_dim is None and hidden is not None and heads else head_dim,
+            ffn_size=_number(config, "intermediate_size", "ffn_dim", "n_inner"),
+            vocab_size=_number(config, "vocab_size"),
+            tied_embeddings=tied if isinstance(tied, bool) else family in _TIED_BY_DEFAULT,
+            max_context=_number(config, "max_position_embeddings", "n_positions"),
+            num_experts=experts,
+            experts_per_token=_number(config, "num_experts_per_tok", "top_k_experts") if experts else None,
+            expert_ffn_size=expert_ffn,
+            shared_expert_ffn_size=(
+                _size(config, "n_shared_experts") * (expert_ffn or 0) if shared_ffn is None else shared_ffn
+            ),
             has_head_norms=family in (*HEAD_NORM_FAMILIES, *WIDE_NORM_FAMILIES),
             norms_per_layer=4 if family in FOUR_NORM_FAMILIES else 2,
-            attention_weights_per_layer=numbers.attention_weights,
-            counted_parameters=count_shape_parameters(numbers),
         )
-        if numbers.number("kv_lora_rank") is None:
+        shape = dataclasses.replace(
+            shape,
+            num_moe_layers=_count_moe_layers(config, shape),
+            num_attention_layers=_count_attention_layers(config, shape),
+            attention_weights_per_layer=_attention_weights(config, shape),
+        )
+        shape = dataclasses.replace(shape, counted_parameters=_count_parameters(config, shape))
+        if _number(config, "kv_lora_rank") is None:
             return shape
         # latent keys and values are cached expanded; a head's average width is used for both
-        width = numbers.size("qk_nope_head_dim") + numbers.size("qk_rope_head_dim") + numbers.size("v_head_dim")
+        width = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim") + _size(config, "v_head_dim")
         return dataclasses.replace(shape, num_kv_heads=shape.num_heads, head_dim=width // 2, is_latent=True)
 
     @property
@@ -337,6 +192,104 @@ class ModelShape:
         weights = layers * self.attention_weights_per_layer + dense + sparse + hidden * vocab
         scores = 2 * (self.num_attention_layers or layers) * self.num_heads * self.head_dim * context
         return 2 * (weights + scores)
+
+
+def _number(config: JsonObject, *names: str) -> int | None:
+    """The value of the first of these fields that is an integer."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _size(config: JsonObject, name: str) -> int:
+    return _number(config, name) or 0
+
+
+def _count_moe_layers(config: JsonObject, shape: ModelShape) -> int:
+    if not shape.num_experts:
+        return 0
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return kinds.count("sparse")
+    dense_only = config.get("mlp_only_layers") or []
+    step, first = _number(config, "decoder_sparse_step") or 1, _size(config, "first_k_dense_replace")
+    return sum(i >= first and i not in dense_only and (i + 1) % step == 0 for i in range(shape.num_layers or 0))
+
+
+def _count_attention_layers(config: JsonObject, shape: ModelShape) -> int | None:
+    """The number of layers that keep a KV cache."""
+    kinds, every = config.get("layer_types"), _number(config, "full_attention_interval")
+    if isinstance(kinds, list) and kinds:
+        return sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds)
+    if every and shape.model_type in GATED_DELTA_FAMILIES and shape.num_layers is not None:
+        return shape.num_layers // every
+    return shape.num_layers
+
+
+def _attention_weights(config: JsonObject, shape: ModelShape) -> int | None:
+    """The number of elements in the matrices of one attention layer."""
+    hidden, heads, kv_heads, head_dim = shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if hidden is None or heads is None or kv_heads is None or head_dim is None:
+        return None
+    latent = _number(config, "kv_lora_rank")
+    if latent is None:
+        queries = 3 if shape.model_type in GATED_DELTA_FAMILIES else 2
+        return hidden * head_dim * (queries * heads + 2 * kv_heads)
+    rope, nope, value = (_size(config, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rank, query_out = _number(config, "q_lora_rank"), heads * (nope + rope)
+    query = hidden * query_out if rank is None else rank * (hidden + query_out)
+    latents = hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    index_heads, index_width = _size(config, "index_n_heads"), _size(config, "index_head_dim")
+    indexer = (rank or 0) * index_heads * index_width + hidden * (index_width + index_heads)
+    return query + latents + indexer
+
+
+def _count_parameters(config: JsonObject, shape: ModelShape) -> int | None:
+    """The number of all parameters, tied ones once; None for unknown families."""
+    family, layers, moe_layers = shape.model_type, shape.num_layers, shape.num_moe_layers
+    hidden, vocab, attention = shape.hidden_size, shape.vocab_size, shape.attention_weights_per_layer
+    if family not in _COUNTED_FAMILIES or layers is None or hidden is None or vocab is None:
+        return None
+    ffn = shape.ffn_size if moe_layers < layers else shape.ffn_size or 0
+    if ffn is None or attention is None:
+        return None
+    linear = layers - (shape.num_attention_layers or 0) if family in GATED_DELTA_FAMILIES else 0
+    mixing = (layers - linear) * (attention + _attention_extra_parameters(config, shape))
+    if linear:  # gated delta nets: projections, convolution, decay and step biases, norm of the output
+        value_heads, value_dim = _size(config, "linear_num_value_heads"), _size(config, "linear_value_head_dim")
+        keys = _size(config, "linear_num_key_heads") * _size(config, "linear_key_head_dim")
+        values = value_heads * value_dim
+        projections = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
+        convolution = (2 * keys + values) * _size(config, "linear_conv_kernel_dim")
+        mixing += linear * (projections + convolution + 2 * value_heads + value_dim)
+    norms = layers * hidden * shape.norms_per_layer
+    dense = 3 * hidden * ffn + (2 * ffn + hidden if config.get("mlp_bias") is True else 0)
+    width = shape.expert_ffn_size or 0
+    expert = 3 * hidden * width + hidden + (2 * width + hidden + 1 if family == "gpt_oss" else 0)  # with its router row
+    shared = 3 * hidden * shape.shared_expert_ffn_size + (hidden if family in _GATED_SHARED_EXPERT else 0)
+    feed_forward = (layers - moe_layers) * dense + moe_layers * ((shape.num_experts or 0) * expert + shared)
+    return mixing + norms + feed_forward + vocab * hidden * (1 if shape.tied_embeddings else 2) + hidden
+
+
+def _attention_extra_parameters(config: JsonObject, shape: ModelShape) -> int:
+    """Biases, norms and sinks of one attention layer."""
+    hidden, head_dim, heads = shape.hidden_size or 0, shape.head_dim or 0, shape.num_heads or 0
+    latent = _number(config, "kv_lora_rank")
+    if latent is not None:
+        return latent + _size(config, "q_lora_rank") + 2 * _size(config, "index_head_dim")
+    query, key = heads * head_dim, (shape.num_kv_heads or 0) * head_dim
+    family, extra = shape.model_type, 0
+    if family in _QKV_BIAS_FAMILIES:
+        extra += query + 2 * key
+    elif config.get("attention_bias") is True or family in _ALWAYS_BIASED:
+        extra += query + 2 * key + (0 if family in _FLAGGED_QKV_BIAS_FAMILIES else hidden)
+    if family in HEAD_NORM_FAMILIES or (family == "glm4_moe" and config.get("use_qk_norm") is True):
+        extra += 2 * head_dim
+    if family in WIDE_NORM_FAMILIES:
+        extra += query + key
+    return extra + (heads if family == "gpt_oss" else 0)
 
 
 def check_context_parallel(heads: int | None, size: int, model: str = "the model") -> None:
