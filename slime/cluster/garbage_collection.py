@@ -68,29 +68,9 @@ def _has_frozen_objects() -> bool:
     return bool(_frozen_bodies) or gc.get_freeze_count() > _frozen_at_import
 
 
-class _GcPause:
-    """Reference-counted pause of the process's garbage collector."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._was_on = False
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._count += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count and self._was_on:
-                gc.enable()
-
-
-_gc_pause = _GcPause()
+_pause_lock = threading.Lock()
+_pauses: list[bool] = []
+"""For each body of `gc_disabled_in_all_threads` that runs, whether collection was on before the first one."""
 
 
 @contextmanager
@@ -104,8 +84,13 @@ def gc_disabled_in_all_threads() -> Iterator[None]:
     if not COLLECTS_WITHIN_CALLS:
         yield
         return
-    _gc_pause.begin()
+    with _pause_lock:
+        _pauses.append(_pauses[0] if _pauses else gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        _gc_pause.end()
+        with _pause_lock:
+            was_on = _pauses.pop()
+            if was_on and not _pauses:
+                gc.enable()

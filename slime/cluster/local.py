@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime.cluster.devices import cpu_cores, visible_gpus
 from slime.cluster.node import Node, ProcessCommand, Slot, SlotPlacement
-from slime.cluster.ports import free_ports, loopback_sockets, sockets_at
+from slime.cluster.ports import free_ports, sockets_at
 from slime.cluster.process import ChildProcess
 from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.cluster.rpc.connect import FD_FLAG
@@ -29,7 +29,7 @@ class LocalNode:
 
     @property
     def sockets(self) -> Mapping[str, str]:
-        return loopback_sockets() if self._alone else sockets_at(self.address)
+        return sockets_at("127.0.0.1" if self._alone else self.address)
 
     def start(self, command: ProcessCommand, log_path: Path) -> ChildProcess:
         return start_child(command, log_path)

@@ -84,17 +84,6 @@ def require_free_port(port: int, host: str = "127.0.0.1", *, flag: str) -> int:
     raise UserError(f"a server can't listen on {host}:{port} ({error.strerror}): choose another port with {flag}")
 
 
-def loopback_sockets() -> dict[str, str]:
-    """Return the environment that keeps the sockets of gloo and NCCL on loopback; variables already set stay.
-
-    By default they listen on the interface of the host's name or on the first network card, open to other machines.
-    """
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    wanted = {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
 def is_loopback(address: str) -> bool:
     """Return True if a server bound to this address is reachable only from its own machine."""
     try:
@@ -106,6 +95,7 @@ def is_loopback(address: str) -> bool:
 def sockets_at(address: str) -> dict[str, str]:
     """Return the environment that keeps the sockets of gloo and NCCL on the interface with this address.
 
+    By default they listen on the interface of the host's name or on the first network card, open to other machines.
     Variables already set stay; if no interface has the address, gloo and NCCL choose one.
     """
     found = interface_with(address)

@@ -161,8 +161,9 @@ class FolderDraft:
         self.target = target
 
     @classmethod
-    def begin(cls, source_folder: str | Path, out: str | Path) -> FolderDraft:
-        """Begin a draft with the small files of `source_folder`; refuses a target that slime must not replace."""
+    def begin(cls, source_folder: str | Path | None, out: str | Path) -> FolderDraft:
+        """Begin a draft with the small files of `source_folder`, if given; refuses a target that slime must not
+        replace."""
         target = Path(out).resolve()
         refuse_to_replace(target)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +171,8 @@ class FolderDraft:
         draft.discard()
         draft.staging.mkdir()
         try:
-            copy_model_files(source_folder, draft.staging)
+            if source_folder is not None:
+                copy_model_files(source_folder, draft.staging)
         except BaseException:
             draft.discard()
             raise
@@ -191,6 +193,10 @@ class FolderDraft:
         write_config_dtype(self.staging, dtype, quantization)
         if beside is not None:
             beside(self.staging)
+        return self.replace_target()
+
+    def replace_target(self) -> Path:
+        """Move the folder to its target as it is."""
         mark_written(self.staging)
         fsync_path(self.staging)
         refuse_to_replace(self.target)  # again: it may have changed during the write

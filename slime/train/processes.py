@@ -25,7 +25,7 @@ from typing import Self
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
 from slime.cluster.node import Node, NodeLost, NodeProcess, ProcessCommand, SlotPlacement
-from slime.cluster.ports import loopback_sockets
+from slime.cluster.ports import sockets_at
 from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelPoller, ChannelTimeout
 from slime.cluster.watchdog import Wait, WaitTimeout, expired, raise_failures, waiting
 from slime.config import Config
@@ -175,7 +175,7 @@ class RankProcesses:
         node, peers = self.slots[rank].node, self._on_node[id(self.slots[rank].node)]
         env = {"PYTHONUNBUFFERED": "1"}
         if self.placement.is_here and not self._config.rollout_external_engine_addrs:  # those connect to rank 0
-            env |= loopback_sockets()
+            env |= sockets_at("127.0.0.1")
         if self._device == "cpu":
             env |= threads_per_process(len(peers)) if node.is_here else split_cores(node.cores, len(peers))
         devices = [device for other in peers if (device := self.slots[other].device) is not None]

@@ -73,30 +73,18 @@ def attention_rules(
 def gate_up_rule(megatron: str, hf: str, layers: Layers, *, kind: str = "weight", experts: int = 0) -> Rule:
     """Rule of the gate and up projections under `hf`, which are `megatron`.linear_fc1."""
     names = tuple(f"{HF_LAYER}{hf}.{part}_proj.{kind}" for part in ("gate", "up"))
-    suffix = kind + ("{expert}" if experts else "")
-    stacked = (f"{HF_LAYER}{_experts_module(hf)}.gate_up_proj", StackedExperts(FusedGateUp())) if experts else None
-    return Rule(
-        f"{MEGATRON_LAYER}{megatron}.linear_fc1.{suffix}", names, GateUp(), tuple(layers), experts, stacked=stacked
-    )
+    suffix, all_experts = kind + ("{expert}" if experts else ""), HF_LAYER + hf.removesuffix(".{expert}")
+    stacked = (f"{all_experts}.gate_up_proj", StackedExperts(FusedGateUp())) if experts else None
+    target = f"{MEGATRON_LAYER}{megatron}.linear_fc1.{suffix}"
+    return Rule(target, names, GateUp(), tuple(layers), experts, stacked=stacked)
 
 
 def down_rule(megatron: str, hf: str, layers: Layers, *, experts: int = 0) -> Rule:
     """Rule of the down projection under `hf`, which is `megatron`.linear_fc2."""
-    suffix = "weight{expert}" if experts else "weight"
-    name = f"{HF_LAYER}{hf}.down_proj.weight"
-    stacked = (f"{HF_LAYER}{_experts_module(hf)}.down_proj", StackedExperts(RowParallel())) if experts else None
-    return Rule(
-        f"{MEGATRON_LAYER}{megatron}.linear_fc2.{suffix}",
-        (name,),
-        RowParallel(),
-        tuple(layers),
-        experts,
-        stacked=stacked,
-    )
-
-
-def _experts_module(hf: str) -> str:
-    return hf.removesuffix(".{expert}")
+    suffix, all_experts = "weight{expert}" if experts else "weight", HF_LAYER + hf.removesuffix(".{expert}")
+    stacked = (f"{all_experts}.down_proj", StackedExperts(RowParallel())) if experts else None
+    target, name = f"{MEGATRON_LAYER}{megatron}.linear_fc2.{suffix}", f"{HF_LAYER}{hf}.down_proj.weight"
+    return Rule(target, (name,), RowParallel(), tuple(layers), experts, stacked=stacked)
 
 
 def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_attention_layernorm") -> tuple[Rule, ...]:
@@ -115,20 +103,18 @@ def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_atten
     )
 
 
-def expert_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
-    """Rules of routed experts, one tensor each, with the norm before them and their router."""
-    count = num_experts(config)
+def expert_rules(config: HfConfig) -> tuple[Rule, ...]:
+    """Rules of dense layers, and of layers of routed experts, one tensor each, with the norm before them and their
+    router."""
+    sparse, count = moe_layers(config), num_experts(config)
+    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
     return (
-        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Replicated(), layers),
-        layer_rule("mlp.router.weight", "mlp.gate.weight", Replicated(), layers),
-        gate_up_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
-        down_rule("mlp.experts", "mlp.experts.{expert}", layers, experts=count),
+        *mlp_rules(dense),
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Replicated(), sparse),
+        layer_rule("mlp.router.weight", "mlp.gate.weight", Replicated(), sparse),
+        gate_up_rule("mlp.experts", "mlp.experts.{expert}", sparse, experts=count),
+        down_rule("mlp.experts", "mlp.experts.{expert}", sparse, experts=count),
     )
-
-
-def router_bias_rule(layers: Layers) -> Rule:
-    """Rule of the correction bias that is added to scores when experts are chosen; a buffer in Megatron."""
-    return layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Replicated(), layers)
 
 
 def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]:
@@ -160,11 +146,14 @@ def latent_attention_rules(config: HfConfig, layers: Layers) -> tuple[Rule, ...]
 
 
 def sigmoid_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
-    """Rules of dense layers, and of layers of experts with a correction bias and shared experts."""
+    """Rules of dense layers, and of layers of experts with a correction bias and shared experts.
+
+    The bias is added to scores when experts are chosen; a buffer in Megatron.
+    """
     sparse = moe_layers(config)
-    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
     shared = shared_expert_rules("mlp.shared_experts", sparse) if config.get("n_shared_experts") else ()
-    return (*mlp_rules(dense), *expert_rules(config, sparse), router_bias_rule(sparse), *shared)
+    bias = layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Replicated(), sparse)
+    return (*expert_rules(config), bias, *shared)
 
 
 def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:
@@ -178,10 +167,8 @@ def shared_expert_rules(hf: str, layers: Layers) -> tuple[Rule, ...]:
 def gated_expert_rules(config: HfConfig) -> tuple[Rule, ...]:
     """Rules of dense layers, and of layers of experts with a shared expert that has its own gate."""
     sparse = moe_layers(config)
-    dense = [layer for layer in all_layers(config) if layer not in set(sparse)]
     return (
-        *mlp_rules(dense),
-        *expert_rules(config, sparse),
+        *expert_rules(config),
         *shared_expert_rules("mlp.shared_expert", sparse),
         layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Replicated(), sparse),
     )

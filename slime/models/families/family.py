@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from slime.errors import UserError
-from slime.models.families.deepseek import DEEPSEEK_V3, KIMI_K2
+from slime.models.families.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM5, KIMI_K2
 from slime.models.families.glm4 import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from slime.models.families.gpt_oss import GPT_OSS
 from slime.models.families.llama import LLAMA
 from slime.models.families.minimax_m2 import MINIMAX_M2
-from slime.models.families.qwen2 import MIMO, QWEN2, QWEN2_MOE
-from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
-from slime.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from slime.models.families.sparse_attention import DEEPSEEK_V32, GLM5
+from slime.models.families.qwen import (
+    MIMO,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Support
 
 __all__ = ["FAMILIES", "Family", "Fields", "HfConfig", "Ignored", "Support", "family_of"]

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -33,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.errors import UserError
 from slime.models.families.weight_map import ParameterEntry
-from slime.models.saving import replace_folder
+from slime.models.saving import FolderDraft
 from slime.models.tensor_sources import Source
 from slime.models.torch_dist.index import INDEX, CheckpointPlace, count_rows, place_to_write
-from slime.storage.files import fsync_path, mark_written, refuse_to_replace
+from slime.storage.files import fsync_path
 
 FILE_BYTES = 5 * 1000**3
 RELEASE = "release"
@@ -50,22 +49,10 @@ def write_release(
     sources: Mapping[str, Source], entries: Iterable[ParameterEntry], target: Path, *, dtype: torch.dtype, alike: bool
 ) -> Path:
     """Write the parameters of `entries` in `dtype`, from a folder's tensors; `alike`: all layers are of one kind."""
-    target = target.resolve()
-    refuse_to_replace(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        writer = _ReleaseWriter(staging / RELEASE, list(entries), dtype=dtype, alike=alike)
-        writer.write(sources)
-        (staging / LATEST).write_text(RELEASE)
-        mark_written(staging)
-        fsync_path(staging)
-        refuse_to_replace(target)  # again: it may have changed during the write
-        replace_folder(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return target
+    with FolderDraft.begin(None, target) as draft:
+        _ReleaseWriter(draft.staging / RELEASE, list(entries), dtype=dtype, alike=alike).write(sources)
+        (draft.staging / LATEST).write_text(RELEASE)
+        return draft.replace_target()
 
 
 class _ReleaseWriter:

@@ -1,17 +1,30 @@
-"""Qwen3-Next, 3.5 and 3.6: gated delta nets interleaved with gated attention, zero-centered norms."""
+"""Qwen, dense and with experts, in three architectures.
+
+Qwen2 and Qwen2.5 have biases on queries, keys and values; MiMo is the dense one with additional layers that training
+does not use. Qwen3 has a norm on every head of queries and keys. Qwen3-Next, 3.5 and 3.6 have gated delta nets
+interleaved with gated attention, and zero-centered norms.
+"""
 
 from __future__ import annotations
 
+from slime.errors import UserError
 from slime.models.families.blocks import (
     HF_LAYER,
     MEGATRON_LAYER,
     attention_rules,
     edge_rules,
+    expert_rules,
     gated_expert_rules,
     layer_rule,
     mlp_rules,
 )
-from slime.models.families.hf_config import all_layers, decoder_fields, moe_fields, require_field
+from slime.models.families.hf_config import (
+    all_layers,
+    decoder_fields,
+    moe_fields,
+    require_field,
+    window_fields,
+)
 from slime.models.families.tp_sharding import (
     ColumnParallel,
     DeltaInput,
@@ -22,6 +35,117 @@ from slime.models.families.tp_sharding import (
     Segments,
 )
 from slime.models.families.weight_map import Family, Fields, HfConfig, Ignored, Rule
+
+
+def qwen2_fields(config: HfConfig) -> Fields:
+    first = config.get("max_window_layers", 28)
+    windows = window_fields(config, lambda layer: layer >= first)
+    return {**decoder_fields(config), "add_qkv_bias": True, **windows}
+
+
+def qwen2_rules(config: HfConfig) -> tuple[Rule, ...]:
+    layers = all_layers(config)
+    return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *mlp_rules(layers))
+
+
+def qwen2_moe_fields(config: HfConfig) -> Fields:
+    end = config.get("max_window_layers", 28)
+    return {
+        **decoder_fields(config),
+        "add_qkv_bias": True,
+        **window_fields(config, lambda layer: layer % 2 == 0 and layer < end),
+        **moe_fields(config),
+        "moe_shared_expert_intermediate_size": require_field(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def qwen2_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    layers = all_layers(config)
+    return (*edge_rules(config), *attention_rules(config, layers, has_qkv_bias=True), *gated_expert_rules(config))
+
+
+QWEN2 = Family(
+    name="Qwen2.5",
+    model_types=("qwen2",),
+    fields=qwen2_fields,
+    rules=qwen2_rules,
+    tool_format="qwen25",
+    reasoning_format=None,
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
+QWEN2_MOE = Family(
+    name="Qwen2-MoE",
+    model_types=("qwen2_moe",),
+    fields=qwen2_moe_fields,
+    rules=qwen2_moe_rules,
+    tool_format="qwen25",
+    reasoning_format=None,
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
+MIMO = Family(
+    name="MiMo",
+    model_types=("mimo",),
+    fields=qwen2_fields,
+    rules=qwen2_rules,
+    tool_format="qwen25",
+    reasoning_format="mimo",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+    ignored=lambda config: (
+        Ignored("model.mtp_layers.", "it predicts a token beyond the next, which training does not use"),
+    ),
+)
+
+
+def _qwen3_attention_fields(config: HfConfig) -> Fields:
+    if config.get("attention_bias") is True:
+        raise UserError(
+            "attention_bias true in config.json of a Qwen3 model: Megatron has no bias on attention outputs alone, so "
+            "train this model with --train-backend fsdp"
+        )
+    return {**decoder_fields(config), "qk_layernorm": True}
+
+
+def qwen3_fields(config: HfConfig) -> Fields:
+    first = config.get("max_window_layers", 28)
+    return {**_qwen3_attention_fields(config), **window_fields(config, lambda layer: layer >= first)}
+
+
+def qwen3_moe_fields(config: HfConfig) -> Fields:
+    every_layer = {name: value for name, value in config.items() if name != "layer_types"}  # transformers ignores them
+    return {**_qwen3_attention_fields(config), **window_fields(every_layer, lambda _: True), **moe_fields(config)}
+
+
+def _qwen3_attention_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return attention_rules(config, all_layers(config), has_head_norms=True)
+
+
+def qwen3_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_qwen3_attention_rules(config), *mlp_rules(all_layers(config)))
+
+
+def qwen3_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
+    return (*edge_rules(config), *_qwen3_attention_rules(config), *expert_rules(config))
+
+
+QWEN3 = Family(
+    name="Qwen3",
+    model_types=("qwen3",),
+    fields=qwen3_fields,
+    rules=qwen3_rules,
+    tool_format="qwen25",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
+QWEN3_MOE = Family(
+    name="Qwen3-MoE",
+    model_types=("qwen3_moe",),
+    fields=qwen3_moe_fields,
+    rules=qwen3_moe_rules,
+    tool_format="qwen25",
+    reasoning_format="qwen3",
+    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+)
 
 
 def linear_layers(config: HfConfig) -> tuple[int, ...]:
@@ -64,7 +188,7 @@ def qwen3_5_moe_fields(config: HfConfig) -> Fields:
     }
 
 
-def _attention_rules(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[Rule, ...]:
+def _delta_net_rules(config: HfConfig, inputs: tuple[str, ...], form: Form) -> tuple[Rule, ...]:
     linear = linear_layers(config)
     full = [layer for layer in all_layers(config) if layer not in set(linear)]
     key = require_field(config, "linear_key_head_dim") * require_field(config, "linear_num_key_heads")
@@ -92,14 +216,14 @@ def qwen3_next_rules(config: HfConfig) -> tuple[Rule, ...]:
     )
     return (
         *edge_rules(config),
-        *_attention_rules(config, ("in_proj_qkvz", "in_proj_ba"), form),
+        *_delta_net_rules(config, ("in_proj_qkvz", "in_proj_ba"), form),
         *gated_expert_rules(config),
     )
 
 
 def _split_attention_rules(config: HfConfig) -> tuple[Rule, ...]:
     form = DeltaInput(require_field(config, "linear_key_head_dim") * require_field(config, "linear_num_key_heads"))
-    return _attention_rules(config, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), form)
+    return _delta_net_rules(config, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), form)
 
 
 def qwen3_5_rules(config: HfConfig) -> tuple[Rule, ...]:
