@@ -207,10 +207,10 @@ def channel_pair(*, max_bytes: int = DEFAULT_MAX_BYTES) -> tuple[Channel, socket
 
 def _encode_frame(obj: object, max_bytes: int) -> Iterator[list[Piece]]:
     """Pack a message into lists of consecutive pieces; raises at once if it cannot be packed."""
-    packed = pack(obj)
-    sizes = [buffer.size for buffer in packed.buffers]
-    length = _HEAD.size + len(sizes) * _LENGTH.size + len(packed.body) + sum(sizes)
+    body, buffers = pack(obj)
+    sizes = [buffer.size for buffer in buffers]
+    length = _HEAD.size + len(sizes) * _LENGTH.size + len(body) + sum(sizes)
     if length > max_bytes:
         raise ValueError(f"a message of {length} bytes is larger than the channel allows ({max_bytes})")
-    head = _LENGTH.pack(length) + _HEAD.pack(len(packed.body), len(sizes)) + b"".join(map(_LENGTH.pack, sizes))
-    return batch_pieces(chain([head, packed.body], *(buffer.pieces() for buffer in packed.buffers)))
+    head = _LENGTH.pack(length) + _HEAD.pack(len(body), len(sizes)) + b"".join(map(_LENGTH.pack, sizes))
+    return batch_pieces(chain([head, body], *(buffer.pieces() for buffer in buffers)))

@@ -75,26 +75,29 @@ class Buffer:
                 yield whole.data if plain else whole.reshape(-1).view(np.uint8).data
 
 
-@dataclass(frozen=True)
-class PackedMessage:
-    """A packed message: its body and its buffers."""
-
-    body: bytes
-    buffers: list[Buffer]
-
-
-def pack(obj: object) -> PackedMessage:
-    """Pack a message."""
+def pack(obj: object) -> tuple[bytes, list[Buffer]]:
+    """Pack a message as its body and its buffers."""
     buffers: list[Buffer] = []
 
     def encode(value: object) -> object:
-        if isinstance(value, np.ndarray | ConcatenatedArrays):
-            return _encode_array(value, buffers)
+        content: bytes | int
         if isinstance(value, np.generic):
             return value.item()
-        raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} can't travel over a channel")
+        if not isinstance(value, np.ndarray | ConcatenatedArrays):
+            raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} can't travel over a channel")
+        dtype = value.dtype
+        if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+            raise TypeError(f"an array of dtype {dtype} can't travel over a channel: only plain numbers and strings")
+        if value.nbytes <= OUT_OF_BAND_BYTES:
+            whole = value.whole() if isinstance(value, ConcatenatedArrays) else value
+            code, content = _EXT_INLINE_ARRAY, whole.tobytes()
+        else:
+            code, content = _EXT_BUFFER_ARRAY, len(buffers)
+            parts = value.parts if isinstance(value, ConcatenatedArrays) else [value]
+            buffers.append(Buffer(parts, dtype, value.nbytes))
+        return msgpack.ExtType(code, msgpack.packb([dtype.str, list(value.shape), content]))
 
-    return PackedMessage(msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass"), buffers)
+    return msgpack.packb(obj, default=encode, use_bin_type=True, unicode_errors="surrogatepass"), buffers
 
 
 def unpack(body: bytes | bytearray, buffers: Sequence[np.ndarray]) -> Any:
@@ -129,17 +132,3 @@ def remaining_pieces(pieces: Sequence[Piece], done: int) -> list[Piece]:
             return [memoryview(piece).cast("B")[done:], *pieces[place + 1 :]]
         done -= size
     return []
-
-
-def _encode_array(array: np.ndarray | ConcatenatedArrays, buffers: list[Buffer]) -> msgpack.ExtType:
-    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.subdtype is not None:
-        raise TypeError(f"an array of dtype {array.dtype} can't travel over a channel: only plain numbers and strings")
-    if array.nbytes <= OUT_OF_BAND_BYTES:
-        whole = array.whole() if isinstance(array, ConcatenatedArrays) else array
-        return _array_ext(_EXT_INLINE_ARRAY, array, whole.tobytes())
-    buffers.append(Buffer(array.parts if isinstance(array, ConcatenatedArrays) else [array], array.dtype, array.nbytes))
-    return _array_ext(_EXT_BUFFER_ARRAY, array, len(buffers) - 1)
-
-
-def _array_ext(code: int, array: np.ndarray | ConcatenatedArrays, content: bytes | int) -> msgpack.ExtType:
-    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, list(array.shape), content]))
