@@ -54,7 +54,11 @@ def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloa
             tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
             in_folder = split_fused_weights(model, {name: tensor.detach() for name, tensor in tensors.items()})
             for name, tensor in in_folder.items():
-                writer.add(name, _draw_values(tensor, chance))
+                if tensor.device.type == "meta":  # matrices get normal random numbers, others zeros
+                    tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                    if tensor.dim() > 1:
+                        tensor.normal_(0.0, _WEIGHT_STD, generator=chance)
+                writer.add(name, tensor)
             writer.finish()
             return draft.finish(getattr(torch, dtype))
 
@@ -88,11 +92,3 @@ def _meta_model(folder: str, dtype: str) -> PreTrainedModel:
             setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32)))
         model._init_weights(module)
     return model
-
-
-def _draw_values(tensor: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Fill a tensor that is on the meta device: matrices with normal random numbers, others with zeros."""
-    if tensor.device.type != "meta":
-        return tensor
-    empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=chance.device)
-    return empty if tensor.dim() < 2 else empty.normal_(0.0, _WEIGHT_STD, generator=chance)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,10 +25,6 @@ NOTES = "notes"
 """Key in the header of a file: the notes about its tensors, as JSON."""
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-
-def iter_named(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(tensors.items()) if isinstance(tensors, Mapping) else iter(tensors)
 
 
 class ShardWriter:
@@ -143,7 +139,7 @@ def save_hf_folder(
     """
     with FolderDraft.begin(source_folder, out) as draft:
         writer = draft.writer(dtype if quantization is None else None, max_shard_bytes=max_shard_bytes)
-        for name, tensor in iter_named(state_dict):
+        for name, tensor in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
             writer.add(name, tensor)
         writer.finish()
         return draft.finish(dtype, None if quantization is None else quantization(), beside)

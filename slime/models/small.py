@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTra
     failures = []
     for ways in _SHRINK_PLANS:
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _QuietTransformers():
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet_transformers():
                 torch.manual_seed(0)
                 made = _shrink_config(config, ways)
                 with torch.device("meta"):
@@ -217,13 +218,13 @@ def _limit_logit_spread(model: PreTrainedModel) -> None:
         output.weight.mul_(_SPREAD / spread)
 
 
-class _QuietTransformers:
-    """Context manager that hides the notices that transformers logs about configs."""
-
-    def __enter__(self) -> None:
-        self._log = logging.getLogger("transformers")
-        self._level = self._log.level
-        self._log.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self._log.setLevel(self._level)
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hides the notices that transformers logs about configs."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

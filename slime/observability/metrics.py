@@ -105,7 +105,14 @@ class MetricsLog:
         if not rows:
             return
         record = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": round(time.time(), 3), "name": name}
-        record["rows"] = [{key: _json_cell(value) for key, value in row.items()} for row in rows]
+        record["rows"] = []
+        for row in rows:
+            cells: dict[str, Scalar] = {}
+            for key, value in row.items():
+                if isinstance(value, str):
+                    value = value.encode("utf-8", "replace").decode("utf-8")  # not all text is valid UTF-8
+                cells[key] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            record["rows"].append(cells)
         with self.completions.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         for tracker in self._trackers:
@@ -153,13 +160,6 @@ def _keep_records(path: Path, start_rollout_id: int, again: bool) -> list[JsonOb
         os.fsync(file.fileno())
     rewritten.replace(path)
     return kept
-
-
-def _json_cell(value: Scalar) -> Scalar:
-    """Make a cell of a table valid JSON: text as valid UTF-8, non-finite numbers as text."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def idle_seconds(metrics: JsonObject) -> float:

@@ -180,7 +180,9 @@ class SharedArena:
             staging = stack.enter_context(StagingFolder(self.root, "shares"))
         except OSError as error:
             raise SharedMemoryFull(f"{self.root} cannot be written ({error})") from error
-        parts = _split_evenly([array.nbytes for array in arrays], cpu_cores())
+        ends, threads = np.cumsum([array.nbytes for array in arrays]), cpu_cores()  # parts of about the same size
+        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="right").tolist()
+        parts = [range(begin, end) for begin, end in pairwise(sorted({0, *cuts, len(arrays)}))]
         layouts = [_layout([arrays[place].nbytes for place in part]) for part in parts]
         needed, free = sum(size for _, size in layouts), shutil.disk_usage(self.root).free
         if needed > free:
@@ -211,7 +213,15 @@ def read_places(message: PlacesMessage, sizes: Sequence[int]) -> list[np.ndarray
         if not len(own):
             continue
         first = int(begin[own].min()) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        mapped = _map_file(path, first, int((begin + size)[own].max()))
+        end = int((begin + size)[own].max())
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < end:
+                    raise DamagedMessage(f"{path} ends before byte {end}: it is incomplete")
+                pages = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
+        except OSError as error:
+            raise DamagedMessage(f"{path} cannot be read: {error}") from error
+        mapped = np.frombuffer(pages, np.uint8)
         for place, at, count in zip(own.tolist(), (begin[own] - first).tolist(), size[own].tolist(), strict=True):
             found[place] = mapped[at : at + count]
     return found
@@ -219,16 +229,6 @@ def read_places(message: PlacesMessage, sizes: Sequence[int]) -> list[np.ndarray
 
 def _encode_place(number: int, begin: int) -> int:
     return number << _BITS | begin
-
-
-def _map_file(path: str, begin: int, end: int) -> np.ndarray:
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < end:
-                raise DamagedMessage(f"{path} ends before byte {end}: it is incomplete")
-            return np.frombuffer(mmap.mmap(file.fileno(), end - begin, access=mmap.ACCESS_COPY, offset=begin), np.uint8)
-    except OSError as error:
-        raise DamagedMessage(f"{path} cannot be read: {error}") from error
 
 
 def _delete_file(alive: dict[int, tuple[Path, int]], number: int, fd: int) -> None:
@@ -241,14 +241,6 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the offsets of consecutive aligned arrays of these sizes, and the end of the last one."""
     *begins, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
     return begins, end
-
-
-def _split_evenly(sizes: Sequence[int], count: int) -> list[range]:
-    """Split into at most `count` contiguous parts of about the same size."""
-    ends = np.cumsum(sizes)
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right").tolist()
-    bounds = sorted({0, *cuts, len(sizes)})
-    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _write_file(path: Path, arrays: Sequence[np.ndarray]) -> None:

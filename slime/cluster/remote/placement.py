@@ -79,20 +79,13 @@ def _format_missing(bundle: Bundle, nodes: Sequence[NodeInfo], taken: dict[str, 
         TRAINER: "--actor-num-nodes or --actor-num-gpus-per-node",
         ENGINE: "--rollout-num-gpus or --rollout-num-gpus-per-engine",
     }
-    able = [node for node in nodes if node.devices(device)] or nodes
-    there = "; ".join(_format_use(node, taken[node.id], device, unit) for node in able) or "no node is alive"
+    there = []
+    for node in [node for node in nodes if node.devices(device)] or nodes:
+        total = node.devices(device)
+        counts = {role: sum(one.count for one in taken[node.id] if one.role == role) for role in (TRAINER, ENGINE)}
+        uses = " and ".join(f"{count} for {role}s" for role, count in counts.items() if count)
+        there.append(f"{node.name} has {total} {unit}{'' if total == 1 else 's'}" + (f" ({uses})" if uses else ""))
     return (
         f"{what} needs {bundle.count} {unit}{'s' if bundle.count > 1 else ''} on one node, but no node of the Ray "
-        f"cluster has enough left: {there}: lower {flags[bundle.role]}, or add nodes"
+        f"cluster has enough left: {'; '.join(there) or 'no node is alive'}: lower {flags[bundle.role]}, or add nodes"
     )
-
-
-def _format_use(node: NodeInfo, taken: Sequence[Bundle], device: str, unit: str) -> str:
-    used = sum(bundle.count for bundle in taken)
-    roles = " and ".join(
-        f"{sum(bundle.count for bundle in taken if bundle.role == role)} for {role}s"
-        for role in (TRAINER, ENGINE)
-        if any(bundle.role == role for bundle in taken)
-    )
-    total = node.devices(device)
-    return f"{node.name} has {total} {unit}{'' if total == 1 else 's'}" + (f" ({roles})" if used else "")

@@ -38,10 +38,6 @@ class SimilarWaits:
     def whom(self) -> list[str]:
         return [name.strip() for name in self.waits[0].whom.split(",")]
 
-    def is_part_of(self, other: SimilarWaits) -> bool:
-        """Return True if `other` waits for a name on whose behalf this one waits."""
-        return any(name in self.names for name in other.whom)
-
     def line(self, now: float) -> str:
         first = self.longest
         more = len(self.waits) - 1
@@ -55,7 +51,11 @@ class SimilarWaits:
 
 def describe(waits: Sequence[Wait] | None = None) -> str:
     """Format the wait-for graph of `waits` (None: now) with the stacks of all in it; takes up to two seconds."""
-    now, folds = time.monotonic(), _fold_waits(wait_registry.waits() if waits is None else waits)
+    now, similar = time.monotonic(), dict[tuple[object, ...], SimilarWaits]()
+    for wait in wait_registry.waits() if waits is None else waits:
+        path = tuple(re.sub(r"\d+", "#", name) for name in wait.path)
+        similar.setdefault((path, wait.whom, wait.why, wait.flag, wait.timeout_s), SimilarWaits()).add(wait)
+    folds = list(similar.values())
     processes = list({id(one): one for fold in folds for one in process_registry.named_in(fold.waits[0].whom)}.values())
     lines = ["wait-for graph:", *(_graph(folds, now) or [_INDENT + NO_WAITS])]
     tasks: dict[str, str] = {}
@@ -67,17 +67,12 @@ def describe(waits: Sequence[Wait] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _fold_waits(waits: Sequence[Wait]) -> list[SimilarWaits]:
-    folds: dict[tuple[object, ...], SimilarWaits] = {}
-    for wait in waits:
-        path = tuple(re.sub(r"\d+", "#", name) for name in wait.path)
-        folds.setdefault((path, wait.whom, wait.why, wait.flag, wait.timeout_s), SimilarWaits()).add(wait)
-    return list(folds.values())
-
-
 def _graph(folds: list[SimilarWaits], now: float) -> list[str]:
     """Write chains from waiters that no other waits for; the rest can only be cycles."""
-    below = {id(fold): [other for other in folds if other is not fold and other.is_part_of(fold)] for fold in folds}
+    below = {  # waits on behalf of a name that the wait is for
+        id(fold): [other for other in folds if other is not fold and not other.names.isdisjoint(fold.whom)]
+        for fold in folds
+    }
     inner = {id(other) for others in below.values() for other in others}
     lines: list[str] = []
     written: set[int] = set()

@@ -45,10 +45,12 @@ class Wait:
         except RuntimeError:  # no event loop runs in this thread
             self.task = None
         self.thread_id = threading.get_ident()
-        path = _acting.get()
-        if who is not None:
-            path = (*path, who)
-        self.path = path or (_default_waiter(self.task),)
+        self.path = _acting.get() if who is None else (*_acting.get(), who)
+        if not self.path:  # the task's name, unless asyncio generated it, else the thread's
+            thread, name = threading.current_thread(), ""
+            if isinstance(self.task, asyncio.Task) and not self.task.get_name().startswith("Task-"):
+                name = self.task.get_name()
+            self.path = (name or ("driver" if thread is threading.main_thread() else thread.name),)
         self.who = self.path[-1]
         self.whom = whom
         self.why = why
@@ -143,11 +145,3 @@ def name_of(coro: AnyCoroutine) -> str:
 def format_flag(wait: Wait) -> str:
     """Format the flag that sets a wait's deadline, as the end of a sentence."""
     return "" if wait.flag is None else f" ({wait.flag})"
-
-
-def _default_waiter(task: object) -> str:
-    """Return the default name of a waiter: its task's, unless asyncio generated it, else its thread's."""
-    if isinstance(task, asyncio.Task) and not task.get_name().startswith("Task-"):
-        return task.get_name()
-    thread = threading.current_thread()
-    return "driver" if thread is threading.main_thread() else thread.name

@@ -64,18 +64,12 @@ def task_stack(task: asyncio.Future[Any]) -> str:
     frames = []
     coro: object = task.get_coro()
     while coro is not None:
-        frame, coro = _frame_and_awaited(coro)
+        kinds = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
+        running, awaited = next((names for names in kinds if hasattr(coro, names[0])), ("", ""))
+        frame, coro = getattr(coro, running, None), getattr(coro, awaited, None)
         if frame is not None:
             frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
     return _format_frames(frames)
-
-
-def _frame_and_awaited(coro: object) -> tuple[FrameType | None, object]:
-    """Return the frame of a coroutine or generator, and what it awaits."""
-    for frame, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
-        if hasattr(coro, frame):
-            return getattr(coro, frame), getattr(coro, awaited)
-    return None, None
 
 
 def _format_frames(frames: list[tuple[str, int, str]]) -> str:

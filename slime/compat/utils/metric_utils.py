@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.errors import UserError
-from slime.rollout import metrics as own
+from slime.rollout.metrics import has_repetition, pass_at_k
+from slime.rollout.metrics import statistics_of as compute_statistics
+
+__all__ = [
+    "compression_ratio",
+    "compute_pass_rate",
+    "compute_rollout_step",
+    "compute_statistics",
+    "dict_add_prefix",
+    "has_repetition",
+]
 
 
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -28,12 +38,7 @@ def compute_pass_rate(
     if count * group_size != len(flat_rewards):
         raise UserError(f"compute_pass_rate: {len(flat_rewards)} rewards are not {count} groups of {group_size}")
     right = [reward == 1 for reward in flat_rewards]
-    return own.pass_at_k(right[begin : begin + group_size] for begin in range(0, len(right), group_size))
-
-
-def compute_statistics(values: Sequence[float]) -> dict[str, float]:
-    """Compute mean, median, max and min."""
-    return own.statistics_of(values)
+    return pass_at_k(right[begin : begin + group_size] for begin in range(0, len(right), group_size))
 
 
 def compression_ratio(
@@ -55,11 +60,6 @@ def compression_ratio(
         case _:
             raise UserError(f"compression_ratio: unknown algorithm {algorithm!r}: choose zlib, gzip, bz2 or lzma")
     return len(raw) / len(small), 100.0 * (1.0 - len(small) / len(raw))
-
-
-def has_repetition(text: str) -> bool:
-    """Return True if the end of a text is so repetitive that it compresses more than tenfold."""
-    return own.has_repetition(text)
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:

@@ -174,8 +174,14 @@ def apply_to_files(folder: Path, delta: Path, index: DeltaIndex) -> None:
         if change.name not in present:
             raise BadDelta(f"there is no tensor {change.name}")
         by_file.setdefault(present[change.name].path, []).append((change, present[change.name]))
+    checksum = checksum_function(index.checksum)
     for path, changes in by_file.items():
-        _patch_file(path, changes, index)
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)  # never closed: a propagating error still holds a view of its bytes
+        data = np.frombuffer(mapped, np.uint8)
+        for change, place in changes:
+            _apply_entry(data[place.start : place.end], change, index.encoding, checksum)
+        mapped.flush()
 
 
 def _apply_entry(
@@ -209,17 +215,3 @@ def _apply_to_tensor(
     with _rollback_on_failure(restore):
         put_bytes(target, data)
     return undo
-
-
-def _patch_file(path: Path, changes: list[tuple[SafetensorsEntry, SafetensorsEntry]], index: DeltaIndex) -> None:
-    """Change tensors of one file through a memory mapping, and flush it.
-
-    The mapping is never closed explicitly: a propagating error still holds a view of its bytes.
-    """
-    checksum = checksum_function(index.checksum)
-    with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    data = np.frombuffer(mapped, np.uint8)
-    for change, place in changes:
-        _apply_entry(data[place.start : place.end], change, index.encoding, checksum)
-    mapped.flush()
