@@ -60,10 +60,6 @@ class MemorySampler:
     def peak_bytes(self) -> int:
         return self._peak
 
-    @property
-    def peak_gib(self) -> float:
-        return self._peak / 2**30
-
     def stop(self) -> int:
         """Take a last sample, end the thread and return the peak. Safe to call again."""
         if not self._stopped.is_set():

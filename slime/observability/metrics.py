@@ -105,14 +105,15 @@ class MetricsLog:
         if not rows:
             return
         record = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": round(time.time(), 3), "name": name}
-        record["rows"] = []
+        table: list[dict[str, Scalar]] = []
         for row in rows:
             cells: dict[str, Scalar] = {}
             for key, value in row.items():
                 if isinstance(value, str):
                     value = value.encode("utf-8", "replace").decode("utf-8")  # not all text is valid UTF-8
                 cells[key] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            record["rows"].append(cells)
+            table.append(cells)
+        record["rows"] = table
         with self.completions.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         for tracker in self._trackers:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.cluster.child_env import without_secrets
 from slime.observability.metrics import read_metrics
@@ -165,7 +165,7 @@ def new_axes(width: float, height: float) -> Axes:
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def plot_smoothed(axes: Axes, points: Sequence[tuple[float, float]], **style: object) -> tuple[float, float]:
+def plot_smoothed(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> tuple[float, float]:
     """Plot a smoothed curve of these points; return its last point."""
     steps, heights = zip(*points, strict=True)
     curve = smooth(heights, half_life=max(1.0, math.sqrt(len(heights)) / 2))
@@ -181,7 +181,8 @@ def save_axes(axes: Axes, out: Path, title: str, scales: tuple[str, str], dpi: i
     axes.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    axes.figure.savefig(unfinished, dpi=dpi, format="png")
+    figure: Any = axes.figure
+    figure.savefig(unfinished, dpi=dpi, format="png")
     unfinished.replace(out)
     return out
 

@@ -140,10 +140,6 @@ class RunDir(os.PathLike[str]):
         return self.path / "memory.jsonl"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def config(self) -> Path:
         """The resolved config, reloadable with --config."""
         return self.path / "config.yaml"
@@ -152,10 +148,6 @@ class RunDir(os.PathLike[str]):
     def journal(self) -> Path:
         """The SQLite database of every sample from its prompt to its training step."""
         return self.path / "journal.sqlite"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
 
     def release(self) -> None:
         """Release the folder for another run. Safe to call again."""
