@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import sys
@@ -12,11 +13,16 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.data.timeline import read_lane, timeline_page
 from slime.data.trace import trace_event, trace_span
 from slime.rollout.debug_data import write_dump
 
 TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def viewer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("trace_timeline_viewer")
 
 
 def event(kind: str, name: Any, ts: Any, span: str | None = None, parent: str | None = None, **attrs: Any) -> Any:
@@ -41,22 +47,22 @@ def places(page: str) -> dict[str, tuple[float, float]]:
     return {name: (float(left), float(width)) for left, width, name in found}
 
 
-def test_bars_are_placed_by_their_times() -> None:
-    lane = read_lane(TRACE)
+def test_bars_are_placed_by_their_times(viewer: Any) -> None:
+    lane = viewer.read_lane(TRACE)
     assert [(bar.name, bar.begin, bar.end, bar.depth) for bar in lane.bars] == [
         ("generate_and_rm", 100.0, 110.0, 0),
         ("sglang_generate", 101.0, 103.0, 1),
         ("filtered", 104.0, 104.0, 1),
     ]
     assert lane.bars[1].attrs == {"turn": 1, "tokens": 5}
-    page = timeline_page([TRACE], "0.jsonl")
+    page = viewer.timeline_page([TRACE], "0.jsonl")
     assert places(page) == {"generate_and_rm": (0.0, 100.0), "sglang_generate": (10.0, 20.0)}
     assert 'class="mark" style="left:40.0000%;top:16px"' in page
     assert "group 3, sample 7" in page
     assert "1 samples, 10.000 s" in page
 
 
-def test_trace_content_is_escaped_and_broken_events_are_counted() -> None:
+def test_trace_content_is_escaped_and_broken_events_are_counted(viewer: Any) -> None:
     trace = {
         "events": [
             event("span_start", "<script>alert(1)</script>", 1.0, "a", None, note='"><img src=x>'),
@@ -64,7 +70,7 @@ def test_trace_content_is_escaped_and_broken_events_are_counted() -> None:
             event("span_end", "<script>alert(1)</script>", 2.0, "never begun"),
         ]
     }  # fmt: skip
-    page = timeline_page([trace, {"events": 7}, {}], "<title>")
+    page = viewer.timeline_page([trace, {"events": 7}, {}], "<title>")
     assert "<script" not in page
     assert "<img" not in page
     assert "&lt;script&gt;" in page
