@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from slime.storage.group_commit import CommitQueue, JournalFailed
 
@@ -97,7 +98,9 @@ class RowFile:
 def _is_of_kind(kind: RowKind, path: Path) -> bool:
     """Return True for a readable file of the kind, and for an empty database that can become one."""
     try:
-        with closing(sqlite3.connect(f"file:{path.absolute()}?mode=ro", uri=True, timeout=BUSY_S)) as connection:
+        with closing(
+            sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=BUSY_S)
+        ) as connection:
             known = [
                 int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
             ]

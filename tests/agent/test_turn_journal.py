@@ -150,14 +150,16 @@ def test_foreign_or_newer_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCa
     journal.close()
 
 
-def test_two_journals_may_share_one_file(tmp_path: Path) -> None:
-    server, driver = (TurnJournal(tmp_path / "sessions.sqlite") for _ in range(2))
+@pytest.mark.parametrize("folder", ["run", "run #1?mode=rw%20"])
+def test_two_journals_may_share_one_file(tmp_path: Path, folder: str) -> None:
+    server, driver = (TurnJournal(tmp_path / folder / "sessions.sqlite") for _ in range(2))
     talk_of("one", journal=server)
     assert driver.restore(OURS) is not None
     asyncio.run(driver.forget(OURS))
     assert server.restore(OURS) is None
     server.close()
     driver.close()
+    assert [file.name for file in tmp_path.iterdir()] == [folder]
 
 
 def test_failed_write_raises_journal_failed(tmp_path: Path) -> None:
