@@ -25,7 +25,7 @@ from slime.agent.session.session import Session
 from slime.agent.session.tree import Context, Turn, concatenate_ids, path
 from slime.data.buffer.codec import Codec
 from slime.storage.json_types import JsonMapping, JsonObject
-from slime.storage.sqlite_table import RowFile, RowKind
+from slime.storage.sqlite_store import FileKind, SqliteStore
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,17 @@ CREATE TABLE exchanges (
     slot INTEGER, record BLOB NOT NULL
 )
 """
-_KIND = RowKind("exchanges of a live service", 0x736C6C76, 1, _SCHEMA, "SELECT slot FROM exchanges LIMIT 1")
+_KIND = FileKind(
+    "the queue of a live service",
+    0x736C6C76,
+    1,
+    _SCHEMA,
+    "SELECT slot FROM exchanges LIMIT 1",
+    ("secure_delete=ON",),  # deleted rows do not stay in free pages
+)
 
 
-class ExchangeStore(RowFile):
+class ExchangeStore(SqliteStore):
     """Stores the waiting exchanges, oldest first."""
 
     def __init__(self, path: Path) -> None:
@@ -174,11 +181,11 @@ class ExchangeStore(RowFile):
                 (record["id"], conversation, content),
             )
 
-        await self._commits.write(lambda: change)
+        await self.write(lambda: change)
 
     def take(self, slot: int) -> JsonMapping | None:
         """Assign an exchange to this slot: the one it had before a crash, else the oldest unassigned one, else None."""
-        self._commits.drain()
+        self.drain()
         with self.transaction() as connection:
             while True:
                 row = connection.execute(
@@ -199,8 +206,8 @@ class ExchangeStore(RowFile):
 
     def taken(self) -> list[tuple[int, str]]:
         """The slots with an exchange, and its id."""
-        with self._lock:
-            rows = self._connection.execute("SELECT slot, id FROM exchanges WHERE slot IS NOT NULL").fetchall()
+        with self.reading() as connection:
+            rows = connection.execute("SELECT slot, id FROM exchanges WHERE slot IS NOT NULL").fetchall()
         return [(int(slot), str(name)) for slot, name in rows]
 
     async def forget(self, name: str) -> None:
@@ -217,13 +224,13 @@ class ExchangeStore(RowFile):
 
     def waiting(self) -> int:
         """The number of unassigned exchanges."""
-        self._commits.drain()
-        with self._lock:
-            row = self._connection.execute("SELECT COUNT(*) FROM exchanges WHERE slot IS NULL").fetchone()
+        self.drain()
+        with self.reading() as connection:
+            row = connection.execute("SELECT COUNT(*) FROM exchanges WHERE slot IS NULL").fetchone()
         return int(row[0])
 
     async def _delete(self, where: str, values: tuple[str | int, ...]) -> None:
         def change(connection: sqlite3.Connection) -> None:
             connection.execute(f"DELETE FROM exchanges WHERE {where}", values)
 
-        await self._commits.write(lambda: change)
+        await self.write(lambda: change)

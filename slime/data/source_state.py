@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Protocol
 from slime.data.json_samples import from_json, sample_from_json, sample_to_json, to_json
 from slime.data.sample import COLUMNS, Sample
 from slime.errors import UserError
+from slime.storage.files import write_durably
 from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -46,30 +46,6 @@ def saved_rollouts(folder: str | Path) -> set[int]:
 def write_state(path: Path, state: JsonObject) -> None:
     """Write a state file atomically and durably."""
     write_durably(path, json.dumps(state).encode())
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: after a crash it is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_file(path.parent)
-
-
-def fsync_file(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk, so that it survives a power loss."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def read_state(path: Path) -> JsonObject:

@@ -30,8 +30,8 @@ from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
 from slime.engine.sglang.router import RouterDied
 from slime.errors import RunFailed
-from slime.storage.group_commit import JournalFailed
 from slime.storage.json_types import JsonObject
+from slime.storage.sqlite_store import JournalFailed
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import TrainerDied, TrainerTimeout
 from slime.train.trainer_group import GradientsNotFinite, TrainerGroup

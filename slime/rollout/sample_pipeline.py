@@ -42,8 +42,8 @@ from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
 from slime.rollout.state import store_result
-from slime.storage.group_commit import JournalFailed
 from slime.storage.json_types import JsonObject
+from slime.storage.sqlite_store import JournalFailed
 
 T = TypeVar("T")
 

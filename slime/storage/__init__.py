@@ -1,1 +1,1 @@
-"""Storage: marked and durable files, SQLite tables, group commits."""
+"""Storage: ownership marks and durable files, SQLite files with group commit."""

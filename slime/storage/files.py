@@ -5,7 +5,8 @@
     a dump                                    the header of a JSON-lines file, the keys of a .pt file
 
 Invariant: code that replaces or removes a folder or file checks it here first, and leaves alone a folder or file
-without the mark, or with anything that was added later. `fsync_path` is for files that must survive a power cut.
+without the mark, or with anything that was added later. `write_durably` and `fsync_path` are for files that must
+survive a power cut.
 """
 
 from __future__ import annotations
@@ -117,3 +118,18 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file atomically and durably: after a crash it is complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)

@@ -13,7 +13,7 @@ import pytest
 
 from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.turn_journal import Attempt, TurnJournal
-from slime.storage.group_commit import JournalFailed
+from slime.storage.sqlite_store import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user
 from tests.agent.test_session import Talk, base_sample
 
@@ -160,6 +160,19 @@ def test_two_journals_may_share_one_file(tmp_path: Path, folder: str) -> None:
     server.close()
     driver.close()
     assert [file.name for file in tmp_path.iterdir()] == [folder]
+
+
+def test_file_that_another_process_creates_at_the_same_time_is_shared(tmp_path: Path) -> None:
+    class Slow(TurnJournal):
+        def _fill(self, connection: sqlite3.Connection) -> None:
+            other = TurnJournal(tmp_path / "sessions.sqlite")
+            talk_of("one", journal=other)
+            other.close()
+
+    journal = Slow(tmp_path / "sessions.sqlite")
+    assert journal.restore(OURS) is not None
+    journal.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["sessions.sqlite"]
 
 
 def test_failed_write_raises_journal_failed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slime.data.buffer.database import Database
 from slime.data.sample import Sample
 from slime.driver.loop import Run
 from slime.errors import UserError
-from slime.storage.group_commit import CommitQueue, JournalFailed
+from slime.storage.sqlite_store import JournalFailed
 from tests.data.journal_samples import finish, finished, open_journal, prompts
 
 
@@ -110,11 +110,10 @@ def test_failure_after_a_transaction_affects_only_its_own_write(tmp_path: Path) 
         raise ValueError("too late")
 
     async def write() -> list[Any]:
-        commits = CommitQueue(journal._database)
-        writes = [commits.write(lambda after=after: lambda connection: after) for after in (raising, None)]
+        write = journal._database.write
+        writes = [write(lambda after=after: lambda connection: after) for after in (raising, None)]
         both = await asyncio.gather(*writes, return_exceptions=True)
-        await asyncio.wait_for(commits.write(lambda: lambda connection: None), 240)  # the thread continues
-        commits.close()
+        await asyncio.wait_for(write(lambda: lambda connection: None), 240)  # the thread continues
         return both
 
     journal = open_journal(tmp_path)

@@ -17,7 +17,7 @@ from slime.data.buffer import Journal
 from slime.data.buffer.rows import RowCodec, flatten_group
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.storage.group_commit import JournalFailed
+from slime.storage.sqlite_store import JournalFailed
 from tests.data.journal_samples import finish, finished, open_journal, prompts, statements
 
 MESSAGES = [{"role": "user", "content": "hello"}]

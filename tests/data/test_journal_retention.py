@@ -13,8 +13,7 @@ import pytest
 from slime.config import Config
 from slime.data.buffer import Journal, JournaledSource, Recovered
 from slime.data.buffer import open_journal as open_of_run
-from slime.data.buffer.retention import JournalContents, classify_contents
-from slime.data.buffer.schema import FORMAT
+from slime.data.buffer.database import FORMAT, JournalContents, classify_contents
 from slime.data.custom_source import UserSource
 from slime.data.sample import Sample
 from slime.errors import UserError

@@ -16,7 +16,7 @@ import slime.driver.recovery
 from slime.config import Config
 from slime.driver.recovery import rescue_weights
 from slime.errors import RunFailed, UserError
-from slime.storage.group_commit import JournalFailed
+from slime.storage.sqlite_store import JournalFailed
 from slime.train.checkpoints.errors import NotWritten, write_together
 from tests.small_disk import small_disk
 from tests.train.in_process import InProcess, config_for

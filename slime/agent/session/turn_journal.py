@@ -21,15 +21,12 @@ from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session, Template
 from slime.data.buffer.codec import Codec
 from slime.data.sample import Sample
-from slime.storage.group_commit import Change
 from slime.storage.json_types import JsonMapping
-from slime.storage.sqlite_table import RowFile, RowKind
+from slime.storage.sqlite_store import Change, FileKind, JournalFailed, SqliteStore
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "sessions.sqlite"
-APPLICATION_ID = 0x736C7475  # "sltu"
-FORMAT = 1
 _SCHEMA = """
 CREATE TABLE turns (
     run TEXT NOT NULL, sample INTEGER NOT NULL, group_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
@@ -37,7 +34,14 @@ CREATE TABLE turns (
     PRIMARY KEY (run, sample, group_index, attempt, session, number)
 ) WITHOUT ROWID;
 """
-_KIND = RowKind("turns of sessions", APPLICATION_ID, FORMAT, _SCHEMA, "SELECT number FROM turns LIMIT 1")
+_KIND = FileKind(
+    "the turn journal",
+    0x736C7475,  # "sltu"
+    1,
+    _SCHEMA,
+    "SELECT number FROM turns LIMIT 1",
+    ("secure_delete=ON",),  # deleted rows do not stay in free pages
+)
 _OF_ATTEMPT = "run = ? AND sample = ? AND group_index = ? AND attempt = ?"
 _NONE = -1
 
@@ -61,7 +65,7 @@ class Attempt:
         return (self.run, _NONE if self.sample is None else self.sample, group, self.number)
 
 
-class TurnJournal(RowFile):
+class TurnJournal(SqliteStore):
     """Journal of the turns of unfinished sessions."""
 
     def __init__(self, path: Path) -> None:
@@ -74,33 +78,33 @@ class TurnJournal(RowFile):
 
         An attempt has one session: the first turn of a new session deletes the turns of the earlier one.
         """
-        await self._commits.write(lambda: self._appending(key, attempt, record))
+        await self.write(lambda: self._appending(key, attempt, record))
 
     def append_now(self, key: str, attempt: Attempt, record: JsonMapping) -> None:
         """Do the same as `append`, for callers without an event loop."""
-        self._commits.drain()
+        self.drain()
         with self.transaction() as connection:
             self._appending(key, attempt, record)(connection)
 
     async def forget(self, attempt: Attempt) -> None:
         """Delete the turns of an attempt whose samples are recorded elsewhere, or that was given up."""
-        await self._commits.write(lambda: _deleting(_OF_ATTEMPT, attempt.columns))
+        await self.write(lambda: _deleting(_OF_ATTEMPT, attempt.columns))
 
     async def forget_sample(self, run: str, sample: Sample) -> None:
         """Delete the turns of all attempts at a sample."""
         columns = Attempt.of(run, sample).columns[:3]
-        await self._commits.write(lambda: _deleting("run = ? AND sample = ? AND group_index = ?", columns))
+        await self.write(lambda: _deleting("run = ? AND sample = ? AND group_index = ?", columns))
 
     def forget_other_runs(self, run: str) -> None:
         """Delete the turns that other runs left in this folder."""
-        self._commits.drain()
+        self.drain()
         with self.transaction() as connection:
             connection.execute("DELETE FROM turns WHERE run != ?", (run,))
 
     def attempts(self, run: str) -> list[Attempt]:
         """Return the attempts of a run that have turns in the journal."""
-        with self._lock:
-            rows = self._connection.execute(
+        with self.reading() as connection:
+            rows = connection.execute(
                 "SELECT DISTINCT sample, group_index, attempt FROM turns WHERE run = ? ORDER BY 1, 2, 3", (run,)
             ).fetchall()
         return [Attempt(run, _or_none(sample), _or_none(group), number) for sample, group, number in rows]
@@ -114,10 +118,10 @@ class TurnJournal(RowFile):
         strict: bool = False,
     ) -> Session | None:
         """Return the session of an unfinished attempt as it was after its last turn; None if it cannot be restored."""
-        self._commits.drain()
+        self.drain()
         try:
-            with self._lock:
-                rows = self._connection.execute(
+            with self.reading() as connection:
+                rows = connection.execute(
                     f"SELECT session, number, record, digest FROM turns WHERE {_OF_ATTEMPT} ORDER BY number",
                     attempt.columns,
                 ).fetchall()
@@ -129,7 +133,7 @@ class TurnJournal(RowFile):
                     raise BadRecord(f"the row of turn {number} does not match its digest")
                 records.append(self._codec.unpack(content))
             return Session.from_turns(str(rows[0][0]), records, template, limits=limits, strict=strict)
-        except (BadRecord, sqlite3.DatabaseError) as error:
+        except (BadRecord, JournalFailed) as error:
             logger.warning("%s: the session of sample %s starts over: %s", self.path, attempt.sample, error)
             return None
 

@@ -1,7 +1,8 @@
-"""The SQLite file of the journal: atomic creation, ownership check, and transactions.
+"""The SQLite file of the journal: schema, ownership check, upgrades, and read-only access.
 
-Invariants: a journal file appears complete or not at all. A rejected file stays unchanged, and no files are left next
-to it. A transaction that fails (for example on a full disk) is rolled back: earlier records remain.
+Invariants: plain SQL is enough to find a sample, its text, its reward and its state. `FORMAT` changes with every change
+of the schema or the payload; the table `identity` is written once, when the file is created. A rejected file stays
+unchanged, and no files are left next to it.
 """
 
 from __future__ import annotations
@@ -10,29 +11,135 @@ import logging
 import os
 import secrets
 import sqlite3
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
 
 from slime.config.plugins import present_path
-from slime.data.buffer.retention import JournalContents, classify_contents
-from slime.data.buffer.schema import APPLICATION_ID, FORMAT, REFERRED, SCHEMA, TO_LOOK_AT
-from slime.data.source_state import fsync_file
 from slime.errors import UserError
-from slime.storage.group_commit import JournalFailed
+from slime.storage.sqlite_store import BUSY_S, FileKind, SqliteStore, read_pragma
 
 logger = logging.getLogger(__name__)
 
-_BUSY_S = 30.0
+FORMAT = 4
+APPLICATION_ID = 0x736C6D65  # "slme": distinguishes a journal from other SQLite databases
+
+OPEN = ("pending", "partial", "finished")
+"""States of a group that was handed out but is not in a batch: after a crash it returns to the data source."""
+STATES = (*OPEN, "assigned", "consumed", "dropped")
+NOT_CONSUMED = tuple(state for state in STATES if state != "consumed")
+
+RECORD = """
+CREATE TABLE identity (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_index INTEGER,
+    state TEXT NOT NULL CHECK (state IN ('pending', 'partial', 'finished', 'assigned', 'consumed', 'dropped')),
+    rollout_id INTEGER,
+    position INTEGER,
+    consumed_by INTEGER
+);
+CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_rollout ON groups (rollout_id, position) WHERE rollout_id IS NOT NULL;
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    member INTEGER,
+    leaf INTEGER,
+    sample_index INTEGER,
+    status TEXT NOT NULL,
+    reward REAL,
+    response_length INTEGER,
+    weight_versions TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE TABLE rollouts (
+    rollout_id INTEGER PRIMARY KEY,
+    state TEXT NOT NULL CHECK (state IN ('assigned', 'consumed')),
+    metrics TEXT NOT NULL
+);
+CREATE TABLE positions (rollout_id INTEGER PRIMARY KEY, position TEXT NOT NULL);
+CREATE VIEW trajectories AS
+    SELECT samples.id, sample_index, group_index, state, rollout_id, consumed_by, status, reward, response_length,
+           weight_versions, prompt, response
+    FROM samples JOIN groups ON groups.id = samples.group_id;
+CREATE VIEW finished AS
+    SELECT * FROM trajectories WHERE state IN ('finished', 'assigned', 'consumed');
+"""
+
+TO_LOOK_AT = """
+CREATE TABLE kept (rollout_id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL);
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    dataset TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    UNIQUE (step, dataset)
+);
+CREATE TABLE evaluated_samples (
+    id INTEGER PRIMARY KEY,
+    evaluation_id INTEGER NOT NULL REFERENCES evaluations (id),
+    sample_index INTEGER,
+    status TEXT NOT NULL,
+    reward REAL,
+    response_length INTEGER,
+    weight_versions TEXT NOT NULL,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX evaluated_samples_by_evaluation ON evaluated_samples (evaluation_id);
+CREATE VIEW evaluated AS
+    SELECT evaluated_samples.id, step, dataset, sample_index, status, reward, response_length, weight_versions, prompt,
+           response
+    FROM evaluated_samples JOIN evaluations ON evaluations.id = evaluation_id;
+"""
+"""Added in format 2: the retained consumed rollouts, and the completions of evaluations."""
+
+# Format 3 adds the sample status `generated`; its tables are those of format 2.
+
+REFERRED = """
+CREATE TABLE referred (
+    checkpoint INTEGER NOT NULL,
+    group_id INTEGER NOT NULL,
+    PRIMARY KEY (checkpoint, group_id)
+) WITHOUT ROWID;
+CREATE INDEX referred_by_group ON referred (group_id);
+"""
+"""Added in format 4: the buffered groups that the data position of a checkpoint refers to."""
 _WAL_PAGES = 16384
 """Pages (of 4 KiB) in the write-ahead log before a checkpoint moves them into the file."""
 _VACUUM_FROM_PAGES = 4096
+_KIND = FileKind(
+    "the journal",
+    APPLICATION_ID,
+    FORMAT,
+    RECORD + TO_LOOK_AT + REFERRED,
+    "SELECT COUNT(*) FROM identity",
+    (
+        "auto_vacuum=INCREMENTAL",
+        f"wal_autocheckpoint={_WAL_PAGES}",
+        f"journal_size_limit={_WAL_PAGES * 4096}",
+    ),
+)
 
 
-class Database:
-    """A write connection to the journal file, shared by threads."""
+class JournalContents(Enum):
+    """The kinds of data in a journal, by the loss if it were deleted."""
+
+    NOTHING = "nothing"
+    PAST = "samples for inspection"
+    WORK = "samples that a restart needs"
+
+
+class Database(SqliteStore):
+    """A write connection to the journal of the run with this identity, shared by threads."""
 
     def __init__(self, path: Path, identity: Mapping[str, str]) -> None:
         """Create or open `path`; a `UserError` if it is not a journal, or the journal of a run with another identity.
@@ -40,49 +147,22 @@ class Database:
         Another run's journal is rejected only if that run still needs its samples. A journal with only samples for
         inspection is renamed, and an empty one is replaced.
         """
-        self.path = path
         self._identity = dict(identity)
-        self._lock = threading.RLock()
-        if not path.exists() or not self._is_ours():
-            self._make()
-        self._connection = self._connected()
-        with self._lock, self._readable_errors():
-            found = self._pragma("user_version")
+        super().__init__(path, _KIND)
+        with self.reading() as connection:
+            found = read_pragma(connection, "user_version")
             if found < FORMAT:  # upgrade a journal of an earlier format
                 added = (TO_LOOK_AT if found < 2 else "") + REFERRED
-                self._connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
-
-    def close(self) -> None:
-        """Close the file; safe to call again."""
-        with self._lock:
-            self._connection.close()
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the body as one transaction; a `JournalFailed` if it cannot be written."""
-        with self._lock, self._readable_errors():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Provide the connection for queries."""
-        with self._lock, self._readable_errors():
-            yield self._connection
+                connection.executescript(f"BEGIN;{added}PRAGMA user_version={FORMAT};COMMIT;")
 
     def sync(self) -> None:
         """Flush all records to disk, so that they survive a power loss, and release large amounts of free space."""
-        with self._lock, self._readable_errors():
-            pages, free = (self._pragma(name) for name in ("page_count", "freelist_count"))
+        self.drain()
+        with self.reading() as connection:
+            pages, free = (read_pragma(connection, name) for name in ("page_count", "freelist_count"))
             if free > _VACUUM_FROM_PAGES and 2 * free > pages:
                 # `executescript`, because `execute` runs only the first step, which frees one page
-                self._connection.executescript(f"PRAGMA incremental_vacuum({free - pages // 4})")
+                connection.executescript(f"PRAGMA incremental_vacuum({free - pages // 4})")
             try:
                 wal = os.open(self._beside("-wal"), os.O_RDONLY)
             except FileNotFoundError:
@@ -94,71 +174,25 @@ class Database:
                     raise self._cannot_write(error.strerror or str(error)) from error
                 finally:
                     os.close(wal)
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def start_new_file(self, *, keep_old: bool) -> Path | None:
         """Replace the journal with an empty one; returns the new path of the old one if it is kept."""
-        with self._lock, self._readable_errors():
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            self._connection.close()
+        with self.reading() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            connection.close()
             aside = self._set_aside() if keep_old else None
-            for suffix in ("", "-wal", "-shm"):
-                self._beside(suffix).unlink(missing_ok=True)
-            self._make()
-            self._connection = self._connected()
+            self.path.unlink(missing_ok=True)
+            self._connection = self._opened()
             return aside
 
-    def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
+    def _fill(self, connection: sqlite3.Connection) -> None:
+        """Insert the identity; sample ids start at a random number, so that ids of two journals do not collide."""
+        connection.executemany("INSERT INTO identity VALUES (?, ?)", self._identity.items())
+        first_id = (1 + secrets.randbelow(2**31)) << 20
+        connection.execute("INSERT INTO sqlite_sequence VALUES ('samples', ?)", (first_id,))
 
-    def _set_aside(self) -> Path:
-        """Rename the file and SQLite's files next to it to an unused name."""
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
-            number += 1
-        for suffix in ("", "-wal", "-shm"):
-            if self._beside(suffix).exists():
-                self._beside(suffix).rename(f"{aside}{suffix}")
-        return aside
-
-    def _pragma(self, name: str) -> int:
-        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-    def _connected(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
-        connection.execute(f"PRAGMA journal_size_limit={_WAL_PAGES * 4096}")
-        return connection
-
-    def _make(self) -> None:
-        """Create the empty journal under a temporary name, then rename it.
-
-        Sample ids start at a random number, so that ids of two journals do not collide.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        temporary.unlink(missing_ok=True)
-        try:
-            with self._readable_errors(), closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
-                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-                connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
-                connection.executemany("INSERT INTO identity VALUES (?, ?)", self._identity.items())
-                first_id = (1 + secrets.randbelow(2**31)) << 20
-                connection.execute("INSERT INTO sqlite_sequence VALUES ('samples', ?)", (first_id,))
-                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version={FORMAT}")
-                connection.execute("PRAGMA journal_mode=WAL")
-            for suffix in ("-wal", "-shm"):  # of a deleted file: SQLite would apply them to the new one
-                self._beside(suffix).unlink(missing_ok=True)
-            fsync_file(temporary)
-            temporary.replace(self.path)
-            fsync_file(self.path.parent)
-        finally:
-            for suffix in ("", "-wal", "-shm", "-journal"):
-                Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-
-    def _is_ours(self) -> bool:
+    def _is_usable(self) -> bool:
         """True if the file belongs to this run; False if it may be replaced; else a `UserError`."""
         remedy = "choose another --output-dir, or move the file away to start a new one"
         with open_read_only(self.path) as connection:
@@ -177,19 +211,6 @@ class Database:
             logger.warning("%s: the samples of another run are now in %s", self.path, self._set_aside())
         return not differing
 
-    @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._cannot_write(str(error)) from error
-
-    def _cannot_write(self, reason: str) -> JournalFailed:
-        return JournalFailed(
-            f"{self.path}: the journal cannot be written ({reason}); everything recorded so far is intact: make room "
-            "on that disk if it is full, and run the same command again"
-        )
-
 
 @contextmanager
 def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
@@ -203,10 +224,8 @@ def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     live = path.with_name(path.name + "-wal").exists()
     uri = f"file:{quote(str(path.absolute()))}?{'mode=ro' if live else 'immutable=1'}"
     try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as connection:
-            application, version = (
-                int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
-            )
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)) as connection:
+            application, version = (read_pragma(connection, name) for name in ("application_id", "user_version"))
             if application != APPLICATION_ID:
                 raise UserError(
                     f"{path}: is an SQLite database, but not a journal of slime; move it away, or choose another "
@@ -217,10 +236,8 @@ def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
                     f"{path}: has format {version}, but this version supports formats up to {FORMAT}; use the version "
                     "of slime that wrote it, or choose another --output-dir"
                 )
-            connection.execute("SELECT COUNT(*) FROM identity").fetchone()
-            pages, size = (
-                int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size")
-            )
+            connection.execute(_KIND.probe).fetchone()
+            pages, size = (read_pragma(connection, name) for name in ("page_count", "page_size"))
             if not live and path.stat().st_size < pages * size:  # SQLite does not detect a truncated last page
                 raise sqlite3.DatabaseError("the file is truncated")
             yield connection
@@ -231,3 +248,20 @@ def open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
     finally:
         if live and not had_shared_memory:
             shared_memory.unlink(missing_ok=True)
+
+
+def classify_contents(connection: sqlite3.Connection) -> JournalContents:
+    """Classify the contents of a journal of any format."""
+    if connection.execute(
+        f"SELECT EXISTS (SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}) "
+        "OR EXISTS (SELECT 1 FROM groups) AND EXISTS (SELECT 1 FROM rollouts)"
+    ).fetchone()[0]:
+        return JournalContents.WORK
+    tables = ("samples", "evaluated_samples") if has_evaluations(connection) else ("samples",)
+    found = any(connection.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone()[0] for table in tables)
+    return JournalContents.PAST if found else JournalContents.NOTHING
+
+
+def has_evaluations(connection: sqlite3.Connection) -> bool:
+    """True if the journal has the tables of evaluations, which format 1 lacks."""
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone() is not None

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from slime.data.buffer.database import Database
+from slime.data.buffer.database import OPEN, Database, JournalContents, classify_contents
 from slime.data.buffer.recovery import (
     Recovered,
     can_resume_at,
@@ -33,8 +33,6 @@ from slime.data.buffer.recovery import (
     unusable_rows,
 )
 from slime.data.buffer.retention import (
-    JournalContents,
-    classify_contents,
     forget_evaluations_after,
     keep_evaluation,
     prune_consumed,
@@ -42,14 +40,13 @@ from slime.data.buffer.retention import (
     release,
 )
 from slime.data.buffer.rows import GroupLeaf, RowCodec, flatten_group, state_of, status_of
-from slime.data.buffer.schema import OPEN
 from slime.data.buffer.writer import RowLocation, Writer
 from slime.data.json_samples import from_json, to_json
 from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.errors import UserError
-from slime.storage.group_commit import Change, CommitQueue
 from slime.storage.json_types import JsonMapping, JsonObject
+from slime.storage.sqlite_store import Change
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,6 @@ class Journal:
         self._rows = RowCodec(reward_key)
         self._eval_rows = RowCodec(eval_reward_key or reward_key)
         self._writer = self._new_writer()
-        self._commits = CommitQueue(database)
 
     @classmethod
     def open(
@@ -158,7 +154,7 @@ class Journal:
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Record groups that return to the data source, with their progress."""
-        self._commits.drain()
+        self._database.drain()
         leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
             written = self._write(connection, leaves)
@@ -171,7 +167,7 @@ class Journal:
     async def record(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
         """Do `produced` without blocking the event loop; returns after a group commit."""
         if dispatched.journal_id is not None:
-            await self._commits.write(lambda: self._producing(dispatched, produced))
+            await self._database.write(lambda: self._producing(dispatched, produced))
 
     def progressed(self, sample: Sample) -> None:
         """Record the progress of a sample that is still generating."""
@@ -180,7 +176,7 @@ class Journal:
     async def record_progress(self, sample: Sample) -> None:
         """Do `progressed` without blocking the event loop."""
         if sample.journal_id is not None:
-            await self._commits.write(lambda: self._progressing(sample))
+            await self._database.write(lambda: self._progressing(sample))
 
     def _producing(self, dispatched: Sample, produced: Sample | list[Sample]) -> Change | None:
         leaves = [GroupLeaf(leaf.sample, None, leaf.leaf) for leaf in flatten_group([produced])]
@@ -223,7 +219,7 @@ class Journal:
     def _now(self, change: Change | None) -> None:
         if change is None:
             return
-        self._commits.drain()
+        self._database.drain()
         with self._database.transaction() as connection:
             after = change(connection)
         if after is not None:
@@ -243,7 +239,7 @@ class Journal:
         Samples unchanged since they were recorded are not written again. The same transaction records `dropped` groups
         and, for an observing data source, its new `position`.
         """
-        self._commits.drain()
+        self._database.drain()
         leaves = self._looked_at(groups)
         text = json.dumps(to_json(dict(metrics), f"metrics of rollout {rollout_id}"))
         with self._database.transaction() as connection:
@@ -345,7 +341,6 @@ class Journal:
 
     def sync(self) -> None:
         """Flush all records to disk; required before a checkpoint that relies on them."""
-        self._commits.drain()
         self._database.sync()
 
     def keep_evaluation(self, step: int, datasets: Mapping[str, Sequence[Sample]]) -> None:
@@ -365,7 +360,6 @@ class Journal:
 
     def close(self) -> None:
         """Close the file; safe to call again."""
-        self._commits.close()
         self._database.close()
 
     def _new_writer(self) -> Writer:

@@ -15,10 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.data.buffer.database import open_read_only
-from slime.data.buffer.retention import has_evaluations
+from slime.data.buffer.database import STATES, has_evaluations, open_read_only
 from slime.data.buffer.rows import COLUMNS, RowCodec
-from slime.data.buffer.schema import STATES
 from slime.data.chat_template import load_tokenizer
 from slime.data.sample import Sample
 from slime.errors import UserError

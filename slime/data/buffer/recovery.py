@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.plugins import present_path
+from slime.data.buffer.database import NOT_CONSUMED, OPEN
 from slime.data.buffer.rows import COLUMNS, UNUSABLE, GroupLeaf, RowCodec, rebuild_groups
-from slime.data.buffer.schema import NOT_CONSUMED, OPEN
 from slime.data.readers import file_bytes, split_slice
 from slime.data.sample import Sample
 from slime.data.source import Group

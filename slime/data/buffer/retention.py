@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import Enum
 
 from slime.data.buffer.rows import COLUMNS
-from slime.data.buffer.schema import NOT_CONSUMED
 
 _REFERRED = "EXISTS (SELECT 1 FROM referred WHERE group_id = groups.id)"
 _RELEASED = f"""SELECT id FROM groups WHERE id = ? AND state = 'consumed' AND NOT {_REFERRED}
@@ -25,31 +23,6 @@ FROM groups LEFT JOIN samples ON group_id = groups.id WHERE rollout_id = ? GROUP
 _PUT = f"""INSERT INTO evaluated_samples (evaluation_id, {", ".join(COLUMNS)})
 VALUES (?, {", ".join("?" * len(COLUMNS))})"""
 _ROLLOUTS, _EVALUATIONS = "kept_bytes", "evaluation_bytes"
-
-
-class JournalContents(Enum):
-    """The kinds of data in a journal, by the loss if it were deleted."""
-
-    NOTHING = "nothing"
-    PAST = "samples for inspection"
-    WORK = "samples that a restart needs"
-
-
-def classify_contents(connection: sqlite3.Connection) -> JournalContents:
-    """Classify the contents of a journal of any format."""
-    if connection.execute(
-        f"SELECT EXISTS (SELECT 1 FROM groups WHERE state IN {NOT_CONSUMED}) "
-        "OR EXISTS (SELECT 1 FROM groups) AND EXISTS (SELECT 1 FROM rollouts)"
-    ).fetchone()[0]:
-        return JournalContents.WORK
-    tables = ("samples", "evaluated_samples") if has_evaluations(connection) else ("samples",)
-    found = any(connection.execute(f"SELECT EXISTS (SELECT 1 FROM {table})").fetchone()[0] for table in tables)
-    return JournalContents.PAST if found else JournalContents.NOTHING
-
-
-def has_evaluations(connection: sqlite3.Connection) -> bool:
-    """True if the journal has the tables of evaluations, which format 1 lacks."""
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone() is not None
 
 
 def prune_consumed(connection: sqlite3.Connection, rollout_id: int, bound: int) -> None:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from slime.data.buffer.database import STATES
 from slime.data.buffer.reader import (
     SORTS,
     Choice,
@@ -38,7 +39,6 @@ from slime.data.buffer.reader import (
     reading,
 )
 from slime.data.buffer.rows import GENERATED
-from slime.data.buffer.schema import STATES
 from slime.data.buffer.show_sample import print_sample
 from slime.data.json_samples import format_prompt, format_value, to_json, visible
 from slime.data.sample import Sample

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from slime.data.source_state import write_durably
 from slime.errors import UserError
+from slime.storage.files import write_durably
 from slime.train.samples.batch import TrainBatch
 
 FORMAT = 1

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.data.source_state import write_durably
 from slime.errors import UserError
-from slime.storage.files import is_dump
+from slime.storage.files import is_dump, write_durably
 from slime.storage.json_types import JsonObject
 
 if TYPE_CHECKING:
